@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[2] / "titanlite"
 ROWS = (
     {"train", "__main__"},
     {"training", "commands"},
-    {"comparison"},
+    {"comparison", "explain"},
     {"preflight"},
     {"forecast"},
     {"activation_checkpoint", "sharding", "async_tp", "checkpoint"},

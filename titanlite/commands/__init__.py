@@ -23,6 +23,7 @@ COMMANDS = (
     "recipes",
     "prepare",
     "compare",
+    "explain",
     "export",
     "verify-resume",
     "schema",

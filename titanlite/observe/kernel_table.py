@@ -40,11 +40,13 @@ class Work:
 
     name: str
     times: list[tuple[float, float]]  # from, to; in order
+    thread: Any = None  # of an operator
+    caller: str = ""  # the operator that called it; "" if none did
 
     @property
     def us(self) -> float:
         """How long it took."""
-        return _length(self.times)
+        return total_us(self.times)
 
     @property
     def kind(self) -> str:
@@ -67,12 +69,12 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
     Returns:
         Text of three parts: time by class with idle and exposed communication, the longest gaps, the longest kernels.
     """
-    work = _device_work(trace) or _cpu_work(trace)
+    work = device_work(trace) or cpu_work(trace)
     if not work:
         return "The trace holds no kernels and no operators.\n"
-    busy = _merge_spans(time for w in work for time in w.times)
-    span, busy_us = busy[-1][1] - busy[0][0], _length(busy)
-    not_comm_us = _length(_merge_spans(time for w in work if w.kind != "communication" for time in w.times))
+    busy = merge_spans(time for w in work for time in w.times)
+    span, busy_us = busy[-1][1] - busy[0][0], total_us(busy)
+    not_comm_us = total_us(merge_spans(time for w in work if w.kind != "communication" for time in w.times))
 
     by_class: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
     by_name: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -111,31 +113,31 @@ def kernel_table(trace: dict[str, Any], steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _device_work(trace: dict[str, Any]) -> list[Work]:
+def device_work(trace: dict[str, Any]) -> list[Work]:
     """Kernels, copies and fills of the GPU, each with its whole duration."""
     return [
-        Work(e["name"], [(e["ts"], _end_us(e))])
+        Work(e["name"], [(e["ts"], end_us(e))])
         for e in trace["traceEvents"]
         if e.get("ph") == "X" and e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     ]
 
 
-def _cpu_work(trace: dict[str, Any]) -> list[Work]:
+def cpu_work(trace: dict[str, Any]) -> list[Work]:
     """Operators of the CPU. They nest within a thread; each has the times at which none of its callees ran."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
     work = []
-    for events in threads.values():
+    for thread, events in threads.items():
         running: list[tuple[float, Work]] = []  # until when; each is called by the one before
         for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
             _end_before(event["ts"], running)
-            if running:
-                caller = running[-1][1]
+            caller = running[-1][1] if running else None
+            if caller is not None:
                 caller.times[-1] = (caller.times[-1][0], event["ts"])
-            work.append(Work(event["name"], [(event["ts"], event["ts"])]))
-            running.append((_end_us(event), work[-1]))
+            work.append(Work(event["name"], [(event["ts"], event["ts"])], thread, caller.name if caller else ""))
+            running.append((end_us(event), work[-1]))
         _end_before(math.inf, running)
     return work
 
@@ -149,11 +151,12 @@ def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
             running[-1][1].times.append((end, end))
 
 
-def _end_us(event: dict[str, Any]) -> float:
+def end_us(event: dict[str, Any]) -> float:
+    """Return when an event of a trace ends."""
     return event["ts"] + event["dur"]
 
 
-def _merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Unite overlapping intervals, in order of time."""
     merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
@@ -164,7 +167,8 @@ def _merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, 
     return merged
 
 
-def _length(intervals: list[tuple[float, float]]) -> float:
+def total_us(intervals: list[tuple[float, float]]) -> float:
+    """Return how long some intervals are that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 

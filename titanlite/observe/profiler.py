@@ -1,10 +1,10 @@
-"""A torch profiler trace of a few steps, and a table of where their time went.
+"""A torch profiler trace of a few steps on every rank, as `titanlite explain` and a person read it.
 
-Writes `rank0.json.gz` (open it in https://ui.perfetto.dev) and `kernels.txt`. Only rank 0 records: the others run the
-same steps, and a profiler on each would slow the collectives that are to be measured.
+Each rank writes `rank<i>.json`, a summary (`step_profile.py`); rank 0 also its trace, `rank0.json.gz` (open it in
+https://ui.perfetto.dev), and `kernels.txt`. All ranks record, as only all of them know who waited for whom.
 
 `profiling.start_step` counts the steps of the run, not of the process: a run that resumes after it has no such step
-left, and says so. Steps outside the window are not recorded, so they cost nothing.
+left, and says so. Steps outside the window are not recorded and not marked, so they cost nothing.
 """
 
 import contextlib
@@ -12,41 +12,57 @@ import gzip
 import json
 import os
 import tempfile
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.config.schema import Profiling
 from titanlite.durable import open_plain, write_durably
 from titanlite.observe.console import Console
 from titanlite.observe.kernel_table import kernel_table
+from titanlite.observe.trace_spans import STEP, ProfiledRun, summarise
+
+
+def span(name: str) -> contextlib.AbstractContextManager[object]:
+    """Mark what a trace is to know by a name, while there is one; else do nothing."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return record_function(name)
+    return contextlib.nullcontext()
 
 
 class Profiler:
     """Traces the steps that `[profiling]` names. Use as a context manager around the training loop."""
 
     def __init__(
-        self, config: Profiling, folder: Path, rank: int, device: torch.device, first_step: int, console: Console
+        self,
+        config: Profiling,
+        folder: Path,
+        run: ProfiledRun,
+        device: torch.device,
+        first_step: int,
+        console: Console,
     ) -> None:
         """Prepare, and start at once if the window begins with the first step.
 
         Args:
             config: the window, and whether to trace at all.
             folder: `profile/` of the run; created when there is something to write.
-            rank: global rank; on any other than 0 this does nothing.
+            run: what the summary says of the run.
             device: where the model is.
             first_step: the first step that this process trains.
             console: told when the trace is written, or that it will not be.
         """
-        self._folder, self._rank, self._device, self._console = folder, rank, device, console
+        self._folder, self._run, self._device, self._console = folder, run, device, console
         self._start_step, self._last_step = config.start_step, config.start_step + config.steps - 1
         self._in_reach = config.enable and config.start_step >= first_step
-        self._on = self._in_reach and rank == 0
         self._trace: profile | None = None
-        if config.enable and rank == 0 and not self._in_reach:
+        self._mark: record_function | None = None
+        if config.enable and run.rank == 0 and not self._in_reach:
             console.warning(
                 f"profiling.start_step = {config.start_step} is before step {first_step}, where training begins: "
                 f"no trace; give a step from {first_step} on"
@@ -72,34 +88,58 @@ class Profiler:
             return "begin"
         return "end" if self._in_reach and step == self._last_step else None
 
+    def begin(self, step: int) -> None:
+        """Mark in the trace, if there is one, that a step begins: it lasts until the next, or until the trace ends."""
+        if self._trace is None:
+            return
+        if self._mark is None:
+            self._began = time.perf_counter()
+        self._end_mark()
+        self._mark = record_function(f"{STEP}{step}")
+        self._mark.__enter__()
+
     def step(self, step: int) -> None:
         """Report that `step` is done. Starts the trace after the step before the window, writes it after the last."""
         self._step = step
         if self._trace is not None and step == self._last_step:
             self._write(self._trace)
-        elif self._on and step == self._start_step - 1:
+        elif self._in_reach and step == self._start_step - 1:
             self._synchronize()
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
                 activities.append(ProfilerActivity.CUDA)
-            self._trace = profile(activities=activities, acc_events=True)
+                held = {**self._run.held, "before": torch.cuda.memory_allocated(self._device)}
+                self._run = replace(self._run, held=held)
+            self._trace = profile(activities=activities, profile_memory=True, acc_events=True)
             self._trace.start()
 
     def _write(self, trace: profile) -> None:
         self._trace = None
         self._synchronize()
+        self._end_mark()
+        clock_us = (time.perf_counter() - self._began) * 1e6
         trace.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank{self._rank}.json.gz"
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "trace.json"
             trace.export_chrome_trace(str(raw))
             content = raw.read_bytes()
-        with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-            file.write(gzip.compress(content))
-        steps = self._step - self._start_step + 1
-        write_durably(self._folder / "kernels.txt", kernel_table(json.loads(content), steps))
-        self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
+        parsed, rank = json.loads(content), self._run.rank
+        reserved = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
+        summary = summarise(parsed, self._run, clock_us, reserved)
+        write_durably(self._folder / f"rank{rank}.json", summary.to_json())
+        if rank == 0:
+            path = self._folder / "rank0.json.gz"
+            with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+                file.write(gzip.compress(content))
+            steps = self._step - self._start_step + 1
+            write_durably(self._folder / "kernels.txt", kernel_table(parsed, steps))
+            self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
+            self._console.notice(f"what they did with their time: titanlite explain {self._folder.parent}")
+
+    def _end_mark(self) -> None:
+        if self._mark is not None:
+            self._mark.__exit__(None, None, None)
 
     def _synchronize(self) -> None:
         """Let the device finish, so that the trace holds whole steps."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from titanlite.checkpoint.background import Background
-from titanlite.checkpoint.collective import on_rank_0
+from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
@@ -20,7 +20,8 @@ from titanlite.durable import LOOK_S
 from titanlite.errors import DataError, FolderLostError
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.metrics import MetricsFile
-from titanlite.observe.profiler import Profiler
+from titanlite.observe.profiler import Profiler, span
+from titanlite.observe.step_profile import ASIDE, DATA_WAIT
 from titanlite.observe.watchdog import Watchdog
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -74,6 +75,7 @@ class Loop:
         report.restart_clock()
         for step in range(start + 1, last + 1):
             self.watchdog.progress(step, "step")
+            self.profiler.begin(step)
             micro_batches, lr = self._next_batches(), learning_rate(step, config)
             asks_to_stop = self.stop.received is not None or (
                 self.background is not None and self.background.has_failed
@@ -99,9 +101,9 @@ class Loop:
                 self._profile(step)
             if step == start + 1:
                 complete_receipt(run, self.folder, report.console)
+            postpone = validate and stopping and step < config.training.steps  # nothing goes on after the last one
             if look:
                 self.float8_numerics(step, micro_batches[0].tokens)
-            postpone = validate and stopping and step < config.training.steps  # nothing goes on after the last one
             if validate and not postpone:
                 self.validate(step)
             if save or (stopping and config.checkpoint.enable):
@@ -127,9 +129,10 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         self.run.model.eval()
         numbers: dict[str, float] = {}
-        for name, source in self.validation.items():
-            total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
-            numbers |= source.numbers(name, total / targets)
+        with span(ASIDE):
+            for name, source in self.validation.items():
+                total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
+                numbers |= source.numbers(name, total / targets)
         self.run.model.train()
         self.data_check.tell()
         self.report.validation(step, numbers)
@@ -138,12 +141,14 @@ class Loop:
         """Log what float8 does to each layer, on tokens of each rank's; training goes on as if it had not been."""
         self.watchdog.progress(step, "float8 numerics")
         self._limit(self.run.config.comm.init_timeout_seconds)
-        self.report.float8(step, float8_numerics(self.run.model, tokens, self.run.mesh.fsdp))
+        with span(ASIDE):
+            self.report.float8(step, float8_numerics(self.run.model, tokens, self.run.mesh.fsdp))
 
     def _next_batches(self) -> list[Batch]:
         """Return those of the next step, or padding if they are damaged: the others do not know yet."""
         try:
-            return self.batches.next()
+            with span(DATA_WAIT):
+                return self.batches.next()
         except DataError as damage:
             self.data_check.met = damage
             return self.batches.padding()
@@ -162,16 +167,20 @@ class Loop:
                 yield batches.padding()
 
     def _profile(self, step: int) -> None:
-        """Tell the profiler. Rank 0 alone begins and writes the trace; the others wait here, not in their next step."""
+        """Tell the profiler. All ranks begin and write at once: who is done waits here, not in its next step."""
         if self.profiler.edge(step) is None:
             self.profiler.step(step)
             return
         self.watchdog.progress(step, "profile")
         self._limit(self.run.config.comm.init_timeout_seconds)
-        on_rank_0(lambda: self.profiler.step(step))
+        on_all_ranks(lambda: self.profiler.step(step))
 
     def _save(self, step: int, validation_due: bool) -> None:
         """Publish a checkpoint; `validation_due` if a signal came between this step and its validation."""
+        with span(ASIDE):
+            self._save_at(step, validation_due)
+
+    def _save_at(self, step: int, validation_due: bool) -> None:
         self.watchdog.progress(step, "checkpoint")
         self._limit(self.run.config.comm.init_timeout_seconds)
         on_rank_0(self._sync)

@@ -16,6 +16,8 @@ from titanlite.errors import ConfigError, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.mistakes import of_function
+from titanlite.observe.profiler import span
+from titanlite.observe.step_profile import OPTIMIZER
 from titanlite.parallel.replicated_gradients import reduce_replicated_gradients
 
 if TYPE_CHECKING:
@@ -63,9 +65,10 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     skip = (~torch.isfinite(totals[0] + norm)).float()
     max_norm = run.config.training.max_norm
     divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-    run.optimizer.step(gradients, lr, divisor, skip)
-    run.model.zero_grad(set_to_none=True)
-    precompute_scales(run.parameters, run.mesh.fsdp)
+    with span(OPTIMIZER):
+        run.optimizer.step(gradients, lr, divisor, skip)
+        run.model.zero_grad(set_to_none=True)
+        precompute_scales(run.parameters, run.mesh.fsdp)
     return torch.stack((totals[0], norm, skip, totals[1]))
 
 

@@ -14,6 +14,7 @@ from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.write import to_toml
+from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.observe.console import Console
@@ -21,6 +22,7 @@ from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.stall_report import StallReport
+from titanlite.observe.trace_spans import ProfiledRun
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
 from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
@@ -119,7 +121,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         for line in first_lines(run, data.train, position, folder):
             console.notice(line)
     watchdog = cleanup.enter_context(_watchdog(session))
-    profiler = Profiler(config.profiling, folder.profile, session.rank, device, start + 1, console)
+    profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
     cleanup.enter_context(profiler)
     background = None
     if config.checkpoint.enable and config.checkpoint.async_mode == "async":
@@ -202,6 +204,22 @@ def _open_wandb(metrics: MetricsFile | None, session: Session, cleanup: ExitStac
     wandb = WandbRun(config, folder.path, folder.metrics, session.console.warning)
     cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
     return [wandb]
+
+
+def _profiled(run: Run) -> ProfiledRun:
+    """Return what a profile says of a run besides its trace."""
+    axes = {name: run.mesh.all[name].get_group() for name in ("dp_replicate", "dp_shard", "tp")}
+    shards = [local_data(parameter) for parameter in run.parameters]
+    held = {"parameters": shards, "optimizer": run.optimizer.state_tensors()}
+    return ProfiledRun(
+        rank=dist.get_rank(),
+        world=dist.get_world_size(),
+        device=run.mesh.device.type,
+        axes={group.group_name: name for name, group in axes.items() if group.size() > 1},
+        groups={name: dist.get_process_group_ranks(group) for name, group in axes.items()},
+        held={name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()},
+        forecast=run.predicted.categories() if run.predicted is not None else {},
+    )
 
 
 def _watchdog(session: Session) -> Watchdog:

@@ -9,7 +9,9 @@ import torch
 from titanlite.config.schema import Profiling
 from titanlite.errors import StepError
 from titanlite.observe.console import Console
-from titanlite.observe.profiler import Profiler
+from titanlite.observe.profiler import Profiler, span
+from titanlite.observe.step_profile import DATA_WAIT, MATMUL
+from titanlite.observe.trace_spans import ProfiledRun
 
 
 def train(folder, device, start_step, steps, first_step, last_step, rank=0, enable=True, fail=False):
@@ -18,8 +20,10 @@ def train(folder, device, start_step, steps, first_step, last_step, rank=0, enab
     config = Profiling(enable=enable, start_step=start_step, steps=steps)
     console = Console(rank, 0, last_step, folder.parent / "logs", stream)
     a = torch.ones(64, 64, device=device)
-    with contextlib.suppress(StepError), Profiler(config, folder, rank, device, first_step, console) as profiler:
+    run = ProfiledRun(rank=rank, world=2, device=device.type)
+    with contextlib.suppress(StepError), Profiler(config, folder, run, device, first_step, console) as profiler:
         for step in range(first_step, last_step + 1):
+            profiler.begin(step)
             for _ in range(step):
                 torch.mm(a, a)
             profiler.step(step)
@@ -44,10 +48,27 @@ def test_exactly_the_steps_of_the_window_are_traced(tmp_path, first_step, start_
     folder = tmp_path / "profile"
     said = train(folder, "cpu", start_step, 2, first_step, first_step + 5)
     assert matmuls(folder) == traced
-    assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "rank0.json.gz"]
+    assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "rank0.json", "rank0.json.gz"]
     assert (folder / "kernels.txt").read_text().startswith("2 steps, wall time per step ")
     assert "aten::mm" in (folder / "kernels.txt").read_text()
-    assert said == f"profile of 2 steps: {folder / 'rank0.json.gz'}, {folder / 'kernels.txt'}\n"
+    assert said == (
+        f"profile of 2 steps: {folder / 'rank0.json.gz'}, {folder / 'kernels.txt'}\n"
+        f"what they did with their time: titanlite explain {tmp_path}\n"
+    )
+
+
+def test_another_rank_than_0_writes_its_summary_alone(tmp_path):
+    assert train(tmp_path / "profile", "cpu", 3, 2, 1, 6, rank=1) == ""
+    (path,) = (tmp_path / "profile").iterdir()
+    summary = json.loads(path.read_text())
+    assert (path.name, summary["rank"], [step["step"] for step in summary["steps"]]) == ("rank1.json", 1, [3, 4])
+    total = sum(step["end_us"] - step["start_us"] for step in summary["steps"])
+    assert total == pytest.approx(summary["clock_us"], rel=0.02, abs=500)  # µs between two reads of a clock
+    assert MATMUL in summary["spans"]
+
+
+def test_nothing_is_marked_outside_the_window():
+    assert isinstance(span(DATA_WAIT), contextlib.nullcontext)
 
 
 @pytest.mark.parametrize(("last_step", "traced"), [(2, 2), (3, 2 + 3)])
@@ -68,7 +89,7 @@ def test_a_window_that_is_over_is_a_warning(tmp_path):
     assert train(tmp_path / "profile", "cpu", 3, 2, 11, 15, rank=1) == ""
 
 
-@pytest.mark.parametrize("how", [{"enable": False}, {"rank": 1}, {"fail": True, "steps": 99}, {"start_step": 4}])
+@pytest.mark.parametrize("how", [{"enable": False}, {"fail": True, "steps": 99}, {"start_step": 4}])
 def test_nothing_is_written_where_nothing_was_asked_for_or_the_run_failed(tmp_path, how):
     window = {"start_step": 1, "steps": 2, "first_step": 1, "last_step": 3}
     assert train(tmp_path / "profile", "cpu", **{**window, **how}) == ""
@@ -92,7 +113,7 @@ def test_all_ranks_know_when_a_trace_begins_and_ends(tmp_path, rank):
     console = Console(rank, 0, 9, tmp_path, io.StringIO())
     for first_step, edges in ((1, [None, "begin", None, "end", None]), (4, [None] * 5)):
         config = Profiling(enable=True, start_step=3, steps=2)
-        profiler = Profiler(config, tmp_path, rank, torch.device("cpu"), first_step, console)
+        profiler = Profiler(config, tmp_path, ProfiledRun(rank=rank), torch.device("cpu"), first_step, console)
         assert [profiler.edge(step) for step in range(1, 6)] == edges
     console.close()
 

@@ -1,0 +1,137 @@
+"""Divide the wall time of each step among what it was spent on, exactly: each instant belongs to one category.
+
+Where intervals overlap, the device's work has the time before communication, which is then hidden, and communication
+before what the host does; what is left is the host's, as it prepares work while the device has none. Of communication
+the part until the last rank has come is a wait. So the parts of a step sum to its wall time, and what was hidden is
+told beside them. On a CPU, which is host and device in one, what the host is seen at comes first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from titanlite.explain.waits import Waits
+from titanlite.observe.kernel_table import merge_spans
+from titanlite.observe.step_profile import (
+    ASIDE,
+    AXES,
+    COMMUNICATION,
+    DEVICE_WORK,
+    HOST_WORK,
+    RankProfile,
+)
+
+HOST, STRAGGLER_WAIT = "host", "waiting for other ranks"
+EXPOSED = tuple(f"{COMMUNICATION} {axis}" for axis in AXES)
+CATEGORIES = (*DEVICE_WORK, *EXPOSED, STRAGGLER_WAIT, *HOST_WORK[1:], HOST, ASIDE)
+"""All parts of a step, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class Division:
+    """One step of one rank.
+
+    Attributes:
+        parts: µs by category; they sum to `wall_us`.
+        hidden: µs of communication behind the device's work, by category; not of the sum.
+    """
+
+    rank: int
+    step: int
+    wall_us: float
+    parts: Mapping[str, float]
+    hidden: Mapping[str, float]
+
+
+def divide(profile: RankProfile, waits: Waits) -> list[Division]:
+    """Divide each step of a rank."""
+    edges = np.array([profile.steps[0].start_us, *(step.end_us for step in profile.steps)])
+    found = exclusive(profile, waits, edges)
+    divisions = []
+    for i, step in enumerate(profile.steps):
+        inside = found.step == i
+        owned = np.bincount(found.owner[inside], found.length[inside], minlength=len(found.order))
+        parts = {name: float(us) for name, us in zip(found.order, owned, strict=True) if us > 0}
+        hidden = {
+            name: float(found.length[inside & found.covered[name] & found.is_device].sum())
+            for name in EXPOSED
+            if name in found.covered
+        }
+        divisions.append(Division(profile.rank, step.step, step.end_us - step.start_us, parts, hidden))
+    return divisions
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The window of a rank, cut wherever anything begins or ends: n segments.
+
+    Attributes:
+        start: [n] µs, and their `length`.
+        step: [n] index of the step.
+        owner: [n] index in `order` of the category that has the segment.
+        order: categories, the most important first; the last is what is left.
+        covered: [n] whether a category is there, hidden or not, by its name.
+        is_device: [n] whether the device computes.
+    """
+
+    start: NDArray[np.float64]
+    length: NDArray[np.float64]
+    step: NDArray[np.int64]
+    owner: NDArray[np.int64]
+    order: Sequence[str]
+    covered: Mapping[str, NDArray[np.bool_]]
+    is_device: NDArray[np.bool_]
+
+
+def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) -> Segments:
+    """Cut the window into segments and give each to one category.
+
+    Args:
+        profile: of the rank.
+        waits: of all ranks.
+        edges: [steps + 1] µs, the steps' edges.
+    """
+    communication = (STRAGGLER_WAIT, *EXPOSED)
+    order = (*DEVICE_WORK, *communication, *HOST_WORK)
+    if profile.device == "cpu":
+        order = (*HOST_WORK, *DEVICE_WORK, *communication)
+    spans = {**profile.spans, STRAGGLER_WAIT: merge_spans(waits.spans.get(profile.rank, ()))}
+    intervals = {name: np.array(spans[name], dtype=np.float64).reshape(-1, 2) for name in order if spans.get(name)}
+    cuts = np.unique(np.concatenate([edges, *(each.ravel() for each in intervals.values())]))
+    cuts = cuts[(cuts >= edges[0]) & (cuts <= edges[-1])]
+    start, length = cuts[:-1], np.diff(cuts)
+    nobody = np.zeros(len(start), dtype=np.bool_)
+    covered = {name: _covers(each, start) for name, each in intervals.items()}
+    stack = np.stack([*(covered.get(name, nobody) for name in order), ~nobody])
+    is_device = np.logical_or.reduce([covered.get(name, nobody) for name in DEVICE_WORK])
+    step = np.searchsorted(edges, start, side="right") - 1
+    return Segments(start, length, step, stack.argmax(axis=0), (*order, HOST), covered, is_device)
+
+
+def _covers(intervals: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Say of each segment whether it is within one of some intervals, which do not overlap."""
+    place = np.searchsorted(intervals[:, 0], start, side="right") - 1
+    return (place >= 0) & (start < intervals[np.maximum(place, 0), 1])
+
+
+def mean_parts(divisions: Sequence[Division]) -> dict[str, float]:
+    """Return the mean µs of each category over steps and ranks."""
+    return {
+        name: sum(d.parts.get(name, 0.0) for d in divisions) / len(divisions)
+        for name in CATEGORIES
+        if any(name in d.parts for d in divisions)
+    }
+
+
+def by_rank(divisions: Sequence[Division]) -> dict[int, dict[str, float]]:
+    """Return the mean µs of each category over the steps of each rank."""
+    ranks = sorted({d.rank for d in divisions})
+    return {rank: mean_parts([d for d in divisions if d.rank == rank]) for rank in ranks}
+
+
+def hidden_us(divisions: Sequence[Division]) -> dict[str, float]:
+    """Return the mean µs of communication behind the device's work, by category."""
+    names = dict.fromkeys(name for d in divisions for name in d.hidden)
+    return {name: sum(d.hidden.get(name, 0.0) for d in divisions) / len(divisions) for name in names}

@@ -1,0 +1,77 @@
+"""A run with its profile, divided: what the tables, the causes and the picture are made from."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_parts
+from titanlite.explain.waits import Waits, find_waits
+from titanlite.observe.metrics import RunError
+from titanlite.observe.step_profile import RankProfile, read_profiles
+from titanlite.preflight.same_run import dotted
+
+
+@dataclass(frozen=True)
+class ProfiledSteps:
+    """What all ranks of a run did in the window.
+
+    Attributes:
+        name: of the run.
+        config: dotted key → value.
+        profiles: by rank.
+        waits: for each other.
+        divisions: of each step of each rank.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    profiles: Sequence[RankProfile]
+    waits: Waits
+    divisions: Sequence[Division]
+
+    @property
+    def wall_us(self) -> float:
+        """Return the mean wall time of a step over steps and ranks."""
+        return statistics.fmean(d.wall_us for d in self.divisions)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the mean µs of each category; they sum to `wall_us`."""
+        return mean_parts(self.divisions)
+
+    @property
+    def parts_by_rank(self) -> dict[int, dict[str, float]]:
+        """Return the mean µs of each category of each rank."""
+        return by_rank(self.divisions)
+
+    @property
+    def hidden(self) -> dict[str, float]:
+        """Return the mean µs of communication that the device's work hides."""
+        return hidden_us(self.divisions)
+
+    @property
+    def graphs(self) -> int:
+        """Return how many graphs the rank with most compiled in the window."""
+        return max(profile.graphs for profile in self.profiles)
+
+
+def read_profiled(folder: Path) -> ProfiledSteps:
+    """Read a run's profile and config, and divide its steps.
+
+    Raises:
+        RunError: it has no profile, or a file of it is damaged.
+    """
+    profiles = read_profiles(folder)
+    path = folder / "config.toml"
+    try:
+        config = dotted(tomli.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        want = "the config of the run, as it wrote it"
+        raise RunError.of(str(path), "config.toml", str(error), want, "restore the file from a copy") from error
+    waits = find_waits(profiles)
+    divisions = [division for profile in profiles for division in divide(profile, waits)]
+    return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions)

@@ -1,0 +1,125 @@
+"""Draw one step of all ranks: what each spent its time on, and under it its collectives, hidden ones too."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.explain.divide import CATEGORIES, EXPOSED, HOST, STRAGGLER_WAIT, Segments, exclusive
+from titanlite.explain.profiled import ProfiledSteps
+from titanlite.observe.metrics import RunError
+from titanlite.observe.step_profile import (
+    ASIDE,
+    ATTENTION,
+    CASTS,
+    COMPUTE,
+    DATA_WAIT,
+    MATMUL,
+    OPTIMIZER,
+    RECOMPILATION,
+    RankProfile,
+)
+
+_COLOURS = {
+    MATMUL: "#1f5fa8",
+    ATTENTION: "#5aa0dc",
+    CASTS: "#8c6bb1",
+    OPTIMIZER: "#2b8a6e",
+    COMPUTE: "#9ecae1",
+    **dict(zip(EXPOSED, ("#d95f0e", "#f2a15a", "#b8860b", "#8c510a"), strict=True)),
+    STRAGGLER_WAIT: "#c0182b",
+    RECOMPILATION: "#e377c2",
+    DATA_WAIT: "#6a2c91",
+    HOST: "#d0d0d0",
+    ASIDE: "#888888",
+}
+_PIXELS = 2000  # of the picture's width: what is shorter than one is drawn with its neighbours
+
+
+def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
+    """Draw a step.
+
+    Args:
+        run: the run.
+        step: one of its profiled steps.
+        path: the picture, whose ending says its kind.
+
+    Raises:
+        RunError: there is no kind of picture with that ending, or no such step.
+        OSError: the picture cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    kinds = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
+        raise RunError.of("titanlite explain", "--out", str(path), want, "--out timeline.png")
+    steps = [each.step for each in run.profiles[0].steps]
+    if step not in steps:
+        want = f"a profiled step, {steps[0]} to {steps[-1]}"
+        raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {steps[0]}")
+    figure = timeline_figure(run, steps.index(step))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def timeline_figure(run: ProfiledSteps, index: int) -> Any:
+    """Return the picture of the window's step with that index as matplotlib's figure."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(13, 1.9 + 0.55 * len(run.profiles)), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    start = min(_absolute(profile, profile.steps[index].start_us) for profile in run.profiles)
+    seen: set[str] = set()
+    for row, profile in enumerate(run.profiles):
+        edges = np.array([profile.steps[index].start_us, profile.steps[index].end_us])
+        segments = exclusive(profile, run.waits, edges)
+        offset = _absolute(profile, 0.0) - start
+        resolution = (edges[1] - edges[0]) / _PIXELS
+        for number, name in enumerate(segments.order):
+            top = _runs(segments, segments.owner == number, resolution)
+            _draw_bars(axes, top, offset, (row - 0.4, 0.5), name, seen)
+        for name in EXPOSED:
+            if name in segments.covered:
+                _draw_bars(
+                    axes, _runs(segments, segments.covered[name], resolution), offset, (row + 0.14, 0.22), name, seen
+                )
+    axes.set_yticks(range(len(run.profiles)), [f"rank {profile.rank}" for profile in run.profiles])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms since the step began on the first rank; the lower bar of a rank: its collectives")
+    axes.margins(x=0.005)
+    axes.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=_COLOURS[name], label=name) for name in CATEGORIES if name in seen]
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
+    title = f"{run.name}: step {run.profiles[0].steps[index].step}"
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    return figure
+
+
+def _absolute(profile: RankProfile, us: float) -> float:
+    return profile.origin_us + us
+
+
+def _draw_bars(
+    axes: Any, bars: Sequence[tuple[float, float]], offset: float, place: tuple[float, float], name: str, seen: set[str]
+) -> None:
+    """Draw bars of (start, length) µs in ms, and note that the category has been seen."""
+    if bars:
+        seen.add(name)
+        shown = [((start + offset) / 1e3, length / 1e3) for start, length in bars]
+        axes.broken_barh(shown, place, facecolors=_COLOURS[name], linewidth=0)
+
+
+def _runs(segments: Segments, chosen: Any, resolution: float) -> list[tuple[float, float]]:
+    """Return (start, length) of the chosen segments, those together that are less than a pixel apart."""
+    joined: list[tuple[float, float]] = []
+    for start, length in zip(segments.start[chosen], segments.length[chosen], strict=True):
+        if joined and start - sum(joined[-1]) < min(resolution, length):
+            joined[-1] = (joined[-1][0], start + length - joined[-1][0])
+        else:
+            joined.append((float(start), float(length)))
+    return joined

@@ -1,0 +1,60 @@
+"""Find who waited for whom: each collective is matched over its ranks, by its place in their order.
+
+A collective ends everywhere when its last rank has come and the data has moved. So who came last was in it for the
+shortest time, and what another rank was in it longer, it waited, at the beginning. Only durations are compared: clocks
+of hosts need not agree.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from titanlite.observe.step_profile import Interval, RankProfile
+
+
+@dataclass
+class Waits:
+    """Waits of all ranks in the window.
+
+    Attributes:
+        spans: intervals by rank, in which it waited.
+        caused_us: by the rank that came last: how long the others of its group waited, on average.
+        unmatched: axes whose ranks were not in equally many collectives, so that nothing is known of waits there.
+    """
+
+    spans: dict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))
+    caused_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    unmatched: list[str] = field(default_factory=list)
+
+    @property
+    def straggler(self) -> tuple[int, float] | None:
+        """Return the rank for which the others waited longest, and how long; None if nobody waited."""
+        return max(self.caused_us.items(), key=lambda item: item[1], default=None)
+
+
+def find_waits(profiles: Sequence[RankProfile]) -> Waits:
+    """Match the collectives of all ranks."""
+    waits = Waits()
+    by_rank = {profile.rank: profile for profile in profiles}
+    for axis in sorted({axis for profile in profiles for axis in profile.collectives}):
+        for group in sorted({_group_of(profile, axis) for profile in profiles}):
+            calls = {rank: by_rank[rank].collectives.get(axis, ()) for rank in group}
+            if len(set(map(len, calls.values()))) > 1:
+                waits.unmatched.append(axis)
+            elif len(group) > 1:
+                _add_waits(waits, calls)
+    return waits
+
+
+def _group_of(profile: RankProfile, axis: str) -> tuple[int, ...]:
+    return tuple(profile.groups.get(axis, range(profile.world)))
+
+
+def _add_waits(waits: Waits, calls: Mapping[int, Sequence[Interval]]) -> None:
+    for meeting in zip(*calls.values(), strict=True):
+        lasted = {rank: end - start for rank, (start, end) in zip(calls, meeting, strict=True)}
+        last = min(lasted, key=lambda rank: lasted[rank])
+        for rank, (start, _) in zip(calls, meeting, strict=True):
+            if (waited := lasted[rank] - lasted[last]) > 0:
+                waits.spans[rank].append((start, start + waited))
+                waits.caused_us[last] += waited / (len(calls) - 1)

@@ -1,0 +1,157 @@
+"""The summary of one rank's profile, `profile/rank<i>.json`: who worked on what from when to when, over a few steps.
+
+It is what `titanlite explain` reads, and all that it needs of a rank: intervals by category, each collective in order,
+the edges of the steps and the memory at the peak. A trace of 8B has 100 MB; this has a few hundred kilobytes. Times are
+microseconds since `origin_us`, which is by the host's clock.
+"""
+
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titanlite.errors import Problem, describe
+from titanlite.json_file import read_json
+from titanlite.observe.metrics import RunError
+
+ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE = "attention", "matmul", "casts", "optimizer", "other compute"
+DEVICE_WORK = (ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE)
+"""What a device computes, in the order in which overlapping kernels have the time."""
+
+DATA_WAIT, RECOMPILATION, ASIDE = "data wait", "recompilation", "validation, saving"
+HOST_WORK = (ASIDE, RECOMPILATION, DATA_WAIT)
+"""What a host is seen at, in the order in which it has the time."""
+
+COMMUNICATION = "communication"
+"""Before the mesh axis, as in "communication dp_shard", where the category is a collective's."""
+
+AXES = ("dp_shard", "dp_replicate", "tp", "all ranks")
+"""The last: of collectives over every rank, as that of the loss."""
+
+_VERSION = 1
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StepEdges:
+    """When one step began and ended: on a GPU, by its kernels."""
+
+    step: int
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class PeakMemory:
+    """Bytes at the moment of the window at which most were allocated.
+
+    Attributes:
+        categories: bytes by category.
+        allocated: all of them.
+        reserved: by the caching allocator, at most; 0 on a CPU.
+    """
+
+    categories: Mapping[str, int]
+    allocated: int
+    reserved: int
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """What one rank did in a few steps.
+
+    Attributes:
+        rank: whose it is, of `world`.
+        device: "cuda" or "cpu".
+        host: its name.
+        origin_us: microseconds since 1970 of the time 0.
+        clock_us: from the beginning of the first step until the device had done the last, by the host's own clock:
+            what the steps must add up to.
+        steps: their edges.
+        spans: merged intervals by category.
+        groups: ranks of this one's group on each mesh axis.
+        collectives: when this rank was in each, by axis, in the order of their calls.
+        graphs: that were compiled meanwhile.
+        memory: at the peak.
+        forecast: bytes by category, as predicted when the run was built; empty if nothing was.
+    """
+
+    rank: int
+    world: int
+    device: str
+    origin_us: float
+    clock_us: float
+    steps: Sequence[StepEdges]
+    spans: Mapping[str, Sequence[Interval]]
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    collectives: Mapping[str, Sequence[Interval]] = field(default_factory=dict)
+    graphs: int = 0
+    memory: PeakMemory | None = None
+    forecast: Mapping[str, int] = field(default_factory=dict)
+    host: str = field(default_factory=socket.gethostname)
+
+    def to_json(self) -> str:
+        """Return the text of the file."""
+
+        def rounded(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: rounded(item) for key, item in value.items()}
+            return [rounded(item) for item in value] if isinstance(value, list | tuple) else _tenths(value)
+
+        return json.dumps({"version": _VERSION} | rounded(asdict(self)), separators=(",", ":")) + "\n"
+
+
+def read_profiles(run: Path) -> list[RankProfile]:
+    """Read the summaries of all ranks of a run.
+
+    Args:
+        run: its folder.
+
+    Raises:
+        RunError: there is no profile, it lacks a rank, or a file is damaged or of another window.
+    """
+    folder = run / "profile"
+    fix = "train a few steps with --profiling.enable true"
+    if not (folder / "rank0.json").is_file():
+        want = "a run with a profile of its steps, profile/rank0.json"
+        raise RunError.of("titanlite explain", str(run), "" if run.is_dir() else "no such folder", want, fix)
+    first = _read_summary(folder / "rank0.json")
+    paths = [folder / f"rank{rank}.json" for rank in range(1, first.world)]
+    if missing := [path for path in paths if not path.is_file()]:
+        names = ", ".join(path.name for path in missing[:8]) + (", …" if len(missing) > 8 else "")
+        want = f"a file of each of the {first.world} ranks; hosts without a shared folder write each its own"
+        raise RunError.of("titanlite explain", str(folder), f"no {names}", want, "copy these files here")
+    profiles = [first, *map(_read_summary, paths)]
+    steps = [step.step for step in first.steps]
+    problems = [
+        Problem(str(path), f"steps {[s.step for s in profile.steps]}", f"those of rank 0, {steps}", fix)
+        for path, profile in zip(paths, profiles[1:], strict=True)
+        if [s.step for s in profile.steps] != steps or profile.world != first.world
+    ]
+    if problems:
+        raise RunError(describe("titanlite explain", problems))
+    return profiles
+
+
+def _read_summary(path: Path) -> RankProfile:
+    try:
+        content = read_json(path)
+        if content.pop("version") != _VERSION:
+            raise ValueError("of another version")
+        content["steps"] = [StepEdges(**step) for step in content["steps"]]
+        content["memory"] = content["memory"] and PeakMemory(**content["memory"])
+        for key in ("spans", "collectives"):
+            content[key] = {name: [(float(a), float(b)) for a, b in spans] for name, spans in content[key].items()}
+        if not content["steps"]:
+            raise ValueError("no step")
+        return RankProfile(**content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        want = f"a rank's profile, as titanlite with version {_VERSION} of the file writes it"
+        raise RunError.of(str(path), "content", str(error), want, "profile the run again") from error
+
+
+def _tenths(value: Any) -> Any:
+    return round(value, 1) if isinstance(value, float) else value

@@ -1,0 +1,239 @@
+"""Turn the events of one rank's trace into the intervals of its summary.
+
+On a GPU intervals are kernels and copies, by their names and by where the host launched them: what was launched within
+the optimizer is the optimizer's. NCCL's kernels name their process group, which names the mesh axis. A step ends with
+the last kernel that was launched in it.
+
+On a CPU they are operators, each without its callees, in the threads that compute. Gloo's own threads say when a
+collective runs but not for whom: it is the next one that was called, and FSDP's hooks or the functional collectives of
+tensor parallelism are around that call.
+"""
+
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from titanlite.observe.kernel_table import cpu_work, end_us, kernel_class, merge_spans
+from titanlite.observe.peak_memory import peak_memory
+from titanlite.observe.step_profile import (
+    ASIDE,
+    ATTENTION,
+    CASTS,
+    COMMUNICATION,
+    COMPUTE,
+    DATA_WAIT,
+    MATMUL,
+    OPTIMIZER,
+    RECOMPILATION,
+    Interval,
+    RankProfile,
+    StepEdges,
+)
+
+STEP = "titanlite step "
+"""Before the number, as the profiler marks each step of the loop."""
+
+COMPILED_FRAME = "_compile.compile_inner (dynamo_timed)"
+"""How torch.compile names the compilation of one graph in a trace."""
+
+_CASTS = re.compile(
+    r"^_?cast_|^_transpose$|(bfloat16|float8|direct)_?copy|^triton_[a-z]+_fused__to_copy(_(to_copy|t|view|clone))*_\d+$"
+)
+_CAST_OPERATORS = ("aten::_to_copy", "aten::to")
+_COPY_ENGINES = re.compile(r"memcpy ptop|^_add_shards$|^_?meet$", re.IGNORECASE)
+
+Events = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class ProfiledRun:
+    """What a trace does not say about the run.
+
+    Attributes:
+        rank: this one's, of `world`.
+        device: "cuda" or "cpu".
+        axes: mesh axis by the name of its process group.
+        groups: ranks of this one's group on each axis.
+        held: bytes of parameters and of the optimizer's state, by category.
+        forecast: bytes at the peak by category, as predicted.
+    """
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+    axes: Mapping[str, str] = field(default_factory=dict)
+    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    forecast: Mapping[str, int] = field(default_factory=dict)
+
+
+def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reserved: int = 0) -> RankProfile:
+    """Summarise the trace of one rank.
+
+    Args:
+        trace: the parsed JSON of a Chrome trace by torch.profiler, with a mark of each step.
+        run: what it does not say.
+        clock_us: of all steps, by the host's clock.
+        reserved: most bytes that the caching allocator had.
+    """
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    marks = sorted((e["ts"], end_us(e), int(e["name"].removeprefix(STEP))) for e in events if _is_step(e))
+    origin = marks[0][0]
+    if run.device == "cuda":
+        spans, collectives, ends = _of_device(events, run, marks)
+    else:
+        spans, collectives, ends = _of_cpu(trace, events, run)
+    spans |= _of_host(events)
+    edges, start = [], origin
+    for i, (_, end, step) in enumerate(marks):  # a step lasts until the next begins, for there is no time between
+        host_end = marks[i + 1][0] if i + 1 < len(marks) else end
+        last = max(start, ends.get(step, host_end))
+        edges.append(StepEdges(step, start - origin, last - origin))
+        start = last
+    final = edges[-1].end_us
+    merged = {name: _clipped(found, origin, final) for name, found in spans.items()}
+    # What was called before the first step, as to agree on the beginning, is of no step.
+    ordered = {axis: sorted(span for span in found if span[0] >= origin) for axis, found in collectives.items()}
+    return RankProfile(
+        rank=run.rank,
+        world=run.world,
+        device=run.device,
+        origin_us=trace.get("baseTimeNanoseconds", 0) / 1e3 + origin,
+        clock_us=clock_us,
+        steps=edges,
+        spans={name: found for name, found in merged.items() if found},
+        groups={axis: list(ranks) for axis, ranks in run.groups.items()},
+        collectives={axis: [(a - origin, b - origin) for a, b in found] for axis, found in ordered.items() if found},
+        graphs=sum(e["name"] == COMPILED_FRAME and origin <= e["ts"] < origin + final for e in events),
+        memory=peak_memory(trace["traceEvents"], run.device, run.held, (origin, marks[-1][1]), reserved),
+        forecast=dict(run.forecast),
+    )
+
+
+def _is_step(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "user_annotation" and event["name"].startswith(STEP)
+
+
+def _clipped(found: Iterable[Interval], origin: float, final: float) -> list[Interval]:
+    merged = merge_spans((max(0.0, a - origin), min(final, b - origin)) for a, b in found)
+    return [(a, b) for a, b in merged if b > a]
+
+
+def _of_host(events: Events) -> dict[str, list[Interval]]:
+    """Return what the host was seen at: waiting for data, compiling, or on what is not of a step."""
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    for e in events:
+        if e.get("cat") in ("user_annotation", "cpu_op"):
+            if e["name"] in (DATA_WAIT, ASIDE):
+                spans[e["name"]].append((e["ts"], end_us(e)))
+            elif e["name"].endswith("(dynamo_timed)"):
+                spans[RECOMPILATION].append((e["ts"], end_us(e)))
+    return spans
+
+
+def _of_device(
+    events: Events, run: ProfiledRun, marks: Sequence[tuple[float, float, int]]
+) -> tuple[dict[str, list[Interval]], dict[str, list[Interval]], dict[int, float]]:
+    """Return the kernels by category, the collectives by axis, and when each step's last kernel ended."""
+    launches = {
+        e["args"]["correlation"]: e["ts"]
+        for e in events
+        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
+    }
+    optimizer = _Within(_named(events, OPTIMIZER))
+    starts = [start for start, _, _ in marks]
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    collectives: dict[str, list[Interval]] = defaultdict(list)
+    ends: dict[int, float] = {}
+    for e in events:
+        if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        args, span = e.get("args", {}), (e["ts"], end_us(e))
+        launched = launches.get(args.get("correlation", -1), e["ts"])
+        if (place := bisect_right(starts, launched)) > 0:
+            step = marks[place - 1][2]
+            ends[step] = max(ends.get(step, 0.0), span[1])
+        kind = kernel_class(e["name"])
+        if kind == "communication":
+            axis = _axis_of_kernel(e["name"], args, run.axes)
+            spans[f"{COMMUNICATION} {axis}"].append(span)
+            if not e["name"].lower().startswith("memcpy") and e["name"] != "_add_shards":  # which meet nobody
+                collectives[axis].append(span)
+        elif kind in (ATTENTION, MATMUL):
+            spans[kind].append(span)
+        elif optimizer.holds(launched) or kind == OPTIMIZER:
+            spans[OPTIMIZER].append(span)
+        else:
+            spans[CASTS if _CASTS.search(e["name"]) else COMPUTE].append(span)
+    return spans, collectives, ends
+
+
+def _axis_of_kernel(name: str, args: Mapping[str, Any], axes: Mapping[str, str]) -> str:
+    """Return the mesh axis of a kernel that communicates."""
+    if (group := str(args.get("Process Group Name"))) in axes:
+        return axes[group]
+    described = str(args.get("Process Group Description", "")).removeprefix("mesh_")
+    if described in axes.values():
+        return described
+    return "dp_shard" if _COPY_ENGINES.search(name) else "all ranks"
+
+
+def _of_cpu(
+    trace: Mapping[str, Any], events: Events, run: ProfiledRun
+) -> tuple[dict[str, list[Interval]], dict[str, list[Interval]], dict[int, float]]:
+    """Return the operators by category and the collectives by axis; a CPU ends its steps where the host does."""
+    running = sorted((e["ts"], end_us(e)) for e in events if e["name"].startswith("gloo:"))
+    threads = {e["tid"] for e in events if e["name"].startswith("gloo:")}
+    calls = sorted(
+        (e["ts"], end_us(e)) for e in events if e["name"].startswith("c10d::") and e.get("tid") not in threads
+    )
+    fsdp = _Within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("FSDP::")])
+    functional = _Within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("_c10d_functional::")])
+    names = {e["ts"]: e["name"] for e in events if e["name"].startswith("c10d::")}
+
+    def axis_of_call(start: float) -> str:
+        if functional.holds(start):
+            return "tp" if len(run.groups.get("tp", ())) > 1 else "dp_shard"
+        if fsdp.holds(start):
+            return "dp_replicate" if "allreduce" in names[start] else "dp_shard"
+        return "all ranks"
+
+    spans: dict[str, list[Interval]] = defaultdict(list)
+    collectives: dict[str, list[Interval]] = defaultdict(list)
+    for i, (start, end) in enumerate(calls):
+        axis = axis_of_call(start)
+        work = running[i] if len(running) == len(calls) else (start, end)
+        collectives[axis].append((min(start, work[0]), max(work)))
+        spans[f"{COMMUNICATION} {axis}"] += [(start, end), work]
+    optimizer = _Within(_named(events, OPTIMIZER))
+    for work in cpu_work(dict(trace)):
+        if work.thread in threads or work.name.startswith(("c10d::", "_c10d_functional::")):
+            continue
+        kind = kernel_class(work.name)
+        if kind not in (ATTENTION, MATMUL):
+            is_cast = work.name in _CAST_OPERATORS or work.caller in _CAST_OPERATORS
+            kind = CASTS if is_cast else COMPUTE
+            kind = OPTIMIZER if optimizer.holds(work.times[0][0]) else kind
+        spans[kind] += work.times
+    return spans, collectives, {}
+
+
+def _named(events: Events, name: str) -> list[Interval]:
+    """Return the intervals that the trainer has marked with a name."""
+    return [(e["ts"], end_us(e)) for e in events if e.get("cat") == "user_annotation" and e["name"] == name]
+
+
+class _Within:
+    """Says of a time whether it lies within one of some intervals."""
+
+    def __init__(self, intervals: Iterable[Interval]) -> None:
+        self._merged = merge_spans(intervals)
+        self._starts = [start for start, _ in self._merged]
+
+    def holds(self, time: float) -> bool:
+        """Return whether it does."""
+        place = bisect_right(self._starts, time)
+        return place > 0 and time < self._merged[place - 1][1]
