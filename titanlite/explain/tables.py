@@ -36,9 +36,12 @@ def two_runs_text(a: ProfiledSteps, b: ProfiledSteps) -> str:
     """Return what changed from one run to another."""
     rows = [(name, _ms(one), _ms(two), _signed(two - one)) for name, (one, two) in changed_parts(a, b).items()]
     total = ("step", _ms(a.wall_us), _ms(b.wall_us), _signed(b.wall_us - a.wall_us))
-    lines = [f"A  {_headline(a)}", f"B  {_headline(b)}", "", columns(("ms a step", "A", "B", "change"), *rows, total)]
+    lines = [_headline(a, "A  "), _headline(b, "B  "), "", columns(("ms a step", "A", "B", "change"), *rows, total)]
     graphs = f"graphs compiled in these steps: {a.graphs} and {b.graphs}"
-    lines += [graphs, *(f"{name}: {note}" for name, run in (("A", a), ("B", b)) for note in _straggler_lines(run))]
+    lines += [
+        graphs,
+        *(_in_80(note, f"{name}: ") for name, run in (("A", a), ("B", b)) for note in _straggler_lines(run)),
+    ]
     change = first_change(a, b)
     if change is None:
         lines.append("first cause of the change: none; the step has not changed")
@@ -83,11 +86,12 @@ def _regrouped(forecast: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in grouped.items() if size or name == BUFFERS}
 
 
-def _headline(run: ProfiledSteps) -> str:
+def _headline(run: ProfiledSteps, letter: str = "") -> str:
     first, last = (run.profiles[0].steps[i].step for i in (0, -1))
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     ranks = "1 rank" if len(run.profiles) == 1 else f"{len(run.profiles)} ranks"
-    return f"{run.name}: {steps}, {ranks} on {run.profiles[0].device}, {run.wall_us / 1e3:,.1f} ms a step"
+    said = f"{run.name}: {steps}, {ranks} on {run.profiles[0].device}, {run.wall_us / 1e3:,.1f} ms a step"
+    return _in_80(said, letter)
 
 
 def _time_table(run: ProfiledSteps) -> str:

@@ -1,7 +1,7 @@
 """What the memory of a rank was for, at the moment at which most was allocated.
 
 The allocator tells each allocation and its end, when and from where. What was there before the window are parameters,
-the optimizer's state, and buffers. What is still there when the optimizer begins, and was made in the step, are
+the optimizer's state, and buffers. What was made in the step and is freed once the optimizer is at work are
 gradients. The rest is named for who made it: FSDP, a cast to float8, or else the model, whose activations it is.
 """
 
@@ -64,11 +64,13 @@ def peak_memory(
         there.pop(address, None) if size < 0 else there.update({address: (ts, size, maker)})
     now = changes[peak][0]
     begins = next((start for start, end in optimizer if end > now), math.inf)  # it may be at work now
-    freed = {a for ts, size, a, _ in changes[peak + 1 :] if size < 0 and ts < begins}
+    freed: dict[int, float] = {}  # address → when first, after the peak
+    for ts, _, address, _ in (change for change in changes[peak + 1 :] if change[1] < 0):
+        freed.setdefault(address, ts)
     categories = {name: size for name, size in held.items() if name != "before"}
     categories[BUFFERS] = max(0, before - sum(categories.values()))
     for address, (made, size, maker) in there.items():
-        is_gradient = begins < math.inf and made < begins and address not in freed
+        is_gradient = made < begins <= freed.get(address, 0.0)
         name = GRADIENTS if is_gradient else maker
         categories[name] = categories.get(name, 0) + size
     allocated = sum(categories.values())

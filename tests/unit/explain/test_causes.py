@@ -1,0 +1,85 @@
+from tests.support.profiles import profiled, rank_profile
+from titanlite.explain.causes import first_cause
+from titanlite.explain.changes import config_changes, first_change
+from titanlite.explain.divide import HOST
+from titanlite.observe.step_profile import ATTENTION, COMPUTE, DATA_WAIT, MATMUL, RECOMPILATION
+
+SHARD, TP, WORLD = "communication dp_shard", "communication tp", "communication all ranks"
+
+
+def two_ranks(one, two, **config):
+    return profiled(rank_profile(one, world=2), rank_profile(two, rank=1, world=2), **config)
+
+
+def test_a_slow_loader_of_every_rank_is_the_loader_s_fault():
+    spans = {DATA_WAIT: [(0.0, 60.0)], MATMUL: [(60.0, 90.0)], SHARD: [(90.0, 95.0)]}
+    cause = first_cause(two_ranks(spans, spans))
+    assert (cause.name, cause.us) == (DATA_WAIT, 60.0)
+    assert cause.fix.startswith("data.cache_dir: ")
+
+
+def test_a_slow_loader_of_one_rank_is_that_rank_s_fault():
+    slow = {DATA_WAIT: [(0.0, 60.0)], MATMUL: [(60.0, 90.0)], SHARD: [(90.0, 95.0)]}
+    other = {MATMUL: [(0.0, 30.0)], SHARD: [(30.0, 95.0)]}
+    cause = first_cause(two_ranks(other, slow))
+    assert (cause.name, cause.us) == ("rank 1 comes last", 60.0)
+    assert "more of data wait" in cause.because
+    assert cause.fix.startswith("data.cache_dir: ")
+
+
+def test_a_rank_whose_kernels_are_slower_is_a_matter_of_its_gpu():
+    slow, other = {MATMUL: [(0.0, 80.0)], SHARD: [(80.0, 95.0)]}, {MATMUL: [(0.0, 40.0)], SHARD: [(40.0, 95.0)]}
+    cause = first_cause(two_ranks(slow, other))
+    assert cause.name == "rank 0 comes last"
+    assert "more of matmul" in cause.because
+    assert cause.fix.startswith("no key: look at host host0")
+
+
+def test_ranks_that_take_turns_are_not_called_stragglers():
+    one = {MATMUL: [(0.0, 10.0), (50.0, 80.0)], SHARD: [(10.0, 50.0), (80.0, 90.0)]}
+    two = {MATMUL: [(0.0, 40.0), (50.0, 52.0)], SHARD: [(40.0, 50.0), (52.0, 90.0)]}
+    assert first_cause(two_ranks(one, two)).name == "waiting for other ranks"
+
+
+def test_what_the_config_has_decides_the_advice():
+    idle = {MATMUL: [(0.0, 40.0)]}
+    assert first_cause(profiled(rank_profile(idle), compile__enable=False)).fix.startswith("compile.enable = true")
+    assert first_cause(profiled(rank_profile(idle), compile__enable=True)).fix.startswith("training.local_batch_size")
+    sent = {MATMUL: [(0.0, 40.0)], TP: [(40.0, 100.0)]}
+    key = "parallelism.async_tensor_parallel"
+    assert first_cause(profiled(rank_profile(sent))).fix.startswith(key)
+    fused = profiled(rank_profile(sent), parallelism__async_tensor_parallel=True)
+    assert not first_cause(fused).fix.startswith(key)
+
+
+def test_a_step_that_loses_nothing_notable_has_no_cause():
+    assert first_cause(profiled(rank_profile({MATMUL: [(0.0, 96.0)]}))) is None
+    assert first_cause(profiled(rank_profile({MATMUL: [(0.0, 94.0)]}))).name == HOST
+
+
+def test_of_two_runs_the_key_that_touches_what_changed_most_is_named():
+    fast = {MATMUL: [(0.0, 50.0)], COMPUTE: [(50.0, 60.0)], ATTENTION: [(60.0, 62.0)]}
+    slow = {MATMUL: [(0.0, 52.0)], COMPUTE: [(52.0, 95.0)], ATTENTION: [(95.0, 97.0)]}
+    same = {"training__seq_len": 64, "float8__recipe": "none"}
+    a = profiled(rank_profile(fast), compile__enable=True, optimizer__state_dtype="float32", job__name="a", **same)
+    b = profiled(rank_profile(slow), compile__enable=False, optimizer__state_dtype="bfloat16", job__name="b", **same)
+    cause, change, keys = first_change(a, b)
+    assert (cause.name, change) == (COMPUTE, 33.0)
+    assert [key.text for key in keys] == ["compile.enable: true → false"]
+    assert [key.key for key in config_changes(a, b)] == ["compile.enable", "optimizer.state_dtype"]
+
+
+def test_a_change_that_no_key_touches_has_the_cause_itself():
+    slow, other = {MATMUL: [(0.0, 80.0)], SHARD: [(80.0, 95.0)]}, {MATMUL: [(0.0, 40.0)], SHARD: [(40.0, 95.0)]}
+    even = {MATMUL: [(0.0, 40.0)], SHARD: [(40.0, 55.0)]}
+    a = two_ranks(even, even, data__cache_dir="/a")
+    b = two_ranks(other, slow, data__cache_dir="/b")
+    cause, change, keys = first_change(a, b)
+    assert (cause.name, change, keys) == ("rank 1 comes last", 40.0, [])
+
+
+def test_recompilations_are_counted_and_named():
+    spans = {MATMUL: [(0.0, 40.0)], RECOMPILATION: [(40.0, 95.0)]}
+    cause = first_cause(profiled(rank_profile(spans, graphs=3)))
+    assert cause.name == RECOMPILATION
+    assert "made 3 graphs" in cause.because

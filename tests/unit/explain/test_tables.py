@@ -1,0 +1,83 @@
+from dataclasses import replace
+
+import pytest
+
+from tests.support.profiles import profiled, rank_profile
+from titanlite.explain.tables import median_step, memory_table, run_text, two_runs_text
+from titanlite.explain.timeline import draw_timeline, timeline_figure
+from titanlite.observe.metrics import RunError
+from titanlite.observe.step_profile import ATTENTION, DATA_WAIT, MATMUL, PeakMemory, StepEdges
+
+SHARD, REPLICATE = "communication dp_shard", "communication dp_replicate"
+
+
+def ranks(n, start, **config):
+    """A run of n ranks, each of which comes to its collectives later than the one before, in seconds."""
+    profiles = []
+    for rank in range(n):
+        late = start + 1e6 * rank
+        spans = {
+            DATA_WAIT: [(0.0, start)],
+            MATMUL: [(start, late)],
+            ATTENTION: [(late, late + 1e6)],
+            SHARD: [(late + 5e5, 2e7)],
+            REPLICATE: [(2e7, 2.2e7)],
+        }
+        edges = [StepEdges(11, 0.0, 2e7), StepEdges(12, 2e7, 2.5e7), StepEdges(13, 2.5e7, 3.5e7)]
+        profiles.append(replace(rank_profile(spans, rank=rank, world=n), steps=edges))
+    return profiled(*profiles, **config)
+
+
+def test_every_line_fits_80_columns_and_the_sum_is_the_step():
+    run = ranks(8, 2e6, name="a-run-with-a-name-of-some-length")
+    other = ranks(8, 9e6, name="another-run-with-a-name-like-that", data__cache_dir="/a/folder/that/is/far/away")
+    for text in (run_text(run), two_runs_text(run, other)):
+        assert max(map(len, text.splitlines())) <= 80, text
+    rows = {line[2:28].strip(): line[28:].split() for line in run_text(run).splitlines()}
+    assert rows["sum"][:2] == [f"{run.wall_us / 1e3:,.1f}", "100.0%"]
+    assert "comes last most: rank 7, by 1333.3 ms a step, 100% of all waits" in run_text(run)
+
+
+def test_of_two_runs_the_change_of_each_part_stands_beside_both():
+    a, b = ranks(2, 2e6, data__cache_dir="/here"), ranks(2, 9e6, data__cache_dir="/there")
+    text = two_runs_text(a, b)
+    (row,) = [line.split() for line in text.splitlines() if line.startswith("  data wait")]
+    assert row[2:] == ["666.7", "3,000.0", "+2,333.3"]
+    assert 'data.cache_dir: "/here" → "/there": data wait' in text
+
+
+def test_memory_is_that_of_the_fullest_rank_beside_its_forecast():
+    small, large = (
+        PeakMemory({"parameters": n << 20, "fragmentation": 1 << 20}, n << 20, (n + 1) << 20) for n in (4, 9)
+    )
+    forecast = {"parameters": 8 << 20, "communication": 2 << 20, "gathered weights": 1 << 20, "slack": 3 << 19}
+    run = profiled(
+        rank_profile({}, world=2, memory=small), rank_profile({}, rank=1, world=2, memory=large, forecast=forecast)
+    )
+    rows = [line.split() for line in memory_table(run).splitlines()]
+    assert rows == [
+        ["MiB", "at", "the", "peak,", "rank", "1", "measured", "forecast"],
+        ["parameters", "9.0", "8.0"],
+        ["fragmentation", "1.0", "1.5"],
+        ["gathered", "weights,", "communication", "0.0", "3.0"],
+        ["all", "10.0", "12.5"],
+    ]
+    assert memory_table(profiled(rank_profile({}))) == ""
+
+
+def test_the_timeline_shows_each_rank_s_parts_and_its_collectives(tmp_path):
+    run = ranks(3, 2e6)
+    assert median_step(run) == 13
+    figure = timeline_figure(run, 0)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == [ATTENTION, MATMUL, SHARD, "waiting for other ranks", DATA_WAIT]
+    draw_timeline(run, 12, tmp_path / "new" / "timeline.png")
+    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("step", "name", "said"), [(9, "a.png", "--step 11"), (11, "a.doc", "--out timeline.png")])
+def test_a_picture_that_cannot_be_is_an_error(tmp_path, step, name, said):
+    with pytest.raises(RunError, match=said):
+        draw_timeline(ranks(1, 2e6), step, tmp_path / name)
