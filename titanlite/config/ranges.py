@@ -29,6 +29,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "training.global_batch_size": "[1, inf)",
     "training.max_norm": "[0, inf)",
     "training.seed": "[0, 4294967295]",
+    "training.nudge": "[0, inf)",
     "optimizer.lr": "(0, inf)",
     "optimizer.beta1": "[0, 1)",
     "optimizer.beta2": "[0, 1)",
