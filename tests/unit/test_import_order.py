@@ -14,7 +14,7 @@ ROWS = (
     {"comparison", "explain"},
     {"preflight"},
     {"forecast"},
-    {"activation_checkpoint", "sharding", "async_tp", "checkpoint"},
+    {"activation_checkpoint", "sharding", "async_tp", "checkpoint", "evaluation"},
     {"parallel"},
     {"float8", "observe"},
     {"models", "data"},

@@ -24,6 +24,7 @@ _FROM_HOME = (  # keys of paths in which ~ stands for a home
     "data.tokenizer",
     "data.cache_dir",
     "validation.source",
+    "evaluation.tasks",
     "checkpoint.initial_load_path",
 )
 _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch

@@ -46,6 +46,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "activation_checkpoint.budget_gib": "(0, inf)",
     "validation.freq": "[1, inf)",
     "validation.steps": "[-1, inf)",
+    "evaluation.freq": "[1, inf)",
     "checkpoint.interval": "[1, inf)",
     "checkpoint.keep_latest_k": "[0, inf)",
     "checkpoint.resume": "[1, inf)",

@@ -214,6 +214,16 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Multiple-choice tasks, answered by log-likelihood."""
+
+    tasks: tuple[str, ...] = ()
+    """Each `hellaswag`, `arc_easy`, `arc_challenge` or `piqa`, from the hub or the cache of `datasets`; the path of a .jsonl file of your own, one `{"query": …, "choices": […], "gold": 0}` a line; or `NAME=PATH`. It logs `accuracy.NAME` and, by the choices' bytes, `accuracy_norm.NAME`."""
+    freq: int | None = None
+    """Steps between evaluations; there is one after the last step, too. Not given: 1000, or more where a step has few tokens, so that at most 2 % as many tokens are evaluated as are trained on: below 1 % of the time."""
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """Saving and resuming."""
 
@@ -275,6 +285,7 @@ class Config:
     float8: Float8 = field(default_factory=Float8)
     compile: Compile = field(default_factory=Compile)
     validation: Validation = field(default_factory=Validation)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)

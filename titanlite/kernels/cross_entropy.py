@@ -43,6 +43,14 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tenso
     return logits.float().logsumexp(-1), torch.where(owned, picked, 0.0)
 
 
+def over_ranks(lse: Tensor, picked: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
+    """Combine the statistics of each rank's columns, [M] each, to those of the whole vocabulary; collective."""
+    if group is None:
+        return lse, picked
+    both = all_gather(torch.stack((lse, picked))[None], group)  # [tp, 2, M]
+    return both[:, 0].logsumexp(0), both[:, 1].sum(0)
+
+
 def overwrite_with_gradient(logits: Tensor, targets: Tensor, first: int, lse: Tensor, scale: Tensor) -> None:
     """Replace one rank's logits by the gradient of `scale · Σ loss` with respect to them.
 
@@ -118,10 +126,7 @@ class _CrossEntropy(torch.autograd.Function):
         statistics: Callable[..., tuple[Tensor, Tensor]],
         gradient: Callable[..., None],
     ) -> Tensor:
-        lse, picked = statistics(logits, targets, first)
-        if group is not None:
-            both = all_gather(torch.stack((lse, picked))[None], group)  # [tp, 2, M]
-            lse, picked = both[:, 0].logsumexp(0), both[:, 1].sum(0)
+        lse, picked = over_ranks(*statistics(logits, targets, first), group)
         ctx.save_for_backward(logits, targets, lse)
         ctx.first, ctx.gradient = first, gradient
         return torch.where(targets == IGNORE_INDEX, 0.0, lse - picked).sum()

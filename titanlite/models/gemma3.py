@@ -112,8 +112,10 @@ class Gemma3(nn.Module):
             Logits [M, V] in the compute dtype.
         """
         sequences = sequences or Sequences(self.seq_len)
+        everywhere = [sequences.begin(table) for table in (self.cos, self.sin)]
+        local = [sequences.begin(table) for table in (self.local_cos, self.local_sin)]
         x = self.tok_embeddings(tokens) * self.dims.dim**0.5
         for block in self.layers:
             is_local = block.attention.attend.window > 0  # type: ignore[union-attr,operator]
-            x = block(x, *((self.local_cos, self.local_sin) if is_local else (self.cos, self.sin)), sequences)
+            x = block(x, *(local if is_local else everywhere), sequences)
         return self.output(self.norm(x))

@@ -97,6 +97,10 @@ class Sequences:
             raise ConfigError(describe("attention", [Problem("sequences", saw, want, fix)]))
         return x.unflatten(0, (-1, self.longest))
 
+    def begin(self, table: Tensor) -> Tensor:
+        """Return what a table of S positions, [S, …], has of those that a sequence has: [longest, …]."""
+        return table if self.longest == len(table) else table[: self.longest]
+
 
 class CausalAttention(nn.Module):
     """Attention of each token to those before it and itself. A module without weights, so that it has a place.

@@ -139,7 +139,8 @@ class Llama3(nn.Module):
             Logits [M, V] in the compute dtype.
         """
         sequences = sequences or Sequences(self.seq_len)
+        cos, sin = (sequences.begin(table) for table in (self.cos, self.sin))
         x = self.tok_embeddings(tokens)
         for block in self.layers:
-            x = block(x, self.cos, self.sin, sequences)
+            x = block(x, cos, sin, sequences)
         return self.output(self.norm(x))

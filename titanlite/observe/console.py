@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
-from titanlite.observe.metrics import Float8Row, Row, StepRow, ValidationRow
+from titanlite.observe.metrics import EvaluationRow, Float8Row, Row, StepRow, ValidationRow
 from titanlite.redact import redact
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ class Console:
             line = step_line(row, self._total, (self._total - row.step) * statistics.median(self._seconds))
         elif isinstance(row, Float8Row):
             line = f"{_progress(row.step, self._total)}  {_float8(row)}"
+        elif isinstance(row, EvaluationRow):
+            line = f"{_progress(row.step, self._total)}  {_accuracies(row)}"
         else:
             line = f"{_progress(row.step, self._total)}  {_validation(row)}"
         self._log(line)
@@ -222,6 +224,16 @@ def _validation(row: ValidationRow) -> str:
         for name, loss in losses.items()
     ]
     return "  ".join(texts)
+
+
+def _accuracies(row: EvaluationRow) -> str:
+    """Say what share of each task's questions was answered right, and by the choices' bytes."""
+    tasks = [key.partition(".")[2] for key in row.scores if key.startswith("accuracy.")]
+    of_tasks = [
+        f"{name} {row.scores[f'accuracy.{name}']:.2%} (norm {row.scores[f'accuracy_norm.{name}']:.2%})"
+        for name in tasks
+    ]
+    return f"accuracy {'  '.join(of_tasks)}"
 
 
 def _float8(row: Float8Row) -> str:

@@ -1,7 +1,8 @@
 """Write metrics.jsonl: the record of a run, one JSON object per line, from which all else that is shown can be derived.
 
-Three kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation and
-`Float8Row` a look at float8's numerics after that step, in rows of their own because each has an interval of its own.
+Four kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation,
+`EvaluationRow` an evaluation of tasks and `Float8Row` a look at float8's numerics after that step, in rows of their own
+because each has an interval of its own.
 
 A number that is NaN or infinite is `null`, so that each line is strict JSON and a column stays numeric for
 whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in the log line of that step.
@@ -74,6 +75,16 @@ class ValidationRow:
 
 
 @dataclass(frozen=True)
+class EvaluationRow:
+    """One evaluation of multiple-choice tasks."""
+
+    step: int
+    tokens: int
+    evaluation_seconds: float  # that it took
+    scores: Mapping[str, float]  # "accuracy.<task>" and "accuracy_norm.<task>" → share of the questions
+
+
+@dataclass(frozen=True)
 class Float8Row:
     """Report what float8 did to each layer on the first micro-batches of a step, all ranks."""
 
@@ -82,7 +93,7 @@ class Float8Row:
     layers: Mapping[str, float]  # "float8_<what>.<layer>" → number, as of `titanlite.float8.numerics`
 
 
-Row = StepRow | ValidationRow | Float8Row
+Row = StepRow | ValidationRow | EvaluationRow | Float8Row
 
 
 class Observer(Protocol):
@@ -112,7 +123,7 @@ class MetricsFile:
         Args:
             path: the file; created, with its folder, if it does not exist.
             resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
-            validates_again: drop the validation of that step too.
+            validates_again: drop the validation and the evaluation of that step too.
             warn: called with a text if the file is found removed or replaced.
             is_ours: whether the folder is still this run's.
 
@@ -131,7 +142,8 @@ class MetricsFile:
         elif has_rows:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
-                kept = [row for row in kept if row["step"] < resume_step or "validation_loss" not in row]
+                again = {"validation_loss", "evaluation_seconds"}
+                kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
             self.last_step = max((row["step"] for row in kept if "loss" in row), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._open()
@@ -194,7 +206,7 @@ class MetricsFile:
 def json_row(row: Row) -> dict[str, int | float | None]:
     """Give a row as a dict whose numbers are finite or None."""
     given = asdict(row)
-    for several in ("layers", "sources"):
+    for several in ("layers", "sources", "scores"):
         given |= given.pop(several, {})
     return {key: value if math.isfinite(value) else None for key, value in given.items()}
 

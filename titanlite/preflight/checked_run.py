@@ -27,6 +27,7 @@ from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.evaluation.inputs import check_evaluation
 from titanlite.preflight.hints import (
     cut_schedule,
     not_chosen,
@@ -125,6 +126,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation"), None
+    attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation", "data")
     if inputs is not None and config.checkpoint.enable and config.job.strict:
         saved = attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:

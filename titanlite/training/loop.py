@@ -1,10 +1,11 @@
-"""The training loop: step, validate, save, stop.
+"""The training loop: step, validate, evaluate, save, stop.
 
 Reading order of training: `train.py` makes ready, `build.py` assembles the model, this file repeats `step.py`.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.durable import LOOK_S
 from titanlite.errors import DataError, FolderLostError
+from titanlite.evaluation.score import Evaluator
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.profiler import Profiler, span
@@ -45,6 +47,8 @@ class Loop:
     run: Run
     batches: TrainBatches
     validation: dict[str, HeldOut]  # by the name of the source; "" is the first one's
+    evaluation: Evaluator | None
+    evaluation_freq: int  # steps between two
     checkpoints: Checkpoints
     background: Background | None  # what writes them, if training does not wait for it
     report: Report
@@ -84,13 +88,12 @@ class Loop:
             result = train_step(run, micro_batches, lr, asks_to_stop)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
 
-            validate = step % config.validation.freq == 0 or step == config.training.steps
-            validate &= bool(self.validation)
+            measures = self.measures(step)
             look = config.metrics.float8_numerics_freq > 0 and step % config.metrics.float8_numerics_freq == 0
             save = config.checkpoint.enable and (step % config.checkpoint.interval == 0 or step == last)
             trace = self.profiler.edge(step)
             # Steps are read one step late, but before anything that relies on them. All ranks read the same numbers.
-            pause = validate or look or save or trace
+            pause = measures or look or save or trace
             while len(in_flight) > (0 if pause or stopping or step in (start + 1, last) else 1):
                 outcome = in_flight.popleft().read()
                 stopping |= outcome.stop_asked
@@ -101,11 +104,13 @@ class Loop:
                 self._profile(step)
             if step == start + 1:
                 complete_receipt(run, self.folder, report.console)
-            postpone = validate and stopping and step < config.training.steps  # nothing goes on after the last one
             if look:
                 self.float8_numerics(step, micro_batches[0].tokens)
-            if validate and not postpone:
-                self.validate(step)
+            # Nothing goes on after the last one.
+            postpone = bool(measures) and stopping and step < config.training.steps
+            if not postpone:
+                for measure in measures:
+                    measure(step)
             if save or (stopping and config.checkpoint.enable):
                 self._save(step, validation_due=postpone)
             if trace == "begin":  # after what is not of a step
@@ -123,6 +128,27 @@ class Loop:
             self._say_saved(self.background.wait())
         on_rank_0(self._keep_folder)  # who has lost it has no last word there
         return step
+
+    def measures(self, step: int) -> list[Callable[[int], None]]:
+        """Return what is to be measured after a step: the loss on held-out text, the accuracy in tasks."""
+        config, is_last = self.run.config, step == self.run.config.training.steps
+        found: list[Callable[[int], None]] = []
+        if self.validation and (is_last or step % config.validation.freq == 0):
+            found.append(self.validate)
+        if self.evaluation is not None and (is_last or step % self.evaluation_freq == 0):
+            found.append(self.evaluate)
+        return found
+
+    def evaluate(self, step: int) -> None:
+        """Log the accuracy in each task: the same on every rank."""
+        assert self.evaluation is not None  # noqa: S101
+        self._limit(self.run.config.comm.init_timeout_seconds)
+        began = time.monotonic()
+        with span(ASIDE):
+            scores = self.evaluation.score(
+                self.run.model, self.run.mesh, lambda: self.watchdog.progress(step, "evaluation")
+            )
+        self.report.evaluation(step, scores, time.monotonic() - began, self.evaluation_freq)
 
     def validate(self, step: int) -> None:
         """Log the mean loss over all targets of each held-out source: the same on every rank, under any layout."""
@@ -176,7 +202,7 @@ class Loop:
         on_all_ranks(lambda: self.profiler.step(step))
 
     def _save(self, step: int, validation_due: bool) -> None:
-        """Publish a checkpoint; `validation_due` if a signal came between this step and its validation."""
+        """Publish a checkpoint; `validation_due` if a signal came between this step and what is measured after it."""
         with span(ASIDE):
             self._save_at(step, validation_due)
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from titanlite.config.schema import Config
 from titanlite.errors import StepError
+from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.metrics import Float8Row, Observer, Row, StepRow, ValidationRow
+from titanlite.observe.metrics import EvaluationRow, Float8Row, Observer, Row, StepRow, ValidationRow
 from titanlite.observe.peak_flops import peak_flops
 from titanlite.observe.status import Status
 
@@ -148,6 +149,7 @@ class Report:
         self._peak, how = peak_flops(device, dtype)
         tflops = self._peak / 1e12
         console.notice(f"MFU is relative to {tflops:{',.0f' if tflops >= 100 else '.3g'}} TFLOP/s ({how})")
+        self._step_s, self._told_share = 0.0, False  # of the last row
         self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
         self.restart_clock()
 
@@ -172,6 +174,7 @@ class Report:
             return
         seconds = outcome.done.seconds_since(self._since) / self._steps
         at, step = self.position, outcome.step
+        self._step_s = seconds
         rate = at.global_batch_size * at.seq_len / seconds / at.world
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
@@ -197,6 +200,22 @@ class Report:
         more = {key: number for key, number in numbers.items() if key != "validation_loss"}
         tokens = self.position.tokens(step)
         self._write(ValidationRow(step=step, tokens=tokens, validation_loss=numbers["validation_loss"], sources=more))
+
+    def evaluation(self, step: int, scores: Sequence[Score], seconds: float, freq: int) -> None:
+        """Log one evaluation, and at the first one say what share of the time it takes."""
+        found: dict[str, float] = {}
+        for score in scores:
+            found |= {f"accuracy.{score.task}": score.accuracy, f"accuracy_norm.{score.task}": score.accuracy_norm}
+        tokens = self.position.tokens(step)
+        self._write(EvaluationRow(step=step, tokens=tokens, evaluation_seconds=seconds, scores=found))
+        if self._step_s and not self._told_share:
+            self._told_share = True
+            share = seconds / (seconds + freq * self._step_s)
+            less = f"; evaluation.freq = {math.ceil(99 * seconds / self._step_s)} makes it 1 %" * (share > 0.01)
+            n = sum(score.questions for score in scores)
+            self.console.notice(
+                f"{n:,} questions took {seconds:.2f} s: {share:.2%} of the time at evaluation.freq = {freq}{less}"
+            )
 
     def float8(self, step: int, layers: dict[str, float]) -> None:
         """Log what float8 did to each layer; see `titanlite.float8.numerics`."""

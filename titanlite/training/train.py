@@ -32,6 +32,7 @@ from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.data import open_batches, open_data, report_data, require_same_data
 from titanlite.training.data_check import DataCheck
+from titanlite.training.evaluation import open_evaluation
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Position, Report
@@ -109,7 +110,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.callback(batches.close)
     position = Position(start, samples, per_step, batches.n_samples, config.training.seq_len, world)
 
-    validates_first = bool(validation) and bool(state.get("validation_due"))
+    evaluation, evaluation_freq = open_evaluation(asked, run)
+    validates_first = bool(state.get("validation_due"))
     metrics = _open_metrics(folder, run, start, validates_first, console)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)
@@ -133,6 +135,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         run=run,
         batches=batches,
         validation=validation,
+        evaluation=evaluation,
+        evaluation_freq=evaluation_freq,
         checkpoints=checkpoints,
         background=background,
         report=report,
@@ -149,7 +153,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.callback(session.stop.close)  # before what else is closed, which has nothing to save either
     with explained(lambda: run.memory, run.save_list, device):
         if validates_first:
-            loop.validate(start)
+            for measure in loop.measures(start):
+                measure(start)
         last = loop.train(start)
     _say_end(session, start, last)
 

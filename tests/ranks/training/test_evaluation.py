@@ -1,0 +1,109 @@
+"""Evaluation in a run: when it is due, what it logs, and that training goes on as if it had not been."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.launched import Desk, Ended
+from tests.support.questions import write_questions
+from titanlite.evaluation.score import Evaluator
+from titanlite.training import loop
+
+FLAGS = ("--training.seq_len=256", "--training.steps=10")
+
+
+@pytest.fixture(scope="module")
+def task(desk: Desk) -> Path:
+    return write_questions(desk.folder / "lines.jsonl", 12)
+
+
+@pytest.fixture(scope="module")
+def evaluated(desk: Desk, task: Path) -> Ended:
+    return desk.run("evaluated", 1, *FLAGS, f"--evaluation.tasks={task},again={task}", "--evaluation.freq=4")
+
+
+def evaluations(run: Ended) -> dict[int, dict[str, Any]]:
+    return {row["step"]: row for row in run.rows if "evaluation_seconds" in row}
+
+
+def test_it_is_due_every_freq_steps_and_after_the_last(evaluated: Ended) -> None:
+    found = evaluations(evaluated)
+    assert list(found) == [4, 8, 10]
+    assert [row["step"] for row in evaluated.rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
+    for row in found.values():
+        assert 0 <= row["accuracy.lines"] <= 1
+        assert row["accuracy.lines"] == row["accuracy.again"]
+        assert row["accuracy_norm.lines"] == row["accuracy_norm.again"]
+    said = rf"step  4/10  accuracy lines {found[4]['accuracy.lines']:.2%} \(norm .*%\)  again "
+    assert re.search(said, evaluated.output)
+
+
+def test_what_it_costs_is_said(evaluated: Ended) -> None:
+    applied = evaluated.receipt["evaluation.tasks"]["applied"]
+    assert applied["questions"] == 24
+    assert applied["of_tasks"] == {"lines": 12, "again": 12}
+    assert applied["freq"] == 4
+    said = re.findall(r"24 questions took (.*) s: (.*)% of the time at evaluation.freq = 4; (.*)\n", evaluated.output)
+    ((seconds, share, fix),) = said
+    step_s = evaluated.steps[3]["seconds"]
+    assert float(share) == pytest.approx(100 * float(seconds) / (float(seconds) + 4 * step_s), rel=0.05)
+    assert re.fullmatch(r"evaluation.freq = \d+ makes it 1 %", fix)
+
+
+def test_training_goes_on_as_if_it_had_not_been(desk: Desk, evaluated: Ended) -> None:
+    plain = desk.run("plain", 1, *FLAGS)
+    assert plain.trained() == evaluated.trained()
+    assert plain.content(10) == evaluated.content(10)
+
+
+def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
+    flags = (*FLAGS, f"--evaluation.tasks={task}", "--evaluation.freq=4")
+
+    def plant() -> None:
+        step = loop.train_step
+
+        def asked_to_stop(run: Any, batches: Any, lr: float, stop: bool) -> Any:
+            return step(run, batches, lr, stop or asked_to_stop.calls == 3)
+
+        def counted(*args: Any) -> Any:
+            result = asked_to_stop(*args)
+            asked_to_stop.calls += 1
+            return result
+
+        asked_to_stop.calls = 0
+        loop.train_step = counted
+
+    stopped = desk.run("stopped", 1, *flags, plant=plant)
+    assert stopped.status["state"] == "stopped"
+    assert evaluations(stopped) == {}
+    resumed = desk.run("stopped", 1, *flags)
+    assert list(evaluations(resumed)) == [4, 8, 10]
+
+
+def test_not_given_its_interval_follows_from_the_tokens(desk: Desk, task: Path) -> None:
+    run = desk.run("default", 1, *FLAGS, f"--evaluation.tasks={task}", "--job.stop_after=1")
+    applied = run.receipt["evaluation.tasks"]["applied"]
+    per_step = 4 * 256
+    assert applied["freq"] % 500 == 0
+    assert applied["tokens"] <= 0.02 * applied["freq"] * per_step
+    assert applied["freq"] == 1000 or applied["tokens"] > 0.02 * (applied["freq"] - 500) * per_step
+    assert evaluations(run) == {}
+
+
+def test_the_watchdog_is_told_of_each_batch(desk: Desk, task: Path) -> None:
+    def plant() -> None:
+        score = Evaluator.score
+
+        def counted(self: Evaluator, model: Any, mesh: Any, progress: Any) -> Any:
+            calls: list[None] = []
+            found = score(self, model, mesh, lambda: (calls.append(None), progress()))
+            print(f"{len(calls)} reports of {len(self.batches)} batches")
+            return found
+
+        Evaluator.score = counted
+
+    run = desk.run("watched", 1, *FLAGS, f"--evaluation.tasks={task}", "--training.steps=1", plant=plant)
+    ((reports, batches),) = re.findall(r"(\d+) reports of (\d+) batches", run.output)
+    assert int(reports) == int(batches) > 1

@@ -1,0 +1,114 @@
+"""Encode the choices of tasks as requests, and pack these into batches of one shape. No torch here.
+
+A request is a question's context and one of its choices; what is wanted is the log-likelihood of the choice's tokens.
+A step of training sees M = local_batch_size · S tokens, and so does each batch here, that every kernel finds the shape
+that it was made for. As few requests are S tokens long, a batch is rows of L tokens: of S, S/2, S/4, …, the shortest
+that its requests fit in. A request has a row to itself, as attention would see another before it; padding behind it is
+never seen.
+
+A batch has M tokens and its place in the list whatever the number of ranks: a data-parallel rank takes each dp-th.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlite.config.build import show
+from titanlite.data.tokenizer import EncodingError, Tokenizer
+from titanlite.errors import DataError, Problem, describe
+from titanlite.evaluation.tasks import KEY, Task
+
+_SHORTEST_ROW = 32  # tokens: attention has little to do in it, and wants some to do it well
+
+
+class Request(NamedTuple):
+    """A context and a choice."""
+
+    tokens: np.ndarray  # [n + 1] int64; the first n are read, each of the last `n_scored` is to be predicted
+    n_scored: int
+
+
+class EncodedTask(NamedTuple):
+    """A task as requests."""
+
+    task: Task
+    requests: list[Request]  # all choices of the first question, then those of the next
+    n_cut: int  # whose context was longer than a sequence, and lost its beginning
+
+
+class RowBatch(NamedTuple):
+    """The requests of a batch, a row each."""
+
+    row_len: int  # L
+    numbers: list[int]  # of its requests, at most M / L
+
+
+def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
+    """Encode a task as lm-eval does.
+
+    Context and choice, with a blank between them, are one text, so that a token may lie across; what the context alone
+    does not have as its tokens is the choice. Blanks at the end of a context belong to the choice. A context that is
+    empty is the token that a document begins with, or else the separator.
+
+    Args:
+        task: the task.
+        tokenizer: of the model; its `bos_id`, if it has one, precedes each text.
+        seq_len: S, of which a longer text keeps the end.
+
+    Raises:
+        DataError: the tokenizer cannot encode a text, or a choice has no token of its own or more than `seq_len`.
+    """
+    contexts, wholes = list[str](), list[str]()
+    for question in task.questions:
+        contexts.append(question.context.rstrip())
+        wholes += [f"{question.context} {choice}" for choice in question.choices]
+    try:
+        context_ids, whole_ids = tokenizer.encode_batch(contexts), tokenizer.encode_batch(wholes)
+    except EncodingError as error:
+        fix = "take the questions out, or use a tokenizer that has tokens for all text"
+        raise DataError.of("evaluation", KEY, show(task.source), f"texts that can be encoded ({error})", fix) from error
+    first = tokenizer.separator_id if tokenizer.bos_id is None else tokenizer.bos_id
+    requests, problems, n_cut, place = list[Request](), list[Problem](), 0, 0
+    for number, question in enumerate(task.questions, start=1):
+        context = context_ids[number - 1]
+        begins = tokenizer.bos_id is not None or not len(context)
+        for choice, ids in zip(question.choices, whole_ids[place : place + len(question.choices)], strict=True):
+            n_scored = len(ids) - len(context)
+            if not 0 < n_scored <= seq_len:
+                want = f"1 to {seq_len} tokens, as many as a sequence has; it has {max(0, n_scored)}"
+                problems.append(Problem(f"question {number}", show(choice), want, "take it out, or correct it"))
+            tokens = np.concatenate(([first] * begins, ids)).astype(np.int64)
+            n_cut += len(tokens) > seq_len + 1
+            requests.append(Request(tokens[-seq_len - 1 :], n_scored))
+        place += len(question.choices)
+    if problems:
+        raise DataError(describe(task.source, problems))
+    return EncodedTask(task, requests, n_cut)
+
+
+def row_len_of(request: Request, seq_len: int) -> int:
+    """Return the length of the row that a request is read in: S, or the shortest of its halves that holds it."""
+    row = seq_len
+    while row % 2 == 0 and row // 2 >= max(_SHORTEST_ROW, len(request.tokens) - 1):
+        row //= 2
+    return row
+
+
+def pack(requests: Sequence[Request], seq_len: int, local_batch_size: int, whole_rows: bool = False) -> list[RowBatch]:
+    """Deal requests out to batches of local_batch_size · seq_len tokens, those of one row length together.
+
+    Args:
+        requests: all of them.
+        seq_len: S.
+        local_batch_size: sequences of a micro-batch.
+        whole_rows: give each request S tokens, for a model that knows no other length.
+    """
+    by_row: dict[int, list[int]] = {}
+    for number, request in enumerate(requests):
+        by_row.setdefault(seq_len if whole_rows else row_len_of(request, seq_len), []).append(number)
+    batches: list[RowBatch] = []
+    for row, numbers in sorted(by_row.items()):
+        n = local_batch_size * seq_len // row
+        batches += [RowBatch(row, numbers[i : i + n]) for i in range(0, len(numbers), n)]
+    return batches

@@ -1,0 +1,140 @@
+"""Score multiple-choice tasks: which choice a model finds likeliest, as a whole and by its length.
+
+The choice of a question is that of the greatest log-likelihood, summed over its tokens. `accuracy_norm` divides it by
+the choice's bytes in UTF-8 first, so that a long one is not unlikely for that alone. lm-eval calls them acc and
+acc_bytes; its acc_norm divides by characters, of which a text in ASCII has as many.
+
+Which rank scores a request changes nothing: each batch has its tokens and its shape under any number of data-parallel
+ranks. Tensor parallelism adds up partial sums in another order, so that log-likelihoods differ by rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.evaluation.requests import EncodedTask, Request, RowBatch, pack
+from titanlite.kernels.cross_entropy import IGNORE_INDEX, by_rows, local_statistics, over_ranks
+from titanlite.models.layers import Sequences
+from titanlite.parallel.mesh import Mesh
+
+STATISTICS = by_rows(local_statistics)
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model made of a task.
+
+    Attributes:
+        log_likelihoods: of the choices of each question, nats.
+        choices: index of the likeliest choice of each question.
+        choices_norm: likewise, by bytes.
+    """
+
+    task: str
+    questions: int
+    accuracy: float
+    accuracy_norm: float
+    log_likelihoods: list[list[float]]
+    choices: list[int]
+    choices_norm: list[int]
+
+    def standard_error(self, accuracy: float) -> float:
+        """Return that of an accuracy of this task, over its questions; NaN of one question."""
+        return (accuracy * (1 - accuracy) / (self.questions - 1)) ** 0.5 if self.questions > 1 else float("nan")
+
+
+class Evaluator:
+    """Tasks as batches for a model of one shape.
+
+    Args:
+        tasks: encoded for sequences of `seq_len`.
+        seq_len: S.
+        local_batch_size: sequences of a micro-batch.
+        whole_rows: give each request S tokens, for a model that knows no other length.
+    """
+
+    def __init__(
+        self, tasks: Sequence[EncodedTask], *, seq_len: int, local_batch_size: int, whole_rows: bool = False
+    ) -> None:
+        self.tasks, self.tokens = tasks, seq_len * local_batch_size
+        self.requests = [request for task in tasks for request in task.requests]
+        self.batches = pack(self.requests, seq_len, local_batch_size, whole_rows)
+        self.row_tokens = sum(batch.row_len * len(batch.numbers) for batch in self.batches)  # with their padding
+
+    @torch.no_grad()
+    def score(self, model: nn.Module, mesh: Mesh, progress: Callable[[], object] = lambda: None) -> list[Score]:
+        """Score all tasks; every rank calls this and gets the same.
+
+        Args:
+            model: takes [M] tokens and `sequences` to logits [M, V/tp]; it is in evaluation meanwhile.
+            mesh: the mesh.
+            progress: called before each batch.
+        """
+        is_training = model.training
+        model.eval()
+        found = torch.zeros(len(self.requests), dtype=torch.float64, device=mesh.device)
+        with _without_compiler():
+            for first in range(0, len(self.batches), mesh.dp_size):
+                progress()
+                # A rank with nothing left takes part: weights are gathered from all.
+                mine = self.batches[first + mesh.dp_rank :][:1] or [RowBatch(self.batches[first].row_len, [])]
+                self._score_batch(mine[0], model, mesh, found)
+        model.train(is_training)
+        if mesh.tp_group is not None and mesh.tp_group.rank > 0:
+            found.zero_()  # each is counted once
+        dist.all_reduce(found)
+        return self._scores(found.cpu().numpy())
+
+    def _score_batch(self, batch: RowBatch, model: nn.Module, mesh: Mesh, found: Tensor) -> None:
+        """Put the log-likelihoods of a batch's requests into their places in `found`."""
+        tokens, targets = batch_of(batch, self.requests, self.tokens)
+        tokens, targets = tokens.to(mesh.device), targets.to(mesh.device)
+        logits = model(tokens, sequences=Sequences(batch.row_len))
+        first = mesh.tp_group.rank * logits.shape[1] if mesh.tp_group else 0
+        lse, picked = STATISTICS(logits, targets, first)
+        lse, picked = over_ranks(lse, picked, mesh.tp_group)
+        each = torch.where(targets == IGNORE_INDEX, 0.0, (picked - lse).double())
+        sums = each.unflatten(0, (-1, batch.row_len)).sum(1)
+        found[torch.tensor(batch.numbers, dtype=torch.int64, device=mesh.device)] = sums[: len(batch.numbers)]
+
+    def _scores(self, found: np.ndarray) -> list[Score]:
+        scores, place = list[Score](), 0
+        for encoded in self.tasks:
+            questions = encoded.task.questions
+            each, chosen, by_bytes = list[list[float]](), list[int](), list[int]()
+            for question in questions:
+                of_choices = found[place : place + len(question.choices)]
+                place += len(question.choices)
+                n_bytes = np.array([len(choice.encode()) for choice in question.choices])
+                each.append(of_choices.tolist())
+                chosen.append(int(of_choices.argmax()))
+                by_bytes.append(int((of_choices / n_bytes).argmax()))
+            right, right_norm = (
+                sum(choice == q.gold for choice, q in zip(made, questions, strict=True)) for made in (chosen, by_bytes)
+            )
+            n = len(questions)
+            scores.append(Score(encoded.task.name, n, right / n, right_norm / n, each, chosen, by_bytes))
+        return scores
+
+
+def batch_of(batch: RowBatch, requests: Sequence[Request], tokens: int) -> tuple[Tensor, Tensor]:
+    """Make the tokens and targets of a batch, [M] int64 each; a target is IGNORE_INDEX where none is scored."""
+    given = np.zeros((tokens // batch.row_len, batch.row_len), np.int64)
+    targets = np.full_like(given, IGNORE_INDEX)
+    for row, number in enumerate(batch.numbers):
+        request = requests[number]
+        n = len(request.tokens) - 1
+        given[row, :n] = request.tokens[:-1]
+        targets[row, n - request.n_scored : n] = request.tokens[-request.n_scored :]
+    return torch.from_numpy(given).flatten(), torch.from_numpy(targets).flatten()
+
+
+def _without_compiler() -> AbstractContextManager[Any]:
+    """Run compiled blocks as they are written: rows of other lengths than S would have each of them compiled anew."""
+    return torch.compiler.set_stance("force_eager")

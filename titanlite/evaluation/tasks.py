@@ -1,0 +1,200 @@
+"""Read multiple-choice tasks: questions, the choices of each, and which one is right. No torch here.
+
+A task is a .jsonl file, one question a line:
+
+    {"query": "The capital of France is", "choices": ["Rome", "Paris"], "gold": 1}
+
+`context` is another name for `query`. A choice follows its query behind one blank. HellaSwag, ARC and PIQA are known by
+name, too: read from the hub, or from where `datasets` has cached them, and put into that form as lm-eval puts them.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanlite.config.build import show
+from titanlite.errors import DataError, Problem, describe, nearest
+from titanlite.json_file import parse_json
+
+KEY = "evaluation.tasks"
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+_FORM = 'an object such as {"query": "The capital of France is", "choices": ["Rome", "Paris"], "gold": 1}'
+
+
+class Question(NamedTuple):
+    """One question."""
+
+    context: str  # may be empty
+    choices: tuple[str, ...]  # at least two, none of them empty
+    gold: int  # index of the right one
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, read.
+
+    Attributes:
+        name: in metrics.jsonl, as `accuracy.<name>`.
+        source: as the user wrote it.
+        questions: at least one.
+    """
+
+    name: str
+    source: str
+    questions: tuple[Question, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hash of the questions."""
+        return hashlib.blake2b(json.dumps(self.questions).encode(), digest_size=16).hexdigest()
+
+
+class _HubTask(NamedTuple):
+    path: str  # on the hub
+    config: str | None
+    split: str
+    question: Callable[[Mapping[str, Any]], Question]
+
+
+def _hellaswag(row: Mapping[str, Any]) -> Question:
+    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return Question(_cleaned(context), tuple(map(_cleaned, row["endings"])), int(row["label"]))
+
+
+def _cleaned(text: str) -> str:
+    """Take WikiHow's marks out of a text of HellaSwag."""
+    return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+
+def _arc(row: Mapping[str, Any]) -> Question:
+    choices, gold = row["choices"], row["choices"]["label"].index(row["answerKey"])
+    return Question(f"Question: {row['question']}\nAnswer:", tuple(choices["text"]), gold)
+
+
+def _piqa(row: Mapping[str, Any]) -> Question:
+    return Question(f"Question: {row['goal']}\nAnswer:", (row["sol1"], row["sol2"]), int(row["label"]))
+
+
+HUB = {
+    "hellaswag": _HubTask("Rowan/hellaswag", None, "validation", _hellaswag),
+    "arc_easy": _HubTask("allenai/ai2_arc", "ARC-Easy", "test", _arc),
+    "arc_challenge": _HubTask("allenai/ai2_arc", "ARC-Challenge", "test", _arc),
+    "piqa": _HubTask("baber/piqa", None, "validation", _piqa),
+}
+
+
+def check_tasks(tasks: Sequence[str]) -> None:
+    """Check tasks without the hub: names, and all of each file.
+
+    Raises:
+        DataError: with all problems found.
+    """
+    _of_all(tasks, lambda text, path: None if path is None else _of_file(text, path))
+
+
+def load_tasks(tasks: Sequence[str]) -> list[Task]:
+    """Read the tasks of a config.
+
+    Args:
+        tasks: each the path of a .jsonl, `NAME=PATH`, or a name of `HUB`.
+
+    Raises:
+        DataError: with all problems found.
+    """
+    return _of_all(tasks, lambda text, path: _of_hub(text) if path is None else _of_file(text, path))
+
+
+def _of_all(tasks: Sequence[str], read: Callable[[str, Path | None], Any]) -> list[Any]:
+    """Call `read` with each task and its file, None if it is on the hub; raise all that is wrong at once."""
+    messages, found, names = list[Any](), list[Any](), set[str]()
+    for text in tasks:
+        try:
+            name, path = _name_and_path(text)
+            if name in names:
+                raise DataError.of("evaluation", KEY, show(text), f"one task of the name {name}", "name it: NAME=PATH")
+            names.add(name)
+            found.append(read(text, path))
+        except DataError as error:
+            messages += error.args
+    if messages:
+        raise DataError(*messages)
+    return found
+
+
+def _name_and_path(text: str) -> tuple[str, Path | None]:
+    """Return a task's name, and its file; None if it is on the hub."""
+    if text in HUB:
+        return text, None
+    name, is_named, path = text.partition("=")
+    if not (is_named and _NAME.fullmatch(name)):
+        name, path = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(text).stem), text
+    file = Path(os.path.expanduser(path))
+    if not path.endswith(".jsonl") or not file.is_file():
+        near = nearest(text, HUB) if "/" not in text else None
+        want = f"{', '.join(HUB)}, the path of a .jsonl file, or NAME=PATH (working directory: {Path.cwd()})"
+        raise DataError.of("evaluation", KEY, show(text), want, f"did you mean {near}?" if near else "correct the path")
+    return name, file
+
+
+def _of_file(text: str, path: Path) -> Task:
+    """Read a file of questions."""
+    questions, problems = list[Question](), list[Problem]()
+    try:
+        for number, line in _lines(path):
+            found = _question(line)
+            if isinstance(found, Question):
+                questions.append(found)
+            else:
+                problems.append(Problem("question", line[:60].decode(errors="replace"), found, "correct it", number))
+    except OSError as error:
+        want, fix = "a file that can be read", "make it readable"
+        raise DataError.of("evaluation", KEY, f"{show(text)} ({error})", want, fix) from error
+    if not questions and not problems:
+        problems.append(Problem(KEY, show(text), "at least one question", "give a file with some"))
+    if problems:
+        raise DataError(describe(str(path), problems))
+    return Task(_name_and_path(text)[0], text, tuple(questions))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        yield from ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
+
+
+def _question(line: bytes) -> Question | str:
+    """Read one question; return what is wanted in its place if it is none."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        return _FORM
+    context, choices, gold = row.get("query", row.get("context")), row.get("choices"), row.get("gold")
+    if not isinstance(context, str):
+        return f"a text as query, or context, in {_FORM}"
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c for c in choices):
+        return f"two texts or more, none of them empty, as choices in {_FORM}"
+    if type(gold) is not int or not 0 <= gold < len(choices):
+        return f"the place of the right choice, 0 to {len(choices) - 1}, as gold in {_FORM}"
+    return Question(context, tuple(choices), gold)
+
+
+def _of_hub(name: str) -> Task:
+    """Read a dataset of the hub."""
+    import datasets  # slow to import
+
+    task = HUB[name]
+    try:
+        rows: Any = datasets.load_dataset(task.path, task.config, split=task.split)
+        questions = tuple(map(task.question, rows))
+    except Exception as error:  # of the network, of a cache, of a dataset that is another by now
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        want = f"the dataset {task.path} of the hub, or its copy in the cache of `datasets` ({reason})"
+        fix = f"hf download --repo-type dataset {task.path} where there is a network; or name a .jsonl file"
+        raise DataError.of("evaluation", KEY, show(name), want, fix) from error
+    return Task(name, name, questions)

@@ -1,0 +1,59 @@
+"""The tasks of a run, read and encoded on every rank, and what the receipt says of them."""
+
+import torch.distributed as dist
+
+from titanlite.checkpoint.collective import on_all_ranks
+from titanlite.errors import DataError
+from titanlite.evaluation.inputs import interval, tokenizer_of
+from titanlite.evaluation.requests import EncodedTask, encode_task
+from titanlite.evaluation.score import Evaluator
+from titanlite.evaluation.tasks import KEY, load_tasks
+from titanlite.preflight.checked_run import CheckedRun
+from titanlite.receipt import Entry, Skipped
+from titanlite.training.build import Run
+
+
+def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]:
+    """Read the tasks of a run; collective.
+
+    Args:
+        asked: the run.
+        run: its model; the receipt gets an entry.
+
+    Returns:
+        The tasks, None if there are none, and the steps between two evaluations of them.
+
+    Raises:
+        DataError: on every rank, if a task cannot be read on one, or is not the same on all.
+    """
+    config = asked.config
+    if not config.evaluation.tasks:
+        return None, 1
+    read: list[EncodedTask] = []
+
+    def read_here() -> list[str]:
+        tokenizer = tokenizer_of(config, asked.inputs)
+        for task in load_tasks(config.evaluation.tasks):
+            read.append(encode_task(task, tokenizer, config.training.seq_len))
+        return [encoded.task.fingerprint for encoded in read]
+
+    of_ranks = on_all_ranks(read_here)
+    if different := [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]:
+        saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
+        raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
+    shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
+    # A model file of one's own may know its positions by S alone.
+    evaluation = Evaluator(read, **shape, whole_rows=bool(config.model.file))
+    freq = interval(config, dist.get_world_size(), evaluation.row_tokens)
+    n_questions = {encoded.task.name: len(encoded.task.questions) for encoded in read}
+    applied = {"questions": sum(n_questions.values()), "of_tasks": n_questions, "freq": freq}
+    applied |= {"batches": len(evaluation.batches), "tokens": evaluation.row_tokens}
+    why = f"longer than training.seq_len = {config.training.seq_len}: they lose their beginning"
+    cut = tuple(
+        Skipped(f"{encoded.task.name}: {encoded.n_cut:,} choices with their context", why)
+        for encoded in read
+        if encoded.n_cut
+    )
+    tasks = list(config.evaluation.tasks)
+    run.receipt.add(Entry(KEY, tasks, applied, count=len(read), skipped=cut))
+    return evaluation, freq
