@@ -10,16 +10,23 @@ import http.server
 import json
 import re
 import threading
+import time
 from typing import Any
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves until it is closed. `up` is whether it answers, `sent` every run's lines as they came."""
+    """Serves until it is closed.
+
+    `up` is whether it works; while it does not, it answers with the status `outage`, or never if that is None. `sent`
+    is every run's lines as they came, `files` what else was stored, by the run's name for it.
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.up = True
+        self.outage: int | None = 503
+        self.files: dict[str, bytes] = {}
         self.sent: dict[str, list[tuple[int, list[str]] | None]] = {}  # offset and lines; None where a run begins
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -60,7 +67,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self._answer({})
 
     def do_PUT(self) -> None:
-        self._body()
+        body = self._body()
+        if self.server.up:
+            self.server.files[self.path.removeprefix("/storage/")] = body
         self._answer({})
 
     def do_POST(self) -> None:
@@ -109,8 +118,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
     def _answer(self, content: dict[str, Any]) -> None:
+        while not self.server.up and self.server.outage is None:
+            time.sleep(0.05)
+            self.close_connection = True  # whoever still waits begins anew
         body = json.dumps(content).encode()
-        self.send_response(200 if self.server.up else 503)
+        self.send_response(200 if self.server.up else self.server.outage or 503)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -1,5 +1,7 @@
 """Read the folders of runs (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), to compare them.
 
+A run may also be one of Weights & Biases, whose reader is `wandb_runs.py`.
+
 Nothing else of a run is looked at, so runs that are still going, were copied from elsewhere or were made by another
 version can be read. What does not hold a run's files is an error that names every such folder at once.
 """
@@ -12,6 +14,7 @@ from typing import Any
 
 import tomli
 
+from titanlite.comparison.wandb_runs import is_run_path, read_wandb_folder, read_wandb_path, wandb_file
 from titanlite.errors import Problem, describe
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError, read_metrics
@@ -40,7 +43,11 @@ class RunRecord:
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
-    """Read run folders.
+    """Read runs.
+
+    Args:
+        folders: run folders; folders of wandb's offline runs, or their `.wandb` files; paths of runs on wandb's server,
+            entity/project/run_id.
 
     Returns:
         A record per folder, in the same order, with names that differ.
@@ -52,7 +59,8 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     want, fix = "a run's folder, with config.toml and metrics.jsonl", "give the path <dump_folder>/<name> of a run"
     if not folders:
         problems.append(Problem("RUN", "", want, "titanlite compare outputs/run"))
-    for folder in folders:
+    of_wandb = [wandb_file(folder) is not None or is_run_path(folder) for folder in folders]
+    for folder in (folder for folder, is_wandb in zip(folders, of_wandb, strict=True) if not is_wandb):
         missing = [name for name in ("config.toml", "metrics.jsonl") if not os.path.isfile(folder / name)]
         if not os.path.isdir(folder):
             problems.append(Problem(str(folder), "", f"{want}; there is no such folder", fix))
@@ -65,7 +73,10 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
             problems.append(Problem(str(folder), "", f"{want}; {' and '.join(missing)} missing", hint))
     if problems:
         raise RunError(describe("titanlite compare", problems))
-    records = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
+    records = [
+        (_read_wandb if is_wandb else _read)(folder, name)
+        for folder, name, is_wandb in zip(folders, _names(folders), of_wandb, strict=True)
+    ]
     if not any(record.steps for record in records):
         saw = ", ".join(str(folder) for folder in folders)
         raise RunError.of(
@@ -113,6 +124,12 @@ def _read(folder: Path, name: str) -> RunRecord:
     )
 
 
+def _read_wandb(path: Path, name: str) -> RunRecord:
+    run = read_wandb_path(path) if is_run_path(path) else read_wandb_folder(path)
+    receipt = None if run.receipt is None else _entries(run.receipt, path)
+    return RunRecord(name=name, rows=run.rows, config=dotted(run.config), state=run.state, receipt=receipt)
+
+
 def _receipt(path: Path) -> list[dict[str, Any]] | None:
     if not path.is_file():
         return None
@@ -120,6 +137,11 @@ def _receipt(path: Path) -> list[dict[str, Any]] | None:
         entries = read_json(path)
     except ValueError:
         entries = None
+    return _entries(entries, path)
+
+
+def _entries(entries: Any, path: Path) -> list[dict[str, Any]]:
+    """Check the content of a receipt."""
     if isinstance(entries, list) and all(map(_is_entry, entries)):
         return entries
     want = "a JSON list of features, as the run wrote it"

@@ -5,6 +5,7 @@ each other, the model's dimensions and the number of processes, before any proce
 can be said without the number of processes is also said when it is not known.
 """
 
+import importlib.util
 import os
 from collections.abc import Collection
 from operator import attrgetter
@@ -162,6 +163,9 @@ def _check_names(config: Config, problems: Problems) -> None:
         default = Config().metrics.wandb_project
         fix = f'wandb_project = "{default}" (the default)'
         problems.add("metrics.wandb_project", '""', "the name of a project", fix)
+    if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        want, fix = "the package tensorboard, which is not installed here", "pip install 'titanlite[tensorboard]'"
+        problems.add("metrics.tensorboard", "true", want, f"{fix}, or tensorboard = false")
 
 
 def _check_features(config: Config, model: ModelDims | None, problems: Problems) -> None:

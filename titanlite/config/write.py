@@ -8,7 +8,12 @@ import tomli_w
 
 def to_toml(config: Any) -> str:
     """Return a config, or a recipe, as TOML, with every value that it resolved to but None, which TOML has not."""
-    return tomli_w.dumps(_toml_value(dataclasses.asdict(config)))
+    return tomli_w.dumps(toml_table(config))
+
+
+def toml_table(config: Any) -> dict[str, Any]:
+    """Return a config, or a recipe, as the table that its TOML says."""
+    return _toml_value(dataclasses.asdict(config))
 
 
 def _toml_value(value: Any) -> Any:

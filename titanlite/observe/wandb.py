@@ -9,7 +9,7 @@ waited for, and not for long; a service of wandb's that hangs even then, a proce
 
 A run that is restarted keeps its id (`wandb/run_id` in the run's folder), and each start sends all rows of the file
 again: wandb shows what is recorded. The rows carry `step` and `tokens` as fields and the x axis is `tokens`; wandb's
-own steps number the lines in which its server keeps them.
+own steps number the lines in which its server keeps them. `comparison/wandb_runs.py` reads such a run back.
 """
 
 import json
@@ -18,13 +18,18 @@ import re
 import secrets
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+import tomli_w
 
 from titanlite.config.schema import Config
+from titanlite.config.write import toml_table
 from titanlite.durable import open_plain, read_plain, write_durably
+from titanlite.observe.metric_names import AXES, NAMES, PREFIXES
 from titanlite.observe.metrics import Row
 from titanlite.redact import redact, redact_tree
 
@@ -32,12 +37,22 @@ _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
 _FINISH_TIMEOUT_S = 60.0  # what wandb has not sent by then stays on disk
 _END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # then its process is killed
 _PROCESS = Path(__file__).with_name("wandb_process.py")
+_FILES = ("receipt.json", "activation_checkpoint.toml")  # of the run's folder, which wandb keeps beside its config.toml
 
 
 class WandbRun:
     """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off"."""
 
-    def __init__(self, config: Config, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        metrics: Path,
+        warn: Callable[[str], object],
+        *,
+        facts: Mapping[str, Any] | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
         """Have the run started, or gone on with, and return at once.
 
         Args:
@@ -45,6 +60,8 @@ class WandbRun:
             folder: the run's folder; wandb writes to `wandb/` in it.
             metrics: the file of rows.
             warn: called with one text at the first failure.
+            facts: of `run_facts.py`, to stand in wandb's config beside the sections of the config.
+            tags: by which the run is found.
         """
         self._warn, self._mode = warn, config.metrics.wandb
         self._rows = self._taken = 0
@@ -61,7 +78,13 @@ class WandbRun:
                 "name": redact(config.job.name),
                 "id": _run_id(own),
                 "folder": str(folder.resolve()),
-                "config": redact_tree(asdict(config)),
+                "config": redact_tree(asdict(config)) | dict(facts or {}),
+                "config_toml": tomli_w.dumps(redact_tree(toml_table(config))),
+                "tags": [redact(tag) for tag in tags],
+                "files": _FILES,
+                "names": dict(NAMES),
+                "prefixes": dict(PREFIXES),
+                "axes": AXES,
                 "metrics": str(metrics.resolve()),
                 "kept_bytes": metrics.stat().st_size,
                 "trainer": os.getpid(),

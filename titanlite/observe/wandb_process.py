@@ -14,9 +14,12 @@ them, `lines` says what has ever been sent as which line. It is only added to, a
     1795678967.5    a row, sent at that time; it keeps it
     keep 12         a start, which found 12 rows in metrics.jsonl: those after them are lost
 
-wandb is given as little as needed: the config (without its secrets), the rows, and the machine's load (each start's
-over that of former ones). Not the command line, the environment, the git remote (which may hold a token), the source or
-the installed packages.
+wandb is given as little as needed: the config (without its secrets), the receipt and a save-list that was chosen, the
+rows, and the machine's load (each start's over that of former ones). Not the command line, the environment, the git
+remote (which may hold a token), the source or the installed packages.
+
+A row's numbers have the names that `metric_names.py` gives them. wandb has no number that is none: the keys of those
+that were not finite stand in the row's `_null`, so that the row can be read back as it was.
 """
 
 import fcntl
@@ -35,7 +38,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import wandb
 
-_LOOK_S = 0.5  # how often for new rows
+_LOOK_S = 0.5  # how often for new rows, and for files that have changed
 
 
 def main() -> None:
@@ -59,7 +62,7 @@ def main() -> None:
             run = _start_or_offline(work, say)
             doing = "log"
             for sent_at in marks:
-                run.log({} if sent_at is None else _row(rows.readline(), sent_at))
+                run.log({} if sent_at is None else _row(rows.readline(), sent_at, work))
             _remove_older(run, work)
             exit_code = _follow(run, rows, lines, commands, work, say)
         doing = "finish"
@@ -110,9 +113,21 @@ def _append_lines(file: int, text: str) -> None:
     os.fsync(file)
 
 
-def _row(line: bytes, sent_at: float) -> dict[str, Any]:
-    """Make the row that wandb gets: no null values, and the time when it was sent."""
-    return {key: value for key, value in json.loads(line).items() if value is not None} | {"_timestamp": sent_at}
+def _row(line: bytes, sent_at: float, work: dict[str, Any]) -> dict[str, Any]:
+    """Make the row that wandb gets: names in groups, no null values, and the time when it was sent."""
+    given = json.loads(line)
+    row = {_shown(key, work): value for key, value in given.items() if value is not None}
+    null = [key for key, value in given.items() if value is None]
+    return row | ({"_null": null} if null else {}) | {"_timestamp": sent_at}
+
+
+def _shown(key: str, work: dict[str, Any]) -> str:
+    """Return the name of a number on wandb's page, as `metric_names.shown_name`, which is not imported here."""
+    if key in work["names"]:
+        return work["names"][key]
+    return next(
+        (name + key.removeprefix(start) for start, name in work["prefixes"].items() if key.startswith(start)), key
+    )
 
 
 def _remove_older(run: "wandb.Run", work: dict[str, Any]) -> None:
@@ -153,6 +168,7 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
         mode=mode,
         dir=work["folder"],
         config=work["config"],
+        tags=work["tags"],
         settings=wandb.Settings(
             silent=True,
             console="off",
@@ -170,15 +186,15 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
             finish_timeout_raises=True,
         ),
     )
-    run.define_metric("step")
-    run.define_metric("tokens")
+    for axis in work["axes"]:
+        run.define_metric(axis, hidden=True)
     run.define_metric("*", step_metric="tokens")
     return run
 
 
 def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
     """Send each row that is added to the file, until training says how it ended or is gone; return its exit code."""
-    taken, half = 0, b""
+    taken, half, files = 0, b"", dict[str, tuple[int, int]]()
     while True:
         ended = bool(select.select([commands], [], [], _LOOK_S)[0])
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
@@ -188,11 +204,28 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], 
             now = time.time()
             _append_lines(lines, f"{now}\n" * len(new))
             for row in new:
-                run.log(_row(row, now))
+                run.log(_row(row, now, work))
             taken += len(new)
             say(taken=taken)
+        _send_files(run, work, files)
         if ended or gone:
             return int(commands.readline() or 1) if ended else 1
+
+
+def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[int, int]]) -> None:
+    """Give wandb the config, and the run's files that have changed: the receipt is written at the first step."""
+    own = Path(run.dir)
+    if not sent:
+        (own / "config.toml").write_text(work["config_toml"], encoding="utf-8")
+        run.save(str(own / "config.toml"), base_path=run.dir, policy="now")
+        sent["config.toml"] = 0, 0
+    for name in work["files"]:
+        with suppress(OSError):  # not there yet
+            found = os.stat(Path(work["folder"], name))
+            if sent.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
+                shutil.copyfile(Path(work["folder"], name), own / name)
+                run.save(str(own / name), base_path=run.dir, policy="now")
+                sent[name] = mark
 
 
 def _as_it_is_now(rows: IO[bytes], path: Path) -> IO[bytes]:

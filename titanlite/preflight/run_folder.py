@@ -46,6 +46,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
+        self.tensorboard = self.path / "tensorboard"
         self._looked = time.monotonic()
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 

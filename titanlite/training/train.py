@@ -21,7 +21,9 @@ from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
+from titanlite.observe.run_facts import run_facts, tags_of
 from titanlite.observe.stall_report import StallReport
+from titanlite.observe.tensorboard import TensorBoardFile
 from titanlite.observe.trace_spans import ProfiledRun
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
@@ -115,7 +117,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     metrics = _open_metrics(folder, run, start, validates_first, console)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)
-    observers: list[Observer] = [console, *([metrics] if metrics else []), *_open_wandb(metrics, session, cleanup)]
+    observers: list[Observer] = [console, *([metrics] if metrics else []), *_open_pages(metrics, run, session, cleanup)]
     flops = flops_per_token(run.model, run.dims, config.training.seq_len)
     report = Report(config, position, flops, device, console, status, observers)
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
@@ -201,14 +203,23 @@ def _open_metrics(
     return metrics
 
 
-def _open_wandb(metrics: MetricsFile | None, session: Session, cleanup: ExitStack) -> list[WandbRun]:
-    """Show the rows of the file on a page of Weights & Biases, if the config says so and this rank has the file."""
-    config, folder = session.asked.config, session.folder
-    if metrics is None or config.metrics.wandb == "off":
+def _open_pages(metrics: MetricsFile | None, run: Run, session: Session, cleanup: ExitStack) -> list[Observer]:
+    """Show the rows of the file in Weights & Biases and TensorBoard, if the config says so and this rank has it."""
+    config, folder, warn = session.asked.config, session.folder, session.console.warning
+    if metrics is None or (config.metrics.wandb == "off" and not config.metrics.tensorboard):
         return []
-    wandb = WandbRun(config, folder.path, folder.metrics, session.console.warning)
-    cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
-    return [wandb]
+    facts, pages = run_facts(config, run.dims, dist.get_world_size(), run.mesh.device), list[Observer]()
+    tags = tags_of(config, facts)
+    if config.metrics.wandb != "off":
+        wandb = WandbRun(config, folder.path, folder.metrics, warn, facts=facts, tags=tags)
+        cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
+        pages.append(wandb)
+    if config.metrics.tensorboard:
+        tensorboard = TensorBoardFile(folder.tensorboard, folder.metrics, warn)
+        cleanup.callback(tensorboard.close)
+        tensorboard.describe(config, facts)
+        pages.append(tensorboard)
+    return pages
 
 
 def _profiled(run: Run) -> ProfiledRun:

@@ -1,4 +1,4 @@
-"""Real wandb, offline: no network, no login. A small reader of its file format checks what would be sent."""
+"""Real wandb, offline: no network, no login. What would be sent is read back from its files."""
 
 import contextlib
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from titanlite.comparison.wandb_runs import wandb_records
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile, ValidationRow
@@ -27,7 +28,8 @@ module._INIT_TIMEOUT_S, module._END_S["offline"] = 5.0 if mode == "online" else 
 config = Config(job=Job(name="mine"), metrics=Metrics(wandb=mode, wandb_group="sweep", wandb_project="proj"))
 path = folder / "metrics.jsonl"
 metrics = MetricsFile(path, first - 1)
-run = module.WandbRun(config, folder, path, lambda text: print("WARN", text))
+facts = dict(facts={"world_size": 2}, tags=["found by"])
+run = module.WandbRun(config, folder, path, lambda text: print("WARN", text), **facts)
 def write(row):
     metrics.write(row)
     run.write(row)
@@ -57,24 +59,6 @@ def train(folder, mode, first, last, end=FINISH, code=0, **env):
     return done.stdout
 
 
-def records(path):
-    """The protobuf records of a .wandb file: LevelDB's log format, after 7 bytes of wandb's own."""
-    from wandb.proto import wandb_internal_pb2
-
-    data, at, whole = path.read_bytes(), 7, b""
-    while at < len(data):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
-        whole += data[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole record, or last chunk of one
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(whole)
-            whole = b""
-            yield record
-
-
 def items(history):
     return {item.key or "/".join(item.nested_key): item.value_json for item in history.item}
 
@@ -94,20 +78,23 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
     assert (folder / "wandb/run_id").read_text().strip() == run_id
 
     (file,) = folder.glob(f"wandb/offline-run-*/run-{run_id}.wandb")  # the newest start's, which has all
-    seen = list(records(file))
+    seen = list(wandb_records(file))
     run = next(r.run for r in seen if r.WhichOneof("record_type") == "run")
     assert (run.project, run.run_group, run.display_name, run.run_id) == ("proj", "sweep", "mine", run_id)
     config = {update.key or "/".join(update.nested_key): update.value_json for update in run.config.update}
     assert '"lr":0.0003' in config["optimizer"].replace(" ", "")
-    axes = {r.metric.name or r.metric.glob_name: r.metric.step_metric for r in seen if r.HasField("metric")}
-    assert axes["*"] == "tokens"
+    axes = {r.metric.name or r.metric.glob_name: r.metric for r in seen if r.HasField("metric")}
+    assert axes["*"].step_metric == "tokens"
+    assert [name for name, metric in axes.items() if metric.options.hidden] == ["step", "tokens"]  # no panels
     assert [r.exit.exit_code for r in seen if r.WhichOneof("record_type") == "exit"] == [0]
+    assert set(run.tags) == {"found by"}
+    assert config["world_size"] == "2"
     lines = [items(r.history) for r in seen if r.WhichOneof("record_type") == "history"]
     assert ["tokens" in line for line in lines] == [True] * 3 + [False] * 4 + [True] * 5  # empty where rows were lost
     rows = [line for line in lines if "tokens" in line]
-    assert rows[-1]["validation_loss"] == "2.25"
-    assert "mfu" not in rows[0]
-    assert [int(row["step"]) for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6, 7]
+    assert rows[-1]["val/loss"] == "2.25"
+    assert "perf/mfu" not in rows[0]
+    assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7]
     times = [float(row["_timestamp"]) for row in rows]
     assert times[2] < between < times[3]  # a row that is sent again keeps its time
 
@@ -138,7 +125,7 @@ run.finish()
 def test_rows_of_a_file_that_is_written_anew_are_sent_once(tmp_path, how):
     train(tmp_path / "run", "offline", 1, 3, ALTERED.format(how=how))
     (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
-    rows = [items(r.history) for r in records(file) if r.WhichOneof("record_type") == "history"]
+    rows = [items(r.history) for r in wandb_records(file) if r.WhichOneof("record_type") == "history"]
     assert [row.get("step") for row in rows] == ["1", "2", "3", "3", "4"]
 
 
@@ -148,7 +135,7 @@ def test_online_without_a_server_falls_back_to_offline(tmp_path):
     assert out.startswith("WARN wandb: online failed (")
     assert out.count("\n") == 1
     (file,) = folder.glob("wandb/offline-run-*/*.wandb")
-    assert sum(r.WhichOneof("record_type") == "history" for r in records(file)) == 4
+    assert sum(r.WhichOneof("record_type") == "history" for r in wandb_records(file)) == 4
     for path in produced(folder):
         assert not any(secret.encode() in path.read_bytes() for secret in (*SECRETS.values(), "argvsecret")), path
 
@@ -205,7 +192,7 @@ def test_a_run_that_is_killed_is_recorded_to_its_last_row(tmp_path):
         time.sleep(0.1)
         with contextlib.suppress(ValueError, struct.error, DecodeError):  # no file yet, or one that is being written
             (file,) = folder.rglob("*.wandb")
-            seen = list(records(file))
+            seen = list(wandb_records(file))
     assert sum(r.WhichOneof("record_type") == "history" for r in seen) == 41
     assert [r.exit.exit_code for r in seen if r.WhichOneof("record_type") == "exit"] == [1]
 
@@ -218,7 +205,8 @@ def hang(*_, **__): time.sleep(1e6)
 def end(*_, **__): os.kill(os.getpid(), 9)
 def fail(*_, **__): raise OSError(f"no service\\nwith {os.environ.get('WANDB_API_KEY')}")
 class Run:
-    log = finish = define_metric = lambda *_, **__: None
+    dir = os.path.dirname(__file__)
+    log = finish = define_metric = save = lambda *_, **__: None
 def init(**_): return Run()
 """
 

@@ -1,7 +1,6 @@
 """The run in Weights & Biases is the recorded one, whatever happened on the way: against a server on loopback."""
 
 import fcntl
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,8 @@ import pytest
 
 from tests.support.needs import slow
 from tests.support.wandb_server import Server
+from titanlite.comparison.wandb_runs import read_offline, rows_of
+from titanlite.observe.metrics import read_metrics
 from titanlite.observe.wandb_process import _open_lines
 
 ROOT = Path(__file__).parents[3]
@@ -108,17 +109,15 @@ class History:
             assert done.returncode == 0, done.stdout + done.stderr
 
     def recorded(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl, as wandb should have them."""
-        rows = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [{key: value for key, value in row.items() if value is not None} for row in rows]
+        """The rows of metrics.jsonl."""
+        return read_metrics(self.folder / "metrics.jsonl")
 
     def check(self, is_emptied: bool = False) -> None:
         """Hold the server's run against the record."""
         run = (self.folder / "wandb/run_id").read_text().strip()
         assert list(self.server.sent) == [run]
         lines = self.server.lines(run, is_emptied)
-        own = [{key: value for key, value in line.items() if not key.startswith("_")} for line in lines]
-        assert [line for line in own if line] == self.recorded()
+        assert rows_of(lines) == self.recorded()
         assert [line["_step"] for line in lines] == list(range(len(lines)))  # of those that are empty, too
 
 
@@ -177,12 +176,36 @@ def online_then_offline_then_online(run: History) -> None:
 def an_outage_at_the_start(run: History) -> None:
     run.server.up = False
     assert "recording offline" in run.start("online", 1, 5, end="killed after 0")
+    assert len(run.recorded()) == 6
     run.server.up = True
     run.start("online", 4, 6)
 
 
+def no_answer_at_the_start(run: History) -> None:
+    run.server.outage = None
+    an_outage_at_the_start(run)
+
+
+def an_error_at_the_start(run: History) -> None:
+    run.server.outage = 500
+    an_outage_at_the_start(run)
+
+
+def no_answer_in_mid_run(run: History) -> None:
+    run.server.outage = None
+    an_outage_in_mid_run_and_a_resume(run)
+
+
+def an_error_in_mid_run(run: History) -> None:
+    run.server.outage = 500
+    an_outage_in_mid_run_and_a_sync(run)
+
+
 def an_outage_in_mid_run_and_a_resume(run: History) -> None:
     assert "cannot finish (Timed out" in run.start("online", 1, 5, outage=True)
+    assert len(run.recorded()) == 6
+    (folder,) = run.folders()
+    assert read_offline(folder) == run.recorded()
     run.server.up = True
     run.start("online", 6, 7)
 
@@ -226,12 +249,16 @@ HISTORIES: list[Callable[[History], None]] = [
     online_and_resumed,
     online_and_a_crash,
     online_then_offline_then_online,
-    an_outage_at_the_start,
+    no_answer_at_the_start,
+    an_error_at_the_start,
+    no_answer_in_mid_run,
     a_fresh_start_offline,
     crashes_one_after_the_other,
     starts_without_wandb_and_other_rows,
 ]
 _MORE = slow(
+    an_outage_at_the_start,
+    an_error_in_mid_run,
     offline_and_each_synced,
     online_and_a_crash_whose_lost_steps_are_not_reached_again,
     offline_and_a_crash,

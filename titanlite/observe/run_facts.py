@@ -1,0 +1,69 @@
+"""Say of a run what its config leaves open, to find and filter runs by it: GPUs, parameters, the commit of the code."""
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config
+from titanlite.models.find import build_model
+
+_ROOT = Path(__file__).parents[2]  # of the checkout, if titanlite runs from one
+_TAG = 64  # the longest tag that Weights & Biases takes
+
+
+def run_facts(config: Config, dims: ModelDims, world: int, device: torch.device) -> dict[str, Any]:
+    """Return a run's facts, by the names that they have in the config of Weights & Biases.
+
+    Args:
+        config: of the run.
+        dims: the model's dimensions.
+        world: number of processes.
+        device: this process's.
+    """
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+    whole = build_model(config.model, dims, config.training.seq_len)  # on the meta device: a rank's own is sharded
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    facts: dict[str, Any] = {"world_size": world, "gpu": gpu, "parameters": parameters}
+    commit = commit_of(_ROOT)
+    return facts | ({"commit": commit} if commit else {})
+
+
+def tags_of(config: Config, facts: Mapping[str, Any]) -> list[str]:
+    """Return a run's tags: its model and recipes, and its facts as a person says them."""
+    model = Path(config.model.file).stem if config.model.file else config.model.name
+    world, parameters = facts["world_size"], facts["parameters"]
+    tags = [
+        f"{model} {config.model.flavor}",
+        f"{parameters / 1e9:.3g}B parameters" if parameters >= 1e9 else f"{parameters / 1e6:.3g}M parameters",
+        f"{world} × {facts['gpu']}",
+        f"world size {world}",
+        f"save-list {config.activation_checkpoint.recipe}",
+        f"float8 {config.float8.recipe}" if config.float8.recipe != "none" else config.training.mixed_precision_param,
+    ]
+    if "commit" in facts:
+        commit, _, changed = facts["commit"].partition(" ")
+        tags.append(f"commit {commit[:8]} {changed}".rstrip())
+    return [tag[:_TAG] for tag in tags]
+
+
+def commit_of(root: Path) -> str | None:
+    """Return the commit that is checked out in a folder, and that files were changed since; None if there is none.
+
+    Args:
+        root: the top of a checkout; a folder within one is none.
+    """
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # whoever owns the checkout: it is only read
+    try:
+        commit, changes = (
+            subprocess.run([*git, *command], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+        )
+    except (OSError, subprocess.SubprocessError):  # no git here, or no commit yet
+        return None
+    return f"{commit} with changes" if changes else commit
