@@ -108,7 +108,7 @@ def read_wandb_folder(path: Path) -> WandbRecord:
             exit_code = record.exit.exit_code
     receipt = _parse(file.parent / "files/receipt.json")
     state = "running" if exit_code is None else "failed" if exit_code else ""
-    return _record(str(path), name, lines, config, receipt, state)
+    return _checked_record(str(path), name, lines, config, receipt, state)
 
 
 def read_wandb_path(path: Path) -> WandbRecord:
@@ -135,7 +135,7 @@ def read_wandb_path(path: Path) -> WandbRecord:
                 receipt = _parse(Path(folder, "receipt.json"))
             states = {"finished": "", "crashed": "failed", "killed": "failed"}
             state = states.get(run.state, run.state)
-            return _record(str(path), run.name or run.id, lines, dict(run.config), receipt, state)
+            return _checked_record(str(path), run.name or run.id, lines, dict(run.config), receipt, state)
     except TitanliteError:
         raise
     except Exception as error:  # wandb's, of the network's, and what a server of another version leads to
@@ -156,7 +156,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
     data = file.read_bytes()
     if not data.startswith(_OF_WANDB[: len(data)]):
-        raise _damaged(file, 0, "not wandb's mark")
+        raise _damaged_file(file, 0, "not wandb's mark")
     at, whole = _HEADER, b""
     while True:
         at += -at % _BLOCK if _BLOCK - at % _BLOCK < _HEADER else 0  # no chunk begins in a block's last bytes
@@ -169,7 +169,7 @@ def wandb_records(file: Path) -> Iterator[Any]:
         if zlib.crc32(chunk, zlib.crc32(bytes([kind]))) != checksum or kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST):
             if not any(data[at:]):  # a file system that makes room before it writes
                 return
-            raise _damaged(file, at, "another checksum than the record's")
+            raise _damaged_file(file, at, "another checksum than the record's")
         whole = chunk if kind in (_WHOLE, _FIRST) else whole + chunk
         at += _HEADER + length
         if kind in (_WHOLE, _LAST):
@@ -177,11 +177,11 @@ def wandb_records(file: Path) -> Iterator[Any]:
             try:
                 record.ParseFromString(whole)
             except DecodeError:
-                raise _damaged(file, at, "no record of wandb's") from None
+                raise _damaged_file(file, at, "no record of wandb's") from None
             yield record
 
 
-def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows_of_lines(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Make the rows of metrics.jsonl again from wandb's lines; those that were emptied are left out."""
     rows = []
     for line in lines:
@@ -191,11 +191,11 @@ def rows_of(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _record(
+def _checked_record(
     where: str, name: str, lines: Iterable[Mapping[str, Any]], config: Mapping[str, Any], receipt: Any, state: str
 ) -> WandbRecord:
     """Check that a run is one of titanlite's, and put it together."""
-    rows = rows_of(lines)
+    rows = rows_of_lines(lines)
     strange = [row for row in rows if not (isinstance(row.get("step"), int) and isinstance(row.get("tokens"), int))]
     # Sections are tables; what is beside them says more of the run than its config does.
     sections = {key: _without_none(table) for key, table in config.items() if isinstance(table, dict) and key[0] != "_"}
@@ -224,7 +224,7 @@ def _parse(path: Path) -> Any:
         raise RunError.of(str(path), "receipt.json", str(error), want, fix) from None
 
 
-def _damaged(file: Path, at: int, saw: str) -> RunError:
+def _damaged_file(file: Path, at: int, saw: str) -> RunError:
     want, fix = (
         "a file that wandb has written",
         "copy it again from where the run was trained, or give the run's folder",

@@ -14,7 +14,6 @@ NAMES: Mapping[str, str] = {
     "grad_norm": "train/grad_norm",
     "epoch": "train/epoch",
     "lr": "optim/lr",
-    "validation_loss": "val/loss",
     "tokens_per_second_per_gpu": "perf/tokens_per_second_per_gpu",
     "tflops_per_gpu": "perf/tflops_per_gpu",
     "mfu": "perf/mfu",
@@ -23,8 +22,8 @@ NAMES: Mapping[str, str] = {
     "seconds": "perf/seconds",
     "data_wait_seconds": "perf/data_wait_seconds",
 }
-PREFIXES: Mapping[str, str] = {"float8_": "float8/"}
-"""Beginnings of keys whose rest names a layer, and what is shown in their place."""
+PREFIXES: Mapping[str, str] = {"validation_": "val/", "float8_": "float8/"}
+"""Beginnings of keys whose rest names a source or a layer, and what is shown in their place."""
 
 _FLAT = {name: key for key, name in NAMES.items()}
 

@@ -1,7 +1,7 @@
 """Write the rows of metrics.jsonl for TensorBoard. It can never end a run: the first failure becomes one warning.
 
 A run that is restarted trains some steps again, and TensorBoard would show them twice. So each start writes one new
-file with all rows of metrics.jsonl, which keep the time at which they were first written, and removes the file of the
+file with all rows of metrics.jsonl, which keep the time at which they were first written, and empties the file of the
 start before. The new one begins with TensorBoard's mark of a restart, at which a TensorBoard that is looking on forgets
 what it has read.
 
@@ -85,7 +85,7 @@ class TensorBoardFile:
                 self._warn(redact(f"tensorboard: cannot write ({error}); metrics.jsonl has every row"))
 
     def _start(self, folder: Path, metrics: Path) -> None:
-        """Write all rows to a new file, and remove those of earlier starts."""
+        """Write all rows to a new file, and empty those of earlier starts."""
         folder.mkdir(parents=True, exist_ok=True)
         before = sorted(folder.glob(_NAME.format("*")))
         times = {key: at for path in before for key, at in _times(path)}
@@ -97,7 +97,10 @@ class TensorBoardFile:
             self._add(row, times)
         self._file.flush()
         for one in before:
-            one.unlink(missing_ok=True)
+            if one.stat().st_size:  # a TensorBoard that reads it waits for its end, and would wait for one that is gone
+                os.close(open_plain(one, os.O_WRONLY | os.O_TRUNC))
+            else:
+                one.unlink()
 
     def _begin(self) -> None:
         """Write what a file begins with."""

@@ -116,12 +116,12 @@ def _append_lines(file: int, text: str) -> None:
 def _row(line: bytes, sent_at: float, work: dict[str, Any]) -> dict[str, Any]:
     """Make the row that wandb gets: names in groups, no null values, and the time when it was sent."""
     given = json.loads(line)
-    row = {_shown(key, work): value for key, value in given.items() if value is not None}
+    row = {_name_shown(key, work): value for key, value in given.items() if value is not None}
     null = [key for key, value in given.items() if value is None]
     return row | ({"_null": null} if null else {}) | {"_timestamp": sent_at}
 
 
-def _shown(key: str, work: dict[str, Any]) -> str:
+def _name_shown(key: str, work: dict[str, Any]) -> str:
     """Return the name of a number on wandb's page, as `metric_names.shown_name`, which is not imported here."""
     if key in work["names"]:
         return work["names"][key]

@@ -996,12 +996,3 @@ def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk:
     head = (run.folder / "profile" / "kernels.txt").read_text().splitlines()[0]
     assert head.startswith("3 steps, wall time per step ")
     assert float(head.split()[-2]) < 1e3 * slow_s / 3  # without the validation after step 4
-
-
-def test_wandb_offline(desk: Desk) -> None:
-    run = desk.run("wandb", 2, "--metrics.wandb=offline", "--job.stop_after=3")
-    assert "wandb: cannot" not in run.output
-    assert (run.folder / "wandb" / "run_id").is_file()
-    (offline,) = (run.folder / "wandb").glob("offline-run-*")
-    assert list(offline.glob("*.wandb"))
-    assert run.status["state"] == "stopped"

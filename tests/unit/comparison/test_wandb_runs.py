@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.commands import main
 from titanlite.comparison.runs import read_runs
-from titanlite.comparison.wandb_runs import read_offline, read_wandb_folder, rows_of, wandb_records
+from titanlite.comparison.wandb_runs import read_offline, read_wandb_folder, rows_of_lines, wandb_records
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
 from titanlite.observe.metrics import RunError, read_metrics
@@ -87,7 +87,7 @@ def test_compare_takes_the_folder(run_folder: Path, offline: Path, capsys: pytes
     assert code == 0
     said = capsys.readouterr().out
     assert (run_folder.parent / "both.png").is_file()
-    assert f"\n{offline.name}" in said
+    assert f"\n  {offline.name} " in said
 
 
 @pytest.mark.parametrize("kept", [7, 8, 1000, -1])
@@ -143,4 +143,4 @@ def test_a_run_of_another_trainer_is_refused(tmp_path: Path) -> None:
 
 def test_lines_that_are_empty_are_no_rows() -> None:
     lines = [{"_step": 0}, {"step": 1, "tokens": 5, "train/loss": 2.0, "_null": ["mfu"], "_step": 1}]
-    assert rows_of(lines) == [{"step": 1, "tokens": 5, "loss": 2.0, "mfu": None}]
+    assert rows_of_lines(lines) == [{"step": 1, "tokens": 5, "loss": 2.0, "mfu": None}]

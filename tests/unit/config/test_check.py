@@ -1,6 +1,7 @@
 """Every combination that cannot run is refused, and the fix in the message is one that can."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -193,6 +194,16 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
     assert "1 problem\n" in said
     for part in parts:
         assert part in said
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = changed(Config(), metrics__tensorboard=True)
+    check_config(config, LLAMA_8B, world_size=8)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    said = message(config)
+    assert "metrics.tensorboard = true" in said
+    assert "the package tensorboard, which is not installed here" in said
+    assert "pip install 'titanlite[tensorboard]'" in said
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.needs import slow
 from tests.support.wandb_server import Server
-from titanlite.comparison.wandb_runs import read_offline, rows_of
+from titanlite.comparison.wandb_runs import read_offline, rows_of_lines
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.wandb_process import _open_lines
 
@@ -117,7 +117,7 @@ class History:
         run = (self.folder / "wandb/run_id").read_text().strip()
         assert list(self.server.sent) == [run]
         lines = self.server.lines(run, is_emptied)
-        assert rows_of(lines) == self.recorded()
+        assert rows_of_lines(lines) == self.recorded()
         assert [line["_step"] for line in lines] == list(range(len(lines)))  # of those that are empty, too
 
 

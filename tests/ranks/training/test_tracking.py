@@ -1,0 +1,40 @@
+"""What Weights & Biases and TensorBoard show of a real run is the recorded one."""
+
+import shutil
+
+from tests.support.launched import Desk
+from titanlite.comparison.wandb_runs import read_wandb_folder
+
+SHOWN = ("--metrics.wandb=offline", "--metrics.tensorboard=true", "--checkpoint.interval=2")
+HELD_OUT = ("--validation.enable=true", "--validation.freq=2", "--validation.steps=1")
+
+
+def test_a_run_that_goes_on_twice_under_other_layouts_is_one_with_each_step_once(desk: Desk) -> None:
+    flags = (*SHOWN, *HELD_OUT)
+    first = desk.run("shown", 2, *flags, "--job.stop_after=3")
+    shutil.rmtree(first.folder / "checkpoints/step-00000003")  # as after a crash: step 3 is trained again
+    desk.run("shown", 1, *flags, "--job.stop_after=5")
+    (before,) = (first.folder / "wandb").glob("offline-run-*")
+    run = desk.run("shown", 2, *flags, "--job.stop_after=8", "--parallelism.tensor_parallel_degree=2")
+    assert "wandb: " not in run.output
+    assert "tensorboard: " not in run.output
+    assert run.status["state"] == "stopped"
+    (offline,) = (run.folder / "wandb").glob("offline-run-*")
+    assert offline.name.rpartition("-")[2] == before.name.rpartition("-")[2]  # the run's id
+    shown = read_wandb_folder(offline)
+    assert shown.rows == run.rows
+    assert [row["step"] for row in shown.rows if "loss" in row] == list(range(1, 9))
+    assert shown.config["parallelism"]["tensor_parallel_degree"] == 2
+    assert {entry["feature"] for entry in shown.receipt} == set(run.receipt)
+    assert (shown.name, shown.state) == ("shown", "stopped")
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(run.folder / "tensorboard"), purge_orphaned_data=False)
+    found.Reload()
+    losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
+    assert [step for step, _ in losses] == list(range(1, 9))
+    assert all(
+        abs(loss - row["loss"]) <= 2**-23 * row["loss"] for (_, loss), row in zip(losses, run.steps, strict=True)
+    )
+    assert [event.step for event in found.Scalars("val/loss")] == [2, 4, 6, 8]

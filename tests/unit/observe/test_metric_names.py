@@ -1,0 +1,36 @@
+from dataclasses import fields
+
+import pytest
+
+from titanlite.observe.metric_names import AXES, NAMES, PREFIXES, flat_key, shown_name
+from titanlite.observe.metrics import StepRow, ValidationRow
+
+OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
+
+
+def test_every_number_of_a_step_is_in_a_group() -> None:
+    keys = {field.name for field in fields(StepRow)} - set(AXES)
+    assert set(NAMES) == keys
+    assert {name.partition("/")[0] for name in NAMES.values()} == {"train", "perf", "optim"}
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("loss", "train/loss"),
+        ("validation_loss", "val/loss"),
+        ("validation_bits_per_byte.wiki", "val/bits_per_byte.wiki"),
+        (OF_LAYERS, "float8/output_sqnr_db.layers.0.attention.wo"),
+        ("tokens", "tokens"),
+        ("of_a_later_version", "of_a_later_version"),
+    ],
+)
+def test_names_lead_back(key: str, name: str) -> None:
+    assert shown_name(key) == name
+    assert flat_key(name) == key
+
+
+def test_names_are_unique() -> None:
+    keys = {field.name for row in (StepRow, ValidationRow) for field in fields(row)}
+    assert len({shown_name(key) for key in keys}) == len(keys)
+    assert not [name for name in NAMES.values() if name.startswith(tuple(PREFIXES.values()))]

@@ -1,0 +1,151 @@
+"""TensorBoard's own reader sees each step once, whatever happened to the run on the way."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.schema import Config, Data
+from titanlite.observe import tensorboard as module
+from titanlite.observe.metrics import Float8Row, MetricsFile, Row, StepRow, ValidationRow
+from titanlite.observe.tensorboard import TensorBoardFile
+
+pytest.importorskip("tensorboard")
+
+
+def step_row(step: int, loss: float, mfu: float = 0.5) -> StepRow:
+    return StepRow(step, loss, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, mfu, 1.0, 1.0, 1.0, 0.0)
+
+
+STARTS: list["Start"] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all():
+    """Not earlier: a run that is killed closes nothing."""
+    yield
+    for start in STARTS:
+        start.metrics.close()
+        if start.shown:
+            start.shown.close()
+    STARTS.clear()
+
+
+class Start:
+    """One start of a run: its file of rows, and TensorBoard's."""
+
+    def __init__(self, folder: Path, resume_step: int, shows: bool = True, warn: Callable = print) -> None:
+        path = folder / "metrics.jsonl"
+        self.metrics = MetricsFile(path, resume_step)
+        self.shown = TensorBoardFile(folder / "tensorboard", path, warn) if shows else None
+        STARTS.append(self)
+
+    def write(self, *rows: Row) -> "Start":
+        for row in rows:
+            self.metrics.write(row)
+            if self.shown:
+                self.shown.write(row)
+        return self
+
+
+def read(folder: Path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard"), purge_orphaned_data=False)
+    found.Reload()
+    return found
+
+
+def steps(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(folder).Scalars(name)]
+
+
+def test_names_are_those_of_wandb_and_steps_the_axis(tmp_path: Path) -> None:
+    start = Start(tmp_path, 0)
+    layers = {"float8_output_sqnr_db.layers.0.wo": 30.0}
+    start.write(step_row(1, 2.0, mfu=math.nan), ValidationRow(1, 1000, 2.25), Float8Row(1, 1000, layers))
+    found = read(tmp_path)  # while the run goes on
+    names = set(found.Tags()["scalars"])
+    assert {"train/loss", "optim/lr", "perf/memory_gib", "val/loss", "float8/output_sqnr_db.layers.0.wo"} <= names
+    assert not {"perf/mfu", "step", "tokens"} & names
+    assert steps(tmp_path, "val/loss") == [(1, 2.25)]
+
+
+def test_a_run_that_is_stopped_twice_has_each_step_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "time", lambda: clock[0])
+    Start(tmp_path, 0).write(*(step_row(step, 1.0) for step in range(1, 6)))  # killed: nothing is closed
+    clock[0] = 200.0
+    Start(tmp_path, 3).write(*(step_row(step, 2.0) for step in range(4, 9)))
+    Start(tmp_path, 6, shows=False).write(*(step_row(step, 3.0) for step in range(7, 9)))
+    clock[0] = 300.0
+    Start(tmp_path, 8).write(step_row(9, 4.0))
+    assert steps(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 3.0), (8, 3.0), (9, 4.0)]
+    times = [event.wall_time for event in read(tmp_path).Scalars("train/loss")]
+    assert times[:6] + times[8:] == [100.0] * 3 + [200.0] * 3 + [300.0]
+    assert [file.stat().st_size > 0 for file in sorted((tmp_path / "tensorboard").iterdir())] == [False, True]
+
+
+def test_a_tensorboard_that_looks_on_forgets_what_is_trained_again(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    Start(tmp_path, 0).write(*(step_row(step, 1.0) for step in range(1, 6)))
+    looks_on = EventAccumulator(str(tmp_path / "tensorboard"))
+    looks_on.Reload()
+    assert len(looks_on.Scalars("train/loss")) == 5
+    Start(tmp_path, 3).write(step_row(4, 2.0))
+    looks_on.Reload()
+    assert [(event.step, event.value) for event in looks_on.Scalars("train/loss")] == steps(tmp_path)
+    assert len(steps(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -3])
+def test_a_file_that_was_cut_off(tmp_path: Path, kept: int) -> None:
+    Start(tmp_path, 0).write(*(step_row(step, 1.0) for step in range(1, 4)))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    file.write_bytes(file.read_bytes()[:kept])
+    Start(tmp_path, 3).write(step_row(4, 1.0))
+    assert [step for step, _ in steps(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_files_of_others_stay(tmp_path: Path) -> None:
+    other = tmp_path / "tensorboard/events.out.tfevents.1.host.1.0"
+    other.parent.mkdir()
+    other.write_bytes(b"")
+    Start(tmp_path, 0).write(step_row(1, 1.0))
+    assert other.exists()
+
+
+def test_config_and_facts_are_texts_without_secrets(tmp_path: Path) -> None:
+    start = Start(tmp_path, 0)
+    assert start.shown is not None
+    start.shown.describe(Config(data=Data(source="https://me:topsecret@host/x")), {"world_size": 2})
+    found = read(tmp_path)
+    texts = [found.Tensors(f"{name}/text_summary")[0].tensor_proto.string_val[0].decode() for name in ("config", "run")]
+    assert '    source = "https://***@host/x"\n' in texts[0]
+    assert texts[1] == "    world_size = 2\n"
+
+
+def test_what_fails_is_one_warning_and_training_goes_on(tmp_path: Path) -> None:
+    warned: list[str] = []
+    (tmp_path / "tensorboard").write_text("a file in the folder's place")
+    start = Start(tmp_path, 0, warn=warned.append).write(step_row(1, 1.0), step_row(2, 1.0))
+    assert start.shown is not None
+    start.shown.describe(Config(), {})
+    start.shown.close()
+    (said,) = warned
+    assert said.startswith("tensorboard: cannot write (")
+    assert said.endswith("metrics.jsonl has every row")
+
+
+def test_a_full_disk_in_mid_run(tmp_path: Path) -> None:
+    warned: list[str] = []
+    start = Start(tmp_path, 0, warn=warned.append).write(step_row(1, 1.0))
+    assert start.shown is not None
+    with open("/dev/full", "wb", buffering=0) as full:
+        start.shown._file, own = full, start.shown._file
+        start.write(step_row(2, 1.0), step_row(3, 1.0))
+    own.close()
+    assert len(warned) == 1
+    assert "No space left on device" in warned[0]
