@@ -48,7 +48,7 @@ _EXACT = {"lr", "epoch", "memory_gib", "memory_allocated_gib"}  # without noise:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the values of a line stand. Arrays are [n].
+    """The places on the axes of a line's values. Arrays are [n].
 
     Attributes:
         steps: optimizer steps done.

@@ -15,7 +15,7 @@ _RESOLUTION = 2.0**-20  # what float32 sums in another order may differ by, rela
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two runs part.
+    """The place where two runs part.
 
     Attributes:
         step: the first in which they do.

@@ -1,4 +1,4 @@
-"""What a comparison says of one run and the first: the form in which the report and the picture take a verdict."""
+"""The verdict on one run and the first, as the report and the picture take it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
