@@ -16,6 +16,7 @@ from titanlite.errors import ConfigError, TitanliteError, nearest
 from titanlite.exit_code import guard_streams
 
 COMMANDS = (
+    "new",
     "train",
     "validate",
     "convert",

@@ -33,7 +33,7 @@ def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int
     each = 8 + optimizer_cost(config.optimizer).state
     replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
-    need, there = count * each * replicas * on_host // world, _memory_of_host()
+    need, there = count * each * replicas * on_host // world, memory_of_host()
     if need <= there:
         return None
     want = f"weights, gradients and moments that fit in {byte_size(there, need)}, which it has; in float32"
@@ -52,7 +52,7 @@ def shows_gpus() -> bool:
     return any(any(Path("/dev").glob(device)) for device in _DEVICES)
 
 
-def _memory_of_host() -> int:
+def memory_of_host() -> int:
     """Return the bytes of the machine, or of the control group that this process is confined to."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for line in _GROUPS.read_text().splitlines() if _GROUPS.exists() else ():

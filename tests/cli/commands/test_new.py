@@ -1,0 +1,126 @@
+"""titanlite new: for each machine a config that passes and fits by the forecast; what it asks and refuses."""
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+import tomli
+
+from tests.cli.commands.conftest import Call
+from tests.support.needs import slow
+from titanlite.commands import main
+from titanlite.commands.new_choices import fitted_learning_rate
+
+MACHINES = {
+    "1 x 80 GB": (("--gpu", "h100", "--world", "1"), "h100"),
+    "8 x 80 GB": (("--gpu", "h100", "--world", "8"), "h100"),
+    "4 x 141 GB": (("--device-gib", "141", "--world", "4"), "h200"),
+}
+
+
+@pytest.fixture
+def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Something to train on, beside where the file is written."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"{n} is followed by {n + 1}.\n" for n in range(100_000)))
+    return "text.txt"
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [*((name, "1B") for name in MACHINES), *slow(("8 x 80 GB", "llama3-8B"), ("4 x 141 GB", "qwen3-8B"))],
+)
+def test_on_gpus_the_file_passes_fits_and_says_what_plan_says(call: Call, text: str, name: str, model: str) -> None:
+    flags, device = MACHINES[name]
+    said = call("new", "mine.toml", "--model", model, "--data", text, "--tokens", "300B", *flags)
+    world = flags[-1]
+    assert call("validate", "mine.toml", "--world", world).startswith("mine.toml: ")
+    plan = call("plan", "mine.toml", "--world", world, "--device", device, "--json", "plan.json")
+    assert f"fits NVIDIA {device.upper()}" in plan
+    written, planned = Path("mine.toml").read_text(), json.loads(Path("plan.json").read_text())
+    config = tomli.loads(written)
+    speed = f"{planned['tokens_per_second_per_gpu']:,.0f} tokens a second and GPU"
+    assert speed in said
+    assert speed in " ".join(written.replace("#", "").split())
+    training = config["training"]
+    trained = training["steps"] * training["global_batch_size"] * training["seq_len"]
+    assert trained == pytest.approx(300e9, rel=1e-3)
+    days = trained / (86_400 * planned["tokens_per_second_per_gpu"] * int(world))
+    assert f"tokens take {days:.1f} days" in said
+    assert config["data"] == {"source": text, "max_tokens": 300 * 10**9, "tokenizer": "bytes"}
+    assert config["model"]["vocab_size"] == 256  # of 128,256 rows most would never be used
+    for line in written.splitlines():
+        assert len(line) <= 100
+        if " = " in line and not line.startswith("#"):
+            assert written[: written.index(line)].splitlines()[-1].startswith(("#", "[")), line  # with its reason
+
+
+def test_in_a_terminal_it_asks_until_an_answer_is_one(
+    call: Call, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("titanlite.commands.new._is_terminal", lambda: True)
+    monkeypatch.setattr("titanlite.preflight.machine.shows_gpus", lambda: False)
+    answers = ["llama3-9B", "", "nosuch.txt", text, "", "many", "2_000_000"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{answer}\n" for answer in answers)))
+    assert main(["new"]) == 0
+    out, asked = capsys.readouterr()
+    assert out.startswith("wrote llama3-debug.toml, for 1 process on a CPU")
+    assert asked.count("model, as llama3-8B [llama3-debug]: ") == 2
+    assert asked.count("hf:<dataset> [python_stdlib]: ") == 2
+    assert asked.count("tokenizer.json [bytes]: ") == 1
+    assert asked.count("20 for each parameter [0]: ") == 2
+    assert "want: a number of tokens, as 20B, 500M or 1.5e9" in asked
+    config = tomli.loads(Path("llama3-debug.toml").read_text())
+    assert config["data"]["source"] == text
+    assert config["data"]["max_tokens"] == 2_000_000
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))  # closed: nobody answers
+    assert main(["new", "other.toml"]) == 130
+
+
+def test_without_a_terminal_and_without_flags_it_is_one_error(call: Call, text: str) -> None:
+    said = call("new", ends=2)
+    assert said.splitlines() == [
+        "command line: 2 problems",
+        "  --model",
+        "      want: a model: there is no terminal to ask for it",
+        "      fix:  --model llama3-8B",
+        "  --data",
+        "      want: a source: there is no terminal to ask for it",
+        "      fix:  --data python_stdlib",
+    ]
+    assert os.listdir() == [text]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--model", "9B"), "one of 1B, 3B, 405B, 70B, 8B, debug"),
+        (("--model", "8B", "--data", "nosuch.txt"), "nosuch.txt"),
+        (("--tokens", "20x"), "--tokens 20B"),
+        (("--tokenizer", "nosuch.json"), "nosuch.json"),
+        (("--world", "0"), "a number of GPUs, at least 1"),
+        (("--device-gib", "much"), "the GiB of a GPU"),
+        (("--gpu", "Z80"), "h100, h200 or cpu; of another GPU --device-gib as well"),
+        (("--gpu", "Z80", "--device-gib", "80"), "one whose data sheet is"),
+        (("--gpu", "h100", "--model", "8B"), "fix:  --world 2, or a smaller model: titanlite recipes model"),
+        (("--gpu", "cpu", "--model", "8B", "--device-gib", "64"), "fix:  a smaller model: titanlite recipes model"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_written(call: Call, text: str, flags: tuple[str, ...], says: str) -> None:
+    assert says in call("new", "--model", "debug", "--data", text, *flags, ends=2)
+    assert os.listdir() == [text]
+
+
+def test_a_file_that_is_there_stays(call: Call, text: str) -> None:
+    Path("mine.toml").write_text("mine")
+    assert "File exists" in call("new", "mine.toml", "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
+    assert Path("mine.toml").read_text() == "mine"
+
+
+def test_the_learning_rate_is_that_of_the_paper() -> None:
+    """DeepSeek LLM, table 2: 4.2e-4 of 7B and 3.2e-4 of 67B on 2.0 trillion tokens."""
+    assert fitted_learning_rate(6 * 6.9e9 * 2e12) == 4.3e-4
+    assert fitted_learning_rate(6 * 67e9 * 2e12) == 3.2e-4
+    assert fitted_learning_rate(1e12) == fitted_learning_rate(1e17)

@@ -1,0 +1,170 @@
+"""Write a config for these GPUs, others or a CPU: layout, batch, learning rate and steps, each with its reason.
+
+titanlite new                                     asks what is to be trained on what, in a terminal
+titanlite new mine.toml --model llama3-8B --data 'hf:allenai/c4:en' --tokenizer llama3/tokenizer.json --tokens 20B
+titanlite new mine.toml --model 8B --data python_stdlib --gpu h100 --world 8          for GPUs that are not here
+
+Layout, micro-batch and save-list are the fastest by the forecast that fit; batch and learning rate follow from the
+compute of the whole run. The file says in comments why, what else there was, and how many days the run takes.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from titanlite.commands.arguments import Command
+from titanlite.commands.at_work import at_work
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.forecast.device_specs import DEVICES
+
+_MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
+_GPU, _GIB, _WORLD = "--gpu", "--device-gib", "--world"
+_COMMAND = Command(
+    "new",
+    __doc__ or "",
+    {
+        "FILE": "the config to write, which must not exist; default: the model's name, as llama3-8b.toml",
+        f"{_MODEL} NAME-FLAVOR": "what to train, as llama3-8B (`titanlite recipes model` lists them); 8B is llama3's",
+        f"{_DATA} SOURCE": "text to train on, as data.source: python_stdlib, files, or hf:<dataset>",
+        f"{_TOKENIZER} PATH": "tokenizer.json, or bytes; default: bytes",
+        f"{_TOKENS} N": "tokens to train on, as 20B or 1.5e9; default: 20 for each parameter",
+        f"{_GPU} NAME": f"plan for this GPU instead of those here: {', '.join(DEVICES)}, cpu, or another's name",
+        f"{_GIB} GIB": "memory of each GPU, if it is not that GPU's; without --gpu, that of the nearest in memory",
+        f"{_WORLD} N": "number of GPUs, or on a CPU of processes; default: all GPUs here, or one process",
+    },
+    "[FILE]",
+)
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+def run(argv: list[str]) -> int:
+    """Ask for what is not given, and write a config."""
+    files, given = _COMMAND.read_words(argv)
+    if len(files) > 1 or (files and not files[0].endswith(".toml")):
+        fix = "titanlite new mine.toml"
+        raise ConfigError.of("command line", "FILE", " ".join(files), "the name of one .toml file to write", fix)
+    is_terminal = _is_terminal()
+    if not is_terminal:
+        _refuse_to_guess(given)
+    tokens, world, gib = _token_count(given.get(_TOKENS, "0")), _world_named(given), _memory_named(given)
+    # What follows imports torch, which takes seconds: not for a mistake in a flag.
+    from titanlite.commands.new_choices import TOKENS_A_PARAMETER, Wishes, choose_run, default_model, wished_model
+    from titanlite.commands.new_file import config_text, outlook_in_words
+    from titanlite.preflight.machine import machine_here, machine_named
+
+    if _GPU in given or _GIB in given:
+        machine = machine_named(given.get(_GPU, ""), gib, world or 1)
+    else:
+        machine = machine_here(world)
+    if is_terminal:
+        sys.stderr.write(f"for {machine}\n")
+    model = given.get(_MODEL) or _ask("model, as llama3-8B", default_model(machine), wished_model)
+    data = given.get(_DATA) or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", _found)
+    tokenizer = given.get(_TOKENIZER, "bytes")
+    if is_terminal and _TOKENIZER not in given:
+        tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", _loaded)
+    if is_terminal and _TOKENS not in given:
+        tokens = _token_count(_ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter", "0", _token_count))
+    wished = wished_model(model)
+    file = Path(files[0] if files else f"{wished.name}-{wished.flavor.lower()}.toml")
+    with at_work("comparing layouts, batches and save-lists"):
+        choices = choose_run(file.stem, Wishes(model, data, tokenizer, tokens), machine)
+    _write_checked(file, config_text(choices, str(file)), machine.world)
+    sys.stdout.write(f"wrote {file}, for {machine}\n{outlook_in_words(choices)}\n")
+    sys.stdout.write(f"next: titanlite validate {file} --world {machine.world}\n")
+    sys.stdout.write(f"      titanlite train {file} --gpus {machine.world}\n")
+    return 0
+
+
+def _is_terminal() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _refuse_to_guess(given: dict[str, str]) -> None:
+    """Refuse to choose what only a person can, where there is no terminal to ask it in."""
+    examples = {_MODEL: "llama3-8B", _DATA: "python_stdlib"}
+    wants = {
+        _MODEL: "a model: there is no terminal to ask for it",
+        _DATA: "a source: there is no terminal to ask for it",
+    }
+    missing = [Problem(flag, "", wants[flag], f"{flag} {examples[flag]}") for flag in examples if flag not in given]
+    if missing:
+        raise ConfigError(describe("command line", missing))
+
+
+def _ask(question: str, default: str, check: Callable[[str], object]) -> str:
+    """Ask until an answer passes a check; nothing is the default."""
+    while True:
+        sys.stderr.write(f"{question} [{default}]: ")
+        sys.stderr.flush()
+        line = sys.stdin.readline()
+        if not line:
+            raise KeyboardInterrupt
+        answer = line.strip() or default
+        try:
+            check(answer)
+        except TitanliteError as error:
+            sys.stderr.write(f"{error}\n")
+            continue
+        return answer
+
+
+def _found(source: str) -> None:
+    from titanlite.data.sources import resolve
+
+    resolve(source, "data.source")
+
+
+def _loaded(tokenizer: str) -> None:
+    from titanlite.data.tokenizer import load_tokenizer
+
+    load_tokenizer(tokenizer, False)
+
+
+def _token_count(text: str) -> int:
+    """Read a number of tokens, as 20B, 1.5e9 or 2_000_000."""
+    found = re.fullmatch(r"([0-9_,]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
+    if not found:
+        raise ConfigError.of(
+            "command line", _TOKENS, text, "a number of tokens, as 20B, 500M or 1.5e9", f"{_TOKENS} 20B"
+        )
+    return int(float(found[1].replace(",", "").replace("_", "")) * _UNITS[found[2].upper()])
+
+
+def _world_named(given: dict[str, str]) -> int | None:
+    world = given.get(_WORLD)
+    if world is not None and (not world.isdecimal() or not 0 < int(world) < 10**6):
+        raise ConfigError.of("command line", _WORLD, world, "a number of GPUs, at least 1", f"{_WORLD} 8")
+    return int(world) if world else None
+
+
+def _memory_named(given: dict[str, str]) -> float | None:
+    if _GIB not in given:
+        return None
+    try:
+        gib = float(given[_GIB])
+    except ValueError:
+        gib = 0.0
+    if not 0 < gib < 1e6:
+        raise ConfigError.of("command line", _GIB, given[_GIB], "the GiB of a GPU", f"{_GIB} 80")
+    return gib
+
+
+def _write_checked(file: Path, text: str, world: int) -> None:
+    """Write a file that passes all checks of a run, or none."""
+    from titanlite.preflight.checked_run import checked_run
+
+    try:
+        with file.open("x", encoding="utf-8") as opened:
+            opened.write(text)
+    except OSError as error:
+        want = f"a file that does not exist, in a folder that can be written: {error.strerror}"
+        raise ConfigError.of("command line", "FILE", str(file), want, "name another") from None
+    try:
+        checked = checked_run(["--config", str(file)], world)
+    except TitanliteError:
+        file.unlink()
+        raise
+    for text in checked.warnings:
+        sys.stderr.write(f"warning: {text}\n")

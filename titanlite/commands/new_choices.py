@@ -1,0 +1,252 @@
+"""Choose what `titanlite new` writes: the run that a machine is to train, on as many tokens as are meant.
+
+Batch and learning rate follow from the compute of the whole run, by the power laws of DeepSeek LLM (arXiv 2401.02954,
+section 3.1): B = 0.2920·C^0.3271 tokens and η = 0.3118·C^−0.1250, with C the FLOPs of forward and backward over all
+tokens. They were fitted from 1e17 FLOPs on. The learning rate of a smaller run is that of 1e17: beyond it none was
+tried; a batch of 1e17 would leave it hardly a step. Layout, micro-batch and save-list are `choose_layout.py`'s.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+
+from titanlite import recipes
+from titanlite.config.architectures import n_parameters
+from titanlite.config.problems import Origin
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config, Model
+from titanlite.data.inputs import Inputs, check_inputs
+from titanlite.data.tokenizer import few_ids, rows_for
+from titanlite.errors import ConfigError, TitanliteError
+from titanlite.forecast.choose_layout import RESERVE_GIB, Option, best, cpu_options, gpu_options, options_of_layout
+from titanlite.forecast.memory import MemoryModel, usable
+from titanlite.forecast.outlook import Outlook, outlook, token_flops
+from titanlite.forecast.suggest_flags import LEAST, processes_that_fit
+from titanlite.observe.peak_flops import dense_bf16_flops, peak_flops
+from titanlite.preflight.machine import Machine
+
+TOKENS_A_PARAMETER = 20
+"""Tokens that a compute budget is best spent on (Hoffmann et al., arXiv 2203.15556)."""
+
+FITTED_FROM = 1e17
+"""FLOPs of the smallest runs that the power laws of batch and learning rate were fitted to."""
+
+CPU_MFU = 0.2
+"""Share of a matmul's speed that a CPU's training reaches: 0.18 to 0.32 in the first steps of configs/debug.toml."""
+
+_LARGE = 5 * 10**8  # parameters from which on a model is trained on long sequences
+_CPU_VALIDATION = 8  # global batches
+_SAVES_EVERY_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What a person says of a run.
+
+    Attributes:
+        model: name and flavor, as `llama3-8B`.
+        data: `data.source`.
+        tokenizer: `data.tokenizer`.
+        tokens: to train on; 0: as many as suit the model.
+    """
+
+    model: str
+    data: str
+    tokenizer: str = "bytes"
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A run for a machine.
+
+    Attributes:
+        config: all of it.
+        dims: of its model.
+        inputs: its data.
+        machine: what it is for.
+        parameters: of the model.
+        tokens: that are meant to be trained on.
+        chosen: the layout, batch and save-list; `options` are those that there were.
+        compute: FLOPs of the run.
+        outlook: how fast it is and how long it takes.
+        float8: how many times as fast the chosen layout would be with float8; None: not possible, or not known.
+    """
+
+    config: Config
+    dims: ModelDims
+    inputs: Inputs
+    machine: Machine
+    parameters: int
+    tokens: int
+    chosen: Option
+    options: Sequence[Option]
+    compute: float
+    outlook: Outlook
+    float8: float | None
+
+
+def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
+    """Choose a run.
+
+    Args:
+        name: of the run.
+        wishes: of the user.
+        machine: that it is for.
+
+    Raises:
+        TitanliteError: there is no such model, data or tokenizer, or the model does not fit the machine.
+    """
+    model = wished_model(wishes.model)
+    config = replace(Config(model=model), job=replace(Config().job, name=name))
+    config = replace(config, data=replace(config.data, source=wishes.data, tokenizer=wishes.tokenizer))
+    inputs = check_inputs(config, None)
+    model = replace(model, vocab_size=_vocabulary(inputs, recipes.model_dims(config)))
+    config = replace(config, model=model)
+    dims = recipes.model_dims(config)
+    parameters = n_parameters(model, dims) or 0
+    tokens = wishes.tokens or TOKENS_A_PARAMETER * parameters
+    is_cpu = machine.rates is None
+    S = _sequence(dims, parameters, is_cpu)
+    config = replace(config, training=replace(config.training, seq_len=S))
+    flops = token_flops(config, dims)
+    compute = float(flops) * tokens
+    training = replace(config.training, global_batch_size=max(1, round(_batch(compute) / S)))
+    mesh = replace(config.parallelism, async_tensor_parallel=machine.rates is not None and machine.is_measured)
+    if is_cpu:
+        training = replace(training, mixed_precision_param="float32")
+        config = replace(config, compile=replace(config.compile, enable=False))
+    config = replace(config, training=training, parallelism=mesh)
+    options = _options(config, dims, machine)
+    chosen = best(options)
+    if chosen is None:
+        raise _does_not_fit(options, dims, machine, wishes)
+    config = _with_length(chosen.config, inputs, tokens, compute)
+    check_inputs(config, dims.vocab_size, config.training.global_batch_size)
+    expected = _outlook(chosen, config, machine, flops)
+    interval = max(1, min(expected.steps, round(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
+    return Choices(
+        config=replace(config, checkpoint=replace(config.checkpoint, interval=interval)),
+        dims=dims,
+        inputs=inputs,
+        machine=machine,
+        parameters=parameters,
+        tokens=tokens,
+        chosen=chosen,
+        options=options,
+        compute=compute,
+        outlook=expected,
+        float8=_float8_gain(chosen, dims, machine),
+    )
+
+
+def wished_model(text: str) -> Model:
+    """Read a model's name, as `llama3-8B`; of a flavor alone, as `8B`, it is llama3's.
+
+    Raises:
+        RecipeError: there is no such model.
+    """
+    text = text if "-" in text else f"llama3-{text}"
+    recipes.load("model", text, origin=Origin("command line"))
+    name, _, flavor = text.partition("-")
+    return Model(name=name, flavor=flavor)  # type: ignore[arg-type]  # of an architecture that there is
+
+
+def default_model(machine: Machine) -> str:
+    """Name the largest Llama 3 whose weights, gradients and moments take less than half of a machine's memory."""
+    if machine.rates is None:
+        return "llama3-debug"
+    sizes: dict[str, int] = {}
+    for name in recipes.names("model"):
+        if name.startswith("llama3-"):
+            model = wished_model(name)
+            sizes[name] = n_parameters(model, recipes.model_dims(Config(model=model))) or 0
+    room = machine.gib * machine.world * 2**30 / 2 / 16
+    return max(sizes, key=lambda name: (sizes[name] <= room, sizes[name] if sizes[name] <= room else -sizes[name]))
+
+
+def _vocabulary(inputs: Inputs, dims: ModelDims) -> int | None:
+    """Give the rows that an embedding is to have; None: those of the recipe."""
+    n_ids = inputs.tokenizer.vocab_size if inputs.tokenizer else 0
+    is_other = n_ids and (n_ids > dims.vocab_size or few_ids(n_ids, "", dims.vocab_size, ""))
+    if is_other:
+        return rows_for(n_ids)
+    return rows_for(dims.vocab_size) if dims.vocab_size % 64 else None
+
+
+def _sequence(dims: ModelDims, parameters: int, is_cpu: bool) -> int:
+    """Give the tokens of a sequence."""
+    usual = 256 if is_cpu else 8192 if parameters >= _LARGE else 2048
+    return min(usual, dims.max_seq_len or usual)
+
+
+def _batch(compute: float) -> float:
+    """Give the tokens of a step."""
+    return 0.2920 * compute**0.3271
+
+
+def fitted_learning_rate(compute: float) -> float:
+    """Give the peak learning rate, with two digits."""
+    return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.1e}")
+
+
+def _options(config: Config, dims: ModelDims, machine: Machine) -> list[Option]:
+    if machine.rates is None:
+        return cpu_options(config, dims, machine.world, machine.gib)
+    return gpu_options(config, dims, machine.world, machine.rates)
+
+
+def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, wishes: Wishes) -> ConfigError:
+    """Say what is missing, and with how many GPUs the model would fit."""
+    least = min(options, key=lambda option: option.on_device, default=None)
+    if least is None:
+        want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
+        return ConfigError.of("command line", "--world", str(machine.world), want, "--world 8")
+    need = least.on_device / usable(1)
+    want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
+    config = replace(least.config, training=replace(least.config.training, global_batch_size=None))
+    limit = usable(machine.gib - RESERVE_GIB)
+    more = machine.rates and processes_that_fit(MemoryModel(config, dims, None, machine.world), LEAST, limit)
+    fix = f"{more}, or a smaller model" if more else "a smaller model"
+    return ConfigError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
+
+
+def _outlook(chosen: Option, config: Config, machine: Machine, flops: int) -> Outlook:
+    """Say how long a run takes: by the forecast, or on a CPU by what a matmul takes here."""
+    if machine.rates is None:
+        peak, _ = peak_flops(torch.device("cpu"), torch.float32)
+        return outlook(config, flops, machine.world, CPU_MFU * peak / flops / machine.world, peak / machine.world)
+    peak = dense_bf16_flops(machine.rates.device) or 0.0
+    return outlook(config, flops, machine.world, chosen.tokens_per_second, peak)
+
+
+def _with_length(config: Config, inputs: Inputs, tokens: int, compute: float) -> Config:
+    """Add how long a run is, and what follows from that."""
+    training = config.training
+    steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
+    is_shipped = config.data.source == Config().data.source
+    is_cut = not is_shipped and inputs.sources["data.source"].kind != "tokens"
+    n_batches = _CPU_VALIDATION if training.mixed_precision_param == "float32" else -1
+    validation = replace(config.validation, enable=True, freq=max(1, min(500, steps // 10)), steps=n_batches)
+    return replace(
+        config,
+        data=replace(config.data, max_tokens=tokens) if is_cut else config.data,
+        training=replace(training, steps=steps),
+        optimizer=replace(config.optimizer, lr=fitted_learning_rate(compute)),
+        lr_scheduler=replace(config.lr_scheduler, warmup_steps=min(2000, max(1, steps // 50))),
+        validation=validation if is_shipped else config.validation,
+    )
+
+
+def _float8_gain(chosen: Option, dims: ModelDims, machine: Machine) -> float | None:
+    """Say how many times as fast the same layout is with float8 by row."""
+    if machine.rates is None or not machine.is_measured:
+        return None
+    config = replace(chosen.config, float8=replace(chosen.config.float8, recipe="rowwise"))
+    recipe = recipes.load("float8", "rowwise")
+    with suppress(TitanliteError):  # of a model whose layers it does not suit
+        faster = best(options_of_layout(config, dims, machine.world, machine.rates, recipe))
+        return faster.tokens_per_second / chosen.tokens_per_second if faster else None
+    return None

@@ -1,0 +1,75 @@
+"""Say of a run of a given speed what share of the device it uses, what it trains on in a day, and when it is done."""
+
+from dataclasses import dataclass
+
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config
+from titanlite.models.find import build_model
+from titanlite.observe.peak_flops import flops_per_token
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """How a run goes on.
+
+    Attributes:
+        tokens_per_second: of each device.
+        mfu: share of the device's peak, as metrics.jsonl counts it.
+        tokens_per_day: of all devices.
+        steps: of the run.
+        days: from its first step to its last one, without validation and saving.
+    """
+
+    tokens_per_second: float
+    mfu: float
+    tokens_per_day: float
+    steps: int
+    days: float
+
+    @property
+    def lasts(self) -> str:
+        """The time that the run takes, in words."""
+        if self.days >= 1:
+            return f"{self.days:,.1f} days"
+        return f"{24 * self.days:,.1f} hours" if self.days >= 1 / 24 else f"{1440 * self.days:,.1f} minutes"
+
+
+def token_flops(config: Config, dims: ModelDims) -> int:
+    """Count the FLOPs of a training step, per token.
+
+    Args:
+        config: of the run.
+        dims: its model's dimensions.
+    """
+    seq_len = config.training.seq_len
+    return flops_per_token(build_model(config.model, dims, seq_len), dims, seq_len)
+
+
+def outlook(config: Config, flops: int, world: int, tokens_per_second: float, peak: float) -> Outlook:
+    """Say how a run goes on.
+
+    Args:
+        config: of the run.
+        flops: as of `token_flops`.
+        world: number of devices.
+        tokens_per_second: of each.
+        peak: FLOPs per second that MFU is relative to.
+    """
+    training, mesh = config.training, config.parallelism
+    at_once = training.local_batch_size * world // mesh.tensor_parallel_degree
+    step = (training.global_batch_size or at_once) * training.seq_len
+    return Outlook(
+        tokens_per_second=tokens_per_second,
+        mfu=tokens_per_second * flops / peak,
+        tokens_per_day=86_400 * tokens_per_second * world,
+        steps=training.steps,
+        days=training.steps * step / (86_400 * tokens_per_second * world),
+    )
+
+
+def large(n: float) -> str:
+    """Write a number with three digits: `1.71 million`, `160 billion`."""
+    for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if n >= unit:
+            return f"{n / unit:.3g} {name}"
+    return f"{n:,.0f}"
