@@ -27,6 +27,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.up = True
         self.outage: int | None = 503
         self.files: dict[str, bytes] = {}
+        self.configs: dict[str, str] = {}  # of each run, as JSON
         self.sent: dict[str, list[tuple[int, list[str]] | None]] = {}  # offset and lines; None where a run begins
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -64,7 +65,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._answer({})
+        self._answer({}, self.server.files.get(self.path.removeprefix("/storage/")))
 
     def do_PUT(self) -> None:
         body = self._body()
@@ -87,11 +88,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def _data(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
         project = {"id": "P", "name": "proj", "entity": {"id": "E", "name": "me"}}
-        if name == "Viewer":
+        if name in ("Viewer", "GetDefaultEntity"):
             return {"viewer": {"id": "U", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
         if name == "UpsertBucket" and self.server.up:
             is_new = given["name"] not in self.server.sent
             sent = self.server.sent.setdefault(given["name"], [])
+            self.server.configs[given["name"]] = given.get("config") or self.server.configs.get(given["name"], "{}")
             if given.get("host") and not given.get("id"):  # a start, not a word about one that goes on
                 sent.append(None)
             bucket = {"id": "B", "name": given["name"], "displayName": given["name"], "project": project}
@@ -107,21 +109,53 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     "eventsTail": "[]", "tags": [], "wandbConfig": '{"t": 1}',
                 }  # fmt: skip
             return {"model": {**project, "bucket": bucket}}
+        if name == "RunHistoryKeys":
+            lines = self.server.lines(given["name"])
+            return {"project": {"run": {"historyKeys": {"lastStep": len(lines) - 1, "keys": {}, "sets": []}}}}
+        if name == "RunParquetHistory":
+            live = self.server.lines(given["runName"])
+            return {"project": {"run": {"parquetHistory": {"parquetUrls": [], "liveData": live}}}}
+        if name == "HistoryPage":
+            page = self.server.lines(given["run"])[given["minStep"] : given["maxStep"]]
+            return {"project": {"run": {"history": [json.dumps(line) for line in page]}}}
+        if name == "Run" and given["name"] in self.server.sent:
+            run, lines = given["name"], self.server.lines(given["name"])
+            keys = {"lastStep": len(lines) - 1, "keys": {}, "sets": []}
+            found = {
+                "id": "B", "projectId": "1", "name": run, "displayName": "mine", "state": "finished", "tags": [],
+                "sweepName": None, "group": None, "jobType": None, "commit": None, "readOnly": False,
+                "createdAt": "2026-01-01T00:00:00", "heartbeatAt": "2026-01-01T00:00:00", "description": None,
+                "notes": None, "systemMetrics": "{}", "summaryMetrics": "{}", "historyLineCount": len(lines),
+                "user": {"name": "me", "username": "me"}, "historyKeys": keys, "config": self.server.configs[run],
+            }  # fmt: skip
+            return {"project": {**project, "run": found}}
+        if name == "RunFiles":
+            there = [file for file in given["fileNames"] if file in self.server.files]
+            edges = [{"cursor": file, "node": self._node(file)} for file in there]
+            files = {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}
+            return {"project": {"internalId": "1", "run": {"fileCount": len(there), "files": files}}}
         if name == "CreateRunFiles":
             url = f"{self.server.url}/storage"
             files = [{"name": file, "uploadUrl": f"{url}/{file}"} for file in given["files"]]
             return {"createRunFiles": {"runID": "B", "uploadHeaders": [], "files": files}}
         return {}
 
+    def _node(self, file: str) -> dict[str, Any]:
+        url, size = f"{self.server.url}/storage/{file}", len(self.server.files[file])
+        return {
+            "id": file, "name": file, "url": url, "directUrl": url, "sizeBytes": size, "mimetype": "", "md5": "",
+            "updatedAt": "2026-01-01T00:00:00",
+        }  # fmt: skip
+
     def _body(self) -> bytes:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         return gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
 
-    def _answer(self, content: dict[str, Any]) -> None:
+    def _answer(self, content: dict[str, Any], file: bytes | None = None) -> None:
         while not self.server.up and self.server.outage is None:
             time.sleep(0.05)
             self.close_connection = True  # whoever still waits begins anew
-        body = json.dumps(content).encode()
+        body = json.dumps(content).encode() if file is None else file
         self.send_response(200 if self.server.up else self.server.outage or 503)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

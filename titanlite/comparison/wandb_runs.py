@@ -20,6 +20,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import tomli
+
 from titanlite.errors import TitanliteError
 from titanlite.json_file import parse_json, read_json
 from titanlite.observe.metric_names import flat_key
@@ -31,6 +33,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4  # the kinds of chunks
 _OF_WANDB = b":W&B"  # how a file begins
 # entity/project/id, with a mark before it or as the address of its page; `Path` has made one slash of two.
 _PATH = re.compile(r"(?:wandb:|https?:/[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([a-z0-9]{8})")
+_FILES = ("config.toml", "receipt.json")
 _TIMEOUT_S = 30
 
 
@@ -41,7 +44,7 @@ class WandbRecord:
     Attributes:
         name: under which wandb shows it.
         rows: of metrics.jsonl.
-        config: its sections, as config.toml has them.
+        config: the sections of its config.toml.
         receipt: of receipt.json; None if there is none.
         state: as status.json says it; "" if it is not known.
     """
@@ -106,9 +109,8 @@ def read_wandb_folder(path: Path) -> WandbRecord:
             config |= {item.key: parse_json(item.value_json) for item in record.run.config.update if item.key}
         elif kind == "exit":
             exit_code = record.exit.exit_code
-    receipt = _parse(file.parent / "files/receipt.json")
     state = "running" if exit_code is None else "failed" if exit_code else ""
-    return _checked_record(str(path), name, lines, config, receipt, state)
+    return _checked_record(str(path), name, lines, config, state, file.parent / "files")
 
 
 def read_wandb_path(path: Path) -> WandbRecord:
@@ -128,14 +130,12 @@ def read_wandb_path(path: Path) -> WandbRecord:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # of hints on logging in
             api = wandb.Api(timeout=_TIMEOUT_S)
             run = api.run("/".join(match.groups()))
-            lines = list(run.scan_history())
+            lines = list(run.scan_history(use_cache=False))
+            state = {"finished": "", "crashed": "failed", "killed": "failed"}.get(run.state, run.state)
             with tempfile.TemporaryDirectory() as folder:
-                for file in run.files(names=["receipt.json"]):
+                for file in run.files(names=list(_FILES)):
                     file.download(root=folder, replace=True)
-                receipt = _parse(Path(folder, "receipt.json"))
-            states = {"finished": "", "crashed": "failed", "killed": "failed"}
-            state = states.get(run.state, run.state)
-            return _checked_record(str(path), run.name or run.id, lines, dict(run.config), receipt, state)
+                return _checked_record(str(path), run.name or run.id, lines, run.config, state, Path(folder))
     except TitanliteError:
         raise
     except Exception as error:  # wandb's, of the network's, and what a server of another version leads to
@@ -185,35 +185,51 @@ def rows_of_lines(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Make the rows of metrics.jsonl again from wandb's lines; those that were emptied are left out."""
     rows = []
     for line in lines:
-        row = {flat_key(name): value for name, value in line.items() if not name.startswith("_")}
+        row = {flat_key(name): value for name, value in line.items() if name[0] != "_" and value is not None}
         if row:
             rows.append(row | dict.fromkeys(line.get("_null") or ()))
     return rows
 
 
 def _checked_record(
-    where: str, name: str, lines: Iterable[Mapping[str, Any]], config: Mapping[str, Any], receipt: Any, state: str
+    where: str, name: str, lines: Iterable[Mapping[str, Any]], config: Mapping[str, Any], state: str, files: Path
 ) -> WandbRecord:
-    """Check that a run is one of titanlite's, and put it together."""
+    """Check that a run is one of titanlite's, and put it together.
+
+    Args:
+        where: its path.
+        name: under which wandb shows it.
+        lines: of its history.
+        config: wandb's, for a run that kept no config.toml.
+        state: "" if it has ended well.
+        files: the folder of those that wandb has of it.
+    """
     rows = rows_of_lines(lines)
     strange = [row for row in rows if not (isinstance(row.get("step"), int) and isinstance(row.get("tokens"), int))]
-    # Sections are tables; what is beside them says more of the run than its config does.
-    sections = {key: _without_none(table) for key, table in config.items() if isinstance(table, dict) and key[0] != "_"}
+    sections = _read_config(files / "config.toml", config)
     if strange or not sections:
         saw = f"a row of {', '.join(list(strange[0])[:4])}" if strange else "no config"
         want, fix = "a run of titanlite's: rows with step and tokens", "give a run that titanlite has trained"
         raise RunError.of(f"wandb, {where}", "row" if strange else "config", saw, want, fix)
     if not state and rows:
-        steps = sections.get("training", {}).get("steps")
-        state = "finished" if rows[-1]["step"] == steps else "stopped"
-    return WandbRecord(name, rows, sections, receipt, state)
+        is_finished = rows[-1]["step"] == sections.get("training", {}).get("steps")
+        state = "finished" if is_finished else "stopped"
+    return WandbRecord(name, rows, sections, _read_receipt(files / "receipt.json"), state)
 
 
-def _without_none(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in table.items() if value is not None}
+def _read_config(path: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a config.toml, or of wandb's config, which also has facts of the run beside them."""
+    if path.is_file():
+        try:
+            return tomli.loads(path.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            want, fix = "TOML, as the run wrote it", "delete the file to compare with wandb's config"
+            raise RunError.of(str(path), "config.toml", str(error), want, fix) from None
+    sections = {key: table for key, table in config.items() if isinstance(table, dict) and key[0] != "_"}
+    return {key: {name: value for name, value in table.items() if value is not None} for key, table in sections.items()}
 
 
-def _parse(path: Path) -> Any:
+def _read_receipt(path: Path) -> Any:
     """Return the content of a receipt; None if there is none."""
     if not path.is_file():
         return None

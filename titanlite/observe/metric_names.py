@@ -22,8 +22,13 @@ NAMES: Mapping[str, str] = {
     "seconds": "perf/seconds",
     "data_wait_seconds": "perf/data_wait_seconds",
 }
-PREFIXES: Mapping[str, str] = {"validation_": "val/", "float8_": "float8/"}
-"""Beginnings of keys whose rest names a source or a layer, and what is shown in their place."""
+PREFIXES: Mapping[str, str] = {
+    "validation_": "val/",
+    "accuracy": "eval/accuracy",
+    "evaluation_": "eval/",  # after what is longer
+    "float8_": "float8/",
+}
+"""Beginnings of keys whose rest names a source, a task or a layer, and what is shown in their place."""
 
 _FLAT = {name: key for key, name in NAMES.items()}
 

@@ -1,6 +1,7 @@
 """The run in Weights & Biases is the recorded one, whatever happened on the way: against a server on loopback."""
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 from tests.support.needs import slow
 from tests.support.wandb_server import Server
 from titanlite.comparison.wandb_runs import read_offline, rows_of_lines
+from titanlite.config.schema import Config, Job, Metrics
+from titanlite.config.write import to_toml
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.wandb_process import _open_lines
 
@@ -336,3 +339,35 @@ def test_a_run_of_which_it_is_not_known_what_was_sent_gets_an_id_of_its_own(hist
     former, run = history.server.sent
     assert (history.folder / "wandb/run_id").read_text().strip() == run != former
     assert len(history.server.lines(run)) == len(history.recorded()) == 4
+
+
+COMPARE = """
+import json, sys
+from pathlib import Path
+from titanlite.comparison.runs import read_runs
+own, shown = read_runs([Path(word) for word in sys.argv[1:]])
+print(json.dumps([own.rows == shown.rows, own.config == shown.config, own.receipt == shown.receipt, shown.state]))
+"""
+
+
+def test_a_run_is_read_back_from_the_server(history: History) -> None:
+    history.start("online", 1, 3)
+    entry = {"feature": "compile", "requested": True, "applied": 3, "count": 3, "skipped": []}
+    (history.folder / "receipt.json").write_text(json.dumps([entry]))
+    (history.folder / "config.toml").write_text(to_toml(Config(job=Job(name="mine"), metrics=Metrics(wandb="online"))))
+    history.start("online", 4, 6)  # which keeps receipt and config beside the rows
+    assert json.loads(history.server.files["receipt.json"]) == [entry]
+    path = f"me/proj/{(history.folder / 'wandb/run_id').read_text().strip()}"
+
+    def compare(other: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", COMPARE, str(history.folder), other],
+            env=history.environment, cwd=history.folder.parent, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
+
+    assert compare(path) == (0, '[true, true, true, "stopped"]\n', "")
+    code, _, said = compare("me/proj/01234567")
+    assert code == 1
+    assert "me/proj/01234567 = Could not find run" in said
+    assert "there is no such folder here" in said
