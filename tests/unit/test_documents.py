@@ -9,7 +9,7 @@ from tests.unit.test_import_order import ROWS
 from titanlite.config.read import schema_keys, sections
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NOT_OURS = {
     "scripts/checkpoint_conversion/convert_to_hf.py",
     "recipes/model/mine-small.toml",
@@ -17,7 +17,7 @@ NOT_OURS = {
 TOPS = "titanlite", "tests", "scripts", "benchmarks", "configs", "recipes", "docs"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_named_files_exist(page: Path) -> None:
     named = set(re.findall(rf"(?<![\w/.-])(?:{'|'.join(TOPS)})/[\w./*{{}},-]*\w(?:::\w+)?", page.read_text()))
     missing = []
@@ -29,9 +29,11 @@ def test_named_files_exist(page: Path) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_to_a_heading(page: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        if target.endswith("reference/keys.md"):
+            continue  # made when the site is built, which checks such links: test_site.py
         file = page.parent / target if target else page
         assert file.exists(), target
         headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE) if anchor else []
@@ -39,7 +41,7 @@ def test_links_lead_to_a_heading(page: Path) -> None:
         assert not anchor or anchor in slugs, (target, anchor)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if "torchtitan" not in page.name], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if "torchtitan" not in page.name], ids=lambda page: page.stem)
 def test_named_keys_are_keys_of_the_config(page: Path) -> None:
     named = set(re.findall(rf"(?:--|`)((?:{'|'.join(sections())})\.[a-z0-9_]+)", page.read_text()))
     files = {key for key in named if key.endswith((".jsonl", ".toml", ".earlier"))}

@@ -1,0 +1,133 @@
+"""What the documentation's site has beside the files in docs: hooks that mkdocs calls (mkdocs.yml).
+
+The page of every key is made of the config's schema, ranges, shipped recipes and configs, so that it cannot say
+anything else. A key that a page names becomes a link to its paragraph. A page that is a single link to a part of
+README.md has that part in its place: on a code host it is a link, on the site the text itself.
+"""
+
+import dataclasses
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from titanlite.config.build import describe_type, show  # noqa: E402
+from titanlite.config.explain import field_docs  # noqa: E402
+from titanlite.config.ranges import RANGES  # noqa: E402
+from titanlite.config.read import schema_keys, sections  # noqa: E402
+
+KEYS = "reference/keys.md"
+# Which kind of recipe says what a key means.
+KINDS = {"model.flavor": "model", "float8.recipe": "float8", "activation_checkpoint.recipe": "activation_checkpoint"}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page of every key."""
+    files.append(File.generated(config, KEYS, content=keys_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Put a part of README.md in the place of a link to it that is all of a paragraph."""
+    here = Path(page.file.src_uri).parent
+    return re.sub(r"(?m)^\[(.+)\]\((?:\.\./)+README\.md#[\w-]+\)$", lambda link: readme_part(link[1], here), markdown)
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Link each key that the page names to its paragraph."""
+    if page.file.src_uri == KEYS:
+        return html
+    to = os.path.relpath(KEYS, Path(page.file.src_uri).parent).replace(".md", ".html")
+    return re.sub(
+        r"<code>(?:--)?([a-z0-9_]+\.[a-z0-9_]+)((?: [^<]*)?)</code>(?!</a>)",
+        lambda code: f'<a href="{to}#{code[1]}">{code[0]}</a>' if code[1] in schema_keys() else code[0],
+        html,
+    )
+
+
+def readme_part(heading: str, here: Path) -> str:
+    """Return what stands under a heading of README.md, with links as they are right in a page of the folder `here`."""
+    part = re.search(rf"(?ms)^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", (ROOT / "README.md").read_text())
+    if part is None:
+        raise ValueError(f"README.md has no heading {heading!r}")
+
+    def moved(link: re.Match[str]) -> str:
+        if not link[2].startswith("docs/"):  # a file of the checkout, which the site does not have
+            return link[1]
+        return f"[{link[1]}]({os.path.relpath(link[2].removeprefix('docs/'), here)})"
+
+    return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", moved, part[1])
+
+
+def keys_page() -> str:
+    """Return the page of every key: of each its type, range, default and text, and who sets it."""
+    docs, configs = field_docs(), shipped_configs()
+    lines = [
+        "# Every key",
+        "",
+        "A key is written in a TOML file under its section, or as a flag: `--training.steps 100`. Flags win.",
+        "`train.py --help SECTION` prints the same, and [`titanlite schema`](commands.md) gives it to editors.",
+    ]
+    for section, cls in sections().items():
+        hints = get_type_hints(cls)
+        lines += ["", f"## {section}", "", inspect.getdoc(cls) or ""]
+        for field in dataclasses.fields(cls):
+            key = f"{section}.{field.name}"
+            lines += ["", f"### `{key}` {{ #{key} }}", "", f"*{head(key, hints[field.name], field.default)}*", ""]
+            lines += [docs[cls.__name__][field.name], "", *recipes_of(key)]
+            used = [f"{name}: `{show(table[key])}`" for name, table in configs.items() if key in table]
+            if used and key != "job.name":
+                lines += ["", f"In shipped configs: {'; '.join(used)}."]
+    return "\n".join(lines) + "\n"
+
+
+def head(key: str, hint: Any, default: object) -> str:
+    """Return the line under a key's name: its type, range and default."""
+    kind = describe_type(hint).replace("[", r"\[").replace("*", r"\*")
+    if span := RANGES.get(key):
+        low, high = span[1:-1].split(", ")
+        kind += f", {'at least' if span[0] == '[' else 'above'} {low}"
+        kind += "" if high == "inf" else f", {'at most' if span[-1] == ']' else 'below'} {high}"
+    return f"{kind[0].upper()}{kind[1:]}. Default: {'not given' if default is None else f'`{show(default)}`'}."
+
+
+def shipped_configs() -> dict[str, dict[str, Any]]:
+    """Return the keys that each shipped config sets, with their values."""
+    files = sorted((ROOT / "configs").glob("*.toml"))
+    return {file.stem: dict(flat(tomli.loads(file.read_text()))) for file in files}
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of nested tables by their dotted names."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def recipes_of(key: str) -> list[str]:
+    """Return a table of the shipped recipes that a key names, or of the values that recipes give it."""
+    section, _, name = key.partition(".")
+    kind = KINDS.get(key, "model" if section == "model" else "")
+    if not kind:
+        return []
+    tables = {file.stem: tomli.loads(file.read_text()) for file in sorted((ROOT / "recipes" / kind).glob("*.toml"))}
+    if key in KINDS:
+        return ["| recipe | what it is |", "|---|---|", *(f"| `{n}` | {t['help']} |" for n, t in tables.items())]
+    values = dict[str, list[str]]()
+    for recipe, table in tables.items():
+        if name in table and not recipe.endswith("-debug"):
+            values.setdefault(f"{table[name]:,}", []).append(recipe)
+    return ["Recipes: " + "; ".join(f"{value} in {', '.join(of)}" for value, of in values.items()) + "."] * bool(values)
