@@ -261,14 +261,14 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Profiling:
-    """A torch profiler trace of a few steps."""
+    """A profile of a few steps, for `titanlite explain`."""
 
     enable: bool = False
-    """Write `profile/rank0.json.gz` (open it in Perfetto) and a table of the longest kernels."""
+    """Write to `profile/` a summary of each rank, which `titanlite explain` reads, a trace of rank 0, `rank0.json.gz` (open it in Perfetto), and a table of its longest kernels."""
     start_step: int = 10
-    """First step of the trace."""
+    """First step of the profile."""
     steps: int = 3
-    """Steps in the trace."""
+    """Steps in the profile."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 Where intervals overlap, the device's work has the time before communication, which is then hidden, and communication
 before what the host does; what is left is the host's, as it prepares work while the device has none. Of communication
 the part until the last rank has come is a wait. So the parts of a step sum to its wall time, and what was hidden is
-told beside them. On a CPU, which is host and device in one, what the host is seen at comes first.
+told beside them. What is not of a step, as a validation, comes before all. On a CPU, which is host and device in one,
+what the host is seen at comes first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -94,7 +95,7 @@ def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) ->
         edges: [steps + 1] µs, the steps' edges.
     """
     communication = (STRAGGLER_WAIT, *EXPOSED)
-    order = (*DEVICE_WORK, *communication, *HOST_WORK)
+    order = (ASIDE, *DEVICE_WORK, *communication, *HOST_WORK[1:])
     if profile.device == "cpu":
         order = (*HOST_WORK, *DEVICE_WORK, *communication)
     spans = {**profile.spans, STRAGGLER_WAIT: merge_spans(waits.spans.get(profile.rank, ()))}

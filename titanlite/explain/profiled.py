@@ -10,7 +10,7 @@ import tomli
 
 from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_parts
 from titanlite.explain.waits import Waits, find_waits
-from titanlite.observe.metrics import RunError
+from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.observe.step_profile import RankProfile, read_profiles
 from titanlite.preflight.same_run import dotted
 
@@ -25,6 +25,7 @@ class ProfiledSteps:
         profiles: by rank.
         waits: for each other.
         divisions: of each step of each rank.
+        unprofiled_us: median wall time of steps that were not recorded; None if the run logged none.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ProfiledSteps:
     profiles: Sequence[RankProfile]
     waits: Waits
     divisions: Sequence[Division]
+    unprofiled_us: float | None = None
 
     @property
     def wall_us(self) -> float:
@@ -74,4 +76,14 @@ def read_profiled(folder: Path) -> ProfiledSteps:
         raise RunError.of(str(path), "config.toml", str(error), want, "restore the file from a copy") from error
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
-    return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions)
+    steps = [step.step for step in profiles[0].steps]
+    return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions, _unprofiled_us(folder, steps))
+
+
+def _unprofiled_us(folder: Path, profiled: Sequence[int]) -> float | None:
+    """Return the median time of other steps, but for the first two, which compile, and those next to the window."""
+    path = folder / "metrics.jsonl"
+    rows = read_metrics(path) if path.is_file() else []
+    near = range(profiled[0] - 1, profiled[-1] + 2)
+    seconds = [row["seconds"] for row in rows if row.get("seconds") and row["step"] > 2 and row["step"] not in near]
+    return 1e6 * statistics.median(seconds) if seconds else None

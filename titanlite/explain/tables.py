@@ -25,7 +25,7 @@ _FORECAST = {  # what the prediction says more finely, or in other words
 
 def run_text(run: ProfiledSteps) -> str:
     """Return the tables and causes of one run."""
-    lines = [_headline(run), "", _time_table(run)]
+    lines = [_headline(run), *_recording_lines(run), "", _time_table(run)]
     lines += [_beside_the_sum(run), _causes(run)]
     if memory := memory_table(run):
         lines += ["", memory]
@@ -92,6 +92,13 @@ def _headline(run: ProfiledSteps, letter: str = "") -> str:
     ranks = "1 rank" if len(run.profiles) == 1 else f"{len(run.profiles)} ranks"
     said = f"{run.name}: {steps}, {ranks} on {run.profiles[0].device}, {run.wall_us / 1e3:,.1f} ms a step"
     return _in_80(said, letter)
+
+
+def _recording_lines(run: ProfiledSteps) -> list[str]:
+    if run.unprofiled_us is None:
+        return []
+    more = run.wall_us / run.unprofiled_us - 1
+    return [_in_80(f"steps that were not recorded took {_ms(run.unprofiled_us)} ms, so recording costs {more:+.0%}")]
 
 
 def _time_table(run: ProfiledSteps) -> str:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from titanlite.observe.step_profile import Interval, RankProfile
+from titanlite.observe.step_profile import BY_COPY_ENGINES, Interval, RankProfile
 
 
 @dataclass
@@ -47,7 +47,7 @@ def find_waits(profiles: Sequence[RankProfile]) -> Waits:
 
 
 def _group_of(profile: RankProfile, axis: str) -> tuple[int, ...]:
-    return tuple(profile.groups.get(axis, range(profile.world)))
+    return tuple(profile.groups.get(axis.removesuffix(BY_COPY_ENGINES), range(profile.world)))
 
 
 def _add_waits(waits: Waits, calls: Mapping[int, Sequence[Interval]]) -> None:

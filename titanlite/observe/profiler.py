@@ -92,11 +92,16 @@ class Profiler:
         """Mark in the trace, if there is one, that a step begins: it lasts until the next, or until the trace ends."""
         if self._trace is None:
             return
-        if self._mark is None:
+        if step == self._start_step:
             self._began = time.perf_counter()
         self._end_mark()
         self._mark = record_function(f"{STEP}{step}")
         self._mark.__enter__()
+
+    def end(self, step: int) -> None:
+        """Close the window after its last step, once the device has done it: what follows is of no step."""
+        if self._trace is not None and step == self._last_step:
+            self._close()
 
     def step(self, step: int) -> None:
         """Report that `step` is done. Starts the trace after the step before the window, writes it after the last."""
@@ -114,10 +119,8 @@ class Profiler:
             self._trace.start()
 
     def _write(self, trace: profile) -> None:
+        self._close()
         self._trace = None
-        self._synchronize()
-        self._end_mark()
-        clock_us = (time.perf_counter() - self._began) * 1e6
         trace.stop()
         self._folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as folder:
@@ -126,7 +129,7 @@ class Profiler:
             content = raw.read_bytes()
         parsed, rank = json.loads(content), self._run.rank
         reserved = torch.cuda.max_memory_reserved(self._device) if self._device.type == "cuda" else 0
-        summary = summarise(parsed, self._run, clock_us, reserved)
+        summary = summarise(parsed, self._run, self._clock_us, reserved)
         write_durably(self._folder / f"rank{rank}.json", summary.to_json())
         if rank == 0:
             path = self._folder / "rank0.json.gz"
@@ -137,9 +140,16 @@ class Profiler:
             self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
             self._console.notice(f"what they did with their time: titanlite explain {self._folder.parent}")
 
+    def _close(self) -> None:
+        if self._mark is not None:
+            self._synchronize()
+            self._end_mark()
+            self._clock_us = (time.perf_counter() - self._began) * 1e6
+
     def _end_mark(self) -> None:
         if self._mark is not None:
             self._mark.__exit__(None, None, None)
+        self._mark = None
 
     def _synchronize(self) -> None:
         """Let the device finish, so that the trace holds whole steps."""

@@ -30,6 +30,9 @@ COMMUNICATION = "communication"
 AXES = ("dp_shard", "dp_replicate", "tp", "all ranks")
 """The last: of collectives over every rank, as that of the loss."""
 
+BY_COPY_ENGINES = ", by copy engines"
+"""After the axis of collectives without NCCL, whose order among NCCL's is not that of other ranks."""
+
 _VERSION = 1
 
 Interval = tuple[float, float]

@@ -21,6 +21,7 @@ from titanlite.observe.peak_memory import peak_memory
 from titanlite.observe.step_profile import (
     ASIDE,
     ATTENTION,
+    BY_COPY_ENGINES,
     CASTS,
     COMMUNICATION,
     COMPUTE,
@@ -44,6 +45,8 @@ _CASTS = re.compile(
 )
 _CAST_OPERATORS = ("aten::_to_copy", "aten::to")
 _COPY_ENGINES = re.compile(r"memcpy ptop|^_add_shards$|^_?meet$", re.IGNORECASE)
+_COPY_ENGINES_MEET = re.compile(r"^_?meet$")
+_MEETS = re.compile("nccl", re.IGNORECASE)  # kernels that end when all ranks have come
 
 Events = Sequence[dict[str, Any]]
 
@@ -86,7 +89,8 @@ def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reser
         spans, collectives, ends = _of_device(events, run, marks)
     else:
         spans, collectives, ends = _of_cpu(trace, events, run)
-    spans |= _of_host(events)
+    for name, found in _of_host(events).items():
+        spans.setdefault(name, []).extend(found)
     edges, start = [], origin
     for i, (_, end, step) in enumerate(marks):  # a step lasts until the next begins, for there is no time between
         host_end = marks[i + 1][0] if i + 1 < len(marks) else end
@@ -96,7 +100,7 @@ def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reser
     final = edges[-1].end_us
     merged = {name: _clipped(found, origin, final) for name, found in spans.items()}
     # What was called before the first step, as to agree on the beginning, is of no step.
-    ordered = {axis: sorted(span for span in found if span[0] >= origin) for axis, found in collectives.items()}
+    ordered = {axis: [span for span in found if span[0] >= origin] for axis, found in collectives.items()}
     return RankProfile(
         rank=run.rank,
         world=run.world,
@@ -144,9 +148,11 @@ def _of_device(
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     optimizer = _Within(_named(events, OPTIMIZER))
+    aside = _Within(_named(events, ASIDE))
+    hooks = _Within([(e["ts"], end_us(e)) for e in events if _is_fsdp(e)])
     starts = [start for start, _, _ in marks]
     spans: dict[str, list[Interval]] = defaultdict(list)
-    collectives: dict[str, list[Interval]] = defaultdict(list)
+    collectives: dict[str, list[tuple[float, Interval]]] = defaultdict(list)
     ends: dict[int, float] = {}
     for e in events:
         if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -157,28 +163,40 @@ def _of_device(
             step = marks[place - 1][2]
             ends[step] = max(ends.get(step, 0.0), span[1])
         kind = kernel_class(e["name"])
-        if kind == "communication":
-            axis = _axis_of_kernel(e["name"], args, run.axes)
+        if aside.holds(launched):
+            spans[ASIDE].append(span)
+        elif kind == "communication":
+            axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks.holds(launched))
             spans[f"{COMMUNICATION} {axis}"].append(span)
-            if not e["name"].lower().startswith("memcpy") and e["name"] != "_add_shards":  # which meet nobody
-                collectives[axis].append(span)
+            if _MEETS.search(e["name"]):  # in their order of launch, which is that of all ranks
+                collectives[axis].append((launched, span))
+            elif _COPY_ENGINES_MEET.search(e["name"]):
+                collectives[f"{axis}{BY_COPY_ENGINES}"].append((launched, span))
         elif kind in (ATTENTION, MATMUL):
             spans[kind].append(span)
         elif optimizer.holds(launched) or kind == OPTIMIZER:
             spans[OPTIMIZER].append(span)
         else:
             spans[CASTS if _CASTS.search(e["name"]) else COMPUTE].append(span)
-    return spans, collectives, ends
+    ordered = {axis: [span for _, span in sorted(found)] for axis, found in collectives.items()}
+    return spans, ordered, ends
 
 
-def _axis_of_kernel(name: str, args: Mapping[str, Any], axes: Mapping[str, str]) -> str:
-    """Return the mesh axis of a kernel that communicates."""
+def _axis_of_kernel(name: str, args: Mapping[str, Any], axes: Mapping[str, str]) -> str | None:
+    """Return the mesh axis of a kernel that communicates, as it says itself."""
     if (group := str(args.get("Process Group Name"))) in axes:
         return axes[group]
     described = str(args.get("Process Group Description", "")).removeprefix("mesh_")
     if described in axes.values():
         return described
-    return "dp_shard" if _COPY_ENGINES.search(name) else "all ranks"
+    return "dp_shard" if _COPY_ENGINES.search(name) else None
+
+
+def _axis_of_caller(name: str, is_fsdp: bool) -> str:
+    """Return the axis of a collective that does not say it, from who called it."""
+    if is_fsdp:
+        return "dp_replicate" if re.search("all_?reduce", name, re.IGNORECASE) else "dp_shard"
+    return "all ranks"
 
 
 def _of_cpu(
@@ -190,16 +208,14 @@ def _of_cpu(
     calls = sorted(
         (e["ts"], end_us(e)) for e in events if e["name"].startswith("c10d::") and e.get("tid") not in threads
     )
-    fsdp = _Within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("FSDP::")])
+    fsdp = _Within([(e["ts"], end_us(e)) for e in events if _is_fsdp(e)])
     functional = _Within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("_c10d_functional::")])
     names = {e["ts"]: e["name"] for e in events if e["name"].startswith("c10d::")}
 
     def axis_of_call(start: float) -> str:
         if functional.holds(start):
             return "tp" if len(run.groups.get("tp", ())) > 1 else "dp_shard"
-        if fsdp.holds(start):
-            return "dp_replicate" if "allreduce" in names[start] else "dp_shard"
-        return "all ranks"
+        return _axis_of_caller(names[start], fsdp.holds(start))
 
     spans: dict[str, list[Interval]] = defaultdict(list)
     collectives: dict[str, list[Interval]] = defaultdict(list)
@@ -219,6 +235,10 @@ def _of_cpu(
             kind = OPTIMIZER if optimizer.holds(work.times[0][0]) else kind
         spans[kind] += work.times
     return spans, collectives, {}
+
+
+def _is_fsdp(event: Mapping[str, Any]) -> bool:
+    return event.get("cat") == "user_annotation" and event["name"].startswith("FSDP::")
 
 
 def _named(events: Events, name: str) -> list[Interval]:

@@ -87,6 +87,7 @@ class Loop:
             asks_to_stop |= self._is_folder_lost() or self.data_check.found is not None
             result = train_step(run, micro_batches, lr, asks_to_stop)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
+            self.profiler.end(step)
 
             measures = self.measures(step)
             look = config.metrics.float8_numerics_freq > 0 and step % config.metrics.float8_numerics_freq == 0

@@ -8,6 +8,7 @@ import pytest
 from titanlite.observe.metrics import RunError
 from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED, GRADIENTS
 from titanlite.observe.step_profile import (
+    ASIDE,
     ATTENTION,
     CASTS,
     COMPUTE,
@@ -72,6 +73,8 @@ def test_kernels_by_category_and_collectives_by_process_group():
         *launched("Memcpy PtoP (Device -> Device)", 9, 110, 120, 12, cat="gpu_memcpy"),
         event("user_annotation", "gloo:all_reduce", 20, 30, tid=99),  # of objects, on the host
         event("cpu_op", "aten::mm", 1, 2),
+        event("user_annotation", ASIDE, 86, 98),  # a validation, whose kernels are of no step
+        *launched("nvjet", 90, 91, 99, 13),
     ]
     found = summary(events, **ON_GPU)
     assert found.spans == {
@@ -83,11 +86,30 @@ def test_kernels_by_category_and_collectives_by_process_group():
         "communication dp_shard": [(40, 60), (100, 120)],
         "communication tp": [(70, 90)],
         "communication all ranks": [(90, 100)],
+        ASIDE: [(86, 99)],
     }
     assert found.collectives == {
-        "dp_shard": [(40, 60), (100, 110)],  # a copy meets nobody
+        "dp_shard": [(40, 60)],
+        "dp_shard, by copy engines": [(100, 110)],  # a copy meets nobody
         "tp": [(70, 80), (80, 90)],
         "all ranks": [(90, 100)],
+    }
+
+
+def test_a_collective_that_names_no_group_is_its_caller_s():
+    events = [
+        *marks(0, 100),
+        event("user_annotation", "FSDP::all_gather (layers.0)", 5, 9),
+        *launched(NCCL, 8, 60, 70, 1),
+        *launched(NCCL.replace("AllGather", "AllReduce"), 6, 50, 60, 2),
+        *launched(NCCL, 7, 40, 50, 3),
+        *launched(NCCL, 20, 80, 90, 4),
+    ]
+    found = summary(events, **ON_GPU)
+    assert found.collectives == {
+        "dp_shard": [(40, 50), (60, 70)],
+        "dp_replicate": [(50, 60)],
+        "all ranks": [(80, 90)],
     }
 
 
