@@ -1,6 +1,14 @@
-"""Rows as text, for every table that a command prints."""
+"""Rows as text, for every table that a command prints, and text that is folded into the width of a terminal."""
 
-from collections.abc import Sequence
+import os
+import re
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+_INDENT = "  "  # of a table's rows, by which they are known
+_FURTHER = 4 * " "  # of what of a row stands on further lines
 
 
 def columns(*rows: Sequence[str]) -> str:
@@ -10,3 +18,57 @@ def columns(*rows: Sequence[str]) -> str:
         width, has_number = max(map(len, column)), i > 0 and any(cell[:1].isdigit() for cell in column)
         aligned.append([cell.rjust(width) if has_number else cell.ljust(width) for cell in column])
     return "".join(f"  {'  '.join(row)}".rstrip() + "\n" for row in zip(*aligned, strict=True))
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal, or those that COLUMNS says; None if the output goes to no terminal."""
+    if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said):
+        return int(said)
+    try:
+        return os.get_terminal_size(sys.stdout.fileno()).columns or None
+    except (OSError, ValueError):  # of a pipe, or of what is no file
+        return None
+
+
+def folded(text: str, width: int | None) -> str:
+    """Fold text into a width: paragraphs between words, tables between columns, all rows of one at the same places.
+
+    Args:
+        text: paragraphs of a line each, and tables as of `columns`.
+        width: columns; None: as wide as it is.
+    """
+    if width is None:
+        return text
+    lines: list[str] = []
+    for is_table, block in groupby(text.splitlines(), key=lambda line: line.startswith(_INDENT)):
+        rows = list(block)
+        if max(map(len, rows)) <= width:
+            lines += rows
+        elif is_table:
+            lines += _folded_rows(rows, width)
+        else:
+            for line in rows:
+                lines += textwrap.wrap(line, width, break_on_hyphens=False) or [""]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _folded_rows(rows: Sequence[str], width: int) -> Iterator[str]:
+    """Break rows between columns, which are what two blanks part in all of them."""
+    longest = max(map(len, rows))
+    blank = "".join(" " if all(row[n : n + 1] in ("", " ") for row in rows) else "x" for n in range(longest))
+    cells = [found.span() for found in re.finditer(r"x+(?: x+)*", blank)]
+    bands: list[list[tuple[int, int]]] = [[]]
+    for start, end in cells:
+        room = width - len(_FURTHER if len(bands) > 1 else _INDENT)
+        if bands[-1] and end - bands[-1][0][0] > room:
+            bands.append([])
+        bands[-1].append((start, end))
+    for row in rows:
+        for n, band in enumerate(bands):
+            indent, text = _FURTHER if n else _INDENT, row[band[0][0] : band[-1][1]].rstrip()
+            if len(indent + text) > width:  # one cell that is wider than all
+                yield from textwrap.wrap(
+                    text, width, initial_indent=indent, subsequent_indent=_FURTHER + _INDENT, break_on_hyphens=False
+                )
+            elif text:
+                yield indent + text

@@ -12,8 +12,10 @@ from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.choose_save_list import choose, in_words
 from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
+from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
+from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
 
 _CLASSES = {  # of work, where the name in `StepTime` says too little
@@ -33,6 +35,7 @@ class Forecast:
         symmetric_memory: bytes that copy engines have besides, where they can move blocks, or None.
         step: time of a step, or None.
         tokens_per_second: by GPU.
+        outlook: what of the GPU's peak that is, and when the run is done; or None.
         rates: of the device that it is predicted for.
         notes: what is not predicted, and what a prediction leaves out; a line each.
     """
@@ -44,6 +47,7 @@ class Forecast:
     tokens_per_second: float | None = None
     notes: tuple[str, ...] = ()
     symmetric_memory: int | None = None
+    outlook: Outlook | None = None
 
     @property
     def on_device(self) -> int:
@@ -58,6 +62,9 @@ class Forecast:
             "symmetric_memory_bytes": self.symmetric_memory,
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
             "tokens_per_second_per_gpu": self.tokens_per_second,
+            "mfu": self.outlook and self.outlook.mfu,
+            "tokens_per_day": self.outlook and self.outlook.tokens_per_day,
+            "days": self.outlook and self.outlook.days,
             "rates_of": self.rates.device,
             "notes": list(self.notes),
         }
@@ -122,7 +129,10 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
     speed = time.tokens_per_second(step)
-    return Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric_memory=memory.symmetric_memory)
+    peak_flops = dense_bf16_flops(rates.device)
+    assert peak_flops is not None  # noqa: S101  # of a device that was measured
+    goes_on = outlook(config, token_flops(config, dims), memory.world, speed, peak_flops)
+    return Forecast(rates, save_list, peak, step, speed, tuple(notes), memory.symmetric_memory, goes_on)
 
 
 def in_a_line(problem: Problem) -> str:
@@ -142,12 +152,14 @@ def memory_rows(predicted: Forecast) -> list[list[str]]:
 
 
 def time_rows(predicted: Forecast) -> list[list[str]]:
-    """Milliseconds by class of work, their sum, and tokens per second and GPU; each with its unit."""
-    if predicted.step is None:
+    """Milliseconds by class of work, their sum, and what follows for the run; each with its unit."""
+    if predicted.step is None or predicted.outlook is None:
         return []
     rows = [[_CLASSES.get(name, name), f"{ms:,.1f} ms"] for name, ms in predicted.step.categories().items()]
     speed = ["tok/s/GPU", f"{predicted.tokens_per_second:,.0f}"]
-    return [*rows, ["total", f"{predicted.step.total:,.1f} ms"], speed]
+    run = predicted.outlook
+    rows += [["total", f"{predicted.step.total:,.1f} ms"], speed, ["MFU", f"{run.mfu:.1%}"]]
+    return [*rows, ["tokens a day", large(run.tokens_per_day)], [f"{run.steps:,} steps", run.lasts]]
 
 
 def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:

@@ -14,13 +14,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from titanlite.commands.arguments import Command, apart
+from titanlite.commands.at_work import at_work
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
 from titanlite.preflight.checked_run import checked_run
-from titanlite.text_table import columns
+from titanlite.text_table import columns, folded, terminal_width
 
 _PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
+_AT_WORK = "tracing the model and pricing its layout"
 _NEEDS_WORLD = "--world N as well: what a rank holds and how long it takes depends on the number of processes"
 _COMMAND = Command(
     "plan",
@@ -58,20 +60,24 @@ def run(argv: list[str]) -> int:
         from titanlite.commands.price_list import price_list
         from titanlite.preflight.check_with_torch import check_with_torch
 
-        check_with_torch(checked, world)
-        sys.stdout.write(price_list(checked, arguments.file, world))
+        with at_work(_AT_WORK):
+            check_with_torch(checked, world)
+            text = price_list(checked, arguments.file, world)
+        sys.stdout.write(folded(text, terminal_width()))
         return 0
     from titanlite.commands.forecast import check_device
     from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
     from titanlite.commands.planned_run import plan_run
 
-    planned = plan_run(checked, arguments.file, world, device)
+    with at_work(_AT_WORK):
+        planned = plan_run(checked, arguments.file, world, device)
+        # Of a single process there is no first table.
+        text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:
         _write(json.dumps(plan_as_dict(planned, world), indent=1) + "\n", given["--json"])
     if "--why" in given:
-        sys.stdout.write(why_placed(planned, given["--why"], arguments.file))
-    else:
-        sys.stdout.write(plan_tables(planned, device_gib).lstrip("\n"))  # a single process has no first table
+        text = why_placed(planned, given["--why"], arguments.file)
+    sys.stdout.write(folded(text, terminal_width()))
     if planned.predicted is not None:
         check_device(planned.memory, planned.predicted, device_gib)
     return 0
@@ -105,13 +111,14 @@ def _diff(argv: list[str]) -> int:
     from titanlite.commands.plan_tables import plan_facts
     from titanlite.commands.planned_run import plan_run
 
-    plans = [
-        plan_run(checked_run(one.flags, world), one.file, world, _device(own, world))
-        for one, world, own in (
-            (given, given.world, given.own),
-            (other, other.world or given.world, {**given.own, **other.own}),
-        )
-    ]
+    with at_work(_AT_WORK):
+        plans = [
+            plan_run(checked_run(one.flags, world), one.file, world, _device(own, world))
+            for one, world, own in (
+                (given, given.world, given.own),
+                (other, other.world or given.world, {**given.own, **other.own}),
+            )
+        ]
     facts = [plan_facts(planned) for planned in plans]
     names = [given.file, other.file] if given.file != other.file else ["before", "after"]
     rows = [["", *names]]
@@ -119,12 +126,13 @@ def _diff(argv: list[str]) -> int:
         values = [found.get(what, "none") for found in facts]
         if values[0] != values[1]:
             rows.append([what, *values])
-    sys.stdout.write(columns(*rows) if len(rows) > 1 else "nothing differs\n")
+    text = columns(*rows) if len(rows) > 1 else "nothing differs\n"
     notes = [(*planned.notes, *(planned.predicted.notes if planned.predicted else ())) for planned in plans]
     for name, own, others in zip(names, notes, reversed(notes), strict=True):
-        sys.stdout.write("".join(f"\n{name}: {note}\n" for note in own if note not in others))
+        text += "".join(f"\n{name}: {note}\n" for note in own if note not in others)
     if len(rows) > 1:
-        sys.stdout.write("".join(f"\n{note}\n" for note in notes[0] if note in notes[1]))
+        text += "".join(f"\n{note}\n" for note in notes[0] if note in notes[1])
+    sys.stdout.write(folded(text, terminal_width()))
     return 0
 
 

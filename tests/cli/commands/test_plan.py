@@ -267,6 +267,12 @@ def test_memory_and_time(tmp_path: Path, call: Call) -> None:
     assert said["tokens_per_second_per_gpu"] == pytest.approx(10_330, rel=0.03)
     assert sum(said["step_ms"].values()) == pytest.approx(2 * said["step_ms"]["total"])
     assert ["tok/s/GPU", f"{said['tokens_per_second_per_gpu']:,.0f}"] in rows
+    flops = 6 * (8_030_261_248 - 128_256 * 4096 - 65 * 4096) + 6 * 32 * 4096 * 8192  # of a token: matmuls, attention
+    assert said["mfu"] == pytest.approx(said["tokens_per_second_per_gpu"] * flops / 989e12)
+    assert ["MFU", f"{said['mfu']:.1%}"] in rows
+    assert said["days"] == pytest.approx(50_000 * said["step_ms"]["total"] / 86.4e6)
+    assert said["days"] * said["tokens_per_day"] == pytest.approx(50_000 * 4 * 2 * 8192)
+    assert ["50,000", "steps", f"{24 * said['days']:.1f}", "hours"] in rows
     assert "NVIDIA H200" in said["rates_of"]
     step = said["step"]
     assert step["tokens"] == 4 * 2 * 8192
@@ -280,6 +286,18 @@ def test_memory_and_time(tmp_path: Path, call: Call) -> None:
     assert [c["sent_bytes"] for c in blocks] == [2 * weights * 3 / 4] * 3
     assert step["sent_bytes"] == sum(c["times"] * c["sent_bytes"] for c in step["collectives"])
     assert ["all_gather", "backward", "layers.0-31", str(weights), "weights", "4", "32"] in [row[:7] for row in rows]
+
+
+def test_a_plan_folds_into_the_columns_of_a_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("plan", DEBUG, *TWO, *ASYNC)
+    whole = call(*flags)
+    assert max(map(len, whole.splitlines())) > 100
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = call(*flags)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert narrow.split() == whole.split()  # nothing is lost, and a row's second line follows its first
+    price = call("plan", DEBUG, "--activation-checkpoint")
+    assert max(map(len, price.splitlines())) <= 80
 
 
 def test_logits_that_are_not_at_the_peak(call: Call) -> None:
