@@ -10,7 +10,7 @@ from titanlite.config.schema import Profiling
 from titanlite.errors import StepError
 from titanlite.observe.console import Console
 from titanlite.observe.profiler import Profiler, span
-from titanlite.observe.step_profile import DATA_WAIT, MATMUL
+from titanlite.observe.step_profile import DATA_WAIT, MATMUL, read_profiles
 from titanlite.observe.trace_spans import ProfiledRun
 
 
@@ -20,12 +20,13 @@ def train(folder, device, start_step, steps, first_step, last_step, rank=0, enab
     config = Profiling(enable=enable, start_step=start_step, steps=steps)
     console = Console(rank, 0, last_step, folder.parent / "logs", stream)
     a = torch.ones(64, 64, device=device)
-    run = ProfiledRun(rank=rank, world=2, device=device.type)
+    run = ProfiledRun(rank=rank, world=rank + 1, device=device.type)
     with contextlib.suppress(StepError), Profiler(config, folder, run, device, first_step, console) as profiler:
         for step in range(first_step, last_step + 1):
             profiler.begin(step)
             for _ in range(step):
                 torch.mm(a, a)
+            profiler.end(step)
             profiler.step(step)
         if fail:
             raise StepError
@@ -125,3 +126,10 @@ def test_kernels_of_a_gpu(tmp_path):
     table = (tmp_path / "profile/kernels.txt").read_text()
     (row,) = [line for line in table.splitlines() if line.endswith("  matmul")]
     assert float(row.split()[1]) == (3 + 4) / 2
+    (profile,) = read_profiles(tmp_path)
+    assert len(profile.spans[MATMUL]) <= 3 + 4
+    assert [step.step for step in profile.steps] == [3, 4]
+    total = sum(step.end_us - step.start_us for step in profile.steps)
+    assert total == pytest.approx(profile.clock_us, rel=0.02, abs=500)
+    assert profile.memory is not None
+    assert profile.memory.reserved > 0

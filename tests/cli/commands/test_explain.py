@@ -1,0 +1,70 @@
+from pathlib import Path
+
+import pytest
+
+from tests.support.profiles import rank_profile
+from titanlite.commands import main
+from titanlite.observe.step_profile import COMPUTE, MATMUL, Interval
+
+
+def write_run(folder: Path, config: str, spans: dict[str, list[Interval]], world: int = 1) -> str:
+    (folder / "profile").mkdir(parents=True)
+    (folder / "config.toml").write_text(config)
+    for rank in range(world):
+        profile = rank_profile(spans, rank=rank, world=world)
+        (folder / "profile" / f"rank{rank}.json").write_text(profile.to_json())
+    return str(folder)
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> str:
+    config = "[compile]\nenable = false\n[optimizer]\nlr = 1e-3\n"
+    return write_run(tmp_path / "plain", config, {MATMUL: [(0.0, 20.0)], COMPUTE: [(20.0, 90.0)]})
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> str:
+    config = "[compile]\nenable = true\n[optimizer]\nlr = 2e-3\n"
+    return write_run(tmp_path / "compiled", config, {MATMUL: [(0.0, 20.0)], COMPUTE: [(20.0, 50.0)]})
+
+
+def test_of_two_runs_the_key_that_did_it_comes_first(
+    plain: str, compiled: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", compiled, plain]) == 0
+    text = capsys.readouterr().out
+    assert "first cause of the change: compile.enable: true → false\n  by other compute, " in text
+    for folder in (compiled, plain):
+        assert f"{folder}/profile/timeline.png\n" in text
+        assert Path(folder, "profile", "timeline.png").exists()
+
+
+def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", plain, "--step", "11", "--out", str(tmp_path / "step.svg")]) == 0
+    assert capsys.readouterr().out.endswith(f"{tmp_path / 'step.svg'}\n")
+    assert not Path(plain, "profile", "timeline.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "want: one run with a profile, or two"),
+        (["RUN", "RUN", "RUN"], "want: one run with a profile, or two"),
+        (["RUN", "--step", "eleven"], "--step = eleven"),
+        (["RUN", "--step", "12"], "want: a profiled step, 11 to 11"),
+        (["RUN", "--out", "picture.doc"], "--out = picture.doc"),
+        (["RUN", "--out", "/proc/nowhere/a.png"], "want: a file that can be written"),
+        (["nowhere"], "fix:  train a few steps with --profiling.enable true"),
+    ],
+)
+def test_what_cannot_be_explained_says_what_is_wanted(
+    words: list[str], said: str, plain: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", *(plain if word == "RUN" else word for word in words)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_damaged_config_is_named(plain: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(plain, "config.toml").write_text("[compile")
+    assert main(["explain", plain]) == 2
+    assert "config.toml" in capsys.readouterr().err
