@@ -4,7 +4,8 @@ The verdict stands first: "equal bits", "within rounding", "within seed noise", 
 the loss over the last fifth of the steps. If a run differs, the exit code is 1. What rounding does is known from a run
 of the first's config whose weights were nudged; --floor trains it, into FIRST-nudged beside FIRST, where it is found
 again. Apart from that and --layers, only run folders are read (`metrics.jsonl`, `config.toml`, `status.json`,
-`receipt.json`), so runs can be compared that are still going, were copied from elsewhere or made by another version.
+`receipt.json`), or what wandb has of a run, so runs can be compared that are still going, were copied from elsewhere or
+made by another version.
 """
 
 import os
@@ -35,7 +36,7 @@ _COMMAND = Command(
     "compare",
     __doc__ or "",
     {
-        "RUN": "run folder, <dump_folder>/<name>; one or more",
+        "RUN": "run folder, <dump_folder>/<name>; wandb's offline-run-… folder; or entity/project/run_id",
         "--floor": "train the first run's config once more, nudged by one rounding, if that has not been done",
         "--seeds RUN,RUN,...": "runs of the first's config with other seeds; two or more show what is chance",
         "--tolerance NATS": "difference of the loss that is accepted, the whole interval within it",
