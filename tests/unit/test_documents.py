@@ -44,7 +44,7 @@ def test_links_lead_to_a_heading(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if "torchtitan" not in page.name], ids=lambda page: page.stem)
 def test_named_keys_are_keys_of_the_config(page: Path) -> None:
     named = set(re.findall(rf"(?:--|`)((?:{'|'.join(sections())})\.[a-z0-9_]+)", page.read_text()))
-    files = {key for key in named if key.endswith((".jsonl", ".toml", ".earlier"))}
+    files = {key for key in named if key.endswith((".json", ".jsonl", ".toml", ".earlier"))}
     assert named - files <= set(schema_keys())
 
 

@@ -25,6 +25,7 @@ COMMANDS = (
     "prepare",
     "compare",
     "explain",
+    "evaluate",
     "export",
     "verify-resume",
     "schema",

@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     state = read_state(checkpoint, step)["state"]
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
-    tokenizer = _tokenizer(name, config.data.add_bos_token, state["tokenizer"])
+    tokenizer = trained_tokenizer("titanlite export", name, config.data.add_bos_token, state["tokenizer"])
     export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _print_line(f"  {line}"))
     if tokenizer is None:
         _print_line("  no tokenizer: the run read token files")
@@ -112,8 +112,18 @@ def _check_target(config: Config, out: Path, dtype: str) -> None:
         raise CheckpointError(describe("titanlite export", problems))
 
 
-def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
-    """Return the run's tokenizer, or None if it read token files."""
+def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
+    """Return the tokenizer that a run was trained with, or None if it read token files.
+
+    Args:
+        command: that wants it, for the message.
+        name: `data.tokenizer`, or what is given in its place.
+        add_bos: `data.add_bos_token`.
+        fingerprint: of the tokenizer, as a checkpoint says; "" for token files.
+
+    Raises:
+        CheckpointError: it is another, or not there.
+    """
     if not fingerprint:
         return None
     is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
@@ -122,5 +132,5 @@ def _tokenizer(name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
         saw = "this file is not it, or was changed" if is_there else f"there is no such file, seen from {Path.cwd()}"
         want = f"the tokenizer that the run was trained with; {saw}"
         fix = "--tokenizer with the path of that tokenizer.json"
-        raise CheckpointError.of("titanlite export", "data.tokenizer", repr(name), want, fix)
+        raise CheckpointError.of(command, "data.tokenizer", repr(name), want, fix)
     return tokenizer

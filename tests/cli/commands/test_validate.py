@@ -818,8 +818,8 @@ def test_help_lists_the_commands_without_importing_them() -> None:
     *lines, modules = done.stdout.splitlines()
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
-    names = "train validate convert plan recipes prepare compare export verify-resume schema completion"
-    assert list(shown) == names.split()
+    names = "new train validate convert plan recipes prepare compare explain evaluate export verify-resume"
+    assert list(shown) == [*names.split(), "schema", "completion"]
     assert all(len(line) <= 120 for line in lines)
 
 

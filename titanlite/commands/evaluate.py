@@ -1,0 +1,230 @@
+"""Answer multiple-choice tasks with the model of a run, a checkpoint or a folder in Hugging Face's layout.
+
+Prints the accuracy in each task and writes evaluation.json into the folder, with what the model chose and every
+log-likelihood. The model computes in the run's dtype, without float8. On several GPUs:
+torchrun --nproc-per-node 8 -m titanlite evaluate RUN.
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import titanlite
+from titanlite.checkpoint.publish import complete_steps, step_folder
+from titanlite.checkpoint.resume import dims_of, read_state
+from titanlite.commands.arguments import Command
+from titanlite.commands.export import trained_tokenizer
+from titanlite.config.build import show
+from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.read import read_config
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config, Model, Training
+from titanlite.data.prepare import check_vocabulary
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.durable import write_durably
+from titanlite.errors import CheckpointError, ConfigError
+from titanlite.evaluation.requests import EncodedTask, encode_task
+from titanlite.evaluation.tasks import HUB, load_tasks
+from titanlite.json_file import read_json
+from titanlite.preflight.run_folder import RunFolder
+from titanlite.text_table import columns
+
+if TYPE_CHECKING:
+    from titanlite.evaluation.score import Score
+
+_WHERE = "titanlite evaluate"
+_BATCH_TOKENS = 4096  # of a folder's model; that of a run has its own
+_COMMAND = Command(
+    "evaluate",
+    __doc__ or "",
+    {
+        "TARGET": "a run's folder, one of its checkpoints (step-...), or a folder with config.json and safetensors",
+        "--tasks NAMES": f"tasks between commas: {', '.join(HUB)}, PATH.jsonl or NAME=PATH; default: the run's",
+        "--step N": "step of the run's checkpoint; default: the newest",
+        "--out FILE": "file to write; default: evaluation.json in the folder",
+        "--tokenizer FILE": "the model's tokenizer.json, if it is not where the run, or the folder, has it",
+    },
+    takes="TARGET",
+)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is to be evaluated.
+
+    Attributes:
+        folder: where evaluation.json belongs.
+        seq_len: the longest sequence that the model takes.
+        checkpoint: None: the weights are those of `config.checkpoint.initial_load_path`.
+    """
+
+    folder: Path
+    config: Config
+    dims: ModelDims
+    tokenizer: Tokenizer
+    seq_len: int
+    checkpoint: Path | None = None
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out the command, on one process or on all that a launcher has started.
+
+    Raises:
+        TitanliteError: there is no such model, its weights are damaged, its tokenizer is another, a task cannot be
+            read, or the file cannot be written; or an argument is none of this command's.
+        SystemExit: with 0, after `--help`.
+    """
+    words, given = _COMMAND.read_words(argv)
+    if len(words) != 1:
+        want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
+        raise ConfigError.of("command line", "TARGET", " ".join(words), want, f"{_WHERE} outputs/run")
+    target = _find_target(Path(os.path.expanduser(words[0])), given.get("--step"), given.get("--tokenizer"))
+    tasks = [task for task in given.get("--tasks", "").split(",") if task] or target.config.evaluation.tasks
+    if not tasks:
+        want = "tasks: the config of what is evaluated names none"
+        raise ConfigError.of("command line", "--tasks", "", want, f"--tasks {next(iter(HUB))},my_questions.jsonl")
+    check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
+    encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
+    out = Path(os.path.expanduser(given.get("--out", str(target.folder / "evaluation.json"))))
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError.of("command line", "--out", str(out), "a file in a folder that can be written", "--out FILE")
+    scores = _score_tasks(target, encoded)
+    if os.environ.get("RANK", "0") == "0":
+        _write_answers(out, target, encoded, scores)
+        sys.stdout.write(_accuracy_table(encoded, scores, target.seq_len) + f"{out}\n")
+    return 0
+
+
+def _find_target(path: Path, step: str | None, tokenizer: str | None) -> _Target:
+    """Find what a path is of; read all but the weights."""
+    if (path / "config.toml").is_file():
+        return _target_of_run(RunFolder(path), step, tokenizer)
+    above = path.resolve().parents[1] if len(path.resolve().parents) > 1 else path
+    if path.is_dir() and path.name.startswith("step-") and (above / "config.toml").is_file():
+        if step is not None:
+            raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
+        return _target_of_run(RunFolder(above), path.name.removeprefix("step-"), tokenizer)
+    return _target_of_folder(path, tokenizer)
+
+
+def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None) -> _Target:
+    config, steps = read_config(folder.config)[0], complete_steps(folder.checkpoints)
+    asked = int(step) if step and step.isdecimal() and len(step) < 20 else None
+    if not steps or (step is not None and asked not in steps):
+        want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {folder.checkpoints}"
+        fix = f"--step {steps[-1]}" if steps else "name a run that saved one"
+        raise CheckpointError.of(_WHERE, "--step", step or "", want, fix)
+    number = steps[-1] if asked is None else asked
+    checkpoint = step_folder(folder.checkpoints, number)
+    state = read_state(checkpoint, number)["state"]
+    name = tokenizer or config.data.tokenizer
+    found = trained_tokenizer(_WHERE, name, config.data.add_bos_token, state["tokenizer"])
+    if found is None:  # the run read token files, which do not say
+        if tokenizer is None:
+            want = "the tokenizer.json that made the token files which the run read"
+            raise CheckpointError.of(_WHERE, "--tokenizer", "", want, "--tokenizer FILE")
+        found = load_tokenizer(tokenizer, config.data.add_bos_token)
+    dims = dims_of(checkpoint, state)
+    return _Target(folder.path, config, dims, found, config.training.seq_len, checkpoint)
+
+
+def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
+    problems = Problems(Origin(_WHERE))
+    found = recipe_of(str(path), problems, "TARGET")
+    problems.raise_all()
+    assert found is not None  # noqa: S101  # else there is a problem
+    architecture, dims = found
+    content: dict[str, Any] = read_json(path / "config.json")
+    stored = content.get("dtype") or content.get("torch_dtype")  # transformers 5 has the short name
+    dtype = "bfloat16" if stored == "bfloat16" else "float32"
+    file = tokenizer or str(path / "tokenizer.json")
+    model = Model(name=architecture, flavor=FROM_CHECKPOINT)  # type: ignore[arg-type]
+    config = Config(model=model, training=Training(mixed_precision_param=dtype))
+    config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=str(path)))
+    longest = dims.max_seq_len or content.get("max_position_embeddings") or Training.seq_len
+    return _Target(path, config, dims, load_tokenizer(file, _begins_with_bos(file)), longest)
+
+
+def _begins_with_bos(file: str) -> bool:
+    """Return whether a tokenizer.json, as transformers uses it, puts a token before each text."""
+    import tokenizers
+
+    with suppress(Exception):  # it is no tokenizer, which is said by who loads it; or has no token for the letter
+        tokenizer = tokenizers.Tokenizer.from_file(os.path.expanduser(file))
+        whole, bare = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
+        return len(whole) > len(bare) and whole[0] != bare[0]
+    return False
+
+
+def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
+    """Load the model, and score the tasks."""
+    import torch.distributed as dist
+
+    from titanlite.evaluation.load import load_model
+    from titanlite.evaluation.score import Evaluator
+    from titanlite.parallel.process_group import start_process_group
+
+    config, is_run = target.config, target.checkpoint is not None
+    if not is_run:  # as long as the longest text is, to the next power of two
+        longest = max(len(request.tokens) - 1 for task in encoded for request in task.requests)
+        seq_len = min(target.seq_len, max(32, 1 << (longest - 1).bit_length()))
+        training = replace(config.training, seq_len=seq_len, local_batch_size=max(1, _BATCH_TOKENS // seq_len))
+        config = replace(config, training=training)
+    device = start_process_group(config.comm)
+    try:
+        model, mesh = load_model(config, target.dims, device, target.checkpoint)
+        shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
+        return Evaluator(encoded, **shape, whole_rows=bool(config.model.file)).score(model, mesh)
+    finally:
+        dist.destroy_process_group()
+
+
+def _accuracy_table(encoded: list[EncodedTask], scores: "list[Score]", seq_len: int) -> str:
+    rows: list[tuple[str, ...]] = [("task", "questions", "accuracy", "by bytes")]
+    for score in scores:
+        shares = (f"{x:.2%} ± {score.standard_error(x):.2%}" for x in (score.accuracy, score.accuracy_norm))
+        rows.append((score.task, f"{score.questions:,}", *shares))
+    cut = [
+        f"{e.task.name}: {e.n_cut:,} choices are longer than {seq_len} tokens with their context, which lost its "
+        "beginning\n"
+        for e in encoded
+        if e.n_cut
+    ]
+    return columns(*rows) + "".join(cut)
+
+
+def _write_answers(out: Path, target: _Target, encoded: list[EncodedTask], scores: "list[Score]") -> None:
+    tasks: dict[str, Any] = {}
+    for e, score in zip(encoded, scores, strict=True):
+        errors = [score.standard_error(x) for x in (score.accuracy, score.accuracy_norm)]
+        of_accuracy, of_norm = (None if math.isnan(x) else x for x in errors)
+        tasks[score.task] = {
+            "source": e.task.source,
+            "fingerprint": e.task.fingerprint,
+            "questions": score.questions,
+            "accuracy": score.accuracy,
+            "accuracy_standard_error": of_accuracy,
+            "accuracy_norm": score.accuracy_norm,
+            "accuracy_norm_standard_error": of_norm,
+            "choices": score.choices,
+            "choices_norm": score.choices_norm,
+            "log_likelihoods": score.log_likelihoods,
+        }
+    content = {
+        "titanlite": titanlite.__version__,
+        "model": str(target.checkpoint or target.folder),
+        "dtype": target.config.training.mixed_precision_param,
+        "tasks": tasks,
+    }
+    try:
+        write_durably(out, json.dumps(content) + "\n")
+    except OSError as error:
+        fix = "--out with a file elsewhere"
+        raise ConfigError.of("command line", "--out", f"{show(str(out))} ({error})", "a file", fix) from error

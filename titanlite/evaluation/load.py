@@ -1,0 +1,49 @@
+"""A model with its weights alone, for evaluation: sharded as a run's, without optimizer, float8 or compiler."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titanlite.checkpoint import publish, store
+from titanlite.checkpoint.collective import on_all_ranks, rank, world_size
+from titanlite.checkpoint.hugging_face import load_weights
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config, Parallelism
+from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.models.find import build_model
+from titanlite.parallel.fsdp import apply_fsdp, finalize
+from titanlite.parallel.initialise import fill_buffers
+from titanlite.parallel.mesh import Mesh, build_mesh
+
+
+def load_model(
+    config: Config, dims: ModelDims, device: torch.device, checkpoint: Path | None = None
+) -> tuple[nn.Module, Mesh]:
+    """Build the model of a config over all processes, each of which holds a part, and load its weights; collective.
+
+    Args:
+        config: `model`, and of `training` the sequence length and the dtypes; its layout is not looked at.
+        dims: the model's dimensions.
+        device: this process's; the process group exists.
+        checkpoint: of a run; None: the folder `checkpoint.initial_load_path`.
+
+    Raises:
+        CheckpointError: on every rank, if the weights are damaged or of another model.
+    """
+    config = replace(config, parallelism=Parallelism())
+    mesh = build_mesh(config.parallelism, device)
+    model = build_model(config.model, dims, config.training.seq_len)
+    apply_fsdp(model, config, mesh)
+    model.to_empty(device=device)
+    fill_buffers(model)
+    finalize(model, config, mesh)
+    named = dict(model.named_parameters())
+    if checkpoint is None:
+        load_weights(config.checkpoint.initial_load_path, config.model.name, model, named)
+        return model, mesh
+    on_all_ranks(lambda: publish.verify(checkpoint, share=rank(), shares=world_size()))
+    weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in named.items()}
+    store.read(checkpoint, weights, optional=("optimizer/", "rng/"))
+    return model, mesh
