@@ -5,15 +5,16 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from titanlite.explain.causes import NOTABLE, Cause, first_cause, losses, work
-from titanlite.explain.changes import changed_parts, config_changes, first_change
+from titanlite.explain.changes import Difference, changed_parts, config_changes, first_change
 from titanlite.explain.divide import CATEGORIES
 from titanlite.explain.profiled import ProfiledSteps
-from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FRAGMENTS, GATHERED
+from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED
 from titanlite.observe.step_profile import COMMUNICATION, PeakMemory
 from titanlite.text_table import columns
 
 _WIDTH = 80
 _SECOND = 3  # further losses that are named
+_MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
 _FORECAST = {  # what the prediction says more finely, or in other words
     "gathered weights": GATHERED,
     "communication": GATHERED,
@@ -60,7 +61,7 @@ def memory_table(run: ProfiledSteps) -> str:
         return ""
     memory, profile = max(known, key=lambda pair: max(pair[0].reserved, pair[0].allocated))
     forecast = _regrouped(profile.forecast)
-    names = dict.fromkeys([*memory.categories, *forecast])
+    names = dict.fromkeys(name for name in _MEMORY if name in memory.categories or name in forecast)
     if profile.device == "cpu":  # which has no caching allocator
         names.pop(FRAGMENTS, None)
         forecast.pop(FRAGMENTS, None)
@@ -83,7 +84,7 @@ def _regrouped(forecast: Mapping[str, int]) -> dict[str, int]:
     for name, size in forecast.items():
         name = _FORECAST.get(name, name)
         grouped[name] = grouped.get(name, 0) + size
-    return {name: size for name, size in grouped.items() if size or name == BUFFERS}
+    return {name: size for name, size in grouped.items() if size}
 
 
 def _headline(run: ProfiledSteps, letter: str = "") -> str:
@@ -156,9 +157,9 @@ def _cause_lines(title: str, cause: Cause, wall_us: float) -> str:
 
 
 def _first_change_lines(
-    a: ProfiledSteps, b: ProfiledSteps, cause: Cause, change_us: float, keys: Sequence[object]
+    a: ProfiledSteps, b: ProfiledSteps, cause: Cause, change_us: float, keys: Sequence[Difference]
 ) -> list[str]:
-    texts = [getattr(key, "text") for key in keys]  # noqa: B009
+    texts = [key.text for key in keys]
     said = f"{cause.name}, {_signed(change_us)} ms of {_signed(b.wall_us - a.wall_us)} ms a step"
     if texts:
         lines = [_in_80(f"first cause of the change: {texts[0]}"), _in_80(f"by {said}", "  ")]

@@ -58,8 +58,8 @@ def test_memory_is_that_of_the_fullest_rank_beside_its_forecast():
     assert rows == [
         ["MiB", "at", "the", "peak,", "rank", "1", "measured", "forecast"],
         ["parameters", "9.0", "8.0"],
-        ["fragmentation", "1.0", "1.5"],
         ["gathered", "weights,", "communication", "0.0", "3.0"],
+        ["fragmentation", "1.0", "1.5"],
         ["all", "10.0", "12.5"],
     ]
     assert memory_table(profiled(rank_profile({}))) == ""
