@@ -17,6 +17,7 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.forecast.device_specs import DEVICES
+from titanlite.text_table import folded, terminal_width
 
 _MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
 _GPU, _GIB, _WORLD = "--gpu", "--device-gib", "--world"
@@ -49,14 +50,13 @@ def run(argv: list[str]) -> int:
         _refuse_to_guess(given)
     tokens, world, gib = _token_count(given.get(_TOKENS, "0")), _world_named(given), _memory_named(given)
     # What follows imports torch, which takes seconds: not for a mistake in a flag.
-    from titanlite.commands.new_choices import TOKENS_A_PARAMETER, Wishes, choose_run, default_model, wished_model
-    from titanlite.commands.new_file import config_text, outlook_in_words
-    from titanlite.preflight.machine import machine_here, machine_named
+    with at_work("loading torch, and looking at the GPUs"):
+        from titanlite.commands.new_choices import TOKENS_A_PARAMETER, Wishes, choose_run, default_model, wished_model
+        from titanlite.commands.new_file import config_text, outlook_in_words, start_command
+        from titanlite.preflight.machine import machine_here, machine_named
 
-    if _GPU in given or _GIB in given:
-        machine = machine_named(given.get(_GPU, ""), gib, world or 1)
-    else:
-        machine = machine_here(world)
+        is_named = _GPU in given or _GIB in given
+        machine = machine_named(given.get(_GPU, ""), gib, world or 1) if is_named else machine_here(world)
     if is_terminal:
         sys.stderr.write(f"for {machine}\n")
     model = given.get(_MODEL) or _ask("model, as llama3-8B", default_model(machine), wished_model)
@@ -71,9 +71,9 @@ def run(argv: list[str]) -> int:
     with at_work("comparing layouts, batches and save-lists"):
         choices = choose_run(file.stem, Wishes(model, data, tokenizer, tokens), machine)
     _write_checked(file, config_text(choices, str(file)), machine.world)
-    sys.stdout.write(f"wrote {file}, for {machine}\n{outlook_in_words(choices)}\n")
+    sys.stdout.write(folded(f"wrote {file}, for {machine}\n{outlook_in_words(choices)}\n", terminal_width()))
     sys.stdout.write(f"next: titanlite validate {file} --world {machine.world}\n")
-    sys.stdout.write(f"      titanlite train {file} --gpus {machine.world}\n")
+    sys.stdout.write(f"      {start_command(machine, str(file))}\n")
     return 0
 
 

@@ -10,6 +10,8 @@ from titanlite.commands.new_choices import FITTED_FROM, TOKENS_A_PARAMETER, Choi
 from titanlite.config.build import show
 from titanlite.forecast.choose_layout import RESERVE_GIB, Option, fastest_by
 from titanlite.forecast.outlook import large
+from titanlite.preflight.host_memory import shows_gpus
+from titanlite.preflight.machine import Machine
 
 _WIDTH = 100
 _MOST_OTHERS = 3  # that are named beside a choice
@@ -66,13 +68,19 @@ def outlook_in_words(choices: Choices) -> str:
     return f"{speed}, {large(run.tokens_per_day)} tokens a day: {large(choices.tokens)} tokens take {run.lasts}"
 
 
-def _heading(choices: Choices, file: str) -> list[str]:
-    machine, model = choices.machine, choices.config.model
-    start = f"titanlite train {file} --gpus {machine.world}"
+def start_command(machine: Machine, file: str) -> str:
+    """Give the command that trains a config on a machine."""
     if machine.rates is not None and machine.world > machine.rates.host:
         hosts = -(-machine.world // machine.rates.host)
-        start = f"torchrun --nnodes {hosts} --nproc-per-node {machine.world // hosts} --rdzv-backend c10d "
-        start += f"--rdzv-endpoint HOST:29500 \\\n#         train.py --config {file}"
+        where = f"--nnodes {hosts} --nproc-per-node {machine.world // hosts}"
+        return f"torchrun {where} --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py --config {file}"
+    is_hidden = machine.rates is None and shows_gpus()  # which it would take
+    return f"{'CUDA_VISIBLE_DEVICES= ' * is_hidden}titanlite train {file} --gpus {machine.world}"
+
+
+def _heading(choices: Choices, file: str) -> list[str]:
+    machine, model = choices.machine, choices.config.model
+    start = start_command(machine, file).replace(" train.py", " \\\n#         train.py")
     lines = [f"{model.name} {model.flavor} on {machine}.", "", f"    {start}", ""]
     if machine.rates is None:
         how = f"A rough guess, from the speed of a matmul on this CPU: {outlook_in_words(choices)}."

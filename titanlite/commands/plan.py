@@ -57,19 +57,19 @@ def run(argv: list[str]) -> int:
     checked = checked_run(arguments.flags, world)
     # What follows imports torch, which takes seconds: not for a help page or a mistake in a flag.
     if _PRICES in given:
-        from titanlite.commands.price_list import price_list
-        from titanlite.preflight.check_with_torch import check_with_torch
-
         with at_work(_AT_WORK):
+            from titanlite.commands.price_list import price_list
+            from titanlite.preflight.check_with_torch import check_with_torch
+
             check_with_torch(checked, world)
             text = price_list(checked, arguments.file, world)
         sys.stdout.write(folded(text, terminal_width()))
         return 0
-    from titanlite.commands.forecast import check_device
-    from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
-    from titanlite.commands.planned_run import plan_run
-
     with at_work(_AT_WORK):
+        from titanlite.commands.forecast import check_device
+        from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
+        from titanlite.commands.planned_run import plan_run
+
         planned = plan_run(checked, arguments.file, world, device)
         # Of a single process there is no first table.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
@@ -108,10 +108,10 @@ def _diff(argv: list[str]) -> int:
     if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE)]:
         problem = Problem(odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
         raise ConfigError(describe("command line", [problem]))
-    from titanlite.commands.plan_tables import plan_facts
-    from titanlite.commands.planned_run import plan_run
-
     with at_work(_AT_WORK):
+        from titanlite.commands.plan_tables import plan_facts
+        from titanlite.commands.planned_run import plan_run
+
         plans = [
             plan_run(checked_run(one.flags, world), one.file, world, _device(own, world))
             for one, world, own in (
