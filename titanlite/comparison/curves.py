@@ -32,6 +32,7 @@ _KNOWN = {
     "loss": ("Loss", "training loss", "nats per token"),
     DIFFERENCE: ("Loss", "training loss", "nats per token"),
     "validation_loss": ("Loss", "validation loss", "nats per token"),
+    "validation_bits_per_byte": ("Loss", "validation loss", "bits per byte"),
     "grad_norm": ("Optimization", "gradient norm before clipping", ""),
     "lr": ("Optimization", "learning rate", ""),
     "epoch": ("Optimization", "times through the data", ""),
@@ -42,6 +43,13 @@ _KNOWN = {
     "data_wait_seconds": ("Speed", "wait for data per step", "seconds"),
     "memory_gib": ("Memory", "peak reserved", "GiB"),
     "memory_allocated_gib": ("Memory", "peak allocated", "GiB"),
+}
+# What stands before the name of a held-out source, or of a task → group, what it is.
+_NAMED = {
+    "validation_loss": ("Loss", "validation loss (nats per token)"),
+    "validation_bits_per_byte": ("Loss", "validation loss (bits per byte)"),
+    "accuracy": ("Accuracy", "accuracy"),
+    "accuracy_norm": ("Accuracy", "accuracy by bytes"),
 }
 _EXACT = {"lr", "epoch", "memory_gib", "memory_allocated_gib"}  # without noise: smoothing would bend them
 
@@ -175,10 +183,13 @@ def _metric(name: str, lines: list[Curve], first: str) -> Metric:
 
 
 def _group_by_name(name: str) -> tuple[str, str]:
-    """Group a metric by its name: before a slash, "float8_<what>" of a layer, or all others."""
+    """Group a metric by its name: before a slash, of a source or task, "float8_<what>" of a layer, or all others."""
     group, slash, rest = name.partition("/")
     if slash:
         return group, rest
+    start, _, of = name.partition(".")
+    if of and start in _NAMED:
+        return _NAMED[start][0], f"{of}: {_NAMED[start][1]}"
     float8 = re.match(r"float8_(\w+)\.(.+)", name)
     if float8:
         return f"float8: {float8[1].replace('_', ' ')}", float8[2]

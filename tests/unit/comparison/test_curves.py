@@ -23,6 +23,8 @@ def test_every_number_of_a_row_is_a_metric_and_stands_in_its_group() -> None:
     rows = [
         {"step": 1, "tokens": 10, "loss": 5.0, "lr": 1e-3, "expert_balance": 0.5},
         {"step": 1, "tokens": 10, "float8_sqnr_db.layers.0.wqkv": 30.0, "moe/dropped": None, "note": "no number"},
+        {"step": 1, "tokens": 10, "validation_loss.code": 3.0, "validation_bits_per_byte.code": 4.0},
+        {"step": 1, "tokens": 10, "accuracy.piqa": 0.5, "accuracy_norm.piqa": 0.6},
     ]
     found = metrics_of([RunRecord("a", rows, {}, "", None)])
     assert {(m.group, m.name) for m in found} == {
@@ -31,6 +33,10 @@ def test_every_number_of_a_row_is_a_metric_and_stands_in_its_group() -> None:
         ("Other", "expert_balance"),
         ("float8: sqnr db", "float8_sqnr_db.layers.0.wqkv"),
         ("moe", "moe/dropped"),
+        ("Loss", "validation_loss.code"),
+        ("Loss", "validation_bits_per_byte.code"),
+        ("Accuracy", "accuracy.piqa"),
+        ("Accuracy", "accuracy_norm.piqa"),
     }
     dropped = next(m for m in found if m.name == "moe/dropped")
     assert math.isnan(dropped.lines[0].values[0])
