@@ -32,6 +32,15 @@ KEYS = "reference/keys.md"
 KINDS = {"model.flavor": "model", "float8.recipe": "float8", "activation_checkpoint.recipe": "activation_checkpoint"}
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the pages of docs that stand nowhere else in the navigation, at the end of what goes in depth."""
+    listed = str(config.nav)
+    rest = [page.name for page in sorted((ROOT / "docs").glob("*.md")) if f"'{page.name}'" not in listed]
+    reference = next(part["Reference"] for part in config.nav or [] if "Reference" in part)
+    next(part["In depth"] for part in reference if "In depth" in part).extend(rest)
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the page of every key."""
     files.append(File.generated(config, KEYS, content=keys_page()))
