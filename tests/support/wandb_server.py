@@ -28,6 +28,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.outage: int | None = 503
         self.files: dict[str, bytes] = {}
         self.configs: dict[str, str] = {}  # of each run, as JSON
+        self.summaries: list[dict[str, Any]] = []  # written to runs that have ended
         self.sent: dict[str, list[tuple[int, list[str]] | None]] = {}  # offset and lines; None where a run begins
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -90,6 +91,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         project = {"id": "P", "name": "proj", "entity": {"id": "E", "name": "me"}}
         if name in ("Viewer", "GetDefaultEntity"):
             return {"viewer": {"id": "U", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+        if name == "UpsertBucket" and "name" not in given:  # a word on a run that has ended
+            self.server.summaries.append(json.loads(given["summaryMetrics"]))
+            return {"upsertBucket": {"bucket": {"id": "B"}, "inserted": False}}
         if name == "UpsertBucket" and self.server.up:
             is_new = given["name"] not in self.server.sent
             sent = self.server.sent.setdefault(given["name"], [])

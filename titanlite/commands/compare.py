@@ -24,6 +24,7 @@ from titanlite.comparison.reruns import floor_of, measure_floor, parting
 from titanlite.comparison.runs import RunRecord, read_runs
 from titanlite.comparison.tables import RESULTS, config_differences, results
 from titanlite.comparison.verdict import Verdict
+from titanlite.comparison.wandb_verdicts import send_verdicts
 from titanlite.observe.metrics import RunError
 from titanlite.text_table import columns
 
@@ -42,6 +43,7 @@ _COMMAND = Command(
         "--tolerance NATS": "difference of the loss that is accepted, the whole interval within it",
         "--layers K": "take K steps of each config once more, and name the first layer and tensor that differ",
         "--out FILE": "file for the plot; default: loss.png in the folder of a single run, else compare.png here",
+        "--wandb": "write verdict and picture to the runs' pages on wandb's server",
         "--report FILE.html": "file for a report with charts of all metrics, which a browser shows without a network",
     },
     takes="RUN [RUN ...]",
@@ -82,6 +84,9 @@ def run(argv: Sequence[str]) -> int:
             sys.stdout.write(_parting_line(record, parting((folders[0], records[0]), (folder, record), steps), steps))
     with _writable("--out", out):
         draw_losses(records, out, verdicts)
+    if "--wandb" in given:
+        for path in send_verdicts(list(zip(folders, records, strict=True)), judged, out):
+            sys.stdout.write(f"wandb: {path} has the verdict\n")
     if report is not None:
         with _writable("--report", report):
             write_report(records, report, verdicts)

@@ -34,7 +34,8 @@ _OF_WANDB = b":W&B"  # how a file begins
 # entity/project/id, with a mark before it or as the address of its page; `Path` has made one slash of two.
 _PATH = re.compile(r"(?:wandb:|https?:/[^/]+/)?([\w.-]+)/([\w.-]+)/(?:runs/)?([a-z0-9]{8})")
 _FILES = ("config.toml", "receipt.json")
-_TIMEOUT_S = 30
+TIMEOUT_S = 30
+"""How long to wait for one answer of wandb's server."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,26 @@ def is_run_path(path: Path) -> bool:
     return _PATH.fullmatch(str(path)) is not None and not os.path.lexists(path)
 
 
+def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
+    """Return the path of a run on wandb's server; None if it is not one of wandb's.
+
+    Args:
+        path: the run's folder, a folder of wandb's or its file, or entity/project/run_id.
+        config: the run's, by dotted keys; it says the project. Of whom it is, the user's key says.
+    """
+    match = _PATH.fullmatch(str(path)) if is_run_path(path) else None
+    if match is not None:
+        return "/".join(match.groups())
+    file = wandb_file(path)
+    if file is not None:
+        run_id = file.stem.removeprefix("run-")
+    elif os.path.isfile(path / "wandb/run_id"):
+        run_id = (path / "wandb/run_id").read_text(errors="replace").strip()
+    else:
+        return None
+    return f"{config.get('metrics.wandb_project', 'titanlite')}/{run_id}"
+
+
 def read_wandb_folder(path: Path) -> WandbRecord:
     """Read an offline run of wandb's.
 
@@ -128,7 +149,7 @@ def read_wandb_path(path: Path) -> WandbRecord:
     assert match is not None  # noqa: S101  # `is_run_path` is asked before
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # of hints on logging in
-            api = wandb.Api(timeout=_TIMEOUT_S)
+            api = wandb.Api(timeout=TIMEOUT_S)
             run = api.run("/".join(match.groups()))
             lines = list(run.scan_history(use_cache=False))
             state = {"finished": "", "crashed": "failed", "killed": "failed"}.get(run.state, run.state)

@@ -15,16 +15,19 @@ import pytest
 
 from tests.support.needs import slow
 from tests.support.wandb_server import Server
+from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.wandb_runs import read_offline, rows_of_lines
+from titanlite.comparison.wandb_verdicts import send_verdicts
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.config.write import to_toml
-from titanlite.observe.metrics import read_metrics
+from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.observe.wandb_process import _open_lines
 
 ROOT = Path(__file__).parents[3]
 START = """
 import os, signal, sys, time
 from pathlib import Path
+from titanlite.comparison.wandb_verdicts import send_verdicts
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
@@ -359,9 +362,9 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     assert json.loads(history.server.files["receipt.json"]) == [entry]
     path = f"me/proj/{(history.folder / 'wandb/run_id').read_text().strip()}"
 
-    def compare(other: str) -> tuple[int, str, str]:
+    def compare(*words: str, command: tuple[str, ...] = ("-c", COMPARE)) -> tuple[int, str, str]:
         done = subprocess.run(
-            [sys.executable, "-c", COMPARE, str(history.folder), other],
+            [sys.executable, *command, str(history.folder), *words],
             env=history.environment, cwd=history.folder.parent, capture_output=True, text=True, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
@@ -371,3 +374,18 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     assert code == 1
     assert "me/proj/01234567 = Could not find run" in said
     assert "there is no such folder here" in said
+
+    (history.folder / "config.toml").write_text(to_toml(Config(metrics=Metrics(wandb="online", wandb_project="proj"))))
+    code, out, _ = compare(path, "--wandb", command=("-m", "titanlite", "compare"))
+    assert code == 0
+    assert out.startswith("equal bits\n")
+    assert out.count(f"wandb: {path} has the verdict\n") == 2
+    lines = [(summary["compare/verdict"], summary["compare/with"]) for summary in history.server.summaries]
+    assert lines == [("the first of 2 runs", "run"), ("equal bits", "run")]
+    assert history.server.files["compare.png"] == (history.folder.parent / "compare.png").read_bytes()
+
+
+def test_verdicts_are_for_runs_that_wandb_has(tmp_path: Path) -> None:
+    record = RunRecord(name="run", rows=[], config={}, state="", receipt=None)
+    with pytest.raises(RunError, match="a run that wandb has"):
+        send_verdicts([(tmp_path, record)], [], tmp_path / "compare.png")

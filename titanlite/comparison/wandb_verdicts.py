@@ -1,0 +1,57 @@
+"""Show the verdict of a comparison on the pages of Weights & Biases of the runs that were compared.
+
+A run that goes on counts its lines itself, so nothing is added to its history: the verdict stands in its summary, under
+`compare/verdict` and `compare/with`, and the picture is a file of the run. A later comparison takes the place of both.
+"""
+
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+from titanlite.comparison.runs import RunRecord
+from titanlite.comparison.verdict import Verdict
+from titanlite.comparison.wandb_runs import TIMEOUT_S, wandb_run_path
+from titanlite.observe.metrics import RunError
+from titanlite.redact import redact
+
+
+def send_verdicts(
+    runs: Sequence[tuple[Path, RunRecord]], verdicts: Sequence[Verdict | None], picture: Path
+) -> list[str]:
+    """Write each verdict, and the picture, to the page of its run.
+
+    Args:
+        runs: the path and the content of each run; the first is the one that others are compared with.
+        verdicts: on each run but the first.
+        picture: the file.
+
+    Returns:
+        The paths of the runs on wandb's server.
+
+    Raises:
+        RunError: a run is not one of wandb's, or the server does not take what is sent.
+    """
+    paths = [wandb_run_path(path, record.config) for path, record in runs]
+    for (path, _), found in zip(runs, paths, strict=True):
+        if found is None:
+            want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
+            raise RunError.of("titanlite compare", "--wandb", str(path), want, fix)
+    import wandb
+
+    first = runs[0][1].name
+    lines = [f"the first of {len(runs)} runs", *(v.line if v else "no step in common" for v in verdicts)]
+    sent: list[str] = []
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            api = wandb.Api(timeout=TIMEOUT_S)
+            for path, line in zip(paths, lines, strict=True):
+                run = api.run(path or "")
+                run.summary.update({"compare/verdict": line, "compare/with": first})
+                run.upload_file(str(picture), root=str(picture.parent))
+                sent.append("/".join(run.path))
+    except Exception as error:  # wandb's, and of the network's
+        saw = redact(str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        want, fix = "a server of wandb's that takes verdicts on these runs", "`wandb login`; `wandb sync` offline runs"
+        raise RunError.of("titanlite compare", "--wandb", saw, want, fix) from error
+    return sent
