@@ -126,7 +126,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation"), None
-    attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation", "data")
+    attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation")
     if inputs is not None and config.checkpoint.enable and config.job.strict:
         saved = attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
