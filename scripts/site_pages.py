@@ -2,7 +2,8 @@
 
 The page of every key is made of the config's schema, ranges, shipped recipes and configs, so that it cannot say
 anything else. A key that a page names becomes a link to its paragraph. A page that is a single link to a part of
-README.md has that part in its place: on a code host it is a link, on the site the text itself.
+README.md has that part in its place: on a code host it is a link, on the site the text itself. A comment
+`<!-- bars: TABLE, COLUMN -->` becomes a chart of a table of docs/performance.md.
 """
 
 import dataclasses
@@ -48,8 +49,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Put a part of README.md in the place of a link to it that is all of a paragraph."""
+    """Put charts in the place of their comments, and parts of README.md in that of links that are a paragraph."""
     here = Path(page.file.src_uri).parent
+    markdown = re.sub(r"(?m)^<!-- bars: (\w+), (.+) -->$", lambda asked: bars(asked[1], asked[2]), markdown)
     return re.sub(r"(?m)^\[(.+)\]\((?:\.\./)+README\.md#[\w-]+\)$", lambda link: readme_part(link[1], here), markdown)
 
 
@@ -77,6 +79,21 @@ def readme_part(heading: str, here: Path) -> str:
         return f"[{link[1]}]({os.path.relpath(link[2].removeprefix('docs/'), here)})"
 
     return re.sub(r"\[([^\]]+)\]\((?!https?:)([^)]+)\)", moved, part[1])
+
+
+def bars(table: str, column: str) -> str:
+    """Return a chart of a column of a table of docs/performance.md: a bar for each row, named by its first cells."""
+    page = (ROOT / "docs" / "performance.md").read_text()
+    text = page.partition(f"<!-- table: {table} -->\n")[2].partition("<!-- end -->")[0].replace("`", "")
+    head, _, *rows = ([cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines())
+    at = head.index(column)
+    first = next(i for i, cell in enumerate(rows[0]) if re.fullmatch(r"[\d,.]+", cell))
+    values = [float(row[at].replace(",", "")) for row in rows]
+    lines = [
+        f"<div>{' · '.join(row[:first])}<span><b style='width:{value / max(values):.1%}'></b>{row[at]}</span></div>"
+        for row, value in zip(rows, values, strict=True)
+    ]
+    return f"<div class='bars'><em>{' · '.join(head[:first])}: {column}</em>\n{chr(10).join(lines)}\n</div>\n"
 
 
 def keys_page() -> str:

@@ -78,3 +78,14 @@ def test_a_named_key_is_a_link_to_its_paragraph(site: Path) -> None:
     }
     assert len(links) > 20
     assert all(f'id="{link}"' in keys for link in links)
+
+
+def test_charts_are_as_long_as_their_rows_say(site: Path) -> None:
+    page = (site / "performance.html").read_text()
+    charts = [list[tuple[float, float]]() for _ in range(page.count("class='bars'"))]
+    for chart, text in zip(charts, page.split("class='bars'")[1:], strict=True):
+        found = re.findall(r"width:([\d.]+)%'></b>([\d,.]+)</span>", text)
+        chart += [(float(width), float(value.replace(",", ""))) for width, value in found]
+        longest = max(value for _, value in chart)
+        assert all(width == pytest.approx(100 * value / longest, abs=0.051) for width, value in chart)
+    assert [len(chart) > 5 for chart in charts] == [True, True]
