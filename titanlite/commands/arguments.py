@@ -115,7 +115,7 @@ class Command:
             textwrap.fill(text, 120, initial_indent=f"  {flag:{width}}  ", subsequent_indent=" " * (width + 4))
             for flag, text in rows.items()
         )
-        return f"{self._usage}\n\n{self.about.strip()}\n\n{table}".rstrip()
+        return f"{self._folded_usage()}\n\n{self.about.strip()}\n\n{table}".rstrip()
 
     @property
     def _own(self) -> dict[str, str]:
@@ -125,8 +125,19 @@ class Command:
 
     @property
     def _usage(self) -> str:
+        return " ".join(self._usage_parts)
+
+    @property
+    def _usage_parts(self) -> list[str]:
         own = [f"[{row}]" for name, row in self._own.items() if name != "--config"]
-        return " ".join(["titanlite", self.name, self.takes, *own])
+        return [f"titanlite {self.name}", self.takes, *own]
+
+    def _folded_usage(self) -> str:
+        """Return the usage in lines of at most 120 columns, which end between flags, to stand behind "usage: "."""
+        space, indent = "\N{NO-BREAK SPACE}", " " * len("usage: ")
+        text = " ".join(part.replace(" ", space) for part in self._usage_parts)
+        lines = textwrap.wrap(text, 120 - len(indent), break_on_hyphens=False, break_long_words=False)
+        return f"\n{indent}".join(lines).replace(space, " ")
 
     @property
     def _want(self) -> str:

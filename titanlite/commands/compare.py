@@ -1,4 +1,4 @@
-"""Compare runs: a verdict on each against the first, their loss curves, results, and how their configs differ.
+"""Compare runs: a verdict on each against the first, loss curves, results, and how their configs differ.
 
 The verdict stands first: "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of
 the loss over the last fifth of the steps. If a run differs, the exit code is 1. What rounding does is known from a run

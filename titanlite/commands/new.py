@@ -1,4 +1,4 @@
-"""Write a config for these GPUs, others or a CPU: layout, batch, learning rate and steps, each with its reason.
+"""Write a config for these GPUs, others or a CPU: layout, batch, learning rate and steps, with reasons.
 
 titanlite new                                     asks what is to be trained on what, in a terminal
 titanlite new mine.toml --model llama3-8B --data 'hf:allenai/c4:en' --tokenizer llama3/tokenizer.json --tokens 20B

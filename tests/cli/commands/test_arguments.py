@@ -11,6 +11,7 @@ from titanlite.preflight.run_folder import RunFolder
 
 EXPORT = "titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]"
 FLAGS = "a flag of this command:"
+OF_COMPARE = "--floor, --seeds, --tolerance, --layers, --out, --wandb, --report"
 MISTAKES = {
     "export": ("RUN\n", "a run's folder, with config.toml and checkpoints", "titanlite export outputs/run"),
     "export run --stp 2": ("--stp\n", f"{FLAGS} --step, --out", "did you mean --step?"),
@@ -36,8 +37,8 @@ MISTAKES = {
         "a run's folder, with config.toml and metrics.jsonl; there is no such folder",
         "give the path",
     ),
-    "compare run --outt x.png": ("--outt\n", f"{FLAGS} --out\n", "did you mean --out?"),
-    "compare run -v": ("-v\n", f"{FLAGS} --out\n", "titanlite compare RUN [RUN ...] [--out FILE]"),
+    "compare run --outt x.png": ("--outt\n", f"{FLAGS} {OF_COMPARE}\n", "did you mean --out?"),
+    "compare run -v": ("-v\n", f"{FLAGS} {OF_COMPARE}\n", "titanlite compare RUN [RUN ...] [--floor] [--seeds "),
     "compare run --out": ("--out\n", "a value", "--out FILE\n"),
     "validate run.toml --wrld 2": ("--wrld\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
     "validate run.toml more": ("more\n", "a flag, such as --training.steps 100", "leave it out"),
@@ -94,8 +95,9 @@ def test_help_names_every_flag_on_a_line_of_its_own(
     with pytest.raises(SystemExit) as ended:
         main([command, "run", flag])
     assert not ended.value.code
-    usage, *lines = capsys.readouterr().out.splitlines()
-    flags = [word.strip("[]") for word in usage.split() if word.startswith("[--")]
+    usage, _, rest = capsys.readouterr().out.partition("\n\n")
+    flags, lines = [word.strip("[]") for word in usage.split() if word.startswith("[--")], rest.splitlines()
     assert "--out" in flags
     assert [line.split()[0] for line in lines if line.startswith("  ")] == ["RUN", *flags]
-    assert max(map(len, [usage, *lines])) <= 120
+    assert max(map(len, [*usage.splitlines(), *lines])) <= 120
+    assert all(line.count("[") == line.count("]") for line in usage.splitlines())  # none ends within a flag
