@@ -22,6 +22,7 @@ from titanlite.config.renamed import replacement
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, MODELS
+from titanlite.errors import ConfigError
 
 _WIDTH = 100  # of a line with its comment
 _WARMUP = "lr_scheduler.warmup_steps"
@@ -133,7 +134,7 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
         name: of the run, which torchtitan has not.
 
     Raises:
-        ConfigError: it is missing or not TOML, or a value has not the type that its key has.
+        ConfigError: it is missing, not TOML or not torchtitan's, or a value has not the type that its key has.
     """
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     given = dict(_leaves(table))
@@ -156,9 +157,12 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
             made.kept.append(key)
             made.lines[key] = _Line(show(value), _other_meaning(there, key))
     problems.raise_all()
+    if not own and not any(key in schema_keys() or replacement(key, given[key]) for key in answered):
+        want = "a key or a value that only torchtitan has, as model.hf_assets_path; none is: this is no file to convert"
+        raise ConfigError.of(str(path), "keys", "", want, f"titanlite validate {path}")
     for key, answer in answered.items():
         _take_answer(made, key, answer)
-    if _WARMUP in made.kept and there(_WARMUP) > (steps := there("training.steps")):
+    if _WARMUP in made.kept and there.fits(_WARMUP) and there(_WARMUP) > (steps := there("training.steps")):
         made.lines[_WARMUP] = _Line(show(steps), f"was {show(there(_WARMUP))}, which torchtitan shortens to the run")
     for key, value in there.left_out({*given, *made.lines}).items():
         here = attrgetter(key)(Config())

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import tomli
 
+from tests.support.launched import REPOSITORY
 from titanlite.commands import main
 from titanlite.config.schema import Config
 
@@ -40,6 +41,8 @@ dataset = "c4_validation"
 enable = true
 sync_steps = 10
 """
+
+OWN = "[comm]\ntrace_buf_size = 20000\n"  # makes a file torchtitan's, and asks for nothing
 
 
 @pytest.fixture
@@ -123,7 +126,7 @@ def test_a_key_of_titanlite_stays(convert) -> None:
     ],
 )
 def test_a_key_that_means_something_else_says_so(convert, text: str, line: str, is_other: bool) -> None:
-    _, made, _ = convert(text)
+    _, made, _ = convert(text + OWN)
     assert (f"\n{line}  # " in made) == is_other
     assert (f"\n{line}\n" in made) != is_other
 
@@ -146,7 +149,7 @@ def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
     ],
 )
 def test_what_cannot_be_converted_writes_nothing(convert, text: str, said: str) -> None:
-    code, made, error = convert(text, "--out", "ours.toml")
+    code, made, error = convert(text + OWN, "--out", "ours.toml")
     assert (code, made) == (2, "")
     assert said in error
     assert not Path("ours.toml").exists()
@@ -158,11 +161,26 @@ def test_a_file_is_not_overwritten(convert) -> None:
     assert code == 2
     assert "fix:  remove ours.toml, or name another" in said
     assert Path("ours.toml").read_text() == "mine"
-    assert convert("", "--out", "no/such/folder.toml")[0] == 2
+    assert convert(OWN, "--out", "no/such/folder.toml")[0] == 2
 
 
 def test_the_run_is_named_after_the_file_that_is_written(convert) -> None:
-    _, said, _ = convert("", "--out", "ours.toml")
+    _, said, _ = convert(OWN, "--out", "ours.toml")
     assert tomli.loads(Path("ours.toml").read_text())["job"]["name"] == "ours"
     assert said.endswith("next: titanlite validate ours.toml --world N\n")
     assert Config().job.name == "run"
+
+
+def test_a_warmup_of_another_type_is_refused_however_long_it_is(convert) -> None:
+    code, _, said = convert(THEIRS.replace("warmup_steps = 100", 'warmup_steps = "200"'))
+    assert code == 2
+    line = THEIRS.splitlines().index("warmup_steps = 100") + 1
+    assert f'line {line}  lr_scheduler.warmup_steps = "200"\n' in said
+    assert "want: a whole number\n" in said
+
+
+def test_a_file_without_a_key_of_torchtitan_is_refused(convert) -> None:
+    for text in (Path(REPOSITORY, "configs/debug.toml").read_text(), "[model]\nnosuch = 1\n", ""):
+        code, made, said = convert(text)
+        assert (code, made) == (2, "")
+        assert "want: a key or a value that only torchtitan has, as model.hf_assets_path; none is: " in said
