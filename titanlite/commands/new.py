@@ -8,15 +8,15 @@ Layout, micro-batch and save-list are the fastest by the forecast that fit; batc
 compute of the whole run. The file says in comments why, what else there was, and how many days the run takes.
 """
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
+from titanlite.commands.new_wishes import Wishes, check_wishes, file_to_write, token_count, wished_model
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
-from titanlite.forecast.device_specs import DEVICES
+from titanlite.preflight.machine import GPU_NAMES, machine_here, machine_named
 from titanlite.text_table import folded, terminal_width
 
 _MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
@@ -30,13 +30,12 @@ _COMMAND = Command(
         f"{_DATA} SOURCE": "text to train on, as data.source: python_stdlib, files, or hf:<dataset>",
         f"{_TOKENIZER} PATH": "tokenizer.json, or bytes; default: bytes",
         f"{_TOKENS} N": "tokens to train on, as 20B or 1.5e9; default: 20 for each parameter",
-        f"{_GPU} NAME": f"plan for this GPU instead of those here: {', '.join(DEVICES)}, cpu, or another's name",
+        f"{_GPU} NAME": f"plan for this GPU instead of those here: {', '.join(GPU_NAMES)}",
         f"{_GIB} GIB": "memory of each GPU, if it is not that GPU's; without --gpu, that of the nearest in memory",
-        f"{_WORLD} N": "number of GPUs, or on a CPU of processes; default: all GPUs here, or one process",
+        f"{_WORLD} N": "number of GPUs, over 8 whole hosts, or of processes of a CPU; default: all GPUs here, or one",
     },
     "[FILE]",
 )
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def run(argv: list[str]) -> int:
@@ -48,26 +47,30 @@ def run(argv: list[str]) -> int:
     is_terminal = _is_terminal()
     if not is_terminal:
         _refuse_to_guess(given)
-    tokens, world, gib = _token_count(given.get(_TOKENS, "0")), _world_named(given), _memory_named(given)
+    tokens = token_count(given[_TOKENS]) if _TOKENS in given else 0
+    world, gib = _world_named(given), _memory_named(given)
+    named, model, data = (files[0] if files else None), given.get(_MODEL), given.get(_DATA)
+    tokenizer = given.get(_TOKENIZER, "bytes")
+    is_named = _GPU in given or _GIB in given
+    machine = machine_named(given.get(_GPU, ""), gib, world or 1) if is_named else None
+    check_wishes(model, data, tokenizer)
+    if named or model:
+        file_to_write(named, model or "")
     # What follows imports torch, which takes seconds: not for a mistake in a flag.
     with at_work("loading torch, and looking at the GPUs"):
-        from titanlite.commands.new_choices import TOKENS_A_PARAMETER, Wishes, choose_run, default_model, wished_model
+        from titanlite.commands.new_choices import TOKENS_A_PARAMETER, choose_run, default_model
         from titanlite.commands.new_file import config_text, outlook_in_words, start_command
-        from titanlite.preflight.machine import machine_here, machine_named
 
-        is_named = _GPU in given or _GIB in given
-        machine = machine_named(given.get(_GPU, ""), gib, world or 1) if is_named else machine_here(world)
+        machine = machine or machine_here(world)
     if is_terminal:
         sys.stderr.write(f"for {machine}\n")
-    model = given.get(_MODEL) or _ask("model, as llama3-8B", default_model(machine), wished_model)
-    data = given.get(_DATA) or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", _found)
-    tokenizer = given.get(_TOKENIZER, "bytes")
+    model = model or _ask("model, as llama3-8B", default_model(machine), wished_model)
+    file = file_to_write(named, model)
+    data = data or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", _found)
     if is_terminal and _TOKENIZER not in given:
         tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", _loaded)
     if is_terminal and _TOKENS not in given:
-        tokens = _token_count(_ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter", "0", _token_count))
-    wished = wished_model(model)
-    file = Path(files[0] if files else f"{wished.name}-{wished.flavor.lower()}.toml")
+        tokens = _counted(_ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter", "0", _counted))
     with at_work("comparing layouts, batches and save-lists"):
         choices = choose_run(file.stem, Wishes(model, data, tokenizer, tokens), machine)
     _write_checked(file, config_text(choices, str(file)), machine.world)
@@ -122,14 +125,8 @@ def _loaded(tokenizer: str) -> None:
     load_tokenizer(tokenizer, False)
 
 
-def _token_count(text: str) -> int:
-    """Read a number of tokens, as 20B, 1.5e9 or 2_000_000."""
-    found = re.fullmatch(r"([0-9_,]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMBT]?)", text.strip(), re.IGNORECASE)
-    if not found:
-        raise ConfigError.of(
-            "command line", _TOKENS, text, "a number of tokens, as 20B, 500M or 1.5e9", f"{_TOKENS} 20B"
-        )
-    return int(float(found[1].replace(",", "").replace("_", "")) * _UNITS[found[2].upper()])
+def _counted(answer: str) -> int:
+    return 0 if answer == "0" else token_count(answer)
 
 
 def _world_named(given: dict[str, str]) -> int | None:
@@ -159,7 +156,7 @@ def _write_checked(file: Path, text: str, world: int) -> None:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)
     except OSError as error:
-        want = f"a file that does not exist, in a folder that can be written: {error.strerror}"
+        want = f"a file that can be written: {error.strerror}"
         raise ConfigError.of("command line", "FILE", str(file), want, "name another") from None
     try:
         checked = checked_run(["--config", str(file)], world)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from titanlite import recipes
+from titanlite.commands.new_wishes import Wishes, wished_inputs, wished_model
 from titanlite.config.architectures import n_parameters
-from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, Model
+from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.tokenizer import few_ids, rows_for
 from titanlite.errors import ConfigError, TitanliteError
@@ -39,23 +39,6 @@ CPU_MFU = 0.2
 _LARGE = 5 * 10**8  # parameters from which on a model is trained on long sequences
 _CPU_VALIDATION = 8  # global batches
 _SAVES_EVERY_S = 3600.0
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What a person says of a run.
-
-    Attributes:
-        model: name and flavor, as `llama3-8B`.
-        data: `data.source`.
-        tokenizer: `data.tokenizer`.
-        tokens: to train on; 0: as many as suit the model.
-    """
-
-    model: str
-    data: str
-    tokenizer: str = "bytes"
-    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,8 +84,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     """
     model = wished_model(wishes.model)
     config = replace(Config(model=model), job=replace(Config().job, name=name))
-    config = replace(config, data=replace(config.data, source=wishes.data, tokenizer=wishes.tokenizer))
-    inputs = check_inputs(config, None)
+    config, inputs = wished_inputs(config, wishes.data, wishes.tokenizer)
     model = replace(model, vocab_size=_vocabulary(inputs, recipes.model_dims(config)))
     config = replace(config, model=model)
     dims = recipes.model_dims(config)
@@ -140,18 +122,6 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         outlook=expected,
         float8=_float8_gain(chosen, dims, machine),
     )
-
-
-def wished_model(text: str) -> Model:
-    """Read a model's name, as `llama3-8B`; of a flavor alone, as `8B`, it is llama3's.
-
-    Raises:
-        RecipeError: there is no such model.
-    """
-    text = text if "-" in text else f"llama3-{text}"
-    recipes.load("model", text, origin=Origin("command line"))
-    name, _, flavor = text.partition("-")
-    return Model(name=name, flavor=flavor)  # type: ignore[arg-type]  # of an architecture that there is
 
 
 def default_model(machine: Machine) -> str:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from titanlite.byte_size import GIB
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
@@ -34,7 +35,6 @@ from titanlite.parallel.fsdp import frees_after_forward
 if TYPE_CHECKING:
     from torch import nn
 
-GIB = 2**30
 HOLES = 0.2
 """Share of the gradients of blocks that they leave unused where they follow activations: holes too small for the next.
 Measured: 0.15 to 0.21 (runs of `2f2e563` in benchmarks/results/runs.jsonl)."""

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,7 +73,7 @@ def test_in_a_terminal_it_asks_until_an_answer_is_one(
     assert asked.count("hf:<dataset> [python_stdlib]: ") == 2
     assert asked.count("tokenizer.json [bytes]: ") == 1
     assert asked.count("20 for each parameter [0]: ") == 2
-    assert "want: a number of tokens, as 20B, 500M or 1.5e9" in asked
+    assert "want: a number of tokens from 1 to 1e+18, as 20B, 500M or 1.5e9" in asked
     config = tomli.loads(Path("llama3-debug.toml").read_text())
     assert config["data"]["source"] == text
     assert config["data"]["max_tokens"] == 2_000_000
@@ -102,8 +104,12 @@ def test_without_a_terminal_and_without_flags_it_is_one_error(call: Call, text: 
         (("--tokenizer", "nosuch.json"), "nosuch.json"),
         (("--world", "0"), "a number of GPUs, at least 1"),
         (("--device-gib", "much"), "the GiB of a GPU"),
-        (("--gpu", "Z80"), "h100, h200 or cpu; of another GPU --device-gib as well"),
-        (("--gpu", "Z80", "--device-gib", "80"), "one whose data sheet is"),
+        (("--tokens", "0"), "a number of tokens from 1 to"),
+        (("--tokens", "0.5"), "a number of tokens from 1 to"),
+        (("--tokens", "1e999"), "a number of tokens from 1 to"),
+        (("--gpu", "Z80"), "want: one of h100, h200, a100, a100-40gb, b200, cpu"),
+        (("--gpu", "Z80", "--device-gib", "80"), "want: one of h100, h200, a100, a100-40gb, b200, cpu"),
+        (("--gpu", "h100", "--world", "20"), "fix:  --world 16 or --world 24"),
         (("--gpu", "h100", "--model", "8B"), "fix:  --world 2, or a smaller model: titanlite recipes model"),
         (("--gpu", "cpu", "--model", "8B", "--device-gib", "64"), "fix:  a smaller model: titanlite recipes model"),
     ],
@@ -114,9 +120,61 @@ def test_what_is_wrong_is_said_and_nothing_is_written(call: Call, text: str, fla
 
 
 def test_a_file_that_is_there_stays(call: Call, text: str) -> None:
-    Path("mine.toml").write_text("mine")
-    assert "File exists" in call("new", "mine.toml", "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
-    assert Path("mine.toml").read_text() == "mine"
+    for file, named in (("mine.toml", ["mine.toml"]), ("llama3-debug.toml", [])):
+        Path(file).write_text("mine")
+        said = call("new", *named, "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
+        assert f"FILE = {file}\n" in said
+        assert "want: a file that does not exist: this one does\n" in said
+        assert Path(file).read_text() == "mine"
+
+
+def test_a_file_in_no_folder_is_another_mistake(call: Call, text: str) -> None:
+    said = call("new", "runs/mine.toml", "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
+    assert "want: a file in a folder that exists: runs does not\n" in said
+    assert "fix:  mkdir -p runs, or name another\n" in said
+    Path("runs").mkdir()
+    call("new", "runs/mine.toml", "--model", "debug", "--data", text, "--gpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("there.toml",),
+        ("nosuch/mine.toml",),
+        ("--model", "9B"),
+        ("--tokenizer", "nosuch.json"),
+        ("--data", "nosuch/*.txt"),
+        ("--gpu", "Z80"),
+        ("--gpu", "h100", "--world", "20"),
+        ("--model", "9B", "--data", "nosuch.txt", "--tokenizer", "nosuch.json"),
+    ],
+)
+def test_mistakes_are_found_before_torch_is_imported(
+    call: Call, text: str, flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loads_torch(_: str) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("titanlite.commands.new.at_work", loads_torch)
+    Path("there.toml").touch()
+    with pytest.raises(AssertionError):
+        main(["new", "--model", "debug", "--data", text])
+    said = call("new", "--model", "debug", "--data", text, *flags, ends=2)
+    for flag in flags[1::2]:
+        assert flag in said or flag == "h100"
+
+
+def test_what_checks_the_flags_needs_no_torch() -> None:
+    program = "import sys, titanlite.commands.new, titanlite.preflight.machine as m; m.machine_named('a100', None, 8)"
+    subprocess.run([sys.executable, "-c", f"{program}; sys.exit('torch' in sys.modules)"], check=True)
+
+
+def test_the_start_is_the_same_on_the_terminal_and_in_the_file(call: Call, text: str) -> None:
+    said = call("new", "mine.toml", "--model", "1B", "--data", text, "--gpu", "h200", "--world", "64")
+    start = "torchrun --nnodes 8 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py"
+    assert said.endswith(f"      {start} --config mine.toml\n")
+    in_file = Path("mine.toml").read_text().replace("\\\n#", "")
+    assert f"{start} --config mine.toml" in " ".join(in_file.split())
 
 
 def test_the_learning_rate_is_that_of_the_paper() -> None:

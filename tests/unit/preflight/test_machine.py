@@ -6,7 +6,8 @@ import pytest
 
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
-from titanlite.preflight.machine import machine_here, machine_named
+from titanlite.observe.peak_flops import dense_bf16_flops
+from titanlite.preflight.machine import DATA_SHEETS, GPU_NAMES, machine_here, machine_named
 
 
 def here(monkeypatch: pytest.MonkeyPatch, name: str, gib: float, count: int) -> None:
@@ -26,17 +27,53 @@ def test_gpus_of_this_host_have_the_rates_measured_on_such(monkeypatch: pytest.M
     assert machine_here(world=2).world == 2
 
 
-def test_speeds_that_were_not_measured_are_scaled_by_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
-    here(monkeypatch, "NVIDIA A100-SXM4-40GB", 39.5, 4)
-    machine, rates = machine_here(), measured_rates("h100")
+def test_speeds_that_were_not_measured_are_scaled_by_what_limits_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100 of 40 GB has a third of an H100's FLOPs, half of its bandwidth of memory, two thirds of its links."""
+    here(monkeypatch, "NVIDIA A100-SXM4-40GB", 39.4, 4)
+    machine, h100 = machine_here(), measured_rates("h100")
     assert not machine.is_measured
-    assert machine.rates is not None
-    assert machine.rates.device_gib == 39.5
-    assert machine.rates.matmul_alone == pytest.approx(rates.matmul_alone * 312 / 989)
-    assert machine.rates.attention[128] == pytest.approx([x * 312 / 989 for x in rates.attention[128]])
-    assert machine.flags == "--world 4 --device-gib 39.5"
-    here(monkeypatch, "NVIDIA H100 PCIe", 79.6, 1)  # of the name, and slower
-    assert not machine_here().is_measured
+    assert (rates := machine.rates) is not None
+    assert rates.device_gib == 39.4
+    for name in ("matmul_alone", "matmul_beside_collectives", "float8_fast", "float8_split"):
+        assert getattr(rates, name) == pytest.approx(getattr(h100, name) * 312 / 989)
+    assert rates.attention[128] == pytest.approx([x * 312 / 989 for x in h100.attention[128]])
+    assert rates.attention_window == pytest.approx([x * 312 / 989 for x in h100.attention_window])
+    for name in ("memory", "optimizer"):
+        assert getattr(rates, name) == pytest.approx(getattr(h100, name) * 1555 / 3350)
+    for name in ("tensor_parallel", "fsdp"):
+        assert getattr(rates, name) == pytest.approx(getattr(h100, name) * 600 / 900)
+    assert (rates.fused, rates.host, rates.window) == (h100.fused, h100.host, h100.window)
+    assert machine.flags == "--world 4 --device-gib 39.4"
+    assert machine_named("a100-40gb", None, 4).rates == rates
+
+
+def test_data_sheets_have_the_flops_that_mfu_counts_by() -> None:
+    for sheet in DATA_SHEETS.values():
+        assert dense_bf16_flops(sheet.board) == sheet.flops * 1e12
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA L40S", "NVIDIA GB200"])
+def test_a_gpu_here_whose_bandwidths_are_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    here(monkeypatch, name, 79.6, 1)
+    with pytest.raises(ConfigError) as refused:
+        machine_here()
+    assert f"GPU = {name}" in str(refused.value)
+    assert "want: one of h100, h200, a100, a100-40gb, b200, cpu: of others" in str(refused.value)
+    assert "as --gpu h100 --device-gib 79.6: " in str(refused.value)
+
+
+@pytest.mark.parametrize(("world", "fix"), [(9, "--world 8 or --world 16"), (20, "--world 16 or --world 24")])
+def test_gpus_that_are_no_whole_hosts_are_refused(monkeypatch: pytest.MonkeyPatch, world: int, fix: str) -> None:
+    here(monkeypatch, "NVIDIA H200", 139.8, 8)
+    for make in (
+        lambda: machine_here(world),
+        *(lambda gpu=gpu: machine_named(gpu, 80, world) for gpu in ("", "h100", "a100")),
+    ):
+        with pytest.raises(ConfigError, match=fix):
+            make()
+    assert machine_here(64).world == machine_named("a100", None, 64).world == 64
+    assert machine_named("h100", None, 6).world == 6
+    assert machine_named("cpu", 8, 20).world == 20
 
 
 def test_without_gpus_it_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +93,12 @@ def test_memory_alone_names_the_nearest_gpu(gib: float, device: str, takes: floa
     assert machine.rates.device_gib == takes
 
 
-def test_a_gpu_of_which_nothing_is_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one whose data sheet is"):
-        machine_named("Voodoo", 8, 1)
+@pytest.mark.parametrize("gib", [None, 40])
+def test_what_is_said_of_a_gpu_of_which_nothing_is_known_is_taken(gib: float | None) -> None:
+    with pytest.raises(ConfigError) as refused:
+        machine_named("Voodoo", gib, 1)
+    assert f"want: one of {', '.join(GPU_NAMES)}: " in str(refused.value)
+    assert f"fix:  the nearest, as --gpu h100 --device-gib {gib or 80}: " in str(refused.value)
+    assert machine_named("h100", gib or 80, 1).gib == (gib or 79.1)
+    for name in GPU_NAMES:
+        assert machine_named(name, None, 1).gib > 0
