@@ -19,10 +19,14 @@ from titanlite.observe.step_profile import (
     COMPUTE,
     DATA_WAIT,
     DEVICE_WORK,
+    EVALUATION,
     HOST_WORK,
     MATMUL,
+    NUMERICS,
     OPTIMIZER,
     RECOMPILATION,
+    SAVING,
+    VALIDATION,
 )
 
 NOTABLE = 0.05
@@ -97,7 +101,7 @@ def _waits(run: ProfiledSteps) -> list[Cause]:
     where, more = max(excess.items(), key=lambda item: item[1])
     host = next(profile.host for profile in run.profiles if profile.rank == last)
     because = f"the others wait {us / 1e3:.1f} ms a step for it; it has {more / 1e3:.1f} ms more of {where} than they"
-    if where in (DATA_WAIT, RECOMPILATION, ASIDE):
+    if where in (DATA_WAIT, RECOMPILATION, *ASIDE):
         fix = advice(where, run.config)
     else:
         what = "its processors and who else uses them" if where == HOST else "its clock, temperature and neighbours"
@@ -112,8 +116,8 @@ def _seen(category: str, run: ProfiledSteps) -> str:
         return f"torch.compile made {run.graphs} graphs in these steps, of which there should be none"
     if category == HOST:
         return "the device has nothing to do while the host prepares its work"
-    if category == ASIDE:
-        return "the profiled steps have a validation or a checkpoint among them"
+    if category in ASIDE:
+        return f"between the profiled steps was {_BETWEEN[category]}"
     return f"nothing hides these collectives over {category.removeprefix(f'{COMMUNICATION} ')}"
 
 
@@ -122,6 +126,8 @@ def advice(category: str, config: Mapping[str, Any]) -> str:
     is_compiled = config.get("compile.enable", True)
     if category in (HOST, COMPUTE, CASTS) and not is_compiled:
         return "compile.enable = true makes fewer and larger kernels"
+    if category == SAVING and config.get("checkpoint.async_mode") == "async":
+        return f"checkpoint.interval makes it rarer; {_WITHOUT}"
     if category == f"{COMMUNICATION} dp_shard":
         if config.get("parallelism.fsdp_copy_engines") == "never":
             return 'parallelism.fsdp_copy_engines = "default" takes no multiprocessors from matmuls'
@@ -134,11 +140,21 @@ def advice(category: str, config: Mapping[str, Any]) -> str:
     return _ADVICE[category]
 
 
+_BETWEEN = {
+    VALIDATION: "a validation, the loss on held-out text",
+    EVALUATION: "an evaluation, the accuracy in tasks",
+    SAVING: "a checkpoint that was saved",
+    NUMERICS: "a measurement of what float8 does to each layer",
+}
+_WITHOUT = "profiling.start_step chooses steps without it"
 _ADVICE = {
     DATA_WAIT: "data.cache_dir: the token shards belong on a disk that keeps up, as one of this host",
     RECOMPILATION: "profiling.start_step: later steps, where all is compiled; if it goes on, a shape changes",
     HOST: "training.local_batch_size: more tokens give the device more to do for each launch",
-    ASIDE: "profiling.start_step: steps without them; checkpoint.async_mode, validation.freq make them rarer",
+    VALIDATION: f"validation.freq makes it rarer, validation.steps shorter; {_WITHOUT}",
+    EVALUATION: f"evaluation.freq makes it rarer, fewer evaluation.tasks shorter; {_WITHOUT}",
+    SAVING: f'checkpoint.async_mode = "async" saves beside the steps, checkpoint.interval more rarely; {_WITHOUT}',
+    NUMERICS: f"metrics.float8_numerics_freq makes it rarer; {_WITHOUT}",
     STRAGGLER_WAIT: "no key: ranks have unequal work or share their processors with something else",
     f"{COMMUNICATION} dp_shard": "training.local_batch_size: more work for each gather hides more of it",
     f"{COMMUNICATION} dp_replicate": "training.global_batch_size: more micro-steps need fewer reductions",

@@ -13,15 +13,18 @@ from titanlite.explain.causes import Cause, losses, work
 from titanlite.explain.divide import CATEGORIES, HOST, STRAGGLER_WAIT
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.step_profile import (
-    ASIDE,
     ATTENTION,
     CASTS,
     COMMUNICATION,
     COMPUTE,
     DATA_WAIT,
+    EVALUATION,
     MATMUL,
+    NUMERICS,
     OPTIMIZER,
     RECOMPILATION,
+    SAVING,
+    VALIDATION,
 )
 
 _SIZES = ("model.*", "training.seq_len", "training.local_batch_size", "training.global_batch_size")
@@ -44,7 +47,10 @@ TOUCHES = {
     RECOMPILATION: ("compile.enable", "activation_checkpoint.*", "model.*", "training.seq_len"),
     DATA_WAIT: ("data.*", "training.seq_len", "training.local_batch_size", "training.global_batch_size"),
     HOST: (*_SIZES, *_AGAIN, "compile.enable", "float8.*", "metrics.*", "parallelism.*"),
-    ASIDE: ("validation.*", "checkpoint.*", "metrics.float8_numerics_freq"),
+    VALIDATION: ("validation.*",),
+    EVALUATION: ("evaluation.*",),
+    SAVING: ("checkpoint.*",),
+    NUMERICS: ("metrics.float8_numerics_freq",),
 }
 """Config keys, as shell patterns, that can change the time of a category."""
 

@@ -19,14 +19,16 @@ from titanlite.observe.step_profile import (
     ASIDE,
     AXES,
     COMMUNICATION,
+    DATA_WAIT,
     DEVICE_WORK,
     HOST_WORK,
+    RECOMPILATION,
     RankProfile,
 )
 
 HOST, STRAGGLER_WAIT = "host", "waiting for other ranks"
 EXPOSED = tuple(f"{COMMUNICATION} {axis}" for axis in AXES)
-CATEGORIES = (*DEVICE_WORK, *EXPOSED, STRAGGLER_WAIT, *HOST_WORK[1:], HOST, ASIDE)
+CATEGORIES = (*DEVICE_WORK, *EXPOSED, STRAGGLER_WAIT, RECOMPILATION, DATA_WAIT, HOST, *ASIDE)
 """All parts of a step, in the order in which they are shown."""
 
 
@@ -95,7 +97,7 @@ def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) ->
         edges: [steps + 1] µs, the steps' edges.
     """
     communication = (STRAGGLER_WAIT, *EXPOSED)
-    order = (ASIDE, *DEVICE_WORK, *communication, *HOST_WORK[1:])
+    order = (*ASIDE, *DEVICE_WORK, *communication, RECOMPILATION, DATA_WAIT)
     if profile.device == "cpu":
         order = (*HOST_WORK, *DEVICE_WORK, *communication)
     spans = {**profile.spans, STRAGGLER_WAIT: merge_spans(waits.spans.get(profile.rank, ()))}

@@ -32,7 +32,7 @@ _COLOURS = {
     RECOMPILATION: "#e377c2",
     DATA_WAIT: "#6a2c91",
     HOST: "#d0d0d0",
-    ASIDE: "#888888",
+    **dict(zip(ASIDE, ("#888888", "#6b8e23", "#555555", "#a9a9a9"), strict=True)),
 }
 _PIXELS = 2000  # of the picture's width: what is shorter than one is drawn with its neighbours
 

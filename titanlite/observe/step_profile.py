@@ -20,8 +20,12 @@ ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE = "attention", "matmul", "casts", "
 DEVICE_WORK = (ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE)
 """What a device computes, in the order in which overlapping kernels have the time."""
 
-DATA_WAIT, RECOMPILATION, ASIDE = "data wait", "recompilation", "validation, saving"
-HOST_WORK = (ASIDE, RECOMPILATION, DATA_WAIT)
+VALIDATION, EVALUATION, SAVING, NUMERICS = "validation", "evaluation", "saving", "float8 numerics"
+ASIDE = (VALIDATION, EVALUATION, SAVING, NUMERICS)
+"""What is done between steps and is not of a step."""
+
+DATA_WAIT, RECOMPILATION = "data wait", "recompilation"
+HOST_WORK = (*ASIDE, RECOMPILATION, DATA_WAIT)
 """What a host is seen at, in the order in which it has the time."""
 
 COMMUNICATION = "communication"
@@ -33,7 +37,7 @@ AXES = ("dp_shard", "dp_replicate", "tp", "all ranks")
 BY_COPY_ENGINES = ", by copy engines"
 """After the axis of collectives without NCCL, whose order among NCCL's is not that of other ranks."""
 
-_VERSION = 1
+_VERSION = 2
 
 Interval = tuple[float, float]
 

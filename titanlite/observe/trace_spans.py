@@ -131,7 +131,7 @@ def _of_host(events: Events) -> dict[str, list[Interval]]:
     spans: dict[str, list[Interval]] = defaultdict(list)
     for e in events:
         if e.get("cat") in ("user_annotation", "cpu_op"):
-            if e["name"] in (DATA_WAIT, ASIDE):
+            if e["name"] in (DATA_WAIT, *ASIDE):
                 spans[e["name"]].append((e["ts"], end_us(e)))
             elif e["name"].endswith("(dynamo_timed)"):
                 spans[RECOMPILATION].append((e["ts"], end_us(e)))
@@ -148,7 +148,7 @@ def _of_device(
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
     optimizer = _Within(_named(events, OPTIMIZER))
-    aside = _Within(_named(events, ASIDE))
+    aside = {name: _Within(_named(events, name)) for name in ASIDE}
     hooks = _Within([(e["ts"], end_us(e)) for e in events if _is_fsdp(e)])
     starts = [start for start, _, _ in marks]
     spans: dict[str, list[Interval]] = defaultdict(list)
@@ -163,8 +163,8 @@ def _of_device(
             step = marks[place - 1][2]
             ends[step] = max(ends.get(step, 0.0), span[1])
         kind = kernel_class(e["name"])
-        if aside.holds(launched):
-            spans[ASIDE].append(span)
+        if between := next((name for name in ASIDE if aside[name].holds(launched)), ""):
+            spans[between].append(span)
         elif kind == "communication":
             axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks.holds(launched))
             spans[f"{COMMUNICATION} {axis}"].append(span)

@@ -23,7 +23,7 @@ from titanlite.evaluation.score import Evaluator
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.profiler import Profiler, span
-from titanlite.observe.step_profile import ASIDE, DATA_WAIT
+from titanlite.observe.step_profile import DATA_WAIT, EVALUATION, NUMERICS, SAVING, VALIDATION
 from titanlite.observe.watchdog import Watchdog
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
@@ -145,7 +145,7 @@ class Loop:
         assert self.evaluation is not None  # noqa: S101
         self._limit(self.run.config.comm.init_timeout_seconds)
         began = time.monotonic()
-        with span(ASIDE):
+        with span(EVALUATION):
             scores = self.evaluation.score(
                 self.run.model, self.run.mesh, lambda: self.watchdog.progress(step, "evaluation")
             )
@@ -156,7 +156,7 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         self.run.model.eval()
         numbers: dict[str, float] = {}
-        with span(ASIDE):
+        with span(VALIDATION):
             for name, source in self.validation.items():
                 total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
                 numbers |= source.numbers(name, total / targets)
@@ -168,7 +168,7 @@ class Loop:
         """Log what float8 does to each layer, on tokens of each rank's; training goes on as if it had not been."""
         self.watchdog.progress(step, "float8 numerics")
         self._limit(self.run.config.comm.init_timeout_seconds)
-        with span(ASIDE):
+        with span(NUMERICS):
             self.report.float8(step, float8_numerics(self.run.model, tokens, self.run.mesh.fsdp))
 
     def _next_batches(self) -> list[Batch]:
@@ -204,7 +204,7 @@ class Loop:
 
     def _save(self, step: int, validation_due: bool) -> None:
         """Publish a checkpoint; `validation_due` if a signal came between this step and what is measured after it."""
-        with span(ASIDE):
+        with span(SAVING):
             self._save_at(step, validation_due)
 
     def _save_at(self, step: int, validation_due: bool) -> None:

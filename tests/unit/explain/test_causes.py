@@ -1,8 +1,20 @@
+import pytest
+
 from tests.support.profiles import profiled, rank_profile
 from titanlite.explain.causes import first_cause
 from titanlite.explain.changes import config_changes, first_change
 from titanlite.explain.divide import HOST
-from titanlite.observe.step_profile import ATTENTION, COMPUTE, DATA_WAIT, MATMUL, RECOMPILATION
+from titanlite.observe.step_profile import (
+    ATTENTION,
+    COMPUTE,
+    DATA_WAIT,
+    EVALUATION,
+    MATMUL,
+    NUMERICS,
+    RECOMPILATION,
+    SAVING,
+    VALIDATION,
+)
 
 SHARD, TP, WORLD = "communication dp_shard", "communication tp", "communication all ranks"
 
@@ -76,6 +88,32 @@ def test_a_change_that_no_key_touches_has_the_cause_itself():
     b = two_ranks(other, slow, data__cache_dir="/b")
     cause, change, keys = first_change(a, b)
     assert (cause.name, change, keys) == ("rank 1 comes last", 40.0, [])
+
+
+@pytest.mark.parametrize(
+    ("between", "because", "key"),
+    [
+        (VALIDATION, "a validation", "validation.freq"),
+        (EVALUATION, "an evaluation", "evaluation.freq"),
+        (SAVING, "a checkpoint", "checkpoint.async_mode"),
+        (NUMERICS, "what float8 does", "metrics.float8_numerics_freq"),
+    ],
+)
+def test_what_is_between_the_steps_is_named_with_its_key(between, because, key):
+    without = profiled(rank_profile({MATMUL: [(0.0, 96.0)]}), **{key.replace(".", "__"): 1000})
+    spans = {MATMUL: [(0.0, 40.0)], between: [(40.0, 95.0)]}
+    run = profiled(rank_profile(spans), **{key.replace(".", "__"): 2})
+    cause = first_cause(run)
+    assert (cause.name, cause.us) == (between, 55.0)
+    assert because in cause.because
+    assert cause.fix.startswith(key)
+    assert [each.key for each in first_change(without, run)[2]] == [key]
+
+
+def test_saving_beside_the_steps_is_not_advised_twice():
+    spans = {MATMUL: [(0.0, 40.0)], SAVING: [(40.0, 95.0)]}
+    run = profiled(rank_profile(spans), checkpoint__async_mode="async")
+    assert first_cause(run).fix.startswith("checkpoint.interval")
 
 
 def test_recompilations_are_counted_and_named():

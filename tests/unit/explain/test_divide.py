@@ -10,6 +10,7 @@ from titanlite.observe.step_profile import (
     COMPUTE,
     DATA_WAIT,
     DEVICE_WORK,
+    EVALUATION,
     MATMUL,
     RECOMPILATION,
 )
@@ -40,9 +41,9 @@ def test_of_what_overlaps_on_a_gpu_work_comes_first_then_communication_then_the_
 
 
 def test_on_a_cpu_what_the_host_is_seen_at_has_the_operators_within_it():
-    spans = {COMPUTE: [(0.0, 60.0)], DATA_WAIT: [(10.0, 20.0)], ASIDE: [(50.0, 90.0)]}
+    spans = {COMPUTE: [(0.0, 60.0)], DATA_WAIT: [(10.0, 20.0)], EVALUATION: [(50.0, 90.0)]}
     (division,) = profiled(rank_profile(spans, device="cpu")).divisions
-    assert division.parts == {COMPUTE: 40.0, DATA_WAIT: 10.0, ASIDE: 40.0, HOST: 10.0}
+    assert division.parts == {COMPUTE: 40.0, DATA_WAIT: 10.0, EVALUATION: 40.0, HOST: 10.0}
 
 
 def test_an_interval_across_an_edge_counts_in_both_steps():
@@ -95,7 +96,7 @@ def test_the_parts_of_any_intervals_sum_to_the_wall_time(device):
     draw = random.Random(0)
     for _ in range(50):
         spans = {}
-        for name in (*DEVICE_WORK, SHARD, TP, DATA_WAIT, RECOMPILATION, ASIDE):
+        for name in (*DEVICE_WORK, SHARD, TP, DATA_WAIT, RECOMPILATION, *ASIDE):
             edges = sorted(draw.uniform(0, 300) for _ in range(2 * draw.randrange(6)))
             spans[name] = list(zip(edges[::2], edges[1::2], strict=True))
         run = profiled(rank_profile(spans, steps=3, device=device))

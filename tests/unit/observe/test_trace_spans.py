@@ -8,7 +8,6 @@ import pytest
 from titanlite.observe.metrics import RunError
 from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED, GRADIENTS
 from titanlite.observe.step_profile import (
-    ASIDE,
     ATTENTION,
     CASTS,
     COMPUTE,
@@ -16,6 +15,7 @@ from titanlite.observe.step_profile import (
     MATMUL,
     OPTIMIZER,
     RECOMPILATION,
+    VALIDATION,
     read_profiles,
 )
 from titanlite.observe.trace_spans import COMPILED_FRAME, STEP, ProfiledRun, summarise
@@ -73,7 +73,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         *launched("Memcpy PtoP (Device -> Device)", 9, 110, 120, 12, cat="gpu_memcpy"),
         event("user_annotation", "gloo:all_reduce", 20, 30, tid=99),  # of objects, on the host
         event("cpu_op", "aten::mm", 1, 2),
-        event("user_annotation", ASIDE, 86, 98),  # a validation, whose kernels are of no step
+        event("user_annotation", VALIDATION, 86, 98),  # a validation, whose kernels are of no step
         *launched("nvjet", 90, 91, 99, 13),
     ]
     found = summary(events, **ON_GPU)
@@ -86,7 +86,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         "communication dp_shard": [(40, 60), (100, 120)],
         "communication tp": [(70, 90)],
         "communication all ranks": [(90, 100)],
-        ASIDE: [(86, 99)],
+        VALIDATION: [(86, 99)],
     }
     assert found.collectives == {
         "dp_shard": [(40, 60)],
