@@ -39,9 +39,11 @@ def run(argv: Sequence[str]) -> int:
     if step and not step.isdecimal():
         raise RunError.of("titanlite explain", "--step", step, "the number of a step", "--step 11")
     from titanlite.explain.profiled import read_profiled
+    from titanlite.explain.run_paths import require_profiles
     from titanlite.explain.tables import median_step, run_text, two_runs_text
     from titanlite.explain.timeline import draw_timeline
 
+    require_profiles([Path(word) for word in words])
     runs = [read_profiled(Path(word)) for word in words]
     text = run_text(runs[0]) if len(runs) == 1 else two_runs_text(*runs)
     last = len(runs) - 1

@@ -1,3 +1,5 @@
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -54,7 +56,10 @@ def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, capsys:
         (["RUN", "--step", "12"], "want: a profiled step, 11 to 11"),
         (["RUN", "--out", "picture.doc"], "--out = picture.doc"),
         (["RUN", "--out", "/proc/nowhere/a.png"], "want: a file that can be written"),
-        (["nowhere"], "fix:  train a few steps with --profiling.enable true"),
+        (
+            ["nowhere"],
+            "profile/rank0.json; there is no such folder\n      fix:  give the path <dump_folder>/<name> of a run",
+        ),
     ],
 )
 def test_what_cannot_be_explained_says_what_is_wanted(
@@ -62,6 +67,34 @@ def test_what_cannot_be_explained_says_what_is_wanted(
 ) -> None:
     assert main(["explain", *(plain if word == "RUN" else word for word in words)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_path_that_is_no_run_says_why_and_all_are_told_at_once(
+    plain: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    above, file = str(Path(plain).parent), f"{plain}/config.toml"
+    assert main(["explain", above, file]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("titanlite explain: 2 problems\n")
+    want = "a run's folder, with config.toml and profile/rank0.json"
+    assert f"  {above}\n      want: {want}; config.toml missing\n" in said
+    assert f"      want: {want}; it is a file\n" in said
+    assert said.count(f"fix:  did you mean {plain}?") == 2
+
+
+def test_a_run_without_a_profile_gets_the_command_that_makes_one(
+    plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(plain, "profile/rank0.json").unlink()
+    layout = {"data_parallel_replicate": 1, "tensor_parallel": 2, "data_parallel_shard": 2}
+    Path(plain, "receipt.json").write_text(json.dumps([{"feature": "parallelism", "applied": layout}]))
+    assert main(["explain", plain]) == 2
+    said = capsys.readouterr().err
+    assert "; it has no profile\n" in said
+    command = f"titanlite train {plain}/config.toml --job.name plain-profiled --profiling.enable true --gpus 4"
+    assert f"fix:  {command}\n" in said
+    Path(plain, "config.toml").write_text(f"[job]\nname = 'plain'\ndump_folder = '{tmp_path}'\n")
+    assert main(["validate", *shlex.split(command)[2:-2], "--world", "4"]) == 0
 
 
 def test_a_damaged_config_is_named(plain: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,57 @@
+"""Say what is wrong with the paths of runs that are to be explained, before anything is read."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.errors import Problem, describe
+from titanlite.json_file import read_json
+from titanlite.observe.metrics import RunError
+
+_PROFILE = Path("profile", "rank0.json")
+_WANT = "a run's folder, with config.toml and profile/rank0.json"
+_FIX = "give the path <dump_folder>/<name> of a run"
+
+
+def require_profiles(folders: Sequence[Path]) -> None:
+    """Check that each path is the folder of a run with a profile.
+
+    Raises:
+        RunError: some are not, all of them at once.
+    """
+    if problems := [problem for folder in folders if (problem := _path_problem(folder)) is not None]:
+        raise RunError(describe("titanlite explain", problems))
+
+
+def _path_problem(folder: Path) -> Problem | None:
+    if not folder.is_dir():
+        what = "it is a file" if folder.exists() else "there is no such folder"
+        inside = [parent for parent in folder.parents if (parent / "config.toml").is_file()]
+        return Problem(str(folder), "", f"{_WANT}; {what}", f"did you mean {inside[0]}?" if inside else _FIX)
+    if not (folder / "config.toml").is_file():
+        near = [*folder.resolve().parents[:2], *sorted(path.parent for path in folder.glob("*/config.toml"))]
+        runs = [path for path in near if (path / "config.toml").is_file()]
+        runs = [path for path in runs if (path / _PROFILE).is_file()] or runs
+        return Problem(str(folder), "", f"{_WANT}; config.toml missing", f"did you mean {runs[0]}?" if runs else _FIX)
+    if not (folder / _PROFILE).is_file():
+        return Problem(str(folder), "", f"{_WANT}; it has no profile", _command(folder))
+    return None
+
+
+def _command(folder: Path) -> str:
+    """Return the command that trains a run's config anew, under another name, with a profile."""
+    name = f"{folder.resolve().name}-profiled"
+    words = ["titanlite", "train", str(folder / "config.toml"), "--job.name", name, "--profiling.enable", "true"]
+    world = _processes(folder / "receipt.json")
+    return shlex.join([*words, *(["--gpus", str(world)] if world > 1 else [])])
+
+
+def _processes(receipt: Path) -> int:
+    """Return how many processes a run had, by the layout in its receipt; 1 if nothing says so."""
+    try:
+        entries = read_json(receipt) if receipt.is_file() else []
+        (layout,) = (entry["applied"] for entry in entries if entry["feature"] == "parallelism")
+        return math.prod(layout.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return 1
