@@ -23,6 +23,7 @@ from titanlite.config.write import toml_table
 from titanlite.durable import open_plain, read_plain
 from titanlite.observe.metric_names import AXES, shown_name
 from titanlite.observe.metrics import Row, json_row, read_metrics
+from titanlite.receipt import Entry, Skipped
 from titanlite.redact import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class TensorBoardFile:
         self._warn, self._has_failed = warn, False
         self._file: BinaryIO | None = None
         self._attempt(lambda: self._start(folder, metrics))
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has stopped writing, for a reason that it has said."""
+        return self._has_failed
 
     def describe(self, config: Config, facts: Mapping[str, Any]) -> None:
         """Show the config and the run's facts as texts, without secrets."""
@@ -130,6 +136,13 @@ class TensorBoardFile:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         RecordWriter(self._file).write(event.SerializeToString())
+
+
+def tensorboard_entry(folder: Path, file: TensorBoardFile | None = None) -> Entry:
+    """Return the receipt's entry; a file that cannot be written is told there and ends no run."""
+    stopped = file is not None and file.has_failed
+    skipped = (Skipped("rows", "the file cannot be written", is_told=True),) if stopped else ()
+    return Entry("metrics.tensorboard", True, {"folder": str(folder)}, count=1, skipped=skipped)
 
 
 def _times(path: Path) -> Iterator[tuple[tuple[int, str], float]]:

@@ -38,13 +38,17 @@ def first_lines(run: Run, source: TokenShards, position: Position, folder: RunFo
     steps, at = config.training.steps, position
     passes = epochs(steps, at.global_batch_size, at.n_samples, at.start, at.samples_before)
     all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {at.global_batch_size * at.seq_len:,}"
-    return [
+    lines = [
         _line("model", f"{name}, {count:,} parameters"),
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
         _line("tokens", f"{all_steps}; data.source has {source.tokens:,}: {passes}"),
         _line("folder", str(folder.path)),
         _line("wandb", _where_wandb_records(config, folder)),
     ]
+    if config.metrics.tensorboard:
+        show = f"tensorboard --logdir {shlex.quote(str(folder.path.parent))}"
+        lines.append(_line("tensorboard", f"in {folder.tensorboard}; {show}"))
+    return lines
 
 
 def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> list[str]:

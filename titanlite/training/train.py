@@ -23,7 +23,7 @@ from titanlite.observe.peak_flops import flops_per_token
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
 from titanlite.observe.stall_report import StallReport
-from titanlite.observe.tensorboard import TensorBoardFile
+from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
 from titanlite.observe.trace_spans import ProfiledRun
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
@@ -206,6 +206,9 @@ def _open_metrics(
 def _open_pages(metrics: MetricsFile | None, run: Run, session: Session, cleanup: ExitStack) -> list[Observer]:
     """Show the rows of the file in Weights & Biases and TensorBoard, if the config says so and this rank has it."""
     config, folder, warn = session.asked.config, session.folder, session.console.warning
+    shown: list[TensorBoardFile] = []  # on the rank that has it
+    if config.metrics.tensorboard:
+        run.receipt.add_later(lambda: tensorboard_entry(folder.tensorboard, *shown))
     if metrics is None or (config.metrics.wandb == "off" and not config.metrics.tensorboard):
         return []
     facts, pages = run_facts(config, run.dims, dist.get_world_size(), run.mesh.device), list[Observer]()
@@ -219,6 +222,7 @@ def _open_pages(metrics: MetricsFile | None, run: Run, session: Session, cleanup
         cleanup.callback(tensorboard.close)
         tensorboard.describe(config, facts)
         pages.append(tensorboard)
+        shown.append(tensorboard)
     return pages
 
 

@@ -9,7 +9,8 @@ import pytest
 from titanlite.config.schema import Config, Data
 from titanlite.observe import tensorboard as module
 from titanlite.observe.metrics import Float8Row, MetricsFile, Row, StepRow, ValidationRow
-from titanlite.observe.tensorboard import TensorBoardFile
+from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
+from titanlite.receipt import Receipt
 
 pytest.importorskip("tensorboard")
 
@@ -137,6 +138,18 @@ def test_what_fails_is_one_warning_and_training_goes_on(tmp_path: Path) -> None:
     (said,) = warned
     assert said.startswith("tensorboard: cannot write (")
     assert said.endswith("metrics.jsonl has every row")
+    receipt = Receipt()
+    receipt.add(tensorboard_entry(tmp_path / "tensorboard", start.shown))
+    assert [case.why for case in receipt.entries[0].skipped] == ["the file cannot be written"]
+    receipt.enforce(strict=True, warn=warned.append)  # it ends no run
+
+
+def test_the_receipt_says_where_it_writes(tmp_path: Path) -> None:
+    start = Start(tmp_path, 0)
+    assert start.shown is not None
+    entry = tensorboard_entry(tmp_path / "tensorboard", start.shown)
+    assert entry.summary() == f"metrics.tensorboard: folder {tmp_path / 'tensorboard'}"
+    start.shown.close()
 
 
 def test_a_full_disk_in_mid_run(tmp_path: Path) -> None:
