@@ -19,6 +19,7 @@ from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.schedule import learning_rate
+from titanlite.training.state import take_first_weights
 from titanlite.training.step import train_step
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.toml"
@@ -56,7 +57,9 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
 
 def assemble(asked: CheckedRun) -> Run:
     """The run, on this rank."""
-    return build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cpu"))
+    run = build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cpu"))
+    take_first_weights(run)
+    return run
 
 
 def batches_of(run: Run) -> TrainBatches:

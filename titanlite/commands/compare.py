@@ -18,13 +18,14 @@ from typing import TypeVar
 from titanlite.commands.arguments import Command
 from titanlite.comparison.judge import judge, tokens_to_equal_loss
 from titanlite.comparison.layers import Parting
-from titanlite.comparison.picture import draw_losses
+from titanlite.comparison.picture import draw_losses, require_picture
 from titanlite.comparison.report import write_report
 from titanlite.comparison.reruns import floor_of, measure_floor, parting
 from titanlite.comparison.runs import RunRecord, read_runs
 from titanlite.comparison.tables import RESULTS, config_differences, results
 from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_verdicts import send_verdicts
+from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError
 from titanlite.text_table import columns
 
@@ -54,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
     Returns:
-        1 if a run differs from the first, else 0.
+        1 if a run differs from the first or has no step in common with it, else 0.
 
     Raises:
         ConfigError: a flag is unknown or has no value.
@@ -70,11 +71,13 @@ def run(argv: Sequence[str]) -> int:
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         saw, want = str(report), "a file whose ending is html"
         raise RunError.of("titanlite compare", "--report", saw, want, "--report compare.html")
+    require_picture(out)
     tolerance, steps = _number(given, "--tolerance", float), _number(given, "--layers", int)
-    if "--floor" in given and not os.path.isfile(floor_of(folders[0]) / "metrics.jsonl"):
-        measure_floor(folders[0], records[0])
-    nudged = _nudged(folders[0], records[0])
-    seeds = read_runs([Path(path) for path in given["--seeds"].split(",")]) if "--seeds" in given else []
+    if len(records) == 1 and (asked := {"--floor", "--layers", "--seeds", "--tolerance"} & set(given)):
+        fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"
+        raise RunError.of("titanlite compare", "RUN", words[0], "a second run, to be judged against the first", fix)
+    seeds = _seeds(records[0], given["--seeds"]) if "--seeds" in given else []
+    nudged = _floor(folders[0], records[0], "--floor" in given) if len(records) > 1 else []
     judged = [judge(records[0], record, nudged, seeds, tolerance) for record in records[1:]]
     verdicts = [verdict for verdict in judged if verdict is not None]
     for record, verdict in zip(records[1:], judged, strict=True):
@@ -91,7 +94,7 @@ def run(argv: Sequence[str]) -> int:
         with _writable("--report", report):
             write_report(records, report, verdicts)
     sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in (out, report) if path is not None))
-    return int(any(verdict.kind == "differs" for verdict in verdicts))
+    return int(any(verdict is None or verdict.kind == "differs" for verdict in judged))
 
 
 def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number | None:
@@ -106,26 +109,64 @@ def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number |
     return number
 
 
-def _nudged(folder: Path, record: RunRecord) -> list[RunRecord]:
-    """Read the nudged run beside the first, if it is there and is one of that config."""
+def _floor(folder: Path, record: RunRecord, is_asked: bool) -> list[RunRecord]:
+    """Return the nudged run beside the first, trained now if that is asked for and it is not there as a whole."""
+    floor, why = floor_of(folder), _useless(folder, record)
+    if why and is_asked:
+        measure_floor(folder, record)
+        why = _useless(folder, record)
+        if why:
+            want = f"the config of {folder}, nudged, to step {record.steps[-1]['step']:,}"
+            raise RunError.of("titanlite compare", str(floor), why, want, "delete the folder, and compare again")
+    elif why and floor.is_dir():
+        sys.stdout.write(f"{floor} is not used as the floor: {why}; --floor trains it again\n")
+    return [] if why else read_runs([floor])
+
+
+def _useless(folder: Path, record: RunRecord) -> str:
+    """Return why what is beside a run's folder is not its floor; "" if it is."""
     floor = floor_of(folder)
-    if not os.path.isfile(floor / "metrics.jsonl"):
-        return []
+    if not os.path.isfile(floor / "metrics.jsonl") or not os.path.isfile(floor / "config.toml"):
+        return "nothing was logged there"
     (nudged,) = read_runs([floor])
-    found = [key for key, _ in config_differences([record, nudged]) if key.startswith(_OF_TRAINING)]
+    found = _differing(record, nudged)
     if found != ["training.nudge"]:
-        want = f"the config of {folder}, but for training.nudge"
-        saw = f"{', '.join(found)} differs"
-        raise RunError.of("titanlite compare", str(floor), saw, want, "delete it, and compare with --floor")
-    return [nudged]
+        return f"{', '.join(key for key in found if key != 'training.nudge') or 'nothing'} differs from {folder}"
+    last, wanted = (run.steps[-1]["step"] if run.steps else 0 for run in (nudged, record))
+    if last < wanted:
+        return f"it ends at step {last:,} of {wanted:,}"
+    losses = ([row["loss"] for row in run.steps[:wanted]] for run in (nudged, record))
+    return "" if len({*map(tuple, losses)}) > 1 else "its losses are those of the run itself, so nothing was nudged"
+
+
+def _differing(record: RunRecord, other: RunRecord) -> list[str]:
+    """Return the keys of training in which two configs differ."""
+    return [key for key, _ in config_differences([record, other]) if key.startswith(_OF_TRAINING)]
+
+
+def _seeds(record: RunRecord, paths: str) -> list[RunRecord]:
+    """Read runs that differ from the first in their seed alone."""
+    found = read_runs([Path(path) for path in paths.split(",")])
+    want, fix = "runs of the first's config with another training.seed each", "train it with --training.seed 1 and 2"
+    problems = [
+        Problem(run.name, f"{', '.join(keys) or 'nothing'} differs", want, fix)
+        for run in found
+        if (keys := _differing(record, run)) != ["training.seed"]
+    ]
+    if len({run.config.get("training.seed") for run in found}) < 2:
+        problems.append(Problem("--seeds", paths, "two seeds or more, for there to be a spread", fix))
+    if problems:
+        raise RunError(describe("titanlite compare", problems))
+    return found
 
 
 def _said(records: Sequence[RunRecord], record: RunRecord, verdict: Verdict | None) -> str:
     """Write the verdict on a run in a line, and in another what it means for the tokens."""
-    who = f"{record.name}: " if len(records) > 2 else ""
+    who = f"{record.name}: "
     if verdict is None:
         return f"{who}no step in common with {records[0].name}\n"
-    times = tokens_to_equal_loss(records[0], record) if verdict.kind == "differs" else None
+    is_shown = verdict.kind == "differs" and not verdict.low <= 0 <= verdict.high
+    times = tokens_to_equal_loss(records[0], record) if is_shown else None
     more = "" if times is None else f"{who}for equal loss it needs {times:.3g} times the tokens\n"
     return f"{who}{verdict.line}\n{more}"
 

@@ -24,8 +24,10 @@ Series = NDArray[np.float64]
 
 BEYOND = 4.0  # times the drift of the nudged runs; docs/compare.md shows how far the two kinds of pairs are from it
 _RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
-# Config keys that decide which samples a step sees.
-_SAMPLES = ("data.source", "data.tokenizer", "data.add_bos_token", "training.seed", "training.seq_len")
+_NOT_OF_SAMPLES = ("data.cache_dir",)  # of the keys of data, those that do not decide which samples a step sees
+_FEWEST = 20  # differences that an interval can be made of
+# Student's t that a share of 0.95 lies within, by degrees of freedom from 1 on; from 10 on the normal distribution's
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 1.96)
 _LAST = 0.2  # the share of the steps that the final difference is taken over
 _RESAMPLES, _OUTSIDE = 2000, 0.05  # of the interval
 
@@ -51,29 +53,30 @@ def judge(
     """
     tokens, loss = _paired_differences(first, other, "loss")
     _, norm = _paired_differences(first, other, "grad_norm")
+    if (lost := _not_finite_in_one(first, other)) is not None:
+        line = f"differs: one of them has no finite loss or gradient norm at {_tokens_in_words(lost)} tokens"
+        return Verdict(other.name, "differs", line, math.nan, math.nan, math.nan, lost, _band(first, nudged))
     if not len(tokens):
         return None
     last = slice(-max(1, round(len(loss) * _LAST)), None)
     mean, (low, high) = float(loss[last].mean()), _interval(loss[last])
-    band = _band(first, nudged)
-    differ = [key for key in _SAMPLES if first.config.get(key) != other.config.get(key)]
+    differ = _other_samples(first, other)
     if not loss.any() and not norm.any():
         kind = "equal bits"
     elif nudged and not differ and is_within_rounding(first, other, nudged):
         kind = "within rounding"
-    elif seeds and abs(mean) < 2 * _spread(first, seeds, tokens[last]):
+    elif seeds and abs(mean) <= _spread(first, seeds, tokens[last]):
         kind = "within seed noise"
-    elif tolerance is not None and max(abs(low), abs(high)) <= tolerance:
-        kind = "within tolerance"
-    elif (differ or not nudged) and low <= 0 <= high:
+    elif tolerance is not None:
+        kind = "within tolerance" if max(abs(low), abs(high)) <= tolerance else "differs"
+    elif (differ or not nudged) and low <= 0 <= high and math.isfinite(high):
         kind = "no difference shown"
     else:
         kind = "differs"
-    doubt = (
-        f"other samples: {', '.join(differ)} differs" if differ else "" if nudged else "rounding not measured: --floor"
-    )
+    doubt = "" if nudged else "rounding not measured: --floor"
+    doubt = f"other samples: {', '.join(differ)} differs" if differ else doubt
     line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), doubt)
-    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), band)
+    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged))
 
 
 def is_within_rounding(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> bool:
@@ -123,6 +126,26 @@ def _reaches(tokens: Series, losses: Series, loss: float) -> float | None:
     return float(tokens[i] + share * (tokens[j] - tokens[i]))
 
 
+def _other_samples(first: RunRecord, other: RunRecord) -> list[str]:
+    """Return the config keys that let the two runs see other samples at the same step."""
+    keys = {key for run in (first, other) for key in run.config if key.startswith("data.")} - {*_NOT_OF_SAMPLES}
+    found = [
+        k for k in (*sorted(keys), "training.seed", "training.seq_len") if first.config.get(k) != other.config.get(k)
+    ]
+    per_step = [{row["tokens"] / row["step"] for row in run.steps} for run in (first, other)]
+    return found if per_step[0] == per_step[1] else [*found, "training.global_batch_size"]
+
+
+def _not_finite_in_one(first: RunRecord, other: RunRecord) -> int | None:
+    """Return the first tokens at which a number is finite in one of two runs only; None if there are none."""
+    rows = {row["tokens"]: row for row in first.steps}
+    for row in other.steps:
+        its = rows.get(row["tokens"])
+        if its is not None and any((row.get(m) is None) != (its.get(m) is None) for m in _RESOLUTION):
+            return row["tokens"]
+    return None
+
+
 def _paired_differences(first: RunRecord, other: RunRecord, metric: str) -> tuple[Series, Series]:
     """Return tokens and the other's values less the first's, where both have one."""
     values = {row["tokens"]: row[metric] for row in first.steps if row.get(metric) is not None}
@@ -154,36 +177,46 @@ def _rms(x: Series) -> float:
 
 
 def _interval(differences: Series) -> tuple[float, float]:
-    """Return the interval of a mean by a circular block bootstrap.
+    """Return the interval of a mean by a circular block bootstrap; without end for fewer than `_FEWEST` values.
 
-    A block is as long as it takes the correlation of the differences to fade, at most a quarter of them.
+    A block is twice as long as it takes the correlation of the differences to fade, at most a fifth of them. Resampled
+    means spread less than true ones, by the degree of freedom that the mean takes and for want of blocks; the interval
+    is widened as Student's t is against the normal distribution.
     """
     n = len(differences)
     centred = differences - differences.mean()
-    if n < 4:
+    if not differences.any():
+        return 0.0, 0.0
+    if n < _FEWEST:
         return -math.inf, math.inf
+    mean = float(differences.mean())
     if not centred.any():
-        return float(differences[0]), float(differences[0])
-    power = np.abs(np.fft.rfft(centred, 2 * n)) ** 2
-    correlation = np.fft.irfft(power)[: n // 4 + 1]
+        return mean, mean
+    correlation = np.fft.irfft(np.abs(np.fft.rfft(centred, 2 * n)) ** 2)[: n // 5 + 1]
     faded = np.flatnonzero(correlation < 0.05 * correlation[0])
-    block = int(faded[0]) if len(faded) else n // 4
-    block = max(1, min(2 * block, n // 4))
+    block = max(1, min(2 * int(faded[0]) if len(faded) else n, n // 5))
     starts = np.random.default_rng(0).integers(0, n, (_RESAMPLES, -(-n // block)))
     picked = (starts[:, :, None] + np.arange(block)).reshape(_RESAMPLES, -1)[:, :n] % n
-    low, high = np.quantile(differences[picked].mean(axis=1), (_OUTSIDE / 2, 1 - _OUTSIDE / 2))
-    return float(low), float(high)
+    low, high = np.quantile(centred[picked].mean(axis=1), (_OUTSIDE / 2, 1 - _OUTSIDE / 2))
+    blocks = n // block
+    widened = _student(blocks - 1) / _T[-1] * (blocks / (blocks - 1)) ** 0.5
+    return mean + widened * float(low), mean + widened * float(high)
+
+
+def _student(degrees: int) -> float:
+    return _T[min(degrees, len(_T)) - 1]
 
 
 def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Series) -> float:
-    """Return the standard deviation over seeds of the mean loss at the given tokens, nan with fewer than three."""
-    means = []
-    for run in (first, *seeds):
-        losses = [
-            row["loss"] for row in run.steps if row["loss"] is not None and tokens[0] <= row["tokens"] <= tokens[-1]
-        ]
-        means += [float(np.mean(losses))] if losses else []
-    return float(np.std(means, ddof=1)) if len(means) >= 3 else float("nan")
+    """Return how far the mean loss of one more seed would be from those of the given ones, 19 times of 20."""
+    wanted = {*tokens.tolist()}
+    of_runs = [{r["tokens"]: r["loss"] for r in run.steps if r["tokens"] in wanted} for run in (first, *seeds)]
+    common = [t for t in wanted if all(losses.get(t) is not None for losses in of_runs)]
+    if not common:
+        return 0.0
+    means = [float(np.mean([losses[t] for t in common])) for losses in of_runs]
+    n = len(means)
+    return _student(n - 1) * float(np.std(means, ddof=1)) * (1 + 1 / n) ** 0.5
 
 
 def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> NoiseBand | None:

@@ -1,7 +1,7 @@
 """Find the first layer and tensor in which two configs part by more than rounding, by sketches of their first steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ class Parting:
         step: the first in which they do.
         tensor: the first of it, in the order in which a step computes them; "" if none does.
         difference: of it, relative.
-        rounding: the largest relative difference up to there that a nudge of the weights makes.
+        rounding: the largest relative difference of that tensor that a nudge of the weights has made until then.
         others: tensors of that step that part, too.
     """
 
@@ -33,7 +33,7 @@ class Parting:
 
 
 def first_parting(first: Sketches, other: Sketches, nudged: Sketches) -> Parting | None:
-    """Find the first tensor that differs by more than `judge.BEYOND` times what a nudge makes.
+    """Find the first tensor that differs by more than `judge.BEYOND` times what a nudge has made of it until then.
 
     Args:
         first: sketches of the baseline, in the order in which its steps computed them.
@@ -41,21 +41,18 @@ def first_parting(first: Sketches, other: Sketches, nudged: Sketches) -> Parting
         nudged: of the baseline with `training.nudge`.
     """
     found: Parting | None = None
-    rounding = _RESOLUTION
+    so_far: dict[str, float] = {}  # by tensor
     for key, sketch in first.items():
-        if key not in other:
-            continue
-        rounding = max(rounding, _relative(nudged[key], sketch))
-        difference = _relative(other[key], sketch)
         step, _, tensor = key.partition(" ")
-        if found is not None and int(step) > found.step:
-            break
-        if difference <= BEYOND * rounding:
+        rounding = so_far[tensor] = max(so_far.get(tensor, _RESOLUTION), _relative(nudged[key], sketch))
+        if key not in other or (difference := _relative(other[key], sketch)) <= BEYOND * rounding:
             continue
         if found is None:
             found = Parting(int(step), tensor, difference, rounding, 0)
+        elif int(step) > found.step:
+            break
         else:
-            found = Parting(found.step, found.tensor, found.difference, found.rounding, found.others + 1)
+            found = replace(found, others=found.others + 1)
     return found
 
 

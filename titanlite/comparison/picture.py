@@ -41,15 +41,20 @@ def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ver
         RunError: there is no kind of picture with that ending.
         OSError: the picture cannot be written.
     """
+    require_picture(path)
+    figure = loss_figure(records, verdicts)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def require_picture(path: Path) -> None:
+    """Raise RunError if there is no kind of picture with a path's ending."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
         raise RunError.of("titanlite compare", "--out", str(path), want, "--out losses.png")
-    figure = loss_figure(records, verdicts)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
 
 
 def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) -> Any:

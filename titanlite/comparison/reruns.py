@@ -17,12 +17,15 @@ _ALONE = (
     "--validation.enable=false",
     "--metrics.wandb=off",
     "--profiling.enable=false",
-    "--job.stop_after=0",
+    "--metrics.tensorboard=false",
+    "--metrics.float8_numerics_freq=0",
+    "--evaluation.tasks=[]",
 )
 
 
 def floor_of(folder: Path) -> Path:
     """Return where the nudged run of a run's folder is, or is to be."""
+    folder = folder.resolve()
     return folder.with_name(f"{folder.name}-nudged")
 
 
@@ -32,10 +35,14 @@ def measure_floor(folder: Path, record: RunRecord) -> None:
     Raises:
         RunError: it failed, or the folder does not say how many processes the run had.
     """
-    nudged = floor_of(folder).resolve()
-    sys.stdout.write(f"{nudged}: the same run, nudged by one rounding\n")
+    nudged, last = floor_of(folder), record.steps[-1]["step"]
+    log = nudged / "logs" / "rank0.log"
+    sys.stdout.write(
+        f"{nudged}: training {last:,} steps once more, nudged by one rounding; {log} shows how far it is\n"
+    )
     sys.stdout.flush()
-    over = [f"--job.dump_folder={nudged.parent}", f"--job.name={nudged.name}", "--training.nudge=1"]
+    over = [f"--job.dump_folder={nudged.parent}", f"--job.name={nudged.name}", f"--job.stop_after={last}"]
+    over.append("--training.nudge=1")
     _run("titanlite.train", [*_config_flags(folder), *_ALONE, *over], folder, record)
 
 

@@ -6,6 +6,7 @@ model, 405B, takes about a second on one GPU, and no seed checkpoint has to be w
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +51,12 @@ def _holds(x: Tensor, mark: float | None) -> bool:
     return bool((x.isnan() if x.is_floating_point() or x.is_complex() else x == mark).any())
 
 
-def initialise(model: nn.Module, seed: int, nudge: int = 0, rounding: float = 0.0) -> None:
+def initialise(model: nn.Module, seed: int) -> None:
     """Fill every parameter of a materialised, sharded model.
 
     Args:
         model: its parameters may be DTensors.
         seed: `training.seed`.
-        nudge: `training.nudge`.
-        rounding: by how much of itself a nudged weight is moved.
     """
     done: set[int] = set()  # tied weights are drawn once
     for name, module in model.named_modules():
@@ -67,11 +66,22 @@ def initialise(model: nn.Module, seed: int, nudge: int = 0, rounding: float = 0.
             done.add(id(parameter))
             with torch.no_grad():
                 local = local_data(parameter)
-                drawn = _draw(name, own, module, parameter.shape, local.device, seed)
-                if nudge:
-                    signs = _normal(f"{name}.{own}", parameter.shape, 1.0, local.device, nudge).sign()
-                    drawn = drawn + drawn * signs * rounding
-                local.copy_(local_slice(drawn, parameter))
+                local.copy_(local_slice(_draw(name, own, module, parameter.shape, local.device, seed), parameter))
+
+
+def nudge(parameters: Mapping[str, Tensor], seed: int, rounding: float) -> None:
+    """Move each weight up or down by a share of itself, the same under every layout.
+
+    Args:
+        parameters: by name; may be DTensors.
+        seed: `training.nudge`.
+        rounding: the share.
+    """
+    for name, parameter in parameters.items():
+        with torch.no_grad():
+            local = local_data(parameter)  # type: ignore[arg-type]
+            signs = local_slice(_normal(name, parameter.shape, 1.0, local.device, seed).sign(), parameter)
+            local.add_(local * signs * rounding)
 
 
 def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:

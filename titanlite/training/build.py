@@ -147,7 +147,7 @@ def build(
 
     model.to_empty(device=device)
     fill_buffers(model)
-    initialise(model, config.training.seed, config.training.nudge, _rounding(config, float8))
+    initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
     seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
     finalize(model, config, mesh)  # before the optimizer, which must see where shards end up
@@ -173,12 +173,6 @@ def build(
         receipt=receipt,
         warnings=warnings,
     )
-
-
-def _rounding(config: Config, float8: Float8Recipe | None) -> float:
-    """Return by how much of itself the coarsest rounding before a matmul or a cast to float8 moves a number."""
-    dtype = torch.bfloat16 if float8 is not None else getattr(torch, config.training.mixed_precision_param)
-    return torch.finfo(dtype).eps / 2
 
 
 def _environment(device: torch.device) -> dict[str, str]:

@@ -32,9 +32,11 @@ from titanlite.preflight.checked_run import checked_run
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.data import open_batches, open_data
 from titanlite.training.schedule import learning_rate
+from titanlite.training.state import take_first_weights
 from titanlite.training.step import train_step
 
 SUMS = 16
+_COLUMNS = 1 << 40  # more than there are rows
 
 
 def main() -> None:
@@ -47,6 +49,7 @@ def main() -> None:
     device = start_process_group(asked.config.comm)
     with fastest_attention():
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
+        take_first_weights(run)
         per_step = sequences_per_step(asked.config, world)
         assert per_step is not None  # noqa: S101  # the config is checked
         batches, _ = open_batches(data, asked, run.mesh, per_step, 0)
@@ -97,7 +100,8 @@ def _sketch_step(run: Run, batches: list[Batch], lr: float) -> dict[str, Tensor]
 class Outputs:
     """Sketches what modules return in the forward of a step, summed over its micro-batches.
 
-    Looked at are the modules that return a row a token: the embedding, each block, its direct parts, the final norm.
+    Looked at are the modules that return a row a token by a call of their own: the embedding, each block, its attention
+    and feed-forward; not the norms that a shipped block fuses with what surrounds them.
 
     Args:
         run: what is built.
@@ -172,7 +176,8 @@ def _sketch(x: Tensor, start: int) -> Tensor:
     Returns:
         [SUMS] float64.
     """
-    rows, columns = _weights(start, len(x), x.device), _weights(0, x.shape[1], x.device)
+    # Other weights than those of rows: with the same ones, a square matrix and its transpose would have one sketch.
+    rows, columns = _weights(start, len(x), x.device), _weights(_COLUMNS, x.shape[1], x.device)
     return ((rows.T @ x.double()) * columns.T).sum(dim=1)
 
 

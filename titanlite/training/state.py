@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from titanlite.checkpoint.hugging_face import load_weights
@@ -12,6 +13,7 @@ from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.console import Console
+from titanlite.parallel.initialise import nudge
 from titanlite.receipt import Entry
 from titanlite.training.build import Run
 
@@ -30,6 +32,24 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     masters = run.optimizer.parameters
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     return {**weights, **run.optimizer.state(), **rng_state()}
+
+
+def take_first_weights(run: Run) -> int:
+    """Give a run the weights that it starts with: those of `checkpoint.initial_load_path`, nudged by `training.nudge`.
+
+    Returns:
+        How many were loaded; 0 if the fresh ones stay.
+    """
+    config, parameters, n = run.config, run.optimizer.parameters, 0
+    if path := config.checkpoint.initial_load_path:
+        n = load_weights(path, config.model.name, run.model, parameters)
+    if config.training.nudge:
+        # Float8 is told apart by what is cast to it: what matmuls return, in bfloat16 at best.
+        coarsest = "bfloat16" if config.float8.recipe != "none" else config.training.mixed_precision_param
+        nudge(parameters, config.training.nudge, torch.finfo(getattr(torch, coarsest)).eps / 2)
+    if n or config.training.nudge:
+        precompute_scales(run.parameters, run.mesh.fsdp)
+    return n
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> tuple[int, dict[str, Any]]:
@@ -55,9 +75,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         checkpoints.check_shared()
         step = checkpoints.choose(asked.resume)
     if step is None:
-        if path:
-            n = load_weights(path, run.config.model.name, run.model, run.optimizer.parameters)
-            precompute_scales(run.parameters, run.mesh.fsdp)
+        if n := take_first_weights(run):
             run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
             console.notice(f"starts from the {n} weights of {path}")
         return 0, {"samples": 0}

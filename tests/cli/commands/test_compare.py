@@ -35,9 +35,9 @@ def test_several_runs_and_what_differs(tmp_path, capsys):
         make_run(tmp_path / "a", [5.0, 4.0], tokens_per_second_per_gpu=1234.0),
         make_run(tmp_path / "b", [5.0, 3.5, float("nan")], lr=0.001, batch=2, mfu=float("nan"), state="stopped"),
     ]
-    assert run([*runs, "--out", str(tmp_path / "new/picture.png")]) == 0
+    assert run([*runs, "--out", str(tmp_path / "new/picture.png")]) == 1
     verdict, *rest = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("no difference shown: +1, of too few steps for an interval, at ")
+    assert verdict.startswith("b: differs: +1, of too few steps for an interval, at ")
     lines = [line.split() for line in rest]
     assert lines[1] == ["a", "2", "4.0000", "-", "1,234", "50.0%", "1.5"]
     assert lines[2] == ["b", "3", "(stopped)", "3.5000", "-", "100", "-", "1.5"]
@@ -81,7 +81,7 @@ def test_a_run_without_steps_beside_one_that_has_some(tmp_path, capsys):
     runs = [make_run(tmp_path / "new", [], state="running"), make_run(tmp_path / "old", [5.0])]
     run([*runs, "--out", str(tmp_path / "p.png")])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "no step in common with new"
+    assert lines[0] == "old: no step in common with new"
     assert lines[2].split() == ["new", "0", "(running)", "-", "-", "-", "-", "-"]
 
 
@@ -89,11 +89,18 @@ def falling(offset=0.0, noise=0.0):
     return [2 + 3 / step + offset + noise * (step % 3 - 1) * step for step in range(1, 101)]
 
 
-def nudged(folder, losses):
+def nudged(folder, losses, **given):
     """A run beside `folder` of the same config, but for training.nudge."""
-    make_run(folder.with_name(f"{folder.name}-nudged"), losses)
+    make_run(folder.with_name(f"{folder.name}-nudged"), losses, **given)
     config = folder.with_name(f"{folder.name}-nudged") / "config.toml"
     config.write_text(config.read_text().replace("[training]", "[training]\nnudge = 1"))
+
+
+def of_seed(folder, losses, seed):
+    made = make_run(folder, losses)
+    config = folder / "config.toml"
+    config.write_text(config.read_text().replace("[training]", f"[training]\nseed = {seed}"))
+    return made
 
 
 def test_the_verdict_stands_first_and_an_exit_code_goes_by_it(tmp_path, capsys):
@@ -101,31 +108,70 @@ def test_the_verdict_stands_first_and_an_exit_code_goes_by_it(tmp_path, capsys):
     nudged(tmp_path / "a", falling(noise=1e-6))
     near = make_run(tmp_path / "near", falling(noise=2e-6))
     far = make_run(tmp_path / "far", falling(offset=-0.01))
-    assert run([first, near, "--out", str(tmp_path / "p.png")]) == 0
-    assert capsys.readouterr().out.startswith("within rounding: ")
-    assert run([first, far, "--out", str(tmp_path / "p.png")]) == 1
+    out = ["--out", str(tmp_path / "p.png")]
+    assert run([first, near, *out]) == 0
+    assert capsys.readouterr().out.startswith("near: within rounding: ")
+    assert run([first, far, *out]) == 1
     verdict, tokens, *_ = capsys.readouterr().out.splitlines()
-    assert verdict.startswith("differs: \N{MINUS SIGN}0.01 ± ")
-    assert tokens.startswith("for equal loss it needs 0.")
-    assert run([first, near, far, first, "--tolerance", "0.02", "--out", str(tmp_path / "p.png")]) == 0
+    assert verdict.startswith("far: differs: \N{MINUS SIGN}0.01 ± ")
+    assert tokens.startswith("far: for equal loss it needs 0.")
+    assert run([first, near, far, first, "--tolerance", "0.02", *out]) == 0
     kinds = [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()[:3]]
     assert kinds == ["within rounding", "within tolerance", "equal bits"]
-    band = make_run(tmp_path / "s1", falling(offset=0.02)), make_run(tmp_path / "s2", falling(offset=-0.02))
-    assert run([first, far, "--seeds", ",".join(band), "--out", str(tmp_path / "p.png")]) == 0
-    assert capsys.readouterr().out.startswith("within seed noise: ")
+    band = of_seed(tmp_path / "s1", falling(offset=0.02), 1), of_seed(tmp_path / "s2", falling(offset=-0.02), 2)
+    assert run([first, far, "--seeds", ",".join(band), *out]) == 0
+    assert capsys.readouterr().out.startswith("far: within seed noise: ")
 
 
-def test_a_floor_of_another_config_is_refused(tmp_path):
-    runs = [make_run(tmp_path / name, falling()) for name in ("a", "b")]
-    make_run(tmp_path / "a-nudged", falling(), lr=0.001)
-    with pytest.raises(RunError, match=r"a-nudged(.|\n)*optimizer\.lr(.|\n)*--floor"):
-        run(runs)
+def test_seeds_are_two_runs_that_differ_in_their_seed_alone(tmp_path):
+    first, other = (make_run(tmp_path / name, falling()) for name in ("a", "b"))
+    seed = of_seed(tmp_path / "s1", falling(), 1)
+    with pytest.raises(RunError, match="two seeds or more"):
+        run([first, other, "--seeds", seed])
+    with pytest.raises(RunError, match=r"b\n?.*nothing differs"):
+        run([first, other, "--seeds", f"{seed},{other}"])
+    wrong = make_run(tmp_path / "lr", falling(), lr=0.001)
+    with pytest.raises(RunError, match=r"optimizer\.lr differs"):
+        run([first, other, "--seeds", f"{seed},{wrong}"])
+
+
+@pytest.mark.parametrize(
+    ("losses", "given", "why"),
+    [
+        (falling(), {"lr": 0.001}, "optimizer.lr differs from "),
+        (falling()[:20], {}, "it ends at step 20 of 100"),
+        (falling(), {}, "its losses are those of the run itself"),
+    ],
+)
+def test_what_is_no_floor_is_not_used_as_one(losses, given, why, tmp_path, capsys):
+    runs = [make_run(tmp_path / name, falling(noise=noise)) for name, noise in (("a", 0.0), ("b", 1e-6))]
+    nudged(tmp_path / "a", losses, **given)
+    run([*runs, "--out", str(tmp_path / "p.png")])
+    note, verdict, *_ = capsys.readouterr().out.splitlines()
+    assert "a-nudged is not used as the floor: " + why in note
+    assert verdict.endswith("(rounding not measured: --floor)")
+
+
+def test_runs_without_a_step_in_common_are_not_passed(tmp_path):
+    runs = [make_run(tmp_path / name, losses) for name, losses in (("a", falling()), ("b", []))]
+    assert run([*runs, "--out", str(tmp_path / "p.png")]) == 1
+
+
+def test_a_verdict_needs_a_second_run(tmp_path):
+    with pytest.raises(RunError, match="a second run"):
+        run([make_run(tmp_path / "a", falling()), "--floor"])
+
+
+def test_inside_a_runs_folder(tmp_path, monkeypatch):
+    make_run(tmp_path / "a", falling())
+    monkeypatch.chdir(tmp_path / "a")
+    assert run([".", "."]) == 0
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--tolerance", "none"), ("--tolerance", "0"), ("--layers", "1.5")])
 def test_numbers_are_checked(flag, value, tmp_path):
     with pytest.raises(RunError, match=f"{flag}.*{value}"):
-        run([make_run(tmp_path / "a", [5.0]), flag, value])
+        run([*(make_run(tmp_path / name, [5.0]) for name in ("a", "b")), flag, value])
 
 
 def test_a_run_that_does_not_say_how_many_processes_it_had_has_no_layers(tmp_path):

@@ -74,25 +74,59 @@ def test_the_interval_holds_the_mean_of_an_offset() -> None:
     assert "400.0 k tokens" in found.line
 
 
-def test_intervals_hold_a_mean_as_often_as_they_say() -> None:
+@pytest.mark.parametrize("width", [1, 5])
+def test_intervals_hold_a_mean_as_often_as_they_say(width: int) -> None:
     held = 0
-    for seed in range(100):
-        noise = np.convolve(np.random.default_rng(seed).normal(size=STEPS + 4), np.ones(5) / 5, mode="valid")
+    for seed in range(300):
+        noise = np.convolve(np.random.default_rng(seed).normal(size=STEPS + width - 1), np.ones(width), mode="valid")
         found = verdict(curve() + noise)
         held += found.low <= 0 <= found.high
-    assert 80 <= held <= 100
+    assert 0.90 < held / 300 < 0.985  # 0.95 within three standard deviations of a share of 300, and a little low
+
+
+def test_a_number_that_is_not_finite_in_one_run_is_a_difference() -> None:
+    other = record(curve())
+    for row in other.rows[50:]:
+        row["loss"] = None
+    found = judge(BASE, other, NUDGED)
+    assert found is not None
+    assert found.kind == "differs"
+    assert "51.0 k tokens" in found.line
+    assert judge(other, other, NUDGED).kind == "equal bits"  # type: ignore[union-attr]
+
+
+def test_too_few_steps_pass_nothing() -> None:
+    found = judge(record(curve()[:10]), record(curve()[:10] + 9))
+    assert found is not None
+    assert found.kind == "differs"
+    assert "too few steps" in found.line
+
+
+@pytest.mark.parametrize(("key", "value"), [("training.seed", 1), ("data.max_tokens", 7), ("training.seq_len", 9)])
+def test_runs_that_see_other_samples_are_not_within_rounding(key: str, value: int) -> None:
+    other = record(curve() + drift(1, 3))
+    other.config[key] = value
+    found = judge(BASE, other, NUDGED)
+    assert found is not None
+    assert found.kind in ("no difference shown", "differs")
+    assert f"other samples: {key} differs" in found.line
 
 
 def test_an_offset_within_the_spread_of_seeds_is_chance() -> None:
     seeds = [record(curve() + offset) for offset in (-0.03, 0.01, 0.04)]
+    stopped = record(curve()[:330] + 0.01)
     assert verdict(curve() + 0.02, nudged=NUDGED, seeds=seeds).kind == "within seed noise"
     assert verdict(curve() + 0.20, nudged=NUDGED, seeds=seeds).kind == "differs"
-    assert verdict(curve() + 0.02, nudged=NUDGED, seeds=seeds[:1]).kind == "differs"  # two runs have no spread
+    # Higher losses of a seed's earlier steps are no spread.
+    assert verdict(curve() + 0.20, nudged=NUDGED, seeds=[*seeds, stopped]).kind == "differs"
 
 
 def test_a_tolerance_bounds_the_whole_interval() -> None:
     assert verdict(curve() + 0.02, nudged=NUDGED, tolerance=0.03).kind == "within tolerance"
     assert verdict(curve() + 0.02, nudged=NUDGED, tolerance=0.01).kind == "differs"
+    wide = np.random.default_rng(4).normal(size=STEPS) * 0.2
+    assert verdict(curve() + wide).kind == "no difference shown"
+    assert verdict(curve() + wide, tolerance=0.001).kind == "differs"
 
 
 def test_without_nudged_runs_nothing_is_called_rounding() -> None:
