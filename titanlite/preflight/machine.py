@@ -41,7 +41,7 @@ DATA_SHEETS = {
     "a100-40gb": DataSheet("NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 600),
     "b200": DataSheet("NVIDIA B200", 178.4, 2250, 8000, 1800),
 }
-"""GPUs that were not measured, for a rough guess."""
+"""GPUs that were not measured, for a rough guess. Source: NVIDIA's data sheets of A100 SXM and DGX B200."""
 
 GPU_NAMES = (*DEVICES, *DATA_SHEETS, CPU)
 """What `titanlite new --gpu` takes."""
