@@ -27,16 +27,19 @@ def require_profiles(folders: Sequence[Path]) -> None:
 def _path_problem(folder: Path) -> Problem | None:
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "there is no such folder"
-        inside = [parent for parent in folder.parents if (parent / "config.toml").is_file()]
+        inside = [parent for parent in folder.parents if _is_profiled(parent)]
         return Problem(str(folder), "", f"{_WANT}; {what}", f"did you mean {inside[0]}?" if inside else _FIX)
     if not (folder / "config.toml").is_file():
         near = [*folder.resolve().parents[:2], *sorted(path.parent for path in folder.glob("*/config.toml"))]
-        runs = [path for path in near if (path / "config.toml").is_file()]
-        runs = [path for path in runs if (path / _PROFILE).is_file()] or runs
+        runs = [path for path in near if _is_profiled(path)]
         return Problem(str(folder), "", f"{_WANT}; config.toml missing", f"did you mean {runs[0]}?" if runs else _FIX)
     if not (folder / _PROFILE).is_file():
         return Problem(str(folder), "", f"{_WANT}; it has no profile", _command(folder))
     return None
+
+
+def _is_profiled(folder: Path) -> bool:
+    return (folder / "config.toml").is_file() and (folder / _PROFILE).is_file()
 
 
 def _command(folder: Path) -> str:

@@ -80,6 +80,9 @@ def test_a_path_that_is_no_run_says_why_and_all_are_told_at_once(
     assert f"  {above}\n      want: {want}; config.toml missing\n" in said
     assert f"      want: {want}; it is a file\n" in said
     assert said.count(f"fix:  did you mean {plain}?") == 2
+    Path(plain, "profile/rank0.json").unlink()  # no run that could be explained either
+    assert main(["explain", above, file]) == 2
+    assert "did you mean" not in capsys.readouterr().err
 
 
 def test_a_run_without_a_profile_gets_the_command_that_makes_one(
