@@ -4,6 +4,7 @@ But where one class is a subclass of the other, and the entries of commands (`ru
 """
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,3 +78,10 @@ def test_a_name_that_is_unique_leaves_the_list(found: set[str]) -> None:
 )
 def test_a_double_name_is_found(second: str, double: bool) -> None:
     assert double_names({"a": "class Block: ...", "b": second}) == ({"Block"} if double else set())
+
+
+def test_docstrings_are_sentences() -> None:
+    """None is a clause that only begins with a question word."""
+    opening = re.compile(r'"""(What|Whether|Which|Where|Of) ')
+    found = [path.name for path in PACKAGE.rglob("*.py") if opening.search(path.read_text())]
+    assert found == []

@@ -57,7 +57,7 @@ _COMMAND = Command(
 
 @dataclass(frozen=True)
 class _Target:
-    """What is to be evaluated.
+    """The model and the tasks that are to be evaluated.
 
     Attributes:
         folder: where evaluation.json belongs.

@@ -19,7 +19,7 @@ _COUNT = re.compile(r"([0-9_,]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMBT]?)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a person says of a run.
+    """The wishes of a person for a run.
 
     Attributes:
         model: name and flavor, as `llama3-8B`.

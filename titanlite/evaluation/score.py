@@ -28,7 +28,7 @@ STATISTICS = by_rows(local_statistics)
 
 @dataclass(frozen=True)
 class Score:
-    """What a model made of a task.
+    """The answers of a model to a task.
 
     Attributes:
         log_likelihoods: of the choices of each question, nats.

@@ -17,7 +17,7 @@ from titanlite.preflight.same_run import dotted
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """What all ranks of a run did in the window.
+    """The profiled steps of all ranks of a run.
 
     Attributes:
         name: of the run.

@@ -20,7 +20,7 @@ from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.step_time import StepTimeModel
 
 RESERVE_GIB = 3.0
-"""What CUDA, NCCL and libraries take of a GPU, which no forecast counts: a few GiB, as `memory.py` says."""
+"""Memory that CUDA, NCCL and libraries take of a GPU, which no forecast counts: a few GiB, as `memory.py` says."""
 
 _NEARLY = 0.99  # of the fastest: as fast
 _WORTH = 1.02  # against a list with a name: worth one that is made when the run starts

@@ -7,7 +7,7 @@ maps both ways, so that a run can be read back from what was shown. A key that i
 from collections.abc import Mapping
 
 AXES = ("step", "tokens")
-"""What the other numbers are drawn over: no panels of their own."""
+"""The axes that other numbers are drawn over: no panels of their own."""
 
 NAMES: Mapping[str, str] = {
     "loss": "train/loss",

@@ -1,4 +1,4 @@
-"""What the memory of a rank was for, at the moment at which most was allocated.
+"""Tell what the memory of a rank was for, at the moment at which most was allocated.
 
 The allocator tells each allocation and its end, when and from where. What was there before the window are parameters,
 the optimizer's state, and buffers. What was made in the step and is freed once the optimizer is at work are

@@ -18,15 +18,15 @@ from titanlite.observe.metrics import RunError
 
 ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE = "attention", "matmul", "casts", "optimizer", "other compute"
 DEVICE_WORK = (ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE)
-"""What a device computes, in the order in which overlapping kernels have the time."""
+"""The kinds of what a device computes, in the order in which overlapping kernels have the time."""
 
 VALIDATION, EVALUATION, SAVING, NUMERICS = "validation", "evaluation", "saving", "float8 numerics"
 ASIDE = (VALIDATION, EVALUATION, SAVING, NUMERICS)
-"""What is done between steps and is not of a step."""
+"""The work between steps, which is of no step."""
 
 DATA_WAIT, RECOMPILATION = "data wait", "recompilation"
 HOST_WORK = (*ASIDE, RECOMPILATION, DATA_WAIT)
-"""What a host is seen at, in the order in which it has the time."""
+"""The kinds of work that a host is seen at, in the order in which it has the time."""
 
 COMMUNICATION = "communication"
 """Before the mesh axis, as in "communication dp_shard", where the category is a collective's."""
@@ -68,7 +68,7 @@ class PeakMemory:
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank did in a few steps.
+    """The time of one rank in a few steps.
 
     Attributes:
         rank: whose it is, of `world`.

@@ -50,7 +50,7 @@ class TensorBoardFile:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has stopped writing, for a reason that it has said."""
+        """Return whether it has stopped writing, for a reason that it has said."""
         return self._has_failed
 
     def describe(self, config: Config, facts: Mapping[str, Any]) -> None:

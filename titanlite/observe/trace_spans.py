@@ -53,7 +53,7 @@ Events = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class ProfiledRun:
-    """What a trace does not say about the run.
+    """The facts of a run that its trace does not have.
 
     Attributes:
         rank: this one's, of `world`.

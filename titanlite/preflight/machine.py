@@ -18,7 +18,7 @@ _SAME = 0.05  # share by which the memory that a person names may differ from wh
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What the data sheet of a GPU says.
+    """The rates and memory that the data sheet of a GPU gives.
 
     Attributes:
         board: the name that its driver gives.
@@ -44,7 +44,7 @@ DATA_SHEETS = {
 """GPUs that were not measured, for a rough guess. Source: NVIDIA's data sheets of A100 SXM and DGX B200."""
 
 GPU_NAMES = (*DEVICES, *DATA_SHEETS, CPU)
-"""What `titanlite new --gpu` takes."""
+"""The names that `titanlite new --gpu` takes."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Machine:
 
     @property
     def flags(self) -> str:
-        """What names it to `titanlite plan`, behind the file."""
+        """Return the flags that name it to `titanlite plan`."""
         if self.rates is None:
             return f"--world {self.world}"
         key = next((key for key in DEVICES if self.rates.device == measured_rates(key).device), None)
