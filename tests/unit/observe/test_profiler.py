@@ -64,7 +64,7 @@ def test_another_rank_than_0_writes_its_summary_alone(tmp_path):
     summary = json.loads(path.read_text())
     assert (path.name, summary["rank"], [step["step"] for step in summary["steps"]]) == ("rank1.json", 1, [3, 4])
     total = sum(step["end_us"] - step["start_us"] for step in summary["steps"])
-    # Steps of a fraction of a millisecond: what comes between two reads of a clock on a busy machine is longer than they.
+    # Steps of a fraction of a millisecond: on a busy machine, what comes between two reads of a clock is longer.
     assert 0 < total < 1.02 * summary["clock_us"] + 500
     assert MATMUL in summary["spans"]
 
