@@ -80,7 +80,8 @@ def _uncallable(made: nn.Module) -> Iterator[Problem]:
             yield replace(problem, where=f"{kind.__name__}.{name}")
             continue
         try:
-            inspect.signature(getattr(made, name)).bind(*given)
+            signature = inspect.signature(getattr(made, name))
+            signature.bind(*given, **{key: None for key in ("sequences",) if key in signature.parameters})
         except TypeError as error:
             saw = f"{name}{inspect.signature(method)}: {error}"
             yield of_function(method, file, saw, f"{call}, {does}", f"write {call}")

@@ -11,7 +11,7 @@ from tests.support.own_model import Change, mine
 BEGINS_FORWARD = "x = self.tok_embeddings(tokens)"
 ENDS_BLOCK = "return h + self.feed_forward(normed)"
 ENDS_INIT = 'self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)'
-FORWARD = "    def forward(self, tokens: Tensor) -> Tensor:"
+FORWARD = "    def forward(self, tokens: Tensor, sequences: Sequences | None = None) -> Tensor:"
 FILL = "    def fill_buffers(self) -> None:"
 HEAD = "return self.output(self.norm(x))"
 BACKWARD = """
@@ -117,11 +117,15 @@ REQUIRED: dict[str, tuple[Change, str]] = {
     ),
     "a forward of two": (
         (FORWARD, FORWARD.replace("tokens: Tensor", "tokens, mask")),
-        r"line {FORWARD}  Mine.forward = forward\(self, tokens, mask\).*: missing a required argument: 'mask'\n",
+        r"line {FORWARD}  Mine.forward = forward\(self, tokens, mask, .*\).*: missing a required argument: 'mask'\n",
     ),
     "a forward of none": (
-        (FORWARD, FORWARD.replace(", tokens: Tensor", "")),
+        (FORWARD, "    def forward(self) -> Tensor:"),
         r"line {FORWARD}  Mine.forward = forward\(self\).*: too many positional arguments\n",
+    ),
+    "a forward of sequences alone": (
+        (FORWARD, FORWARD.replace(", tokens: Tensor", "")),
+        r"line {FORWARD}  Mine.forward = forward\(self, sequences.*: multiple values for argument 'sequences'\n",
     ),
     "a misspelt fill_buffers": (
         (FILL, FILL.replace("fill_buffers", "fill_bufers")),
