@@ -17,6 +17,9 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Its threads do not survive a fork either, and a rank would wait for them for ever.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# pytest-xdist sets it for its workers, and what a command prints would be folded.
+os.environ.pop("COLUMNS", None)
+
 import torch
 import torch._dynamo
 import torch.fx.config

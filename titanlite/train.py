@@ -30,6 +30,8 @@ def main() -> None:
     folder = RunFolder.of(run.config)
     if is_first:
         folder.foresee(run.config)  # that it is another run's is said before torch is imported
+        if run.config.checkpoint.enable:
+            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
     if lack := lack_of_memory(run.config, run.dims, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         import torch
 
@@ -45,7 +47,6 @@ def main() -> None:
     if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
-            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
             lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims)
             warnings += [lack] if lack else []
 

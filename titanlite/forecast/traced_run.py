@@ -108,8 +108,9 @@ def traced_run(
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split
-    # What float8 makes of a layer depends on the device; without it the trainer's model is the one traced before.
-    if key not in _runs or (model is not None and float8 is not None):
+    # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
+    is_its_own = model is not None and (float8 is not None or mesh.tensor_parallel_degree > 1)
+    if key not in _runs or is_its_own:
         _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8).model)
     return _runs[key]
 

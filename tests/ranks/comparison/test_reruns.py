@@ -13,7 +13,8 @@ def first_losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_run_under_another_layout_and_one_of_another_rate(world: int, tmp_path: Path, capfd) -> None:
     desk = Desk(tmp_path)
     flags = ("--training.steps=8", "--job.stop_after=6", "--metrics.log_freq=1", "--checkpoint.enable=false")

@@ -58,7 +58,9 @@ def test_dtypes(layout, tmp_path):
                     lambda module, args, name=name: computed.update({name: module.weight.dtype})
                 )
             if isinstance(module, Attention):
-                module.register_forward_pre_hook(lambda module, args: tables.update(t.dtype for t in args[1:]))
+                module.register_forward_pre_hook(
+                    lambda module, args: tables.update(t.dtype for t in args[1:] if isinstance(t, Tensor))
+                )
         norm = run.optimizer.norm
         run.optimizer.norm = lambda grads: gradients.update(g.dtype for g in grads.values()) or norm(grads)
         with ReducedDtypes() as reduced:

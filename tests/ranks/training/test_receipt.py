@@ -291,7 +291,7 @@ LIST = [
         "def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:\n",
         "def forward(self, x, cos, sin, sequences, seen=()):\n",
     ),
-    ("x = block(x, self.cos, self.sin, sequences)", "x = block(x, self.cos, self.sin, sequences, seen)"),
+    ("x = block(x, cos, sin, sequences)", "x = block(x, cos, sin, sequences, seen)"),
     ("x = self.tok_embeddings(tokens)", "x = self.tok_embeddings(tokens); seen = [x]"),
     (FORK, f"seen.append(x); x = x + 0.1 * sum(seen)\n        {FORK}"),
 ]
