@@ -8,7 +8,6 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.observe.metrics import read_metrics
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.run_again import run_again
 from titanlite.preflight.run_folder import RunFolder
 
 _STEPS = "5"
@@ -78,13 +78,9 @@ def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, process
         "metrics.wandb": "off",
         "profiling.enable": "false",
     }
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     over = [f"--{key}={value}" for key, value in own.items()]
-    command = [sys.executable, "-m", *(launcher if processes > 1 else ()), "titanlite.train", *flags, *over]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        sys.stderr.write(done.stdout)
-        where, saw = f"{name}, to step {last}", f"exit code {done.returncode}"
+    if code := run_again("titanlite.train", [*flags, *over], processes):
+        where, saw = f"{name}, to step {last}", f"exit code {code}"
         raise CheckpointError.of("titanlite verify-resume", where, saw, "0", "fix the error printed above")
 
 

@@ -1,6 +1,5 @@
 """Run the config of a run's folder once more: nudged, for the floor of a comparison, or a few steps of it, sketched."""
 
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ import numpy as np
 from titanlite.comparison.layers import Parting, Sketches, first_parting
 from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metrics import RunError
+from titanlite.preflight.run_again import processes_of, run_again
 
 # What a run writes or waits for beside its steps; none of it changes their numbers.
 _ALONE = (
@@ -75,18 +75,9 @@ def _config_flags(folder: Path) -> list[str]:
 
 def _run(module: str, arguments: list[str], folder: Path, record: RunRecord) -> None:
     """Run a module of titanlite on as many processes of this host as the run had."""
-    layout = next((entry.get("applied") for entry in record.receipt or [] if entry["feature"] == "parallelism"), None)
-    if not isinstance(layout, dict):
+    processes = processes_of(record.receipt)
+    if processes is None:
         want = "a receipt.json that has the layout of the run"
         raise RunError.of("titanlite compare", str(folder), "", want, "start the run again: it is written at step 1")
-    processes = 1
-    for degree in layout.values():
-        processes *= degree
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
-    command = [sys.executable, "-m", *(launcher if processes > 1 else ()), module, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        sys.stderr.write(done.stdout)
-        raise RunError.of(
-            "titanlite compare", str(folder), f"exit code {done.returncode}", "0", "fix the error printed above"
-        )
+    if code := run_again(module, arguments, processes):
+        raise RunError.of("titanlite compare", str(folder), f"exit code {code}", "0", "fix the error printed above")

@@ -1,13 +1,14 @@
 """Say what is wrong with the paths of runs that are to be explained, before anything is read."""
 
-import math
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from titanlite.errors import Problem, describe
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError
+from titanlite.preflight.run_again import processes_of
 
 _PROFILE = Path("profile", "rank0.json")
 _WANT = "a run's folder, with config.toml and profile/rank0.json"
@@ -46,15 +47,7 @@ def _command(folder: Path) -> str:
     """Return the command that trains a run's config anew, under another name, with a profile."""
     name = f"{folder.resolve().name}-profiled"
     words = ["titanlite", "train", str(folder / "config.toml"), "--job.name", name, "--profiling.enable", "true"]
-    world = _processes(folder / "receipt.json")
-    return shlex.join([*words, *(["--gpus", str(world)] if world > 1 else [])])
-
-
-def _processes(receipt: Path) -> int:
-    """Return how many processes a run had, by the layout in its receipt; 1 if nothing says so."""
-    try:
-        entries = read_json(receipt) if receipt.is_file() else []
-        (layout,) = (entry["applied"] for entry in entries if entry["feature"] == "parallelism")
-        return math.prod(layout.values())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return 1
+    receipt, processes = folder / "receipt.json", None
+    with suppress(ValueError):
+        processes = processes_of(read_json(receipt)) if receipt.is_file() else None
+    return shlex.join([*words, *(["--gpus", str(processes)] if processes and processes > 1 else [])])

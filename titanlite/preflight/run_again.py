@@ -1,0 +1,42 @@
+"""Run a module of titanlite in processes of its own, with as many ranks as a run had."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def processes_of(receipt: Any) -> int | None:
+    """Return how many processes a run had, by the layout in its receipt.
+
+    Args:
+        receipt: the content of receipt.json, or what is in its place.
+
+    Returns:
+        The number; None if nothing says so.
+    """
+    try:
+        (layout,) = (entry["applied"] for entry in receipt if entry["feature"] == "parallelism")
+        return math.prod(layout.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def run_again(module: str, arguments: Sequence[str], processes: int) -> int:
+    """Run a module to its end on processes of this host; what it says is shown if it fails.
+
+    Args:
+        module: as `titanlite.train`.
+        arguments: of it.
+        processes: several are started by torchrun.
+
+    Returns:
+        Its exit code.
+    """
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+    command = [sys.executable, "-m", *(launcher if processes > 1 else ()), module, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    if done.returncode:
+        sys.stderr.write(done.stdout)
+    return done.returncode
