@@ -10,15 +10,14 @@ made by another version.
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from titanlite.commands.arguments import Command
 from titanlite.comparison.judge import judge, tokens_to_equal_loss
 from titanlite.comparison.layers import Parting
-from titanlite.comparison.picture import draw_losses, require_picture
+from titanlite.comparison.picture import draw_losses
 from titanlite.comparison.report import write_report
 from titanlite.comparison.reruns import floor_of, measure_floor, parting
 from titanlite.comparison.runs import RunRecord, read_runs
@@ -27,6 +26,7 @@ from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_verdicts import send_verdicts
 from titanlite.errors import Problem, describe
 from titanlite.observe.metrics import RunError
+from titanlite.preflight.output_file import require_picture, writable
 from titanlite.text_table import columns
 
 Number = TypeVar("Number", int, float)
@@ -71,7 +71,7 @@ def run(argv: Sequence[str]) -> int:
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         saw, want = str(report), "a file whose ending is html"
         raise RunError.of("titanlite compare", "--report", saw, want, "--report compare.html")
-    require_picture(out)
+    require_picture("titanlite compare", out, "losses.png")
     tolerance, steps = _number(given, "--tolerance", float), _number(given, "--layers", int)
     if len(records) == 1 and (asked := {"--floor", "--layers", "--seeds", "--tolerance"} & set(given)):
         fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"
@@ -85,13 +85,13 @@ def run(argv: Sequence[str]) -> int:
     if steps is not None:
         for folder, record in zip(folders[1:], records[1:], strict=True):
             sys.stdout.write(_parting_line(record, parting((folders[0], records[0]), (folder, record), steps), steps))
-    with _writable("--out", out):
+    with writable("titanlite compare", "--out", out):
         draw_losses(records, out, verdicts)
     if "--wandb" in given:
         for path in send_verdicts(list(zip(folders, records, strict=True)), judged, out):
             sys.stdout.write(f"wandb: {path} has the verdict\n")
     if report is not None:
-        with _writable("--report", report):
+        with writable("titanlite compare", "--report", report):
             write_report(records, report, verdicts)
     sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in (out, report) if path is not None))
     return int(any(verdict is None or verdict.kind == "differs" for verdict in judged))
@@ -178,17 +178,6 @@ def _parting_line(record: RunRecord, found: Parting | None, steps: int) -> str:
     more = f", and {found.others} more tensors of that step" if found.others else ""
     size = f"{found.difference:.2g} of its size, where rounding makes {found.rounding:.1g}"
     return f"{record.name}: differs first in step {found.step}: {found.tensor}, by {size}{more}\n"
-
-
-@contextmanager
-def _writable(flag: str, path: Path) -> Iterator[None]:
-    """Tell a failure to write a file as one of the flag that names it."""
-    try:
-        yield
-    except OSError as error:
-        saw, want = f"{path} ({error.strerror or error})", "a file that can be written"
-        fix = f"{flag} with a path in a folder of yours"
-        raise RunError.of("titanlite compare", flag, saw, want, fix) from None
 
 
 def _tables(records: Sequence[RunRecord]) -> str:

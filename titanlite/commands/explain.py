@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titanlite.commands.arguments import Command
 from titanlite.observe.metrics import RunError
+from titanlite.preflight.output_file import require_picture, writable
 
 _COMMAND = Command(
     "explain",
@@ -44,6 +45,8 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.explain.timeline import draw_timeline
 
     require_profiles([Path(word) for word in words])
+    if "--out" in given:
+        require_picture("titanlite explain", Path(given["--out"]), "timeline.png")
     runs = [read_profiled(Path(word)) for word in words]
     text = run_text(runs[0]) if len(runs) == 1 else two_runs_text(*runs)
     last = len(runs) - 1
@@ -51,11 +54,7 @@ def run(argv: Sequence[str]) -> int:
     if "--out" in given:  # of two runs, the second is the one in question
         pictures = {last: Path(given["--out"])}
     for i, path in pictures.items():
-        try:
+        with writable("titanlite explain", "--out", path):
             draw_timeline(runs[i], int(step) if step else median_step(runs[i]), path)
-        except OSError as error:
-            saw, want = f"{path} ({error.strerror or error})", "a file that can be written"
-            fix = "--out with a path in a folder of yours"
-            raise RunError.of("titanlite explain", "--out", saw, want, fix) from None
     sys.stdout.write(text + "".join(f"{path}\n" for path in pictures.values()))
     return 0

@@ -19,7 +19,7 @@ from titanlite.comparison.axis import fitted_limits
 from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Curve, Values, metrics_of
 from titanlite.comparison.runs import RunRecord, title_of
 from titanlite.comparison.verdict import Verdict
-from titanlite.observe.metrics import RunError
+from titanlite.preflight.output_file import require_picture
 
 _LONG = 200  # points from which on a curve is smoothed
 _WINDOW = 50  # the running median is over the 50th part of a curve, and taken at ten times as many places
@@ -41,20 +41,10 @@ def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ver
         RunError: there is no kind of picture with that ending.
         OSError: the picture cannot be written.
     """
-    require_picture(path)
+    require_picture("titanlite compare", path, "losses.png")
     figure = loss_figure(records, verdicts)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-
-
-def require_picture(path: Path) -> None:
-    """Raise RunError if there is no kind of picture with a path's ending."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
-        raise RunError.of("titanlite compare", "--out", str(path), want, "--out losses.png")
 
 
 def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) -> Any:

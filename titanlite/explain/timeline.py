@@ -20,6 +20,7 @@ from titanlite.observe.step_profile import (
     RECOMPILATION,
     RankProfile,
 )
+from titanlite.preflight.output_file import require_picture
 
 _COLOURS = {
     MATMUL: "#1f5fa8",
@@ -49,12 +50,7 @@ def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
         RunError: there is no kind of picture with that ending, or no such step.
         OSError: the picture cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in kinds:
-        want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
-        raise RunError.of("titanlite explain", "--out", str(path), want, "--out timeline.png")
+    require_picture("titanlite explain", path, "timeline.png")
     steps = [each.step for each in run.profiles[0].steps]
     if step not in steps:
         want = f"a profiled step, {steps[0]} to {steps[-1]}"
