@@ -122,10 +122,23 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
             steps = tuple(row["step"] for row in rows)
             if steps not in places:
                 places[steps] = _places_of(rows, clock)
-            values = np.array([math.nan if row[key] is None else row[key] for row in rows], dtype=np.float64)
-            lines.setdefault(key, []).append(Curve(run, places[steps], values))
+            lines.setdefault(key, []).append(Curve(run, places[steps], _values_of(rows, key)))
     lines[DIFFERENCE] = _from_the_first(lines["loss"])
     return [_metric(name, found, records[0].name) for name, found in lines.items() if found]
+
+
+def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tuple[Values, Values]:
+    """Subtract the first run's values of a metric of steps at equal numbers of tokens.
+
+    Returns:
+        [n] tokens, ascending, and [n] differences, where both values are finite.
+    """
+    ours, its = (Curve(0, _places_of(rows, None), _values_of(rows, metric)) for rows in (record.steps, first.steps))
+    found = differences_from(ours, its)
+    if found is None:
+        return np.empty(0), np.empty(0)
+    known = np.isfinite(found.values)
+    return found.places.tokens[known], found.values[known]
 
 
 def rows_a_piece(rows: int) -> int:
@@ -203,6 +216,11 @@ def _clock(record: RunRecord) -> tuple[Values, Values] | None:
         return None
     steps = np.array([0, *(row["step"] for row in rows)], dtype=np.float64)
     return steps, np.concatenate([[0.0], np.cumsum(np.diff(steps) * [row["seconds"] for row in rows])])
+
+
+def _values_of(rows: Sequence[dict[str, Any]], key: str) -> Values:
+    values = (row.get(key) for row in rows)
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _places_of(rows: Sequence[dict[str, Any]], clock: tuple[Values, Values] | None) -> Places:

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from titanlite.comparison.curves import paired_differences
 from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import NoiseBand, Verdict
 
@@ -51,8 +52,8 @@ def judge(
     Returns:
         The verdict; None if the runs have no step in common.
     """
-    tokens, loss = _paired_differences(first, other, "loss")
-    _, norm = _paired_differences(first, other, "grad_norm")
+    tokens, loss = paired_differences(other, first, "loss")
+    _, norm = paired_differences(other, first, "grad_norm")
     if (lost := _not_finite_in_one(first, other)) is not None:
         line = f"differs: one of them has no finite loss or gradient norm at {_tokens_in_words(lost)} tokens"
         return Verdict(other.name, "differs", line, math.nan, math.nan, math.nan, lost, _band(first, nudged))
@@ -63,7 +64,7 @@ def judge(
     differ = _other_samples(first, other)
     if not loss.any() and not norm.any():
         kind = "equal bits"
-    elif nudged and not differ and is_within_rounding(first, other, nudged):
+    elif nudged and not differ and max(drift_ratios(first, other, nudged).values()) <= BEYOND:
         kind = "within rounding"
     elif seeds and abs(mean) <= _spread(first, seeds, tokens[last]):
         kind = "within seed noise"
@@ -79,20 +80,15 @@ def judge(
     return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged))
 
 
-def is_within_rounding(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> bool:
-    """Say whether a run stays as near to the first as runs whose weights were nudged by one rounding."""
-    return max(drift_ratios(first, other, nudged).values()) <= BEYOND
-
-
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
     """Return how many times as far as the nudged runs a run drifts: the largest ratio of any window, per metric."""
     ratios = {}
     for metric in _RESOLUTION:
-        tokens, drift = _paired_differences(first, other, metric)
+        tokens, drift = paired_differences(other, first, metric)
         values = {row["tokens"]: row[metric] for row in first.steps}
         resolution = _RESOLUTION[metric] * np.array([abs(values[t]) for t in tokens.tolist()])
         floor = np.maximum.reduce(
-            [resolution, *(_envelope(tokens, *_paired_differences(first, n, metric)) for n in nudged)]
+            [resolution, *(_envelope(tokens, *paired_differences(n, first, metric)) for n in nudged)]
         )
         ratios[metric] = max(
             (_rms(drift[window]) / _rms(floor[window]) for window in _windows(len(tokens))), default=0.0
@@ -144,18 +140,6 @@ def _not_finite_in_one(first: RunRecord, other: RunRecord) -> int | None:
         if its is not None and any((row.get(m) is None) != (its.get(m) is None) for m in _RESOLUTION):
             return row["tokens"]
     return None
-
-
-def _paired_differences(first: RunRecord, other: RunRecord, metric: str) -> tuple[Series, Series]:
-    """Return tokens and the other's values less the first's, where both have one."""
-    values = {row["tokens"]: row[metric] for row in first.steps if row.get(metric) is not None}
-    both = [(r["tokens"], r[metric] - values[r["tokens"]]) for r in other.steps if _is_in(r, metric, values)]
-    tokens, differences = np.array(both, dtype=np.float64).reshape(-1, 2).T
-    return tokens, differences
-
-
-def _is_in(row: dict[str, object], metric: str, values: dict[int, float]) -> bool:
-    return row.get(metric) is not None and row["tokens"] in values
 
 
 def _windows(n: int) -> list[slice]:
@@ -223,7 +207,7 @@ def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> NoiseBand | None:
     if not nudged:
         return None
     tokens = np.array([row["tokens"] for row in first.steps], dtype=np.float64)
-    limit = BEYOND * np.maximum.reduce([_envelope(tokens, *_paired_differences(first, run, "loss")) for run in nudged])
+    limit = BEYOND * np.maximum.reduce([_envelope(tokens, *paired_differences(run, first, "loss")) for run in nudged])
     return NoiseBand(tokens.astype(int).tolist(), (-limit).tolist(), limit.tolist())
 
 

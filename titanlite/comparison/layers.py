@@ -19,7 +19,7 @@ class Parting:
 
     Attributes:
         step: the first in which they do.
-        tensor: the first of it, in the order in which a step computes them; "" if none does.
+        tensor: the first of it, in the order in which a step computes them.
         difference: of it, relative.
         rounding: the largest relative difference of that tensor that a nudge of the weights has made until then.
         others: tensors of that step that part, too.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class NoiseBand:
-    """The differences in loss that rounding or the seed alone make, by the tokens trained on.
+    """The differences in loss within which rounding is taken to be the cause, by the tokens trained on.
 
     Attributes:
         tokens: where the limits are known, ascending.
@@ -25,7 +25,8 @@ class Verdict:
 
     Attributes:
         run: the name of the run that is compared with the first.
-        kind: "equal bits", "within rounding", "within seed noise" or "differs".
+        kind: "equal bits", "within rounding", "within seed noise", "within tolerance", "no difference shown" or
+            "differs".
         line: the verdict in one line, as the command prints it.
         mean_difference: its loss less that of the first, in nats per token.
         low: the lower end of the mean's interval.
