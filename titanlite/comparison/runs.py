@@ -85,6 +85,20 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     return records
 
 
+def recorded_config(folder: Path) -> dict[str, Any]:
+    """Read the config that a run has written into its folder, by dotted keys.
+
+    Raises:
+        RunError: it is not TOML.
+    """
+    path = folder / "config.toml"
+    try:
+        return dotted(tomli.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:  # tomli's, or a byte that is no text
+        want, fix = "TOML, as the run wrote it", "restore the file from a copy"
+        raise RunError.of(f"{path}: {error}", "config.toml", "", want, fix) from error
+
+
 def title_of(records: Sequence[RunRecord]) -> str:
     """Return what a comparison of the runs is called."""
     names = [record.name for record in records]
@@ -96,16 +110,6 @@ def title_of(records: Sequence[RunRecord]) -> str:
 
 def _read(folder: Path, name: str) -> RunRecord:
     rows = read_metrics(folder / "metrics.jsonl")
-    try:
-        config = tomli.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # tomli's, or a byte that is no text
-        raise RunError.of(
-            f"{folder / 'config.toml'}: {error}",
-            "config.toml",
-            "",
-            "TOML, as the run wrote it",
-            "restore the file from a copy",
-        ) from error
     if bad := [row for row in rows if not isinstance(row.get("tokens"), int)]:
         want = "as many tokens as there were until then, a whole number"
         raise RunError.of(
@@ -118,7 +122,7 @@ def _read(folder: Path, name: str) -> RunRecord:
     return RunRecord(
         name=name,
         rows=rows,
-        config=dotted(config),
+        config=recorded_config(folder),
         state=_state(folder / "status.json"),
         receipt=_receipt(folder / "receipt.json"),
     )

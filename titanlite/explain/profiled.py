@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tomli
-
+from titanlite.comparison.runs import recorded_config
 from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_parts
 from titanlite.explain.waits import Waits, find_waits
-from titanlite.observe.metrics import RunError, read_metrics
+from titanlite.observe.metrics import read_metrics
 from titanlite.observe.step_profile import RankProfile, read_profiles
-from titanlite.preflight.same_run import dotted
 
 
 @dataclass(frozen=True)
@@ -68,12 +66,7 @@ def read_profiled(folder: Path) -> ProfiledSteps:
         RunError: it has no profile, or a file of it is damaged.
     """
     profiles = read_profiles(folder)
-    path = folder / "config.toml"
-    try:
-        config = dotted(tomli.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError) as error:
-        want = "the config of the run, as it wrote it"
-        raise RunError.of(str(path), "config.toml", str(error), want, "restore the file from a copy") from error
+    config = recorded_config(folder)
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
     steps = [step.step for step in profiles[0].steps]
