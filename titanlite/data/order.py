@@ -31,7 +31,7 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
     """
     epochs, places = np.divmod(np.asarray(positions, np.int64), n_samples)
     bits = max(2, (n_samples - 1).bit_length())
-    key = _mix(_mix(np.full(1, seed & _MASK, np.uint64)) + epochs.astype(np.uint64))
+    key = mix(mix(np.full(1, seed & _MASK, np.uint64)) + epochs.astype(np.uint64))
     samples = _permute(places.astype(np.uint64), key, bits)
     while (outside := samples >= n_samples).any():
         samples[outside] = _permute(samples[outside], key[outside], bits)
@@ -53,13 +53,13 @@ def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:
     for i in range(_ROUNDS):
         round_key = key + np.uint64(i * _GOLDEN & _MASK)
         if i % 2 == 0:
-            high = high ^ (_mix(low ^ round_key) & high_mask)
+            high = high ^ (mix(low ^ round_key) & high_mask)
         else:
-            low = low ^ (_mix(high ^ round_key) & low_mask)
+            low = low ^ (mix(high ^ round_key) & low_mask)
     return high << low_bits | low
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """Apply splitmix64 to uint64s, wrapping: each bit of the result depends on each bit of x."""
     x = x + np.uint64(_GOLDEN)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

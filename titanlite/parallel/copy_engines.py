@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def no_copy_engines(mesh: Mesh) -> str | None:
-    """Why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
+    """Return why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
 
     If nothing else is in the way, the ranks try to share memory, which the system may not allow.
     """

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from titanlite.config.check import sequences_per_step
 from titanlite.data.batches import Batch, TrainBatches
+from titanlite.data.order import mix
 from titanlite.exit_code import exit_code, leave
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.parallel.process_group import start_process_group
@@ -183,15 +184,9 @@ def _sketch(x: Tensor, start: int) -> Tensor:
 
 def _weights(start: int, n: int, device: torch.device) -> Tensor:
     """Return [n, SUMS] float64, +1 or -1, a function of place and column alone."""
-    place = torch.arange(start, start + n, device=device)[:, None] * SUMS + torch.arange(SUMS, device=device)
-    return (_mixed(place + 1) & 1).double() * 2 - 1
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """Mix the bits of int64 numbers, as splitmix64 does; products wrap around."""
-    x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
-    return (x ^ (x >> 31)) >> 17
+    places = np.arange(start * SUMS, (start + n) * SUMS, dtype=np.uint64).reshape(n, SUMS)
+    signs = (mix(places) & np.uint64(1)).astype(np.float64) * 2 - 1
+    return torch.from_numpy(signs).to(device)
 
 
 if __name__ == "__main__":
