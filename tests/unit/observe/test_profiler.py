@@ -59,14 +59,20 @@ def test_exactly_the_steps_of_the_window_are_traced(tmp_path, first_step, start_
 
 
 def test_another_rank_than_0_writes_its_summary_alone(tmp_path):
-    assert train(tmp_path / "profile", "cpu", 3, 2, 1, 6, rank=1) == ""
-    (path,) = (tmp_path / "profile").iterdir()
-    summary = json.loads(path.read_text())
-    assert (path.name, summary["rank"], [step["step"] for step in summary["steps"]]) == ("rank1.json", 1, [3, 4])
-    total = sum(step["end_us"] - step["start_us"] for step in summary["steps"])
-    # Steps of a fraction of a millisecond: on a busy machine, what comes between two reads of a clock is longer.
-    assert 0 < total < 1.02 * summary["clock_us"] + 500
-    assert MATMUL in summary["spans"]
+    totals = []
+    for attempt in range(
+        5
+    ):  # steps of a fraction of a millisecond: a busy machine may stop between two reads of a clock
+        assert train(tmp_path / f"{attempt}" / "profile", "cpu", 3, 2, 1, 6, rank=1) == ""
+        (path,) = (tmp_path / f"{attempt}" / "profile").iterdir()
+        summary = json.loads(path.read_text())
+        assert (path.name, summary["rank"], [step["step"] for step in summary["steps"]]) == ("rank1.json", 1, [3, 4])
+        assert MATMUL in summary["spans"]
+        total = sum(step["end_us"] - step["start_us"] for step in summary["steps"])
+        totals.append((total, summary["clock_us"]))
+        if total == pytest.approx(summary["clock_us"], rel=0.02, abs=500):  # µs
+            return
+    pytest.fail(f"steps, clock: {totals}")
 
 
 def test_nothing_is_marked_outside_the_window():

@@ -378,7 +378,7 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     (history.folder / "config.toml").write_text(to_toml(Config(metrics=Metrics(wandb="online", wandb_project="proj"))))
     code, out, _ = compare(path, "--wandb", command=("-m", "titanlite", "compare"))
     assert code == 0
-    assert ": equal bits\n" in out
+    assert out.startswith(f"{path.rpartition('/')[2]}: equal bits\n")
     assert out.count(f"wandb: {path} has the verdict\n") == 2
     lines = [(summary["compare/verdict"], summary["compare/with"]) for summary in history.server.summaries]
     assert lines == [("the first of 2 runs", "run"), ("equal bits", "run")]
