@@ -30,7 +30,7 @@ def main() -> None:
     folder = RunFolder.of(run.config)
     if is_first:
         folder.foresee(run.config)  # that it is another run's is said before torch is imported
-        if run.config.checkpoint.enable:
+        if run.config.checkpoint.enable and folder.seems_in_use() is None:  # else its checkpoints come and go
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
     if lack := lack_of_memory(run.config, run.dims, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         import torch
@@ -47,6 +47,7 @@ def main() -> None:
     if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
+            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
             lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims)
             warnings += [lack] if lack else []
 

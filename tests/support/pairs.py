@@ -130,10 +130,11 @@ class Runs:
 
     Args:
         folder: for what they write.
+        steps: of each run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, steps: int = STEPS) -> None:
+        self._folder, self._steps = folder, steps
 
     @functools.cache  # noqa: B019  # as long as the tests
     def record(self, world: int, flags: str, change: Change = nothing) -> RunRecord:
@@ -141,7 +142,7 @@ class Runs:
         folder = self._folder / f"{abs(hash((world, flags, change)))}"
         folder.mkdir()
         steps = ["--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "5"]
-        trained = train(folder, world, [*flags.split(), *steps], steps=STEPS, change=change, timeout_s=600)
+        trained = train(folder, world, [*flags.split(), *steps], steps=self._steps, change=change, timeout_s=600)
         rows: list[dict[str, Any]] = [
             {"step": i, "tokens": i * 256, "loss": loss, "grad_norm": norm}
             for i, (loss, norm) in enumerate(zip(trained.losses.tolist(), trained.norms.tolist(), strict=True), start=1)

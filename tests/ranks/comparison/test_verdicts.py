@@ -13,6 +13,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("short_runs"), steps=12)
+
+
 def kind(pair: Pair, runs: Runs) -> str:
     first, other, nudged = runs.of(pair)
     verdict = judge(first, other, nudged)
@@ -23,13 +28,13 @@ def kind(pair: Pair, runs: Runs) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name in EQUAL])
-def test_runs_that_differ_in_rounding_alone_are_not_called_different(name: str, runs: Runs) -> None:
-    assert kind(EQUAL[name], runs) in ("equal bits", "within rounding")
+def test_runs_that_differ_in_rounding_alone_are_not_called_different(name: str, short_runs: Runs) -> None:
+    assert kind(EQUAL[name], short_runs) in ("equal bits", "within rounding")
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name in CHANGED])
-def test_a_planted_change_is_called_different(name: str, runs: Runs) -> None:
-    assert kind(CHANGED[name], runs) == "differs"
+def test_a_planted_change_is_called_different(name: str, short_runs: Runs) -> None:
+    assert kind(CHANGED[name], short_runs) == "differs"
 
 
 @pytest.mark.slow
