@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.order import samples_at
+from titanlite.data.samples import ConcatenatedSamples, Samples
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.layers import Sequences
@@ -69,7 +70,8 @@ class TrainBatches:
         )
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
-        self._shards, self._seq_len, self._seed, self._device = shards, seq_len, seed, _indexed(device)
+        self._samples: Samples = ConcatenatedSamples(shards, seq_len)
+        self._seed, self._device = seed, _indexed(device)
         self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
         self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
@@ -91,12 +93,12 @@ class TrainBatches:
         self.position += self.global_batch_size
         self._ahead = self._prefetch()
         tokens, targets = pair.to(self._device, non_blocking=True)
-        return [Batch(*micro, Sequences(self._seq_len)) for micro in zip(tokens, targets, strict=True)]
+        return [Batch(*micro, Sequences(self._samples.seq_len)) for micro in zip(tokens, targets, strict=True)]
 
     def padding(self) -> list[Batch]:
         """Return as many micro-batches without a target, for a rank that must take part in a step and has no data."""
         n_micro, local = self._places.shape
-        return [_padding(local, self._seq_len, self._device)] * n_micro
+        return [_padding(local, self._samples.seq_len, self._device)] * n_micro
 
     def close(self) -> None:
         """End the thread."""
@@ -109,7 +111,7 @@ class TrainBatches:
         """Tokens and targets of one step, [2, micro-steps, M], in pinned memory if they go to a GPU."""
         positions = position + self._places
         samples = samples_at(positions.ravel(), self.n_samples, self._seed)
-        pair = _tokens_and_targets(self._shards, samples, self._seq_len).reshape(2, len(positions), -1)
+        pair = _tokens_and_targets(self._samples, samples).reshape(2, len(positions), -1)
         if self._device.type != "cuda":
             return pair
         torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
@@ -152,26 +154,28 @@ class ValidationBatches:
     ) -> None:
         available = sample_count(shards.meta.source, shards.tokens, seq_len, key=key)
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
-        self._shards, self._seq_len, self._device = shards, seq_len, device
+        self._samples: Samples = ConcatenatedSamples(shards, seq_len)
+        self._device = device
         per_turn = local_batch_size * dp_size
         turns = -(-self.n_samples // per_turn)
-        self._samples = np.arange(turns * per_turn).reshape(turns, dp_size, local_batch_size)[:, dp_rank]
+        self._turns = np.arange(turns * per_turn).reshape(turns, dp_size, local_batch_size)[:, dp_rank]
 
     def __len__(self) -> int:
         """Batches per rank, the same for all."""
-        return len(self._samples)
+        return len(self._turns)
 
     def __iter__(self) -> Iterator[Batch]:
-        for samples in self._samples:
-            pair = _tokens_and_targets(self._shards, samples[samples < self.n_samples], self._seq_len)
-            missing = len(samples) * self._seq_len - pair.shape[1]
+        seq_len = self._samples.seq_len
+        for samples in self._turns:
+            pair = _tokens_and_targets(self._samples, samples[samples < self.n_samples])
+            missing = len(samples) * seq_len - pair.shape[1]
             tokens = torch.nn.functional.pad(pair[0], (0, missing), value=0)
             targets = torch.nn.functional.pad(pair[1], (0, missing), value=IGNORE_INDEX)
-            yield Batch(tokens.to(self._device), targets.to(self._device), Sequences(self._seq_len))
+            yield Batch(tokens.to(self._device), targets.to(self._device), Sequences(seq_len))
 
     def padding(self) -> Batch:
         """Return a batch without a target, as `TrainBatches.padding`."""
-        return _padding(self._samples.shape[1], self._seq_len, self._device)
+        return _padding(self._turns.shape[1], self._samples.seq_len, self._device)
 
 
 def _padding(samples: int, seq_len: int, device: torch.device) -> Batch:
@@ -179,12 +183,11 @@ def _padding(samples: int, seq_len: int, device: torch.device) -> Batch:
     return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len))
 
 
-def _tokens_and_targets(shards: TokenShards, samples: np.ndarray, seq_len: int) -> Tensor:
-    """Samples one after the other, and the same one token later: [2, N·S] int64."""
-    pair = np.empty((2, len(samples), seq_len), np.int64)
+def _tokens_and_targets(source: Samples, samples: np.ndarray) -> Tensor:
+    """Samples one after the other: [2, N·S] int64."""
+    pair = np.empty((2, len(samples), source.seq_len), np.int64)
     for i, sample in enumerate(samples):
-        tokens = shards.read(int(sample) * seq_len, seq_len + 1)
-        pair[0, i], pair[1, i] = tokens[:-1], tokens[1:]
+        pair[:, i] = source.read(int(sample))
     return torch.from_numpy(pair).reshape(2, -1)
 
 
