@@ -25,6 +25,7 @@ from titanlite.json_file import read_json
 
 STATE = "state.json"
 VERSION = 1
+_BEFORE = {"data": {"shuffle_window": 0}}  # of a former version, whose checkpoints do not say it
 QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
@@ -186,7 +187,8 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     Texts and tokenizers have fingerprints there, and the optimizer its tensors.
     """
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
-    return {"model": model, "training": {key: getattr(config.training, key) for key in ("seq_len", "seed")}}
+    training = {key: getattr(config.training, key) for key in ("seq_len", "seed")}
+    return {"model": model, "training": training, "data": {"shuffle_window": config.data.shuffle_window}}
 
 
 def check_state(folder: Path, state: dict[str, Any], config: Config, dims: ModelDims, per_step: int | None) -> None:
@@ -207,11 +209,12 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     """
     fixes = {
         "model": "the old value, or restore the recipe",
+        "data": "the old value, in which order the checkpoint was trained",
         "training": "the old value; or begin anew from its weights: titanlite export, checkpoint.initial_load_path",
     }
     problems: list[Problem] = []
     for section, values in identity_of(config, dims).items():
-        saved = state.get(section, {})  # none in a checkpoint of a former version
+        saved = state.get(section, _BEFORE.get(section, {}))
         for key, value in values.items():
             if key in saved and saved[key] != value:
                 want = f"{show(saved[key]) or saved[key]}, as the checkpoint has it"

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from operator import attrgetter
 
 from titanlite.config.build import show
+from titanlite.config.check_data import check_data
 from titanlite.config.check_mesh import check_batch, check_dims, check_mesh, data_ranks
 from titanlite.config.held_out import check_held_out
 from titanlite.config.problems import Origin, Problems
@@ -59,6 +60,8 @@ def check_config(
     check_ranges(config, problems)
     _check_names(config, problems)
     check_held_out(config, problems)
+    if are_read("data", "training"):
+        check_data(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
         check_dims(model, config.model, problems)

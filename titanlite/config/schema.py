@@ -73,6 +73,8 @@ class Data:
     """Maximum number of unusable records to skip. The first ten are named; exceeding the maximum is an error."""
     max_record_mib: int = 64
     """Maximum size of a record: a line of a .jsonl file, or a text of a .parquet file or dataset. A larger one is unusable. It also limits a .txt file that the tokenizer takes only whole."""
+    shuffle_window: int = 0
+    """Tokens of the source within which its samples are shuffled, window after window: training needs a source's beginning only. In an epoch each sample occurs once. 0: the whole source."""
     cache_dir: str = "~/.cache/titanlite/data"
     """Folder for token shards. Hosts may share it; where each has its own, each tokenizes."""
 

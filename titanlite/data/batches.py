@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.order import samples_at
 from titanlite.data.samples import ConcatenatedSamples, Samples
 from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.windows import units_at
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.layers import Sequences
 
@@ -46,6 +46,7 @@ class TrainBatches:
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
         position: in the global order, of the first sample: as many as were trained on before.
+        window: tokens within which samples are shuffled, at least seq_len; 0: the whole corpus.
 
     Raises:
         DataError: the corpus has fewer samples than one global batch.
@@ -63,6 +64,7 @@ class TrainBatches:
         dp_size: int,
         device: torch.device,
         position: int = 0,
+        window: int = 0,
     ) -> None:
         meta = shards.meta
         self.n_samples = sample_count(
@@ -71,7 +73,7 @@ class TrainBatches:
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
         self._samples: Samples = ConcatenatedSamples(shards, seq_len)
-        self._seed, self._device = seed, _indexed(device)
+        self._seed, self._window, self._device = seed, window // seq_len, _indexed(device)
         self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
         self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
@@ -110,7 +112,7 @@ class TrainBatches:
     def _read(self, position: int) -> Tensor:
         """Tokens and targets of one step, [2, micro-steps, M], in pinned memory if they go to a GPU."""
         positions = position + self._places
-        samples = samples_at(positions.ravel(), self.n_samples, self._seed)
+        samples = units_at(positions.ravel(), self.n_samples, self._seed, self._window)
         pair = _tokens_and_targets(self._samples, samples).reshape(2, len(positions), -1)
         if self._device.type != "cuda":
             return pair

@@ -24,6 +24,7 @@ _IDENTITY = (
     "model.",
     "data.source",
     "data.tokenizer",
+    "data.shuffle_window",
     "training.seq_len",
     "training.seed",
     "training.nudge",

@@ -166,7 +166,8 @@ def open_batches(
     training, steps = asked.config.training, asked.config.validation.steps
     where: dict[str, int] = {"seq_len": training.seq_len, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
     where |= {"local_batch_size": training.local_batch_size, "global_batch_size": per_step}
-    train = TrainBatches(data.train, seed=training.seed, position=samples, device=mesh.device, **where)
+    window = asked.config.data.shuffle_window
+    train = TrainBatches(data.train, seed=training.seed, position=samples, device=mesh.device, window=window, **where)
     return train, {
         name_of_source(key): HeldOut(
             ValidationBatches(shards, steps=steps, device=mesh.device, key=key, **where), shards.meta.tokens_per_byte

@@ -350,3 +350,11 @@ def test_a_value_of_a_base_file_is_reported_there() -> None:
     origin = Origin("run.toml", {"training.seed": Place("base.toml", 3)})
     with pytest.raises(ConfigError, match=r"base\.toml: 1 problem\n  line 3  training\.seed = -1"):
         check_config(changed(Config(), training__seed=-1), LLAMA_8B, None, origin)
+
+
+def test_a_shuffle_window_holds_a_sample() -> None:
+    for window in (0, 2048):
+        check_config(changed(Config(), data__shuffle_window=window), None, None)
+    said = message(changed(Config(), data__shuffle_window=2047))
+    assert "data.shuffle_window" in said
+    assert "at least the 2048 tokens of a sample" in said
