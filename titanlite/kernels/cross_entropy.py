@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from titanlite.kernels.collectives import Group, all_gather
-
-IGNORE_INDEX = -100
-"""A target with nothing to predict: it adds neither to the loss nor to the count of targets."""
+from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 ROWS = 256
 """Tokens of an eager pass over the logits: 64 at 8B's 16,384 tokens, beside 4 GiB of logits 0.4 GiB of float32."""
