@@ -25,7 +25,7 @@ from titanlite.json_file import read_json
 
 STATE = "state.json"
 VERSION = 1
-_BEFORE = {"data": {"shuffle_window": 0}}  # of a former version, whose checkpoints do not say it
+_BEFORE = {"data": {"shuffle_window": 0, "packing": "concat"}}  # of a former version, whose checkpoints do not say it
 QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
@@ -188,7 +188,8 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     """
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
     training = {key: getattr(config.training, key) for key in ("seq_len", "seed")}
-    return {"model": model, "training": training, "data": {"shuffle_window": config.data.shuffle_window}}
+    data = {key: getattr(config.data, key) for key in ("shuffle_window", "packing")}
+    return {"model": model, "training": training, "data": data}
 
 
 def check_state(folder: Path, state: dict[str, Any], config: Config, dims: ModelDims, per_step: int | None) -> None:

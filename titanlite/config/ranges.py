@@ -20,6 +20,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "model.ffn_dim": "[1, inf)",
     "model.vocab_size": "[1, inf)",
     "model.rope_theta": "(0, inf)",
+    "data.separator_id": "[0, inf)",
     "data.max_tokens": "[0, inf)",
     "data.max_bad_records": "[0, inf)",
     "data.max_record_mib": "[1, 1048576]",  # a tebibyte; what is larger by far cannot be asked for from a file

@@ -47,6 +47,7 @@ class TrainBatches:
         device: where the batches are to be.
         position: in the global order, of the first sample: as many as were trained on before.
         window: tokens within which samples are shuffled, at least seq_len; 0: the whole corpus.
+        packed: the samples, where they are not those of the concatenated documents.
 
     Raises:
         DataError: the corpus has fewer samples than one global batch.
@@ -65,14 +66,18 @@ class TrainBatches:
         device: torch.device,
         position: int = 0,
         window: int = 0,
+        packed: Samples | None = None,
     ) -> None:
         meta = shards.meta
-        self.n_samples = sample_count(
-            meta.source, shards.tokens, seq_len, at_least=global_batch_size, max_tokens=meta.max_tokens
-        )
+        if packed is not None and packed.n >= global_batch_size:
+            self.n_samples = packed.n
+        else:  # fewer than concatenated there never are
+            self.n_samples = sample_count(
+                meta.source, shards.tokens, seq_len, at_least=global_batch_size, max_tokens=meta.max_tokens
+            )
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
-        self._samples: Samples = ConcatenatedSamples(shards, seq_len)
+        self._samples: Samples = packed or ConcatenatedSamples(shards, seq_len)
         self._seed, self._window, self._device = seed, window // seq_len, _indexed(device)
         self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)

@@ -78,7 +78,9 @@ class DocumentCuts:
         counts = -(-(last - first) // s)
         index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = np.repeat(first, counts) + index * s
-        return Pieces(starts, np.minimum(s, np.repeat(last, counts) - starts), np.repeat(np.append(fits, False), counts))
+        return Pieces(
+            starts, np.minimum(s, np.repeat(last, counts) - starts), np.repeat(np.append(fits, False), counts)
+        )
 
 
 def packed(pieces: Iterator[Pieces], seq_len: int, window: int = _WINDOW_ITEMS) -> Iterator[tuple[Pieces, np.ndarray]]:

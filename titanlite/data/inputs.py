@@ -98,15 +98,18 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
             folder = shard_folder(source, config.data, used, id_dtype(source, used, vocab_size), source.stamps())
             if is_folder(folder):
-                shards[key] = TokenShards(folder, used.fingerprint if used else "")
+                separator = used.separator_id if used else config.data.separator_id
+                shards[key] = TokenShards(folder, used.fingerprint if used else "", separator=separator)
                 check_meta(shards[key].meta, config.data, vocab_size, key)
                 counted = shards[key].tokens, shards[key].meta.max_tokens
         if counted is None:
             counted = _count_if_small(source, config.data, tokenizer, vocab_size)
         if counted is not None:
             tokens[key], max_tokens = counted
-            if at_least is not None:
-                sample_count(source.name, tokens[key], config.training.seq_len, at_least, key, max_tokens)
+            seq_len = config.training.seq_len
+            is_enough = config.data.packing == "best_fit" and tokens[key] > seq_len * ((at_least or 1) - 1)
+            if at_least is not None and not is_enough:
+                sample_count(source.name, tokens[key], seq_len, at_least, key, max_tokens)
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))

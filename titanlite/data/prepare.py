@@ -77,7 +77,8 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
         make_once(folder, make, terms, shown, total)
     except OSError as e:
         raise unusable_cache(data, e) from e
-    shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count)
+    separator = tokenizer.separator_id if tokenizer else data.separator_id
+    shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count, separator)
     check_meta(shards.meta, data, vocab_size, key)
     return shards
 
@@ -98,10 +99,18 @@ def whole_from_hub(source: Source, data: Data) -> str:
 
 
 def check_used_whole(source: Source, data: Data) -> None:
-    """Refuse keys that do nothing to token files."""
-    if source.kind != "tokens":
-        return
+    """Refuse keys that do nothing to token files, or to text, and those that token files lack."""
     problems: list[Problem] = []
+    if source.kind != "tokens":
+        if data.separator_id is not None and source.key == "data.source":
+            want = f"not given for text such as {source.name!r}: the tokenizer's separator ends its documents"
+            fix = "remove the line separator_id"
+            raise DataError.of("data", "data.separator_id", str(data.separator_id), want, fix)
+        return
+    if data.packing == "best_fit" and data.separator_id is None and source.key == "data.source":
+        want = f'"concat" for token files such as {source.name!r}, whose documents are not known without a separator'
+        fix = 'separator_id = N, the id that ends each document, or packing = "concat"'
+        problems.append(Problem("data.packing", '"best_fit"', want, fix))
     such = f"for token files such as {source.name!r}, which are used"
     if max_tokens_of(source, data):
         fix = "max_tokens = 0, or name fewer files"

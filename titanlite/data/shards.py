@@ -116,13 +116,14 @@ class TokenShards:
         folder: of meta.json.
         tokenizer: fingerprint of the tokenizer that made the ids; "" where that is not known.
         files: of its source that were taken, passed over and met twice, in words.
+        separator: id that ends each document; None where that is not known.
 
     Raises:
         DataError: meta.json cannot be read, or a shard is missing or has another size than it says.
     """
 
-    def __init__(self, folder: Path, tokenizer: str = "", files: str = "") -> None:
-        self.folder, self.tokenizer, self.files = folder, tokenizer, files
+    def __init__(self, folder: Path, tokenizer: str = "", files: str = "", separator: int | None = None) -> None:
+        self.folder, self.tokenizer, self.files, self.separator = folder, tokenizer, files, separator
         self.meta = Meta.read(folder)
         self.tokens = self.meta.tokens
         self.fingerprint = self.meta.fingerprint

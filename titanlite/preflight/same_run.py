@@ -25,6 +25,8 @@ _IDENTITY = (
     "data.source",
     "data.tokenizer",
     "data.shuffle_window",
+    "data.separator_id",
+    "data.packing",
     "training.seq_len",
     "training.seed",
     "training.nudge",

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Meta, TokenShards
 from titanlite.data.tokenizer import few_ids
@@ -25,10 +26,12 @@ class Corpora:
     Attributes:
         train: what it trains on.
         held_out: what it validates on, by the key of each source.
+        packed: the samples of `train`, if `data.packing` makes them of whole documents.
     """
 
     train: TokenShards
     held_out: dict[str, TokenShards]
+    packed: PackedSamples | None = None
 
     @property
     def sources(self) -> dict[str, TokenShards]:
@@ -69,7 +72,10 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
         key: prepare(source, config.data, vocab_size, progress=progress, key=key)
         for key, source in held_out_sources(config).items()
     }
-    return Corpora(train, held_out)
+    packed = None
+    if config.data.packing == "best_fit":
+        packed = open_packed(train, config.data, config.training.seq_len, progress)
+    return Corpora(train, held_out, packed)
 
 
 def require_same_data(data: Corpora) -> None:
@@ -100,6 +106,10 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
         for text in add_data(receipt, key, source.meta, vocab_size):
             if rank == 0:
                 console.warning(text)
+    if data.packed is not None:
+        counts = data.packed.counts
+        applied = {"samples": counts.bins, "documents": counts.documents, "cut": counts.longer, "padded": counts.padded}
+        receipt.add(Entry("data.packing", "best_fit", applied, count=counts.bins))
 
 
 def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[str]:
@@ -166,8 +176,8 @@ def open_batches(
     training, steps = asked.config.training, asked.config.validation.steps
     where: dict[str, int] = {"seq_len": training.seq_len, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
     where |= {"local_batch_size": training.local_batch_size, "global_batch_size": per_step}
-    window = asked.config.data.shuffle_window
-    train = TrainBatches(data.train, seed=training.seed, position=samples, device=mesh.device, window=window, **where)
+    position = {"seed": training.seed, "position": samples, "window": asked.config.data.shuffle_window}
+    train = TrainBatches(data.train, device=mesh.device, packed=data.packed, **position, **where)
     return train, {
         name_of_source(key): HeldOut(
             ValidationBatches(shards, steps=steps, device=mesh.device, key=key, **where), shards.meta.tokens_per_byte

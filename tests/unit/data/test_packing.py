@@ -1,0 +1,225 @@
+"""Best-fit packing against plain Python: each token once, no document cut that fits, padding counted, bins as asked."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.data.test_shards import make_shards
+from titanlite.config.schema import Data
+from titanlite.data import best_fit, packing
+from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed
+from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import BLOCK_BYTES, TokenShards
+from titanlite.errors import DataError
+from titanlite.kernels.ignore_index import IGNORE_INDEX
+
+SEPARATOR = 7
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+def row_of(lengths: list[int], is_ended: bool = True) -> np.ndarray:
+    """Documents of these lengths, their separators counted; each token but those has an id of its own."""
+    row = np.arange(100, 100 + sum(lengths))
+    row[np.cumsum(lengths) - 1] = SEPARATOR
+    return row if is_ended else row[:-1]
+
+
+def shards_of(folder: Path, row: np.ndarray, shard_tokens: int = 100) -> TokenShards:
+    shards = make_shards(folder / "s", row, "uint32", shard_tokens)
+    shards.separator = SEPARATOR
+    return shards
+
+
+def best_fit_one_by_one(lengths: list[int], seq_len: int) -> list[int]:
+    """The rooms that are left, by the definition."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else seq_len) - length)
+    return sorted(rooms)
+
+
+@given(LENGTHS, st.integers(1, 40))
+def test_bins_are_those_of_the_definition(lengths: list[int], seq_len: int) -> None:
+    lengths = [min(length, seq_len) for length in lengths]
+    bins = best_fit_decreasing(np.array(lengths), seq_len)
+    rooms = seq_len - np.bincount(bins, weights=lengths).astype(int)
+    assert sorted(rooms.tolist()) == best_fit_one_by_one(lengths, seq_len)
+
+
+@given(LENGTHS, st.integers(1, 40), st.lists(st.integers(1, 200), max_size=4), st.booleans(), st.integers(1, 50))
+def test_pieces_are_documents_cut_each_seq_len_tokens(
+    lengths: list[int], seq_len: int, parts: list[int], is_ended: bool, window: int
+) -> None:
+    """However the source is read: in blocks that end anywhere, its last document ended or not."""
+    if not is_ended:
+        lengths = [*lengths[:-1], lengths[-1] + 1]
+    ends, total = np.cumsum(lengths), sum(lengths)
+    cuts = DocumentCuts(seq_len)
+    borders = sorted({*(part for part in parts if part < total), total})
+    pieces = [
+        cuts.cut(ends[(ends > before) & (ends <= border)], border)
+        for before, border in zip([0, *borders], borders, strict=False)
+    ]
+    starts = np.concatenate([some.starts for some in pieces]).tolist()
+    wanted = [
+        (e - n + at, min(seq_len, n - at)) for e, n in zip(ends, lengths, strict=True) for at in range(0, n, seq_len)
+    ]
+    assert list(zip(starts, np.concatenate([some.lengths for some in pieces]).tolist(), strict=True)) == wanted
+    assert np.concatenate([some.whole for some in pieces]).sum() == sum(n <= seq_len for n in lengths)
+    assert (cuts.documents, cuts.longer) == (len(lengths), sum(n > seq_len for n in lengths))
+    crossing = [
+        n <= seq_len and len({(e - n) // seq_len, (e - 1) // seq_len}) > 1 for e, n in zip(ends, lengths, strict=True)
+    ]
+    assert cuts.crossing == sum(crossing)
+
+    windows = list(packed(iter(pieces), seq_len, window))
+    spans = [span for some, _ in windows for span in zip(some.starts.tolist(), some.lengths.tolist(), strict=True)]
+    assert sorted(spans) == wanted  # each once
+    for some, counts in windows:
+        bins = np.split(some.starts, np.cumsum(counts)[:-1])
+        assert all((np.diff(one) > 0).all() for one in bins)
+        firsts = [int(one[0]) for one in bins]
+        assert firsts == sorted(firsts)  # near to the order of the source
+
+
+@settings(max_examples=40, deadline=None)
+@given(LENGTHS, st.integers(2, 40), st.booleans())
+def test_samples_hold_each_document_once_and_predict_within_it(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, is_ended: bool
+) -> None:
+    row = row_of(lengths, is_ended or lengths[-1] == 1)
+    shards = shards_of(tmp_path_factory.mktemp("p"), row)
+    samples = pack(shards, seq_len, SEPARATOR, progress=False)
+    pairs = [samples.read(i) for i in range(samples.n)]
+    tokens, targets = np.concatenate(pairs, axis=1)
+    ends = np.flatnonzero(row == SEPARATOR)
+
+    assert sorted(tokens[tokens != SEPARATOR]) == sorted(row[row != SEPARATOR])
+    n_padded = samples.n * seq_len - len(row)
+    assert np.count_nonzero(tokens == SEPARATOR) == len(ends) + n_padded
+    # Each token that another of its document precedes is predicted once, from that one.
+    predicted = [(a, b) for a, b in pairwise(row) if a != SEPARATOR]
+    assert sorted((a, b) for a, b in zip(tokens, targets, strict=True) if b != IGNORE_INDEX) == sorted(predicted)
+    # No document is cut that fits.
+    begins = np.concatenate(([0], ends + 1))
+    begins = begins[begins < len(row)]
+    for begin, end in zip(begins, [*begins[1:], len(row)], strict=True):
+        if end - begin <= seq_len and row[begin] != SEPARATOR:
+            at = int(np.flatnonzero(tokens == row[begin])[0])
+            assert tokens[at : at + end - begin].tolist() == row[begin:end].tolist()
+            assert at // seq_len == (at + end - begin - 1) // seq_len
+            assert at % seq_len == 0 or tokens[at - 1] == SEPARATOR  # where a mask finds its beginning
+    counts = samples.counts
+    assert counts == count_packing(shards, seq_len, SEPARATOR, len(row))
+    assert (counts.padded, counts.tokens, counts.bins) == (n_padded, len(row), samples.n)
+    assert counts.table()[2][2] == "0"
+
+
+def test_a_source_in_many_windows_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_BLOCK_TOKENS", 64)
+    lengths = np.random.default_rng(0).integers(1, 100, 300).tolist()
+    row = row_of(lengths)
+    monkeypatch.setattr(best_fit.packed, "__defaults__", (20,))
+    samples = pack(shards_of(tmp_path, row), 50, SEPARATOR, progress=False)
+    firsts = [int(samples.spans(i)["start"][0]) for i in range(samples.n)]
+    assert np.abs(np.argsort(firsts) - np.arange(samples.n)).max() < 30  # bins move within a window only
+    tokens = np.concatenate([samples.read(i)[0] for i in range(samples.n)])
+    assert sorted(tokens[tokens != SEPARATOR]) == sorted(row[row != SEPARATOR])
+
+
+def test_the_index_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
+    first = pack(shards, 8, SEPARATOR, progress=False)
+    assert first.folder == index_folder(shards, 8, SEPARATOR)
+    monkeypatch.setattr(packing, "_write", None)
+    again = pack(shards, 8, SEPARATOR, progress=False)
+    assert [again.read(i).tolist() for i in range(again.n)] == [first.read(i).tolist() for i in range(first.n)]
+    with pytest.raises(TypeError):  # for another length it is another one
+        pack(shards, 6, SEPARATOR, progress=False)
+
+
+@pytest.mark.parametrize("file", ["spans.bin", "offsets.bin"])
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
+def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str, damage: str) -> None:
+    shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
+    folder = pack(shards, 8, SEPARATOR, progress=False).folder
+    content = bytearray((folder / file).read_bytes())
+    content[-1] ^= 1
+    (folder / file).write_bytes(content if damage == "changed" else content[:-4])
+    if damage == "gone":
+        (folder / file).unlink()
+    with pytest.raises(DataError, match=r"delete .*packed-8-7; it is made again"):
+        PackedSamples(shards, folder).read(0)
+
+
+def test_later_blocks_of_an_index_are_checked_too(tmp_path: Path) -> None:
+    shards = shards_of(tmp_path, row_of([2] * 50_000), 50_000)
+    samples = pack(shards, 2, SEPARATOR, progress=False)
+    path = samples.folder / "spans.bin"
+    assert path.stat().st_size > BLOCK_BYTES
+    content = bytearray(path.read_bytes())
+    content[-12] ^= 1
+    path.write_bytes(content)
+    samples.read(0)
+    with pytest.raises(DataError, match=r"spans\.bin has changed"):
+        samples.read(samples.n - 1)
+
+
+def test_an_index_of_other_tokens_is_refused(tmp_path: Path) -> None:
+    shards = shards_of(tmp_path, row_of([3, 9]))
+    folder = pack(shards, 8, SEPARATOR, progress=False).folder
+    shards.fingerprint = "another"
+    with pytest.raises(DataError, match="fingerprint"):
+        PackedSamples(shards, folder)
+
+
+def tokens_file(folder: Path, row: np.ndarray) -> str:
+    path = folder / "t.bin"
+    row.astype("<u2").tofile(path)
+    return str(path)
+
+
+def test_token_files_are_packed_by_the_separator_that_is_given(tmp_path: Path) -> None:
+    source = tokens_file(tmp_path, row_of([3, 9, 4, 5]))
+    data = Data(source, cache_dir=str(tmp_path / "c"), packing="best_fit", separator_id=SEPARATOR)
+    samples = open_packed(prepare(source, data, 1000, progress=False), data, 8, progress=False)
+    assert (samples.counts.documents, samples.counts.longer) == (4, 1)
+
+
+def test_a_separator_that_ends_no_document_is_refused(tmp_path: Path) -> None:
+    source = tokens_file(tmp_path, row_of([3, 9, 4, 5]))
+    data = Data(source, cache_dir=str(tmp_path / "c"), packing="best_fit", separator_id=8)
+    with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
+        open_packed(prepare(source, data, 1000, progress=False), data, 8, progress=False)
+
+
+def test_packing_without_a_separator_is_refused(tmp_path: Path) -> None:
+    source = tokens_file(tmp_path, row_of([3, 9, 4, 5]))
+    data = Data(source, cache_dir=str(tmp_path / "c"), packing="best_fit")
+    with pytest.raises(DataError, match=r'packing = "best_fit"') as caught:
+        prepare(source, data, 1000, progress=False)
+    assert "separator_id = N" in str(caught.value)
+
+
+def test_a_separator_for_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    data = Data(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"), separator_id=3)
+    with pytest.raises(DataError, match=r"separator_id = 3"):
+        prepare(data.source, data, 1000, progress=False)
+
+
+def test_the_standard_library_is_padded_by_less_than_three_percent(tmp_path: Path) -> None:
+    data = Data("python_stdlib", cache_dir=str(tmp_path), packing="best_fit")
+    counts = open_packed(prepare(data.source, data, 256, progress=False), data, 2048, progress=False).counts
+    assert counts.documents > 500
+    assert counts.whole == counts.documents - counts.longer
+    assert counts.padded <= 0.03 * counts.bins * counts.seq_len
+    assert counts.crossing > 50  # which `concat` cuts

@@ -1,0 +1,257 @@
+"""Read samples that hold whole documents: the bins of `data.packing = "best_fit"`, by an index beside the shards.
+
+The index of some shards, for one length of samples, is a folder of its own: `<shards>.packed-<S>-<separator>`. In it
+are `spans.bin`, of each piece its start in the row of tokens (int64) and its length (int32), those of a bin one behind
+the other; `offsets.bin`, the place in it of each bin's first piece (int64, and one more); and `meta.json`. They are 12
+bytes a piece and 8 a bin, about one hundredth of the tokens. It is made as shards are (`cache.py`), and read as they
+are: where it lies, through the page cache, each block held against its hash before it is first used.
+
+A document ends with its separator. A sample is a bin: its pieces, then separators up to S tokens, each of which is a
+document of its own in which nothing is to be predicted. Nor is anything behind a document's last token; behind the last
+of a piece that is not a document's end, the first of the next piece is. So each token behind another of its document is
+predicted once in an epoch.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanlite.config.schema import Data
+from titanlite.data.best_fit import DocumentCuts, Pieces, packed
+from titanlite.data.cache import make_once
+from titanlite.data.cache_folder import unusable_cache
+from titanlite.data.progress import Progress
+from titanlite.data.shards import BLOCK_BYTES, TokenShards, block_hash, block_hashes
+from titanlite.durable import write_durably
+from titanlite.errors import DataError
+from titanlite.json_file import read_json
+from titanlite.kernels.ignore_index import IGNORE_INDEX
+
+_VERSION = 1
+_BLOCK_TOKENS = 1 << 22  # that are looked through for separators at once
+_SPAN = np.dtype([("start", "<i8"), ("length", "<i4")])
+_OFFSET = np.dtype("<i8")
+
+
+@dataclass(frozen=True)
+class PackingCounts:
+    """How the documents of a source fit into samples.
+
+    Attributes:
+        seq_len: tokens of a sample (S).
+        tokens: of the source.
+        documents: in it; the last counts though no separator follows.
+        longer: documents of more than S tokens.
+        crossing: documents of at most S tokens that `concat` cuts.
+        whole: documents that `best_fit` has whole in a bin.
+        bins: of `best_fit`.
+    """
+
+    seq_len: int
+    tokens: int
+    documents: int
+    longer: int
+    crossing: int
+    whole: int
+    bins: int
+
+    @property
+    def padded(self) -> int:
+        """Tokens that fill the bins of `best_fit` up."""
+        return self.bins * self.seq_len - self.tokens
+
+    @property
+    def dropped(self) -> int:
+        """Tokens behind the last sample of `concat`, less the one that is its last target."""
+        return max(0, self.tokens - 1) % self.seq_len
+
+    def table(self) -> list[list[str]]:
+        """Return the rows of a table of both ways to pack, its head first."""
+        n_concat = max(0, self.tokens - 1) // self.seq_len
+        padded = f"{self.padded:,} ({self.padded / max(1, self.bins * self.seq_len):.2%})"
+        return [
+            ["", "concat", "best_fit"],
+            [f"samples of {self.seq_len:,} tokens", f"{n_concat:,}", f"{self.bins:,}"],
+            ["documents cut that fit", f"{self.crossing:,}", f"{self.documents - self.longer - self.whole:,}"],
+            ["documents cut that are longer", f"{self.longer:,}", f"{self.longer:,}"],
+            ["tokens padded", "0", padded],
+            ["tokens dropped", f"{self.dropped:,}", "0"],
+        ]
+
+
+class PackedSamples:
+    """The bins of a source; see `samples.Samples`.
+
+    Args:
+        shards: the source.
+        folder: its index, as `pack` makes it.
+
+    Raises:
+        DataError: the index is not of these shards, or damaged.
+    """
+
+    def __init__(self, shards: TokenShards, folder: Path) -> None:
+        self.folder, self._shards = folder, shards
+        try:
+            meta: dict[str, Any] = read_json(folder / "meta.json")
+            if (meta["version"], meta["fingerprint"]) != (_VERSION, shards.fingerprint):
+                raise ValueError(f"version {meta['version']}, of tokens with the fingerprint {meta['fingerprint']}")
+            self.counts = PackingCounts(**meta["counts"])
+            self.separator = int(meta["separator"])
+            self._spans = _HashedFile(folder / "spans.bin", _SPAN, meta["hashes"]["spans.bin"])
+            self._offsets = _HashedFile(folder / "offsets.bin", _OFFSET, meta["hashes"]["offsets.bin"])
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            raise _unusable_index(folder, f"{type(e).__name__}: {e}") from e
+        self.n, self.seq_len = self.counts.bins, self.counts.seq_len
+
+    def spans(self, sample: int) -> np.ndarray:
+        """Return the pieces of a sample, [N] of `start` and `length` in the row of tokens.
+
+        Raises:
+            DataError: the index has changed, or cannot be read any more.
+        """
+        first, last = self._offsets.read(sample, 2).tolist()
+        return self._spans.read(first, last - first)
+
+    def read(self, sample: int) -> np.ndarray:
+        """Read a sample; see `Samples.read`."""
+        tokens, targets = pair = np.empty((2, self.seq_len), np.int64)
+        tokens[:], targets[:] = self.separator, IGNORE_INDEX
+        at = 0
+        for start, length in self.spans(sample).tolist():
+            row = self._shards.read(start, min(length + 1, self._shards.tokens - start))
+            tokens[at : at + length] = row[:length]
+            targets[at : at + len(row) - 1] = row[1:]
+            at += length
+        targets[tokens == self.separator] = IGNORE_INDEX
+        return pair
+
+
+def index_folder(shards: TokenShards, seq_len: int, separator: int) -> Path:
+    """Return the place of an index, there or not."""
+    return shards.folder.with_name(f"{shards.folder.name}.packed-{seq_len}-{separator}")
+
+
+def pack(shards: TokenShards, seq_len: int, separator: int, progress: bool) -> PackedSamples:
+    """Open the index of some shards; make it first if it is not there.
+
+    Any number of processes may call this at once: one works, the others wait.
+
+    Args:
+        shards: the source.
+        seq_len: tokens of a sample (S).
+        separator: id that ends a document.
+        progress: show a progress bar, or lines where stderr is no terminal.
+
+    Raises:
+        DataError: a shard has changed, or the index is damaged.
+        OSError: the cache cannot be written.
+    """
+    folder = index_folder(shards, seq_len, separator)
+    itemsize = np.dtype(shards.meta.dtype).itemsize
+
+    def make(unfinished: Path, report: Callable[[int], None]) -> None:
+        counts = _write(unfinished, shards, seq_len, separator, lambda tokens: report(tokens * itemsize))
+        hashes = {name: block_hashes(unfinished / name) for name in ("spans.bin", "offsets.bin")}
+        of_shards = {"version": _VERSION, "fingerprint": shards.fingerprint, "separator": separator}
+        content = {**of_shards, "counts": dataclasses.asdict(counts), "hashes": hashes}
+        write_durably(unfinished / "meta.json", json.dumps(content, indent=1))
+
+    shown = Progress(f"packing {shards.meta.source} for samples of {seq_len:,} tokens", progress)
+    make_once(folder, make, "packing", shown, shards.tokens * itemsize)
+    return PackedSamples(shards, folder)
+
+
+def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -> PackedSamples:
+    """Open the bins of `data.source`; see `pack`.
+
+    Raises:
+        DataError: no document ends in the source, a shard has changed, or the cache cannot be written.
+    """
+    separator = shards.separator
+    assert separator is not None  # noqa: S101  # `check_used_whole` refuses token files without one
+    try:
+        packed = pack(shards, seq_len, separator, progress)
+    except OSError as e:
+        raise unusable_cache(data, e) from e
+    if packed.counts.documents == 1 and not shards.meta.tokenizer:
+        saw, want = f"{separator}, which ends no document", f"the id that ends each document of {shards.meta.source!r}"
+        raise DataError.of("data", "data.separator_id", saw, want, 'correct it, or packing = "concat"')
+    return packed
+
+
+def count_packing(shards: TokenShards, seq_len: int, separator: int, limit: int) -> PackingCounts:
+    """Count what `pack` would make of the beginning of a source, of at most `limit` tokens, and store nothing."""
+    bins = whole = 0
+    cuts, tokens = DocumentCuts(seq_len), min(limit, shards.tokens)
+    for pieces, each in packed(_pieces_of(shards, separator, cuts, tokens, lambda _: None), seq_len):
+        bins, whole = bins + len(each), whole + int(pieces.whole.sum())
+    return PackingCounts(seq_len, tokens, cuts.documents, cuts.longer, cuts.crossing, whole, bins)
+
+
+def _write(
+    folder: Path, shards: TokenShards, seq_len: int, separator: int, report: Callable[[int], None]
+) -> PackingCounts:
+    """Write spans and offsets."""
+    cuts, n_spans, bins, whole = DocumentCuts(seq_len), 0, 0, 0
+    with (folder / "spans.bin").open("wb") as spans_file, (folder / "offsets.bin").open("wb") as offsets_file:
+        for pieces, each in packed(_pieces_of(shards, separator, cuts, shards.tokens, report), seq_len):
+            spans = np.empty(len(pieces.starts), _SPAN)
+            spans["start"], spans["length"] = pieces.starts, pieces.lengths
+            spans_file.write(spans.tobytes())
+            ends = n_spans + np.cumsum(each)
+            offsets_file.write(np.concatenate(([n_spans], ends[:-1])).astype(_OFFSET).tobytes())
+            n_spans, bins, whole = int(ends[-1]), bins + len(each), whole + int(pieces.whole.sum())
+        offsets_file.write(np.array([n_spans], _OFFSET).tobytes())
+        for file in (spans_file, offsets_file):
+            file.flush()
+            os.fsync(file.fileno())
+    return PackingCounts(seq_len, shards.tokens, cuts.documents, cuts.longer, cuts.crossing, whole, bins)
+
+
+def _pieces_of(
+    shards: TokenShards, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], None]
+) -> Iterator[Pieces]:
+    """Cut the first tokens of a source into pieces; a document that has not ended there ends there."""
+    for start in range(0, tokens, _BLOCK_TOKENS):
+        until = min(start + _BLOCK_TOKENS, tokens)
+        ends = np.flatnonzero(shards.read(start, until - start) == separator) + start + 1
+        if until == tokens and (not len(ends) or ends[-1] < tokens):
+            ends = np.append(ends, tokens)
+        yield cuts.cut(ends, until)
+        report(until)
+
+
+class _HashedFile:
+    """A file of records, of which each block is held against its hash once, before it is used."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], hashes: list[str]) -> None:
+        self._path, self._dtype, self._hashes = path, dtype, hashes
+        self._checked = np.zeros(len(hashes), bool)
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Read some records."""
+        offset, size = first * self._dtype.itemsize, count * self._dtype.itemsize
+        try:
+            with self._path.open("rb", buffering=0) as file:
+                for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
+                    if not self._checked[block]:
+                        content = os.pread(file.fileno(), BLOCK_BYTES, block * BLOCK_BYTES)
+                        if block_hash(content) != self._hashes[block]:
+                            raise ValueError(f"{self._path.name} has changed")
+                        self._checked[block] = True
+                content = os.pread(file.fileno(), size, offset)
+            return np.frombuffer(content, self._dtype, count=count)
+        except (OSError, ValueError) as e:
+            raise _unusable_index(self._path.parent, f"{type(e).__name__}: {e}") from e
+
+
+def _unusable_index(folder: Path, saw: str) -> DataError:
+    fix = f"delete {folder}; it is made again at the next run"
+    return DataError.of(str(folder), "index of packed samples", saw, "what was written with its meta.json", fix)
