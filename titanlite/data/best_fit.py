@@ -83,7 +83,9 @@ class DocumentCuts:
         )
 
 
-def packed(pieces: Iterator[Pieces], seq_len: int, window: int = _WINDOW_ITEMS) -> Iterator[tuple[Pieces, np.ndarray]]:
+def packed_windows(
+    pieces: Iterator[Pieces], seq_len: int, window: int = _WINDOW_ITEMS
+) -> Iterator[tuple[Pieces, np.ndarray]]:
     """Pack pieces into bins, window by window.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.config.schema import Data
-from titanlite.data.best_fit import DocumentCuts, Pieces, packed
+from titanlite.data.best_fit import DocumentCuts, Pieces, packed_windows
 from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.progress import Progress
@@ -90,7 +90,7 @@ class PackedSamples:
 
     Args:
         shards: the source.
-        folder: its index, as `pack` makes it.
+        folder: its index, as `pack_documents` makes it.
 
     Raises:
         DataError: the index is not of these shards, or damaged.
@@ -138,7 +138,7 @@ def index_folder(shards: TokenShards, seq_len: int, separator: int) -> Path:
     return shards.folder.with_name(f"{shards.folder.name}.packed-{seq_len}-{separator}")
 
 
-def pack(shards: TokenShards, seq_len: int, separator: int, progress: bool) -> PackedSamples:
+def pack_documents(shards: TokenShards, seq_len: int, separator: int, progress: bool) -> PackedSamples:
     """Open the index of some shards; make it first if it is not there.
 
     Any number of processes may call this at once: one works, the others wait.
@@ -157,7 +157,7 @@ def pack(shards: TokenShards, seq_len: int, separator: int, progress: bool) -> P
     itemsize = np.dtype(shards.meta.dtype).itemsize
 
     def make(unfinished: Path, report: Callable[[int], None]) -> None:
-        counts = _write(unfinished, shards, seq_len, separator, lambda tokens: report(tokens * itemsize))
+        counts = _write_index(unfinished, shards, seq_len, separator, lambda tokens: report(tokens * itemsize))
         hashes = {name: block_hashes(unfinished / name) for name in ("spans.bin", "offsets.bin")}
         of_shards = {"version": _VERSION, "fingerprint": shards.fingerprint, "separator": separator}
         content = {**of_shards, "counts": dataclasses.asdict(counts), "hashes": hashes}
@@ -169,7 +169,7 @@ def pack(shards: TokenShards, seq_len: int, separator: int, progress: bool) -> P
 
 
 def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -> PackedSamples:
-    """Open the bins of `data.source`; see `pack`.
+    """Open the bins of `data.source`; see `pack_documents`.
 
     Raises:
         DataError: no document ends in the source, a shard has changed, or the cache cannot be written.
@@ -177,7 +177,7 @@ def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -
     separator = shards.separator
     assert separator is not None  # noqa: S101  # `check_used_whole` refuses token files without one
     try:
-        packed = pack(shards, seq_len, separator, progress)
+        packed = pack_documents(shards, seq_len, separator, progress)
     except OSError as e:
         raise unusable_cache(data, e) from e
     if packed.counts.documents == 1 and not shards.meta.tokenizer:
@@ -187,21 +187,21 @@ def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -
 
 
 def count_packing(shards: TokenShards, seq_len: int, separator: int, limit: int) -> PackingCounts:
-    """Count what `pack` would make of the beginning of a source, of at most `limit` tokens, and store nothing."""
+    """Count what `pack_documents` would make of the first `limit` tokens of a source, and store nothing."""
     bins = whole = 0
     cuts, tokens = DocumentCuts(seq_len), min(limit, shards.tokens)
-    for pieces, each in packed(_pieces_of(shards, separator, cuts, tokens, lambda _: None), seq_len):
+    for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, tokens, lambda _: None), seq_len):
         bins, whole = bins + len(each), whole + int(pieces.whole.sum())
     return PackingCounts(seq_len, tokens, cuts.documents, cuts.longer, cuts.crossing, whole, bins)
 
 
-def _write(
+def _write_index(
     folder: Path, shards: TokenShards, seq_len: int, separator: int, report: Callable[[int], None]
 ) -> PackingCounts:
     """Write spans and offsets."""
     cuts, n_spans, bins, whole = DocumentCuts(seq_len), 0, 0, 0
     with (folder / "spans.bin").open("wb") as spans_file, (folder / "offsets.bin").open("wb") as offsets_file:
-        for pieces, each in packed(_pieces_of(shards, separator, cuts, shards.tokens, report), seq_len):
+        for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, shards.tokens, report), seq_len):
             spans = np.empty(len(pieces.starts), _SPAN)
             spans["start"], spans["length"] = pieces.starts, pieces.lengths
             spans_file.write(spans.tobytes())

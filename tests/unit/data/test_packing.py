@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.unit.data.test_shards import make_shards
 from titanlite.config.schema import Data
 from titanlite.data import best_fit, packing
-from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed
-from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack
+from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed_windows
+from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack_documents
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import BLOCK_BYTES, TokenShards
 from titanlite.errors import DataError
@@ -80,7 +80,7 @@ def test_pieces_are_documents_cut_each_seq_len_tokens(
     ]
     assert cuts.crossing == sum(crossing)
 
-    windows = list(packed(iter(pieces), seq_len, window))
+    windows = list(packed_windows(iter(pieces), seq_len, window))
     spans = [span for some, _ in windows for span in zip(some.starts.tolist(), some.lengths.tolist(), strict=True)]
     assert sorted(spans) == wanted  # each once
     for some, counts in windows:
@@ -97,7 +97,7 @@ def test_samples_hold_each_document_once_and_predict_within_it(
 ) -> None:
     row = row_of(lengths, is_ended or lengths[-1] == 1)
     shards = shards_of(tmp_path_factory.mktemp("p"), row)
-    samples = pack(shards, seq_len, SEPARATOR, progress=False)
+    samples = pack_documents(shards, seq_len, SEPARATOR, progress=False)
     pairs = [samples.read(i) for i in range(samples.n)]
     tokens, targets = np.concatenate(pairs, axis=1)
     ends = np.flatnonzero(row == SEPARATOR)
@@ -127,8 +127,8 @@ def test_a_source_in_many_windows_and_blocks(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(packing, "_BLOCK_TOKENS", 64)
     lengths = np.random.default_rng(0).integers(1, 100, 300).tolist()
     row = row_of(lengths)
-    monkeypatch.setattr(best_fit.packed, "__defaults__", (20,))
-    samples = pack(shards_of(tmp_path, row), 50, SEPARATOR, progress=False)
+    monkeypatch.setattr(best_fit.packed_windows, "__defaults__", (20,))
+    samples = pack_documents(shards_of(tmp_path, row), 50, SEPARATOR, progress=False)
     firsts = [int(samples.spans(i)["start"][0]) for i in range(samples.n)]
     assert np.abs(np.argsort(firsts) - np.arange(samples.n)).max() < 30  # bins move within a window only
     tokens = np.concatenate([samples.read(i)[0] for i in range(samples.n)])
@@ -137,20 +137,20 @@ def test_a_source_in_many_windows_and_blocks(tmp_path: Path, monkeypatch: pytest
 
 def test_the_index_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
-    first = pack(shards, 8, SEPARATOR, progress=False)
+    first = pack_documents(shards, 8, SEPARATOR, progress=False)
     assert first.folder == index_folder(shards, 8, SEPARATOR)
-    monkeypatch.setattr(packing, "_write", None)
-    again = pack(shards, 8, SEPARATOR, progress=False)
+    monkeypatch.setattr(packing, "_write_index", None)
+    again = pack_documents(shards, 8, SEPARATOR, progress=False)
     assert [again.read(i).tolist() for i in range(again.n)] == [first.read(i).tolist() for i in range(first.n)]
     with pytest.raises(TypeError):  # for another length it is another one
-        pack(shards, 6, SEPARATOR, progress=False)
+        pack_documents(shards, 6, SEPARATOR, progress=False)
 
 
 @pytest.mark.parametrize("file", ["spans.bin", "offsets.bin"])
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
 def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str, damage: str) -> None:
     shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
-    folder = pack(shards, 8, SEPARATOR, progress=False).folder
+    folder = pack_documents(shards, 8, SEPARATOR, progress=False).folder
     content = bytearray((folder / file).read_bytes())
     content[-1] ^= 1
     (folder / file).write_bytes(content if damage == "changed" else content[:-4])
@@ -162,7 +162,7 @@ def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str, d
 
 def test_later_blocks_of_an_index_are_checked_too(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, row_of([2] * 50_000), 50_000)
-    samples = pack(shards, 2, SEPARATOR, progress=False)
+    samples = pack_documents(shards, 2, SEPARATOR, progress=False)
     path = samples.folder / "spans.bin"
     assert path.stat().st_size > BLOCK_BYTES
     content = bytearray(path.read_bytes())
@@ -175,7 +175,7 @@ def test_later_blocks_of_an_index_are_checked_too(tmp_path: Path) -> None:
 
 def test_an_index_of_other_tokens_is_refused(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, row_of([3, 9]))
-    folder = pack(shards, 8, SEPARATOR, progress=False).folder
+    folder = pack_documents(shards, 8, SEPARATOR, progress=False).folder
     shards.fingerprint = "another"
     with pytest.raises(DataError, match="fingerprint"):
         PackedSamples(shards, folder)
