@@ -4,6 +4,7 @@ A run tokenizes its data itself if needed. Doing it ahead of time pays off where
 where the training hosts cannot reach the source.
 """
 
+import textwrap
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -12,11 +13,14 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
+from titanlite.data.packing import PackedSamples, count_packing, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.preflight.checked_run import checked_run
+from titanlite.text_table import columns
 
 _COMMAND = Command("prepare", __doc__ or "", {})
+_COUNTED_TOKENS = 1 << 30  # of a source whose documents are only counted: two seconds on a core
 
 
 def run(argv: Sequence[str]) -> int:
@@ -35,13 +39,30 @@ def run(argv: Sequence[str]) -> int:
     for notice in filter(None, notices):
         console.print(notice)
     for key, source in sources.items():
-        shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
+        shards, epochs, packing = prepare(source, config.data, vocab_size, progress=True, key=key), "", ""
         if key == "data.source":
-            meta, least = shards.meta, sequences_per_step(config, None) or 1
-            n = sample_count(meta.source, meta.tokens, config.training.seq_len, least, max_tokens=meta.max_tokens)
-            epochs = epochs_of(config, n, None)
-        console.print(_summary(shards, epochs))
+            meta, least, seq_len = shards.meta, sequences_per_step(config, None) or 1, config.training.seq_len
+            packed = open_packed(shards, config.data, seq_len, True) if config.data.packing == "best_fit" else None
+            if packed is not None and packed.n >= least:
+                n = packed.n
+            else:
+                n = sample_count(meta.source, meta.tokens, seq_len, least, max_tokens=meta.max_tokens)
+            epochs, packing = epochs_of(config, n, None), _packing(shards, seq_len, packed)
+        console.print(_summary(shards, epochs) + packing)
     return 0
+
+
+def _packing(shards: TokenShards, seq_len: int, packed: PackedSamples | None) -> str:
+    """Say what both ways to pack would do to the documents of a source; of one that is concatenated, its beginning."""
+    if shards.separator is None:
+        return "\n  packing      not known: data.separator_id says which id ends a document of token files"
+    counts = packed.counts if packed else count_packing(shards, seq_len, shards.separator, _COUNTED_TOKENS)
+    part = f", of the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""
+    used = "best_fit" if packed else "concat"
+    return (
+        f"\n  packing      data.packing = {used}; both, of {counts.documents:,} documents{part}:\n"
+        + textwrap.indent(columns(*counts.table()), "  ").rstrip("\n")
+    )
 
 
 def _summary(shards: TokenShards, epochs: str) -> str:

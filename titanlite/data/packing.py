@@ -74,13 +74,14 @@ class PackingCounts:
     def table(self) -> list[list[str]]:
         """Return the rows of a table of both ways to pack, its head first."""
         n_concat = max(0, self.tokens - 1) // self.seq_len
-        padded = f"{self.padded:,} ({self.padded / max(1, self.bins * self.seq_len):.2%})"
+        share = f"{self.padded / max(1, self.bins * self.seq_len):.2%}"
         return [
             ["", "concat", "best_fit"],
             [f"samples of {self.seq_len:,} tokens", f"{n_concat:,}", f"{self.bins:,}"],
             ["documents cut that fit", f"{self.crossing:,}", f"{self.documents - self.longer - self.whole:,}"],
             ["documents cut that are longer", f"{self.longer:,}", f"{self.longer:,}"],
-            ["tokens padded", "0", padded],
+            ["tokens padded", "0", f"{self.padded:,}"],
+            ["share of padding", "0.00%", share],
             ["tokens dropped", f"{self.dropped:,}", "0"],
         ]
 

@@ -51,11 +51,45 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
         f"    {tmp_path}/in/a.jsonl:2: not JSON: Expecting value: line 1 column 1 (char 0)",
     ]
     assert out[8] == f"  folder       {shards.folder}"
-    assert out[9:11] == [f"{tmp_path}/held_out.txt", "  files        1 file taken"]
-    assert out[11:13] == ["  documents    1", "  tokens       6 as uint16, by bytes"]
+    assert out[9:17] == [
+        "  packing      data.packing = concat; both, of 2 documents:",
+        "                                   concat  best_fit",
+        "    samples of 3 tokens                 2         3",
+        "    documents cut that fit              0         0",
+        "    documents cut that are longer       2         2",
+        "    tokens padded                       0         1",
+        "    share of padding                0.00%    11.11%",
+        "    tokens dropped                      1         0",
+    ]
+    assert out[17:19] == [f"{tmp_path}/held_out.txt", "  files        1 file taken"]
+    assert out[19:21] == ["  documents    1", "  tokens       6 as uint16, by bytes"]
+    assert len(out) == 24  # held-out text is not packed
     assert len([line for line in out if "epoch" in line]) == 1  # held-out text is not trained on
     assert run([*argv, "--training.global_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]) == 0
     assert "  trained on   3 epochs in 3 steps\n" in capsys.readouterr().out
+
+
+def test_best_fit_is_packed_ahead_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*write_run(tmp_path), "--data.packing=best_fit", "--training.seq_len=6", "--validation.enable=false"]
+    assert run([*argv, "--training.steps=4", "--lr_scheduler.warmup_steps=1"]) == 0
+    out = capsys.readouterr().out
+    assert "trained on   2 epochs in 4 steps" in out
+    assert "data.packing = best_fit; both, of 2 documents:\n" in out
+    assert "    documents cut that fit              1         0\n" in out
+    assert "    tokens padded                       0         4\n" in out
+    assert "    share of padding                0.00%    33.33%\n" in out
+    assert len(list((tmp_path / "cache").glob("*.packed-6-0/spans.bin"))) == 1
+
+
+def test_documents_of_token_files_are_not_known_without_a_separator(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "t.bin").write_bytes(bytes([1, 0, 2, 0, 5, 0, 1, 0, 5, 0]))
+    argv = [*write_run(tmp_path), f"--data.source={tmp_path}/t.bin", "--validation.enable=false"]
+    assert run(argv) == 0
+    assert "  packing      not known: data.separator_id says which id" in capsys.readouterr().out
+    assert run([*argv, "--data.separator_id=5"]) == 0
+    assert "of 2 documents:" in capsys.readouterr().out
 
 
 def test_too_little_for_a_step_is_said_once_it_is_known(tmp_path: Path) -> None:
@@ -71,7 +105,7 @@ def test_too_little_for_a_step_is_said_once_it_is_known(tmp_path: Path) -> None:
 def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([*write_run(tmp_path), "--data.source", f"{tmp_path}/held_out.txt", "--validation.enable=false"]) == 0
     out = capsys.readouterr().out
-    assert out.count("documents") == 1
+    assert out.count("  documents    ") == 1
     assert out.startswith(f"{tmp_path}/held_out.txt\n")
 
 
