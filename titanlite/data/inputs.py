@@ -119,6 +119,10 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
     for key in found:
         attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
+    if config.data.separator_id is not None and found and all(source.kind != "tokens" for source in found.values()):
+        want = "token files among the sources: of text, the separator is the tokenizer's"
+        where, saw = "data.separator_id", str(config.data.separator_id)
+        problems.extend(DataError.of("data", where, saw, want, "leave separator_id out").args)
     if problems:
         raise DataError(*problems)
     return Inputs(found, tokens, shards, tokenizer)

@@ -99,15 +99,11 @@ def whole_from_hub(source: Source, data: Data) -> str:
 
 
 def check_used_whole(source: Source, data: Data) -> None:
-    """Refuse keys that do nothing to token files, or to text, and those that token files lack."""
-    problems: list[Problem] = []
+    """Refuse keys that do nothing to token files, and packing where they lack what it needs."""
     if source.kind != "tokens":
-        if data.separator_id is not None and source.key == "data.source":
-            want = f"not given for text such as {source.name!r}: the tokenizer's separator ends its documents"
-            fix = "remove the line separator_id"
-            raise DataError.of("data", "data.separator_id", str(data.separator_id), want, fix)
         return
-    if data.packing == "best_fit" and data.separator_id is None and source.key == "data.source":
+    problems: list[Problem] = []
+    if data.packing == "best_fit" and data.separator_id is None and source.key.startswith("data."):
         want = f'"concat" for token files such as {source.name!r}, whose documents are not known without a separator'
         fix = 'separator_id = N, the id that ends each document, or packing = "concat"'
         problems.append(Problem("data.packing", '"best_fit"', want, fix))

@@ -1,5 +1,6 @@
 """Best-fit packing against plain Python: each token once, no document cut that fits, padding counted, bins as asked."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_shards import make_shards
-from titanlite.config.schema import Data
+from titanlite.config.schema import Config, Data
 from titanlite.data import best_fit, packing
 from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed_windows
+from titanlite.data.inputs import check_inputs
 from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack_documents
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import BLOCK_BYTES, TokenShards
@@ -211,9 +213,9 @@ def test_packing_without_a_separator_is_refused(tmp_path: Path) -> None:
 
 def test_a_separator_for_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    data = Data(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"), separator_id=3)
+    config = replace(Config(), data=Data(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"), separator_id=3))
     with pytest.raises(DataError, match=r"separator_id = 3"):
-        prepare(data.source, data, 1000, progress=False)
+        check_inputs(config, 1000)
 
 
 def test_the_standard_library_is_padded_by_less_than_three_percent(tmp_path: Path) -> None:
