@@ -48,6 +48,7 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
         "training.local_batch_size": 1,
         "training.global_batch_size": 4,
         "validation.enable": "false",
+        "data.document_mask": "false",
     }
     given = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     asked = checked_run(["--config", str(DEBUG), *given, *flags], world_size=world)
@@ -75,6 +76,7 @@ def batches_of(run: Run) -> TrainBatches:
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         device=mesh.device,
+        separator=shards.separator if config.data.document_mask else None,
     )
 
 

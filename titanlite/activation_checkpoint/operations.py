@@ -2,6 +2,8 @@
 
 ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # the first of those that torch chooses among
 WINDOW_ATTENTION = "titanlite.window_attention.default"
+DOCUMENT_ATTENTION = "titanlite.document_attention.default"
+OWN_ATTENTION = (WINDOW_ATTENTION, DOCUMENT_ATTENTION)  # for which torch does not choose a kernel
 MATMUL = "aten.mm.default"
 SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
@@ -22,7 +24,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
         "aten._scaled_dot_product_fused_attention_overrideable.default",
         "aten._scaled_dot_product_attention_math.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        WINDOW_ATTENTION,
+        *OWN_ATTENTION,
     ),
     "matmul": (
         *(MATMUL, "aten.addmm.default", "aten._scaled_mm.default", "aten._scaled_mm_v2.default"),

@@ -160,7 +160,7 @@ def kernels(save_list: SaveList) -> list[str]:
         save_list: the list.
     """
     named = {rule.op for rule in save_list.rules}
-    return [op for op in CLASSES["attention"] if op in named and op != ops.WINDOW_ATTENTION] or [ops.ATTENTION]
+    return [op for op in CLASSES["attention"] if op in named and op not in ops.OWN_ATTENTION] or [ops.ATTENTION]
 
 
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:

@@ -67,6 +67,8 @@ class Data:
     """Begin each document with the tokenizer's token for that, as `<|begin_of_text|>`: the `bos_token` of the tokenizer_config.json beside it. Not for token files."""
     text_key: str = "text"
     """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
+    document_mask: bool = True
+    """Attend within documents alone: attention, positions and targets end where a document does. Without it a sample is read as one text."""
     separator_id: int | None = None
     """Id that ends each document in token files. Not given: they have no documents. Not for text, whose tokenizer has one."""
     packing: Literal["concat", "best_fit"] = "concat"

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.data.document_starts import document_lengths, document_starts
 from titanlite.data.samples import ConcatenatedSamples, Samples
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.windows import units_at
@@ -29,8 +30,8 @@ class Batch:
     """One micro-batch of one rank, packed: sequences one after the other, M = local_batch_size · seq_len."""
 
     tokens: Tensor  # [M] int64
-    targets: Tensor  # [M] int64, the token after each; IGNORE_INDEX where there is none
-    sequences: Sequences  # S tokens each
+    targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
+    sequences: Sequences  # S tokens each, with the documents in them if these are masked
 
 
 class TrainBatches:
@@ -48,6 +49,7 @@ class TrainBatches:
         position: in the global order, of the first sample: as many as were trained on before.
         window: tokens within which samples are shuffled, at least seq_len; 0: the whole corpus.
         packed: the samples, where they are not those of the concatenated documents.
+        separator: id that ends each document, if documents are masked.
 
     Raises:
         DataError: the corpus has fewer samples than one global batch.
@@ -67,6 +69,7 @@ class TrainBatches:
         position: int = 0,
         window: int = 0,
         packed: Samples | None = None,
+        separator: int | None = None,
     ) -> None:
         meta = shards.meta
         if packed is not None and packed.n >= global_batch_size:
@@ -77,8 +80,10 @@ class TrainBatches:
             )
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
+        self.lengths: np.ndarray | None = None  # of each document of the last `next`, if documents are masked
         self._samples: Samples = packed or ConcatenatedSamples(shards, seq_len)
         self._seed, self._window, self._device = seed, window // seq_len, _indexed(device)
+        self._separator = separator
         self.global_batch_size = global_batch_size
         places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
         self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
@@ -95,34 +100,40 @@ class TrainBatches:
             DataError: a shard has changed, or cannot be read any more.
         """
         started = time.monotonic()
-        pair = self._ahead.result()
+        pair, starts, self.lengths = self._ahead.result()
         self.wait_seconds = time.monotonic() - started
         self.position += self.global_batch_size
         self._ahead = self._prefetch()
-        tokens, targets = pair.to(self._device, non_blocking=True)
-        return [Batch(*micro, Sequences(self._samples.seq_len)) for micro in zip(tokens, targets, strict=True)]
+        pair, seq_len = pair.to(self._device, non_blocking=True), self._samples.seq_len
+        of_micros = [None] * pair.shape[1] if starts is None else starts.to(self._device, non_blocking=True)
+        micros = zip(*pair, of_micros, strict=True)
+        return [Batch(tokens, targets, Sequences(seq_len, starts)) for tokens, targets, starts in micros]
 
     def padding(self) -> list[Batch]:
         """Return as many micro-batches without a target, for a rank that must take part in a step and has no data."""
         n_micro, local = self._places.shape
-        return [_padding(local, self._samples.seq_len, self._device)] * n_micro
+        return [_padding(local, self._samples.seq_len, self._device, self._separator is not None)] * n_micro
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _prefetch(self) -> "Future[Tensor]":
+    def _prefetch(self) -> "Future[tuple[Tensor, Tensor | None, np.ndarray | None]]":
         return self._thread.submit(self._read, self.position)
 
-    def _read(self, position: int) -> Tensor:
-        """Tokens and targets of one step, [2, micro-steps, M], in pinned memory if they go to a GPU."""
+    def _read(self, position: int) -> tuple[Tensor, Tensor | None, np.ndarray | None]:
+        """Tokens and targets of one step, [2, micro-steps, M], where their documents start, [micro-steps, M], and the
+        lengths of these; in pinned memory what goes to a GPU."""
         positions = position + self._places
         samples = units_at(positions.ravel(), self.n_samples, self._seed, self._window)
-        pair = _tokens_and_targets(self._samples, samples).reshape(2, len(positions), -1)
-        if self._device.type != "cuda":
-            return pair
-        torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
-        return pair.pin_memory()
+        pair = _tokens_and_targets(self._samples, samples).reshape(2, *positions.shape, -1)
+        starts = _mask_documents(pair, self._separator)
+        lengths = None if starts is None else document_lengths(starts)
+        packed = [torch.from_numpy(t).flatten(-2) for t in (pair, *([] if starts is None else [starts]))]
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
+            packed = [t.pin_memory() for t in packed]
+        return packed[0], packed[1] if len(packed) > 1 else None, lengths
 
 
 class ValidationBatches:
@@ -140,6 +151,7 @@ class ValidationBatches:
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
+        separator: id that ends each document, if documents are masked.
         key: the config key of the source, for the message.
 
     Raises:
@@ -157,12 +169,13 @@ class ValidationBatches:
         dp_rank: int,
         dp_size: int,
         device: torch.device,
+        separator: int | None = None,
         key: str = "validation.source",
     ) -> None:
         available = sample_count(shards.meta.source, shards.tokens, seq_len, key=key)
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
         self._samples: Samples = ConcatenatedSamples(shards, seq_len)
-        self._device = device
+        self._device, self._separator = device, separator
         per_turn = local_batch_size * dp_size
         turns = -(-self.n_samples // per_turn)
         self._turns = np.arange(turns * per_turn).reshape(turns, dp_size, local_batch_size)[:, dp_rank]
@@ -174,28 +187,43 @@ class ValidationBatches:
     def __iter__(self) -> Iterator[Batch]:
         seq_len = self._samples.seq_len
         for samples in self._turns:
-            pair = _tokens_and_targets(self._samples, samples[samples < self.n_samples])
-            missing = len(samples) * seq_len - pair.shape[1]
-            tokens = torch.nn.functional.pad(pair[0], (0, missing), value=0)
-            targets = torch.nn.functional.pad(pair[1], (0, missing), value=IGNORE_INDEX)
-            yield Batch(tokens.to(self._device), targets.to(self._device), Sequences(seq_len))
+            has = samples[samples < self.n_samples]
+            pair = np.zeros((2, len(samples), seq_len), np.int64)
+            pair[:, : len(has)] = _tokens_and_targets(self._samples, has)
+            pair[1, len(has) :] = IGNORE_INDEX
+            starts = _mask_documents(pair, self._separator)
+            tokens, targets = torch.from_numpy(pair).flatten(-2).to(self._device)
+            of_samples = None if starts is None else torch.from_numpy(starts).flatten().to(self._device)
+            yield Batch(tokens, targets, Sequences(seq_len, of_samples))
 
     def padding(self) -> Batch:
         """Return a batch without a target, as `TrainBatches.padding`."""
-        return _padding(self._turns.shape[1], self._samples.seq_len, self._device)
+        return _padding(self._turns.shape[1], self._samples.seq_len, self._device, self._separator is not None)
 
 
-def _padding(samples: int, seq_len: int, device: torch.device) -> Batch:
+def _padding(samples: int, seq_len: int, device: torch.device, is_masked: bool) -> Batch:
     tokens = torch.zeros(samples * seq_len, dtype=torch.int64, device=device)
-    return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len))
+    places = torch.arange(len(tokens), dtype=torch.int32, device=device)
+    starts = places - places % seq_len if is_masked else None
+    return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len, starts))
 
 
-def _tokens_and_targets(source: Samples, samples: np.ndarray) -> Tensor:
-    """Samples one after the other: [2, N·S] int64."""
+def _mask_documents(pair: np.ndarray, separator: int | None) -> np.ndarray | None:
+    """Leave the target of each separator out, in tokens and targets [2, …, B, S], and say where documents start."""
+    if separator is None:
+        return None
+    tokens, targets = pair
+    separators = np.full(tokens.shape[:-1], separator)
+    targets[tokens == separators[..., None]] = IGNORE_INDEX
+    return document_starts(tokens, separators)
+
+
+def _tokens_and_targets(source: Samples, samples: np.ndarray) -> np.ndarray:
+    """Tokens and targets of samples: [2, N, S] int64."""
     pair = np.empty((2, len(samples), source.seq_len), np.int64)
     for i, sample in enumerate(samples):
         pair[:, i] = source.read(int(sample))
-    return torch.from_numpy(pair).reshape(2, -1)
+    return pair
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -26,7 +26,7 @@ from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.weight import GatheredWeight, local_data
 from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.collectives import Group, all_gather
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import FeedForward
 
 
@@ -120,13 +120,16 @@ def _looking(model: nn.Module, mesh: DeviceMesh) -> Iterator[dict[str, _Look]]:
 
 
 @torch.no_grad()
-def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> dict[str, float]:
+def float8_numerics(
+    model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences | None = None
+) -> dict[str, float]:
     """Run a model forward and measure each layer whose output is a float8 product.
 
     Args:
         model: as it trains; each rank calls this.
         tokens: [M] int64, this rank's.
         mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
+        sequences: that the tokens are.
 
     Returns:
         Of each layer, over all ranks: `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>`, the share
@@ -138,7 +141,7 @@ def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh) -> dict[
         if not looks:
             return {}
         with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # for what dropout draws in training
-            model(tokens)
+            model(tokens, sequences=sequences)
     totals = torch.stack([look.sums for look in looks.values()])  # [layers, 8]
     dist.all_reduce(totals)
     found: dict[str, float] = {}

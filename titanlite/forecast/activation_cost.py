@@ -121,7 +121,7 @@ def costs(
     rules = BlockRules(save_list, active, block.layers)
     decided: list[tuple[int, Operation, str, Decision]] = []
     for i, operation in enumerate(block.forward):
-        is_attention = operation.op in CLASSES["attention"] and operation.op != ops.WINDOW_ATTENTION
+        is_attention = operation.op in CLASSES["attention"] and operation.op not in ops.OWN_ATTENTION
         op = kernel if is_attention else operation.op
         decided.append((i, operation, op, rules.decide(op, to_float8=operation.to_float8)))
     saved = {v for _, operation, _, decision in decided if decision.action == "save" for v in operation.makes}

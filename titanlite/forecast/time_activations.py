@@ -65,7 +65,7 @@ def _operation(activation: Activation, device: torch.device) -> Callable[[], obj
     """The operation on random operands; attention by the kernel that torch chooses here."""
     func, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)
-    if activation.op in CLASSES["attention"] and activation.op != ops.WINDOW_ATTENTION:
+    if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
         q, k, v = args[:3]
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])

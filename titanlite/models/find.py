@@ -107,10 +107,11 @@ def _drop_sequences(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Call a model that takes tokens alone, unless they are documents: its attention would cross them."""
     sequences = kwargs.pop("sequences", None)
-    if sequences is not None and sequences.cumulative is not None:
-        saw = f"takes no `sequences`, and there are {len(sequences.cumulative) - 1} documents"
-        want = "def forward(self, tokens, sequences=None), and attention that uses `sequences.cumulative`"
-        problem = of_function(made_by.forward, inspect.getfile(made_by), saw, want, "pass them to each block")
+    if sequences is not None and sequences.starts is not None:
+        saw = "takes no `sequences`, and samples hold several documents"
+        want = "def forward(self, tokens, sequences=None), and attention that uses `sequences.starts`"
+        fix = "pass them to each block; or data.document_mask = false, for attention across documents"
+        problem = of_function(made_by.forward, inspect.getfile(made_by), saw, want, fix)
         raise ConfigError(describe(file, [problem]))
     return args, kwargs
 

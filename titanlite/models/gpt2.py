@@ -8,7 +8,6 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -40,9 +39,7 @@ class GPT2Attention(nn.Module):
         """[M, D] → [M, D]."""
         E, R = self.head_dim, self.queries_per_kv
         q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
-        q, k, v = (sequences.rows(t.flatten(1, 2)).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
-        out = self.attend(q, k, v)
-        return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return self.wo(self.attend(q.flatten(1, 2), k.squeeze(2), v.squeeze(2), sequences).flatten(1))
 
 
 class GeluFeedForward(nn.Module):
@@ -130,8 +127,7 @@ class GPT2(nn.Module):
             Logits [M, V] in the compute dtype.
         """
         sequences = sequences or Sequences(self.seq_len)
-        places = torch.arange(len(tokens), device=tokens.device) % sequences.longest  # [M]
-        x = self.tok_embeddings(tokens) + self.positions(places)
+        x = self.tok_embeddings(tokens) + self.positions(sequences.positions(tokens))
         for block in self.layers:
             x = block(x, sequences)
         return self.output(self.norm(x))

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.kernels.document_attention import document_attention
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.norm_rope import norm_rope
@@ -78,12 +79,13 @@ class Sequences:
     """The sequences that M packed tokens are: each attends to itself alone.
 
     Attributes:
-        longest: tokens of the longest (S).
-        cumulative: [n + 1] int32, where each of n documents begins, and M; None: all sequences have S tokens.
+        longest: tokens of a sample (S); M is a multiple of it.
+        starts: [M] int32, for each token the place among the M at which its document begins; the first token of a
+            sample begins one. None: each sample is one document. Its shape does not depend on the documents.
     """
 
     longest: int
-    cumulative: Tensor | None = None
+    starts: Tensor | None = None
 
     def rows(self, x: Tensor) -> Tensor:
         """View [M, …] as [B, S, …].
@@ -91,14 +93,23 @@ class Sequences:
         Raises:
             ConfigError: there are documents, which attention within rows would join.
         """
-        if self.cumulative is not None:
-            saw, want = f"{len(self.cumulative) - 1} documents", "sequences of one length: attention crosses documents"
-            fix = "batches without `cumulative`, or a model.file whose attention uses `sequences.cumulative`"
-            raise ConfigError(describe("attention", [Problem("sequences", saw, want, fix)]))
+        if self.starts is not None:
+            want = "samples that are one document each: attention within rows crosses documents"
+            fix = "self.attend(q, k, v, sequences) of [M, heads, E], as in titanlite/models/llama3.py"
+            fix += "; or data.document_mask = false"
+            raise ConfigError(describe("attention", [Problem("sequences.rows", "called with documents", want, fix)]))
         return x.unflatten(0, (-1, self.longest))
 
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Return the position of each token in its document, [M] int64; of `tokens` the length and device are used."""
+        places = torch.arange(len(tokens), device=tokens.device)
+        return places % self.longest if self.starts is None else places - self.starts
+
     def begin(self, table: Tensor) -> Tensor:
-        """Return what a table of S positions, [S, …], has of those that a sequence has: [longest, …]."""
+        """Return what a table of positions, [positions, …], has of those of tokens: [M, …], or [S, …] if each sample is
+        one document; token m has row m modulo the length. Call it once for all blocks."""
+        if self.starts is not None:
+            return table[self.positions(self.starts)]
         return table if self.longest == len(table) else table[: self.longest]
 
 
@@ -113,8 +124,27 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.window = window
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, H, S, E], [B, K, S, E], [B, K, S, E] → [B, H, S, E]; H is a multiple of K."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None) -> Tensor:
+        """Attend; H is a multiple of K.
+
+        Args:
+            q: [M, H, E]; without `sequences` [B, H, S, E].
+            k: [M, K, E]; without them [B, K, S, E].
+            v: as k.
+            sequences: that the tokens are; None: rows of one document each.
+
+        Returns:
+            As q.
+        """
+        if sequences is None:
+            return self._attend(q, k, v)
+        if sequences.starts is not None:
+            window = self.window if self.window < sequences.longest else 0
+            return document_attention(q, k, v, sequences.starts, sequences.longest, window)
+        q, k, v = (sequences.rows(t).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
+        return self._attend(q, k, v).transpose(1, 2).flatten(0, 1)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._is_windowed(q):
             return window_attention(q, k, v, self.window)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
@@ -207,9 +237,7 @@ class QKNormAttention(nn.Module):
         """[M, D] → [M, D]."""
         scales = self.q_norm.scale(), self.k_norm.scale()
         heads = norm_rope(self.wqkv(x), *scales, cos, sin, self.queries_per_kv, self.q_norm.eps)
-        q, k, v = (sequences.rows(t).transpose(1, 2) for t in heads)  # [B, heads, S, E]
-        out = self.attend(q, k, v)
-        return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return self.wo(self.attend(*heads, sequences).flatten(1))
 
 
 class Embedding(nn.Module):

@@ -43,9 +43,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
         heads = rotated_heads(self.wqkv(x), cos, sin, self.queries_per_kv)
-        q, k, v = (sequences.rows(t).transpose(1, 2) for t in heads)  # [B, heads, S, E]
-        out = self.attend(q, k, v)
-        return self.wo(out.transpose(1, 2).flatten(2).flatten(0, 1))
+        return self.wo(self.attend(*heads, sequences).flatten(1))
 
 
 class FeedForward(nn.Module):

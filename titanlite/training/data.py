@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
+from titanlite.config.schema import Config
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import prepare
@@ -176,11 +177,34 @@ def open_batches(
     training, steps = asked.config.training, asked.config.validation.steps
     where: dict[str, int] = {"seq_len": training.seq_len, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
     where |= {"local_batch_size": training.local_batch_size, "global_batch_size": per_step}
+    is_masked = asked.config.data.document_mask
+    separators = {key: shards.separator if is_masked else None for key, shards in data.sources.items()}
     position = {"seed": training.seed, "position": samples, "window": asked.config.data.shuffle_window}
-    train = TrainBatches(data.train, device=mesh.device, packed=data.packed, **position, **where)
-    return train, {
-        name_of_source(key): HeldOut(
-            ValidationBatches(shards, steps=steps, device=mesh.device, key=key, **where), shards.meta.tokens_per_byte
-        )
-        for key, shards in data.held_out.items()
-    }
+    train = TrainBatches(
+        data.train, device=mesh.device, packed=data.packed, separator=separators["data.source"], **position, **where
+    )
+    held_out: dict[str, HeldOut] = {}
+    for key, shards in data.held_out.items():
+        own = ValidationBatches(shards, steps=steps, device=mesh.device, separator=separators[key], key=key, **where)
+        held_out[name_of_source(key)] = HeldOut(own, shards.meta.tokens_per_byte)
+    return train, held_out
+
+
+def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:
+    """The receipt's entry of the document mask, once a step has been taken.
+
+    Args:
+        data: the corpora.
+        config: of the run.
+        batches: that it trains on.
+    """
+    if not config.data.document_mask:
+        return Entry("data.document_mask", False, False, count=0)
+    separators = {key: shards.separator for key, shards in data.sources.items() if shards.separator is not None}
+    why = "token files do not say where documents end, and data.separator_id is not given: each sample is one"
+    without = [Skipped(key, why) for key in data.sources if key not in separators]
+    applied: dict[str, object] = {"separators": separators}
+    if batches.lengths is not None:  # of this rank's first step
+        tokens, squares = int(batches.lengths.sum()), int((batches.lengths**2).sum())
+        applied |= {"documents": len(batches.lengths), "mean_attended": round((squares / tokens + 1) / 2, 1)}
+    return Entry("data.document_mask", True, applied, count=len(data.sources), skipped=without)

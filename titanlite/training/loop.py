@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.resume import identity_of, nothing_to_do
@@ -104,9 +102,9 @@ class Loop:
             if trace != "begin":
                 self._profile(step)
             if step == start + 1:
-                complete_receipt(run, self.folder, report.console)
+                complete_receipt(run, self.folder, report.console, self.batches.lengths is not None)
             if look:
-                self.float8_numerics(step, micro_batches[0].tokens)
+                self.float8_numerics(step, micro_batches[0])
             # Nothing goes on after the last one.
             postpone = bool(measures) and stopping and step < config.training.steps
             if not postpone:
@@ -164,12 +162,12 @@ class Loop:
         self.data_check.tell()
         self.report.validation(step, numbers)
 
-    def float8_numerics(self, step: int, tokens: Tensor) -> None:
-        """Log what float8 does to each layer, on tokens of each rank's; training goes on as if it had not been."""
+    def float8_numerics(self, step: int, batch: Batch) -> None:
+        """Log what float8 does to each layer, on a batch of each rank's; training goes on as if it had not been."""
         self.watchdog.progress(step, "float8 numerics")
         self._limit(self.run.config.comm.init_timeout_seconds)
         with span(NUMERICS):
-            self.report.float8(step, float8_numerics(self.run.model, tokens, self.run.mesh.fsdp))
+            self.report.float8(step, float8_numerics(self.run.model, batch.tokens, self.run.mesh.fsdp, batch.sequences))
 
     def _next_batches(self) -> list[Batch]:
         """Return those of the next step, or padding if they are damaged: the others do not know yet."""

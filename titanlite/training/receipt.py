@@ -14,6 +14,7 @@ from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.forecast.choose_save_list import in_words
 from titanlite.forecast.memory import GIB
+from titanlite.kernels.document_attention import document_kernel
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
@@ -25,11 +26,12 @@ from titanlite.receipt import Entry, Skipped
 from titanlite.training.build import Run
 
 
-def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
+def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: bool) -> None:
     """Add what the first step showed, write the file, and hold it against the config.
 
     Args:
         run: after its first step.
+        is_masked: whether attention ended with documents in it.
         folder: `receipt.json` is written by rank 0.
         console: says it where `job.strict` is off.
 
@@ -44,7 +46,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console) -> None:
         raise error
     receipt.complete()
     receipt.add(_dtypes(run))
-    receipt.add(_attention_entry(run))
+    receipt.add(_attention_entry(run, is_masked))
     receipt.add(compile_entry(run.model, config.compile.enable))
     receipt.add(_save_list_entry(run))
     memory, over_budget = _memory(run)
@@ -126,19 +128,21 @@ def _dtype_names(tensors: list[Tensor]) -> str:
     return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
 
 
-def _attention_entry(run: Run) -> Entry:
-    """The kernel that torch chooses for this run's shapes and dtype; on a CPU its definition is as good as any."""
-    backend, dtype = _attention_backend(run), run.config.training.mixed_precision_param
+def _attention_entry(run: Run, is_masked: bool) -> Entry:
+    """The kernel that is chosen for this run's shapes and dtype; on a CPU its definition is as good as any."""
+    backend, dtype = _attention_backend(run, is_masked), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", ()
     if not fused and dtype == "float32":
-        skipped = (Skipped("attention", "no fused kernel supports float32 with grouped-query heads or a window"),)
+        skipped = (
+            Skipped("attention", "no fused kernel supports float32 with grouped-query heads, a window or documents"),
+        )
     if not backend:
         skipped = (Skipped("attention", "it is no CausalAttention: its kernel is not known"),)
     count = len(run.model.layers) if fused or skipped else 0  # type: ignore[arg-type]
     return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, key="model.n_heads")
 
 
-def _attention_backend(run: Run) -> str:
+def _attention_backend(run: Run, is_masked: bool) -> str:
     """Name the kernels that are chosen for this run's shapes and dtype, for each window that layers have."""
     dims, training = run.dims, run.config.training
     shape, dtype = (training.local_batch_size, training.seq_len), getattr(torch, training.mixed_precision_param)
@@ -150,4 +154,6 @@ def _attention_backend(run: Run) -> str:
         for heads in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
     )
     windows = sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)})
+    if is_masked:
+        return document_kernel(q.transpose(1, 2).flatten(0, 1)) if windows else ""
     return ", ".join(dict.fromkeys(CausalAttention(window).kernel(q, k, v) for window in windows))

@@ -32,7 +32,7 @@ from titanlite.preflight.checked_run import CheckedRun
 from titanlite.preflight.launcher import Launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
-from titanlite.training.data import open_batches, open_data, report_data, require_same_data
+from titanlite.training.data import mask_entry, open_batches, open_data, report_data, require_same_data
 from titanlite.training.data_check import DataCheck
 from titanlite.training.evaluation import open_evaluation
 from titanlite.training.loop import Loop
@@ -110,6 +110,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     samples = int(state["samples"])
     batches, validation = open_batches(data, asked, run.mesh, per_step, samples)
     cleanup.callback(batches.close)
+    run.receipt.add_later(lambda: mask_entry(data, config, batches))
     position = Position(start, samples, per_step, batches.n_samples, config.training.seq_len, world)
 
     evaluation, evaluation_freq = open_evaluation(asked, run)

@@ -16,7 +16,7 @@ from titanlite.models.layers import Sequences
 from titanlite.parallel.initialise import fill_buffers, initialise
 
 S = 64
-HALVES = torch.tensor([0, S // 2, S], dtype=torch.int32)
+HALVES = torch.arange(S, dtype=torch.int32) // (S // 2) * (S // 2)  # where two documents of S/2 tokens start
 FULL = ["--activation_checkpoint.recipe", "full"]
 TP_2 = ["--parallelism.tensor_parallel_degree", "2"]
 
@@ -33,24 +33,25 @@ def test_tokens_attend_to_their_own_sequence(name: str) -> None:
     assert whole.all(dim=1).tolist() == [False] * S + [True] * S
     assert halves.all(dim=1).tolist() == [False] * (S // 2) + [True] * (2 * S - S // 2)
     assert torch.equal(model(tokens), model(tokens, Sequences(S)))
-    with pytest.raises(ConfigError, match=r"^attention: 1 problem\n  sequences = 2 documents\n"):
-        model(tokens[:S], Sequences(S // 2, HALVES))
+    documents = model(tokens[:S], Sequences(S, HALVES))
+    assert (documents - model(tokens[:S], Sequences(S // 2))).abs().max() <= 1e-5 * documents.abs().max()
+    with pytest.raises(ConfigError, match=r"^attention: 1 problem\n  sequences.rows = called with documents\n"):
+        Sequences(S, HALVES).rows(tokens[:S])
 
 
 DOCUMENTS = """
 def of_one_document(q, k, v, sequences):
-    places = torch.arange(q.shape[2], device=q.device)
-    starts = places[:: sequences.longest] if sequences.cumulative is None else sequences.cumulative
-    document = (places[:, None] >= starts).sum(1)
-    mask = (document[:, None] == document) & (places[:, None] >= places)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    places = torch.arange(len(q), device=q.device)
+    starts = places - places % sequences.longest if sequences.starts is None else sequences.starts
+    mask = (starts[:, None] <= places) & (places[:, None] >= places)
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(0, 1)
 
 
 INIT_STD"""
 USES_DOCUMENTS: list[Change] = [
     ("\nINIT_STD", DOCUMENTS),
-    ("(sequences.rows(t).transpose(1, 2) for t in heads)", "(t[None].transpose(1, 2) for t in heads)"),
-    ("self.attend(q, k, v)", "of_one_document(q, k, v, sequences)"),
+    ("self.attend(*heads, sequences)", "of_one_document(*heads, sequences)"),
 ]
 TAKES_TOKENS: list[Change] = [
     ("tokens: Tensor, sequences: Sequences | None = None", "tokens: Tensor"),
@@ -59,12 +60,12 @@ TAKES_TOKENS: list[Change] = [
 
 
 def test_documents_reach_the_attention_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of S/2 tokens are sequences of S/2; rotary positions that run on change nothing but rounding."""
+    """Documents of S/2 tokens are sequences of S/2."""
     whole = train(tmp_path, 1, steps=2)
-    monkeypatch.setattr(batches, "Sequences", lambda _: Sequences(S // 2))
+    monkeypatch.setattr(batches, "Sequences", lambda *_: Sequences(S // 2))
     halves = train(tmp_path, 1, steps=2)
     flags = mine(tmp_path, *USES_DOCUMENTS)
-    monkeypatch.setattr(batches, "Sequences", lambda _: Sequences(S // 2, HALVES))
+    monkeypatch.setattr(batches, "Sequences", lambda *_: Sequences(S, HALVES))
     for ranks, more in ((1, []), (1, FULL), (2, []), (2, [*FULL, *TP_2])):
         got = train(tmp_path, ranks, [*flags, *more], steps=2)
         assert ((got.losses - halves.losses) / halves.losses).abs().max() <= 1e-5
@@ -78,7 +79,7 @@ def test_documents_compile(tmp_path: Path) -> None:
     model.to_empty(device="cpu")
     fill_buffers(model)
     initialise(model, 0)
-    tokens, documents = torch.arange(S), Sequences(S // 2, HALVES)
+    tokens, documents = torch.arange(S), Sequences(S, HALVES)
     truth = model(tokens, sequences=documents)
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
@@ -88,7 +89,7 @@ def test_documents_compile(tmp_path: Path) -> None:
 def test_a_model_of_tokens_alone_trains_but_not_on_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = mine(tmp_path, *TAKES_TOKENS)
     assert torch.equal(train(tmp_path, 1, flags, steps=1).losses, train(tmp_path, 1, steps=1).losses)
-    monkeypatch.setattr(batches, "Sequences", lambda _: Sequences(S // 2, HALVES))
-    said = r"mine.py: 1 problem\n  line \d+  Mine.forward = takes no `sequences`, and there are 2 documents\n"
+    monkeypatch.setattr(batches, "Sequences", lambda *_: Sequences(S, HALVES))
+    said = r"mine.py: 1 problem\n  line \d+  Mine.forward = takes no `sequences`, and samples hold several documents\n"
     with pytest.raises(AssertionError, match=rf"ConfigError: .*{said}"):
         train(tmp_path, 1, flags, steps=1)

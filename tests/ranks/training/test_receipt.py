@@ -64,7 +64,7 @@ def test_layout_and_dtypes_are_those_of_the_run(everything: Ended) -> None:
     assert receipt["tensor_parallel"]["skipped"] == []
     dtypes = {"parameters": "float32", "compute": "bfloat16", "reduction": "float32", "optimizer_state": "float32"}
     assert receipt["dtypes"]["applied"] == receipt["dtypes"]["requested"] == dtypes
-    assert receipt["attention"]["applied"] == "flash_attention"
+    assert receipt["attention"]["applied"] == "math"  # of documents: their definition
     assert receipt["compile"] == {"feature": "compile", "requested": False, "applied": "off", "skipped": []}
 
 
@@ -137,7 +137,7 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
         mesh=SimpleNamespace(device=torch.device("cpu"), tp_size=2),
         model=torch.nn.ModuleList([CausalAttention(window) for window in (32, 32, 0, 32)]),
     )
-    assert training_receipt._attention_backend(cast(Run, run)) == "cudnn_attention, math"
+    assert training_receipt._attention_backend(cast(Run, run), False) == "cudnn_attention, math"
     assert asked == [((2, 4, 96, 32), (2, 2, 96, 32))]  # those with a window have a kernel of their own, on GPUs
 
 
@@ -154,11 +154,11 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
 def test_attention_without_a_kernel_ends_a_run_on_gpus(
     backend: str, device: str, dtype: str, skipped: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_receipt, "_attention_backend", lambda run: backend)
+    monkeypatch.setattr(training_receipt, "_attention_backend", lambda run, is_masked: backend)
     config = Config(training=Training(mixed_precision_param=dtype))
     run, receipt = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device(device))), Receipt()
     run.model = SimpleNamespace(layers=range(2))
-    entry = training_receipt._attention_entry(cast(Run, run))
+    entry = training_receipt._attention_entry(cast(Run, run), False)
     receipt.add(entry)
     assert (len(entry.skipped), entry.applied) == (skipped, backend or "not known")
     with pytest.raises(StrictError, match="never applied") if refused else nullcontext():

@@ -1,0 +1,39 @@
+"""Find the documents in samples of tokens: each ends with a separator.
+
+A text that holds a separator is a bad record, so that the tokens themselves say where documents end, whatever a sample
+is cut from; there is no index beside them.
+"""
+
+import numpy as np
+
+NO_SEPARATOR = -1
+"""In the place of a separator's id, of a sample whose documents are not known: it counts as one."""
+
+
+def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
+    """Say where the document of each token begins.
+
+    Args:
+        tokens: [..., B, S], samples that are packed B at a time.
+        separators: [B] or [..., B], the id that ends a document in each sample, or NO_SEPARATOR.
+
+    Returns:
+        [..., B, S] int32: places among the B · S tokens that are packed. A sample's first token begins a document,
+        and so does each token after a separator.
+    """
+    B, S = tokens.shape[-2:]
+    places = np.arange(B * S, dtype=np.int32).reshape(B, S)
+    begins = np.ones(tokens.shape, bool)
+    begins[..., 1:] = tokens[..., :-1] == separators[..., None]
+    return np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
+
+
+def document_lengths(starts: np.ndarray) -> np.ndarray:
+    """Count the tokens of each document of packed samples, [n], in order.
+
+    Args:
+        starts: as `document_starts` returns them.
+    """
+    packed = starts.reshape(-1, starts.shape[-2] * starts.shape[-1])
+    begins = packed == np.arange(packed.shape[1])
+    return np.diff(np.append(np.flatnonzero(begins), packed.size))
