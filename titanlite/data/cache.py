@@ -1,8 +1,8 @@
 """A folder that several processes want and one makes.
 
-It is made under a temporary name beside its place and renamed when it is complete, so it is whole or absent. A lock on
-a file beside it lets one process work while the others wait; the system drops the lock when its holder dies, however
-it dies, and the next one clears away what was left and starts over. The holder writes into the lock file how far it is,
+It is made under another name beside its place and renamed when it is complete, so it is whole or absent. A lock on a
+file beside it lets one process work while the others wait; the system drops the lock when its holder dies, however it
+dies, and the next one goes on from what was left. The holder writes into the lock file how far it is,
 so that whichever process was asked to show progress can, and why it failed, so that those who waited need not find out
 again one after the other, if what makes it fail is the same for them.
 
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from titanlite.data.progress import Progress
+from titanlite.data.unfinished import read_made
 from titanlite.durable import open_plain
 from titanlite.errors import DataError
 from titanlite.redact import redact
@@ -36,7 +37,8 @@ def make_once(
 
     Args:
         folder: what is wanted; its parent exists.
-        make: called with an empty folder to fill, and a function to call with the bytes read so far.
+        make: called with the folder to fill, which holds what an earlier process has left there if that says how far it
+            is (`unfinished.py`), else nothing; and with a function to call with the bytes read so far.
         terms: what decides whether `make` fails; a failure is shared by those who waited on equal ones.
         progress: shows the work, of this process or of the one that is waited for.
         total: bytes to read, if known.
@@ -47,19 +49,17 @@ def make_once(
     """
     if folder.exists():
         return
-    failed = redact(f"failed, {terms}: ")
-    lock_file = folder.with_name(folder.name + ".lock")
-    with progress, _lock(lock_file, lambda done: progress.update(done, total)) as (lock, has_waited):
+    failed = failed_start(terms)
+    with progress, _lock(lock_of(folder), lambda done: progress.update(done, total)) as (lock, has_waited):
         if folder.exists():
             return
         if has_waited and (received := _read_lock(lock)).startswith(failed):
             raise DataError(received.removeprefix(failed))
         os.truncate(lock, 0)
-        for stale in folder.parent.glob(folder.name + ".tmp-*"):
-            progress.say(f"{stale} is of a process that was killed; it is deleted, and preparation begins anew")
-            stale.unlink() if stale.is_symlink() else shutil.rmtree(stale)
-        unfinished = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-        unfinished.mkdir()
+        unfinished = unfinished_of(folder)
+        if unfinished.is_symlink() or (unfinished.exists() and not unfinished.is_dir()):
+            unfinished.unlink()
+        unfinished.mkdir(exist_ok=True)
 
         def report(done: int) -> None:
             progress.update(done, total)
@@ -73,7 +73,43 @@ def make_once(
             os.pwrite(lock, redact(f"{failed}{e}").encode(errors="backslashreplace"), 0)
             raise
         finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if read_made(unfinished) is None:
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def unfinished_of(folder: Path) -> Path:
+    """Return the place where a folder is made."""
+    return folder.with_name(f"{folder.name}.unfinished")
+
+
+def lock_of(folder: Path) -> Path:
+    """Return the file that whoever makes a folder holds locked."""
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def failed_start(terms: str) -> str:
+    """Return what the lock file begins with where a folder could not be made; the message follows."""
+    return redact(f"failed, {terms}: ")
+
+
+def maker_failed(folder: Path, terms: str) -> str | None:
+    """Look whether a process makes a folder.
+
+    Returns:
+        None if there is one; else why the last one failed, "" if it has not said so.
+
+    Raises:
+        OSError: the lock file cannot be read.
+    """
+    file = open_plain(lock_of(folder), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        received, start = _read_lock(file), failed_start(terms)
+        return received.removeprefix(start) if received.startswith(start) else ""
+    except BlockingIOError:
+        return None
+    finally:
+        os.close(file)
 
 
 @contextmanager

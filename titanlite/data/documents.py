@@ -2,7 +2,8 @@
 
 A record that cannot be decoded is never dropped in silence: the `Tally` counts it and names the first ones, and one
 more than `data.max_bad_records` ends the reading. The trade-off: a source is always read from its beginning, by one
-process; what makes that cheap is that it happens once (prepare.py).
+process; what makes that cheap is that it happens once (prepare.py). A restart goes on behind the records of which the
+tally knows: those of the file that it was in are read again, and passed over.
 """
 
 import codecs
@@ -49,19 +50,20 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
     if source.dataset:
         yield from _dataset_documents(source, text_key, tally)
         return
-    for file in source.files:
-        start = tally.n_bytes
-        tally.begin(file)
+    for number, file in enumerate(source.files):
+        if number < tally.file:
+            continue
+        passed = tally.begin(number, file)
         try:
             if ending(file) in JSON_LINES:
-                yield from _jsonl_documents(file, text_key, tally)
+                yield from _jsonl_documents(file, text_key, tally, passed)
             elif ending(file) == ".parquet":
-                yield from _parquet_documents(file, text_key, tally, source.key)
-            else:
+                yield from _parquet_documents(file, text_key, tally, source.key, passed)
+            elif not passed:
                 yield from _text_document(file, tally, skip=source.kind == "python")
             if tally.is_ended:
                 return
-            tally.n_bytes = start + file.stat().st_size
+            tally.n_bytes = tally.start + file.stat().st_size
         except OSError as e:
             raise unreadable(source.name, source.key, file, e) from e
 
@@ -115,6 +117,7 @@ def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
     blocks = _blocks(file, tally)
     first = next(blocks, "")  # of nothing but a mark of the byte order, too
     if first:
+        tally.record = 1
         yield Document(str(file), chain([first], blocks))
 
 
@@ -158,21 +161,24 @@ def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             yield lines, data.tell
 
 
-def _record_lines(file: Path, tally: Tally) -> Iterator[bytes | None]:
-    """Yield the lines of a file; None in place of one that is too large, whose rest is passed over."""
-    start, most, is_rest = tally.n_bytes, tally.max_record_mib << 20, False
+def _record_lines(file: Path, tally: Tally, passed: int) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the lines of a file, with their numbers; None for one that is too large, whose rest is passed over."""
+    number, most, is_rest = 0, tally.max_record_mib << 20, False
     with _json_lines(file) as (stream, n_read):
         while piece := stream.readline(_BLOCK_BYTES if is_rest else most + 1):
-            tally.n_bytes = start + n_read()
-            tally.unpack(len(piece))
+            number += not is_rest
             is_large = (is_rest or len(piece) > most) and not piece.endswith(b"\n")
-            if not is_rest:
-                yield None if is_large else piece
+            if number > passed:
+                tally.n_bytes = tally.start + n_read()
+                tally.unpack(len(piece))
+                if not is_rest:
+                    yield number, None if is_large else piece
             is_rest = is_large
 
 
-def _jsonl_documents(file: Path, text_key: str, tally: Tally) -> Iterator[Document]:
-    for number, line in enumerate(_record_lines(file, tally), 1):
+def _jsonl_documents(file: Path, text_key: str, tally: Tally, passed: int) -> Iterator[Document]:
+    for number, line in _record_lines(file, tally, passed):
+        tally.record = number
         if line is None:
             tally.add_large(f"{file}:{number}")
             if tally.is_ended:
@@ -212,15 +218,15 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
         yield Document(place, (text,))
 
 
-def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str) -> Iterator[Document]:
+def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str, passed: int) -> Iterator[Document]:
     import pyarrow
 
     with open_column(file, text_key, key) as table:
-        start, size, row, n_rows = tally.n_bytes, file.stat().st_size, 0, table.metadata.num_rows
-        for value in column_values(file, table, text_key):
+        size, row, n_rows = file.stat().st_size, passed, table.metadata.num_rows
+        for value in column_values(file, table, text_key, passed):
             row += 1
-            n_bytes = text_bytes(value)
-            tally.n_bytes = start + size * row // max(row, n_rows)
+            n_bytes, tally.record = text_bytes(value), row
+            tally.n_bytes = tally.start + size * row // max(row, n_rows)
             tally.unpack(n_bytes)
             if n_bytes > tally.max_record_mib << 20:
                 tally.add_large(f"{file}:{row}")
@@ -242,13 +248,15 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
     path, config, split = source.dataset
     try:
         if os.path.isdir(path):
-            tally.skipped += left_out(source)
+            tally.skipped += [] if tally.record or tally.file else left_out(source)
         builder = builder_of(source)
         if source.files and (files := own_files(builder, split)):
             yield from documents(replace(source, kind="text", files=files, dataset=None), text_key, tally)
             return
-        number = 0
-        for number, row in enumerate(builder.as_streaming_dataset(split=split), 1):
+        number = tally.record
+        rows: Any = builder.as_streaming_dataset(split=split)
+        for row in rows.skip(number) if number else rows:
+            tally.record = number = number + 1
             for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
                 n_bytes = sum(len(text.encode()) for text in document.blocks)
                 tally.n_bytes += n_bytes

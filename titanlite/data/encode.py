@@ -95,6 +95,7 @@ def encode(
                     yield encoded
                     return
         tally.check()
+        tally.is_between = batch[-1].ends
         yield encoded
     tally.check()
 
@@ -121,13 +122,13 @@ def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:
 
 def _text_batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
-    n_characters = 0
+    n_characters, is_inside = 0, False  # of a document that began in a batch before: where it ends, a restart goes on
     for piece in pieces:
         batch.append(piece)
         n_characters += max(len(piece.text), _LEAST_CHARACTERS)
-        if n_characters >= _BATCH_CHARACTERS:
+        if n_characters >= _BATCH_CHARACTERS or (is_inside and piece.ends):
             yield batch
-            batch, n_characters = [], 0
+            batch, n_characters, is_inside = [], 0, not piece.ends
     if batch:
         yield batch
 

@@ -39,14 +39,17 @@ def open_column(file: Path, text_key: str, key: str) -> Iterator[Any]:
         ) from e
 
 
-def column_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
-    """Yield a column's values, few at a time."""
+def column_values(file: Path, table: Any, text_key: str, passed: int = 0) -> Iterator[Any]:
+    """Yield a column's values behind the first ones, few at a time."""
     import pyarrow.parquet
 
     known = table.metadata
     with pyarrow.parquet.ParquetFile(file, metadata=known, read_dictionary=[text_key]) as by_number:
         for number in range(known.num_row_groups):
             group = known.row_group(number)
+            if passed >= group.num_rows:
+                passed -= group.num_rows
+                continue
             columns = map(group.column, range(known.num_columns))  # those inside of others, too
             column = next(c for c in columns if c.path_in_schema == text_key)
             n_bytes, reader = column.total_uncompressed_size, table
@@ -54,7 +57,8 @@ def column_values(file: Path, table: Any, text_key: str) -> Iterator[Any]:
             if n_bytes <= _BATCH_BYTES and _is_numbers(column):  # all different values stay in memory, once a batch
                 reader, n_rows = by_number, _BATCH_NUMBERS
             for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
-                yield from batch.column(0)
+                values, passed = batch.column(0)[passed:], max(0, passed - len(batch))
+                yield from values
 
 
 def _is_numbers(column: Any) -> bool:

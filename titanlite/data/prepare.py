@@ -6,6 +6,7 @@ Whatever changes gives another folder, and the old one stays until somebody dele
 holds cannot be seen from here: after it has changed there, delete its folder.)
 """
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +28,11 @@ from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
+from titanlite.data.unfinished import empty, end
 from titanlite.errors import DataError, Problem, describe
+
+PUBLISH_SECONDS = 1.0
+"""Time between two looks at which what was made is put on disk to stay: a restart repeats that much."""
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
@@ -67,7 +72,9 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
                 meta = _tokenize(found, tokenizer, data, dtype, unfinished, shown, report)
             if found.stamps() != stamps:
                 saw = f"{source!r}, whose files changed during reading"
+                empty(unfinished)
                 raise DataError.of("data", key, saw, "files that do not change meanwhile", "run again")
+            end(unfinished)
             meta.write(unfinished)
 
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -165,6 +172,12 @@ def _tokenize(
 
     tally.on_progress = on_progress
     with ShardWriter(folder, dtype) as writer:
+        if (kept := writer.go_on()) is not None:
+            progress.say(
+                f"{source.name}: {writer.tokens:,} tokens are there from an earlier start; it goes on from them"
+            )
+            tally.go_on(kept)
+        n_written, published = writer.tokens * np.dtype(dtype).itemsize, time.monotonic()
         for batch in encode(source, data.text_key, tokenizer, tally, max_tokens):
             for encoded in batch:
                 writer.write(encoded.ids)
@@ -173,6 +186,9 @@ def _tokenize(
                     writer.keep()
                 elif encoded.is_bad:
                     writer.drop()
+            if tally.is_between and time.monotonic() - published > PUBLISH_SECONDS:
+                writer.publish(tally.kept())
+                published = time.monotonic()
             on_progress()
         shards, fingerprint = writer.close()
     return Meta(

@@ -43,7 +43,7 @@ class Progress:
             self._bar.stop()
         if kind is KeyboardInterrupt:
             lost = f"interrupted after {_mb(self._n_bytes)} MB"
-            self.say(f"{self._title}: {lost}; unless another process ends it, the next start begins anew")
+            self.say(f"{self._title}: {lost}; the next start goes on from the last document that is on disk")
         elif not self._bar and self._enable and kind is None and self._last_line > self._started:
             self.say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
 

@@ -6,19 +6,29 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import xxhash
 
+from titanlite.data import unfinished
 from titanlite.data.shards import Shard, block_hashes, token_hash
 
 _SHARD_TOKENS = 1 << 27
 
 
 class ShardWriter:
-    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails."""
+    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails.
 
-    def __init__(self, folder: Path, dtype: str, shard_tokens: int = _SHARD_TOKENS) -> None:
-        self.folder, self._dtype, self._shard_tokens = folder, np.dtype(dtype).newbyteorder("<"), shard_tokens
-        self._hash = token_hash(dtype)
+    Args:
+        folder: of the shards.
+        dtype: of their ids.
+        shard_tokens: tokens of a shard; the last one may have fewer.
+    """
+
+    def __init__(self, folder: Path, dtype: str, shard_tokens: int = 0) -> None:
+        self.folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
+        self._shard_tokens = shard_tokens or _SHARD_TOKENS
+        self._hash, self._content = token_hash(dtype), xxhash.xxh3_64()  # of all tokens; of this shard's
         self._shards: list[Shard] = []
+        self._said = 0  # shards of which `publish` has said what is in them
         self._file: Any = None
         self._tokens, self._max_id, self._max_at = 0, -1, 0
         self.keep()
@@ -32,6 +42,11 @@ class ShardWriter:
         if self._file is not None:  # NFS keeps a file that is open, and its folder with it
             self._file.close()
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that were written so far."""
+        return sum(shard.tokens for shard in self._shards) + self._tokens
+
     def write(self, tokens: np.ndarray) -> None:
         """Append tokens, [N], whose ids fit the dtype."""
         tokens = tokens.astype(self._dtype, copy=False)
@@ -41,6 +56,7 @@ class ShardWriter:
             piece = tokens[: self._shard_tokens - self._tokens]
             self._file.write(piece.data)
             self._hash.update(piece.data)
+            self._content.update(piece.data)
             top = int(piece.argmax())
             if piece[top] > self._max_id:
                 self._max_id, self._max_at = int(piece[top]), self._tokens + top
@@ -51,21 +67,59 @@ class ShardWriter:
 
     def keep(self) -> None:
         """Let what was written so far stay, whatever `drop` takes back."""
-        self._kept = len(self._shards), self._tokens, self._max_id, self._max_at, self._hash.copy()
+        hashes = self._hash.copy(), self._content.copy()
+        self._kept = len(self._shards), self._tokens, self._max_id, self._max_at, *hashes
 
     def drop(self) -> None:
         """Take back what was written since the last `keep`."""
         if self._file is not None:
             self._file.close()
-        n_shards, self._tokens, self._max_id, self._max_at, kept_hash = self._kept
-        self._hash, self._file = kept_hash.copy(), None
+        n_shards, self._tokens, self._max_id, self._max_at, kept_hash, kept_content = self._kept
+        self._hash, self._content, self._file = kept_hash.copy(), kept_content.copy(), None
         del self._shards[n_shards:]
-        for path in sorted(self.folder.glob("shard-*.bin"))[n_shards + (self._tokens > 0) :]:
-            path.unlink()
-        if self._tokens:
-            self._file = self._path().open("r+b")
-            self._file.truncate(self._tokens * self._dtype.itemsize)
-            self._file.seek(0, os.SEEK_END)
+        unfinished.clear(self.folder, n_shards, is_begun=self._tokens > 0)
+        self._reopen()
+
+    def publish(self, read: dict[str, Any]) -> None:
+        """Say in the folder what is kept, once that is on disk; nothing was written since `keep`.
+
+        Args:
+            read: what reading the source has met, for who goes on from there.
+        """
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        for shard in self._shards[self._said :]:
+            unfinished.write_shard(self.folder, shard)
+        self._said = len(self._shards)
+        n, content = len(self._shards), self._content.hexdigest()
+        made = unfinished.Made(
+            self._dtype.name, n, self._tokens, self._max_id, self._max_at, content, self.tokens, read
+        )
+        made.write(self.folder)
+
+    def go_on(self) -> dict[str, Any] | None:
+        """Go on from what the folder says that it has.
+
+        Returns:
+            What `publish` was told last; None if that was nothing, or is not what is there: the folder is then empty.
+        """
+        made = unfinished.read_made(self.folder)
+        try:
+            shards = [unfinished.read_shard(self.folder, n) for n in range(made.n_shards)] if made else []
+            hashes = made and unfinished.hashes_of(self.folder, made, shards)
+        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            hashes = None
+        if not made or not hashes or made.dtype != self._dtype.name:
+            unfinished.empty(self.folder)
+            return None
+        self._hash, self._content = hashes
+        self._shards, self._tokens, self._max_id, self._max_at = shards, made.tokens, made.max_id, made.max_at
+        self._said = len(shards)
+        unfinished.clear(self.folder, made.n_shards, is_begun=made.tokens > 0)
+        self._reopen()
+        self.keep()
+        return made.read
 
     def close(self) -> tuple[tuple[Shard, ...], str]:
         """End the last shard; return the shards and the fingerprint of their tokens."""
@@ -73,7 +127,13 @@ class ShardWriter:
         return tuple(self._shards), self._hash.hexdigest()
 
     def _path(self) -> Path:
-        return self.folder / f"shard-{len(self._shards):05d}.bin"
+        return self.folder / unfinished.shard_name(len(self._shards))
+
+    def _reopen(self) -> None:
+        if self._tokens:
+            self._file = self._path().open("r+b")
+            self._file.truncate(self._tokens * self._dtype.itemsize)
+            self._file.seek(0, os.SEEK_END)
 
     def _end_shard(self) -> None:
         if self._file is None:
@@ -84,3 +144,4 @@ class ShardWriter:
         path = Path(self._file.name)
         self._shards.append(Shard(path.name, self._tokens, self._max_id, self._max_at, block_hashes(path)))
         self._file, self._tokens, self._max_id, self._max_at = None, 0, -1, 0
+        self._content = xxhash.xxh3_64()

@@ -94,8 +94,8 @@ class Meta:
             for name in ("bad_records", "skipped"):
                 content[name] = tuple(content[name])
             shards = [s | {"hashes": tuple(s.get("hashes", ()))} for s in content["shards"]]
-            content["shards"] = tuple(_typed(Shard(**s)) for s in shards)
-            meta = _typed(cls(**content))
+            content["shards"] = tuple(typed(Shard(**s)) for s in shards)
+            meta = typed(cls(**content))
             if meta.dtype not in ("uint16", "uint32"):
                 raise ValueError(f"dtype {meta.dtype!r}")
             for s in meta.shards:
@@ -260,16 +260,16 @@ def _file_size(folder: Path, path: Path) -> int | None:
         raise _shard_unreadable(folder, e) from e
 
 
-T = TypeVar("T", Shard, Meta)
+T = TypeVar("T")
 
 
-def _typed(read: T) -> T:
-    """Return what was read, if its values have the types of their fields.
+def typed(read: T) -> T:
+    """Return a dataclass that was read, if its values have the types of their fields.
 
     Raises:
         TypeError: one has not.
     """
-    for field in dataclasses.fields(read):
+    for field in dataclasses.fields(read):  # pyright: ignore[reportArgumentType]
         value, kind = getattr(read, field.name), get_origin(field.type) or field.type
         if type(value) is not kind:
             raise TypeError(f"{field.name} is {value!r}")

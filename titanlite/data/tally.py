@@ -7,6 +7,7 @@ A record that cannot be decoded is never dropped in silence: the first ones are 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from titanlite.config.schema import Data
 from titanlite.errors import DataError
@@ -15,6 +16,11 @@ _REPORT_BYTES = 1 << 22  # of text, after which progress is reported
 _LISTED = 10  # bad records that a message names
 _NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
 _TOO_LARGE = "larger than data.max_record_mib"
+# What a restart goes on from: all that was met before the place that has been reached.
+_KEPT = (
+    *("file", "start", "record", "n_bytes", "n_unpacked", "n_documents", "n_tokens", "n_text_bytes", "n_unknown"),
+    *("n_bad", "bad", "skipped"),
+)
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
 
@@ -25,6 +31,10 @@ class Tally:
     source: str  # its name
     key: str  # and where it was given, for messages
     limit: int  # bad records that are allowed
+    file: int = 0  # number of the one that is read
+    start: int = 0  # n_bytes at its beginning
+    record: int = 0  # records of it that were read
+    is_between: bool = True  # documents: all that was read, and nothing else, is in these counts
     n_bytes: int = 0  # of the input
     n_documents: int = 0  # that were encoded, and are good
     n_tokens: int = 0  # of these, with separators
@@ -42,6 +52,21 @@ class Tally:
     _file: Path | None = None  # that is read, until the user is notified of it
     _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
     _reported: int = 0  # n_unpacked when `on_progress` was called
+
+    def kept(self) -> dict[str, Any]:
+        """Return what a restart goes on from; only where `is_between`."""
+        return {name: getattr(self, name) for name in _KEPT}
+
+    def go_on(self, kept: dict[str, Any]) -> None:
+        """Go on from where another tally was.
+
+        Raises:
+            DataError: more than `limit` records were bad by then.
+        """
+        for name in _KEPT:
+            setattr(self, name, kept[name])
+        self._reported = self.n_unpacked
+        self.check()
 
     def add_bad(self, place: str, reason: str) -> None:
         """Count a record that cannot be used."""
@@ -65,9 +90,12 @@ class Tally:
         """Return the reason why a record that is too large is bad."""
         return f"{_TOO_LARGE} = {self.max_record_mib}"
 
-    def begin(self, file: Path) -> None:
-        """Note the file that is read from here on."""
+    def begin(self, number: int, file: Path) -> int:
+        """Note the file that is read from here on. Returns the records of it that a restart passes over."""
+        if number != self.file:
+            self.file, self.start, self.record = number, self.n_bytes, 0
         self._file, self._before = file, (self.n_bytes, self.n_unpacked)
+        return self.record
 
     def unpack(self, n_bytes: int) -> None:
         """Count bytes that were read, after decompression; notify the user if they come of too few."""

@@ -374,11 +374,11 @@ def test_of_several_processes_one_prepares(tmp_path: Path) -> None:
     assert len({re.findall(r"tokens 6 \w+", o)[0] for o, _ in out}) == 1
 
 
-def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) -> None:
+def test_a_killed_preparation_blocks_nobody(tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "in", "a", "b"), tmp_path / "cache"
     killed = start_slow(source, cache)
     assert does(killed) == "encoding"
-    assert len(list(cache.glob("*.tmp-*"))) == 1
+    assert len(list(cache.glob("*.unfinished"))) == 1
     waiting = start_slow(source, cache)
     go_on(waiting)
     assert does(waiting) == "waiting"
@@ -386,11 +386,10 @@ def test_a_killed_preparation_blocks_nobody_and_is_cleared_away(tmp_path: Path) 
     out, error = waiting.communicate(timeout=300)
     killed.communicate()
     assert "tokens 4" in out, error
-    assert re.search(rf"{cache}/.*\.tmp-{killed.pid} is of a process that was killed; .* begins anew\n", error)
-    assert not list(cache.glob("*.tmp-*"))
+    assert not list(cache.glob("*.unfinished"))
 
 
-def test_an_interrupted_preparation_says_that_it_begins_anew(tmp_path: Path) -> None:
+def test_an_interrupted_preparation_says_where_the_next_start_goes_on(tmp_path: Path) -> None:
     source, cache = write_texts(tmp_path / "in", "a" * 2_000_000, "b"), tmp_path / "cache"
     interrupted = start_slow(source, cache)
     assert does(interrupted) == "encoding"
@@ -399,8 +398,7 @@ def test_an_interrupted_preparation_says_that_it_begins_anew(tmp_path: Path) -> 
     assert does(interrupted) == "encoding"
     interrupted.send_signal(signal.SIGINT)
     error = interrupted.communicate(timeout=300)[1]
-    assert f"preparing {source}: interrupted after 2 MB; unless another process ends it, the next start begins" in error
-    assert not list(cache.glob("*.tmp-*"))
+    assert f"preparing {source}: interrupted after 2 MB; the next start goes on from the last document" in error
 
 
 def test_a_failure_is_shared_with_those_who_waited(tmp_path: Path) -> None:
@@ -676,7 +674,7 @@ def test_links_in_a_cache_that_others_share_are_not_followed(tmp_path: Path) -> 
     shutil.rmtree(folder)
     other.mkdir()
     (other / "file").write_text("something else")
-    folder.with_name(f"{folder.name}.tmp-1").symlink_to(other)
+    folder.with_name(f"{folder.name}.unfinished").symlink_to(other)
     lock.unlink()
     lock.symlink_to(other / "file")
     with pytest.raises(DataError, match=rf"a link in place of a file: '{lock}'"):

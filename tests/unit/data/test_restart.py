@@ -1,0 +1,175 @@
+"""A preparation that was cut off goes on where it was, and what comes of it is what it would have been."""
+
+import gzip
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.data.test_sources import write_parquet
+from tests.unit.data.test_tokenizer import make_tokenizer
+from titanlite.config.schema import Data
+from titanlite.data import prepare as module
+from titanlite.data.cache import unfinished_of
+from titanlite.data.encode import Encoded, encode
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import Meta
+from titanlite.data.unfinished import read_made
+from titanlite.errors import DataError
+
+N_RECORDS = 12
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of a few documents, each put on disk; shards that end anywhere in them; pieces of large documents."""
+    monkeypatch.setattr("titanlite.data.prepare.PUBLISH_SECONDS", -1.0)
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 500)
+    monkeypatch.setattr("titanlite.data.encode._PIECE_CHARACTERS", 300)
+    monkeypatch.setattr("titanlite.data.encode._AROUND_CHARACTERS", 20)
+    monkeypatch.setattr("titanlite.data.shard_writer._SHARD_TOKENS", 301)
+
+
+def texts() -> list[str]:
+    """Short texts, long ones, an empty one, and one with a NUL at its end that is cut into pieces before."""
+    chosen = random.Random(4)
+    found = [
+        " ".join(f"word{chosen.randrange(99)}" for _ in range(chosen.choice((3, 30, 250)))) for _ in range(N_RECORDS)
+    ]
+    found[3], found[7] = "", found[7] + " bad".join(" and so on" for _ in range(200)) + "\0"
+    return found
+
+
+def write(kind: str, folder: Path) -> str:
+    folder.mkdir()
+    records = [json.dumps({"text": text}) for text in texts()]
+    records.insert(5, "no JSON")
+    if kind == "text":
+        for i, text in enumerate(texts()):
+            (folder / f"{i:02d}.txt").write_text(text)
+        (folder / "99.txt").write_bytes(b"\xff")
+    elif kind == "jsonl":
+        (folder / "a.jsonl").write_text("\n".join(records[:6]) + "\n")
+        (folder / "b.jsonl").write_text("\n".join(records[6:]))
+    elif kind == "jsonl.gz":
+        (folder / "a.jsonl.gz").write_bytes(gzip.compress("\n".join(records).encode()))
+    elif kind == "parquet":
+        write_parquet(folder / "a.parquet", text=texts()[:5])
+        write_parquet(folder / "b.parquet", text=texts()[5:])
+    return f"hf:{folder}" if kind == "hf" else str(folder)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokenizer", "max_tokens"),
+    [
+        ("text", "bytes", 0),
+        ("text", "bpe", 2000),
+        ("jsonl", "bytes", 3000),
+        ("jsonl", "bpe", 0),
+        ("jsonl.gz", "bytes", 0),
+        ("parquet", "bytes", 0),
+    ],
+)
+def test_cut_off_after_any_batch_the_result_is_the_same(
+    kind: str, tokenizer: str, max_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write(kind, tmp_path / "in")
+    name = "bytes" if tokenizer == "bytes" else str(make_tokenizer(tmp_path / "tokenizer.json"))
+    data = Data(source, name, cache_dir=str(tmp_path / "whole"), max_bad_records=3, max_tokens=max_tokens)
+    whole = prepare(source, data, 300, progress=False)
+    assert len(whole.meta.shards) > 3
+    assert whole.meta.n_bad_records > 0 or tokenizer == "bpe" or kind == "parquet"
+    cut = replace(data, cache_dir=str(tmp_path / "cut"))
+    n_kept = n_batches = 0
+    for n in range(1, 100, 3):
+        shutil.rmtree(tmp_path / "cut", ignore_errors=True)
+        for end in (n, n + 2, 100):  # killed twice, and then let be
+            left = end
+
+            def killed_there(*args: object) -> Iterator[list[Encoded]]:
+                nonlocal left
+                for batch in encode(*args):  # type: ignore[arg-type]
+                    if not left:
+                        raise Killed
+                    left -= 1
+                    yield batch
+
+            monkeypatch.setattr(module, "encode", killed_there)
+            try:
+                again = prepare(source, cut, 300, progress=False)
+                break
+            except Killed:
+                folder = unfinished_of(tmp_path / "cut" / whole.folder.name)
+                made = read_made(folder)
+                n_kept += made is not None
+                for path in [*folder.glob("shard-*.bin")][-1:]:  # what was written behind it is not looked at
+                    with path.open("ab") as file:
+                        file.write(b"half of a block")
+        assert content(again.folder) == content(whole.folder), n
+        n_batches = n
+        if end == n:
+            break
+    assert n_batches >= 4
+    assert n_kept > n_batches // 3  # else nothing was gone on from
+
+
+def test_what_was_bad_before_counts_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write("jsonl", tmp_path / "in")
+    (tmp_path / "in" / "c.jsonl").write_text("no JSON either\n")
+    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=2)
+    with pytest.raises(DataError, match=r"3 bad records so far:\n.*a\.jsonl:6: not JSON"):
+        prepare(source, data, 256, progress=False)
+    with pytest.raises(DataError, match=r"3 bad records so far:\n.*a\.jsonl:6: not JSON"):
+        prepare(source, data, 256, progress=False)
+    with pytest.raises(DataError, match=r"2 bad records so far:"):
+        prepare(source, replace(data, max_bad_records=0), 256, progress=False)
+    more = prepare(source, replace(data, max_bad_records=3), 256, progress=False)
+    whole = prepare(source, replace(data, max_bad_records=3, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    assert more.meta == whole.meta
+
+
+@pytest.mark.parametrize("damage", ["a full shard", "the last shard", "a shard is gone", "progress"])
+def test_what_is_not_as_it_was_is_made_anew(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write("jsonl", tmp_path / "in")
+    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
+
+    def killed_there(*args: object) -> Iterator[list[Encoded]]:
+        for n, batch in enumerate(encode(*args)):  # type: ignore[arg-type]
+            if n == 8:
+                raise Killed
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "encode", killed_there)
+        with pytest.raises(Killed):
+            prepare(source, data, 256, progress=False)
+    (folder,) = (tmp_path / "cache").glob("*.unfinished")
+    shards = sorted(folder.glob("*.bin"))
+    made = read_made(folder)
+    assert made is not None
+    assert made.n_shards > 0
+    assert made.tokens > 0
+    if damage == "progress":
+        (folder / "progress.json").write_text("{")
+    elif damage == "a shard is gone":
+        shards[0].unlink()
+    else:
+        path = shards[0] if damage == "a full shard" else shards[made.n_shards]
+        path.write_bytes(b"?" + path.read_bytes()[1:])
+    again = prepare(source, data, 256, progress=False)
+    whole = prepare(source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    assert content(again.folder) == content(whole.folder)
+    assert Meta.read(again.folder).tokens == whole.tokens
