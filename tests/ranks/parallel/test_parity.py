@@ -1,7 +1,7 @@
 """Model files of one's own that would compute something else when they are split are refused before the first step."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.schema import Config, Job, Parallelism, Training
@@ -19,6 +20,7 @@ from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Attention, Block, FeedForward, Llama3
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.parity import require_parity
+from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.layers import plan_layers
 
 TOKENS, RANKS = 128, 2
@@ -284,16 +286,24 @@ RIGHT = {
 }
 
 
-def said(change: Callable[[Mine], None], strict: bool = True) -> str:
-    """What is said of a model, or of what the receipt misses; else nothing."""
+def changed(change: Callable[[Mine], None]) -> Mine:
     with torch.device("meta"):
         model = Mine(DIMS, TOKENS // 2)
     change(model)
+    return model
+
+
+def layers_of(model: Mine) -> dict[str, LayerPlan]:
+    return dict(plan_layers(model, TOKENS, RANKS, torch.bfloat16).layers)
+
+
+def said(change: Callable[[Mine], None], layers: Mapping[str, LayerPlan], strict: bool = True) -> str:
+    """What is said of a model, or of what the receipt misses; else nothing."""
+    model = changed(change)
     held = dict(model.named_parameters())
     config = Config(training=Training(seq_len=TOKENS // 2, local_batch_size=2), job=Job(strict=strict))
     mesh = build_mesh(Parallelism(tensor_parallel_degree=RANKS), torch.device("cpu"))
     try:
-        layers = plan_layers(model, TOKENS, RANKS, torch.bfloat16).layers
         entry = require_parity(model, layers, mesh, config)
     except ShardingError as error:
         return str(error)
@@ -305,12 +315,19 @@ def said(change: Callable[[Mine], None], strict: bool = True) -> str:
 
 
 @pytest.fixture(scope="module")
-def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def plain() -> dict[str, LayerPlan]:
+    """What the layers of all these models do: what is changed stands between layers."""
+    return layers_of(changed(lambda model: None))
+
+
+@pytest.fixture(scope="module")
+def messages(plain: dict[str, LayerPlan], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What is said of each model; all ranks say the same."""
 
     def body() -> None:
-        of_all = {f"wrong: {n}": said(c) for n, (c, _) in WRONG.items()} | {n: said(c) for n, c in RIGHT.items()}
-        print(json.dumps(of_all | {"not strict": said(WRONG["a size read off a part"][0], strict=False)}))
+        of_all = {f"wrong: {n}": said(c, plain) for n, (c, _) in WRONG.items()}
+        of_all |= {n: said(c, plain) for n, c in RIGHT.items()}
+        print(json.dumps(of_all | {"not strict": said(WRONG["a size read off a part"][0], plain, strict=False)}))
 
     of_ranks = [json.loads(out.splitlines()[-1]) for out in run_ranks(body, tmp_path_factory.mktemp("parity"), RANKS)]
     assert of_ranks[0] == of_ranks[1]
@@ -334,9 +351,16 @@ def test_the_receipt_says_what_differs_without_strict(messages: dict[str, str]) 
     assert messages["not strict"].startswith("layers.0: what layers.0 returns = differs by ")
 
 
+ALL = {name: change for name, (change, _) in WRONG.items()} | {f"right: {name}": c for name, c in RIGHT.items()}
+FEW = ["in groups", "between blocks", "backward: clipped", "right: blocks by their numbers"]
+
+
+@pytest.mark.parametrize("name", [*FEW, *slow(*(name for name in ALL if name not in FEW))])
+def test_the_plan_does_not_see_what_differs(name: str, plain: dict[str, LayerPlan]) -> None:
+    assert layers_of(changed(ALL[name])) == plain
+
+
 def test_a_buffer_by_global_head_is_refused_by_the_plan() -> None:
-    with torch.device("meta"):
-        model = Mine(DIMS, TOKENS // 2)
-    inside(by_global_head)(model)
+    model = changed(inside(by_global_head))
     with pytest.raises(ShardingError, match=r"of layers\.0\.feed_forward \[6, 1\] = R, needed as S\(0\) by mul"):
         plan_layers(model, TOKENS, RANKS)
