@@ -5,6 +5,21 @@ import math
 from titanlite.config.schema import Config
 
 
+def change_of_rate(config: Config, last: int, was: float, step: int) -> str | None:
+    """Say where the learning rate goes from another schedule's to this one's; None if it goes on as this one says.
+
+    Args:
+        config: with the schedule from now on.
+        last: the last step that was logged.
+        was: its learning rate.
+        step: the next one to be trained.
+    """
+    if was == learning_rate(last, config):
+        return None
+    now = learning_rate(step, config)
+    return f"by a schedule of {config.training.steps:,} steps the learning rate goes from {was:.3g} to {now:.3g}"
+
+
 def learning_rate(step: int, config: Config) -> float:
     """Return the learning rate of one optimizer step.
 

@@ -4,6 +4,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
 from titanlite.training.report import Position
+from titanlite.training.schedule import change_of_rate, learning_rate
 
 _WIDTH = 7  # of the words in front
 
@@ -68,8 +70,13 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> 
     if said := [f"{name} loss {text}" for name, text in lowest.items() if text]:
         lines.append(_line("lowest", ", ".join(said)))
     path, saved = shlex.quote(str(folder.path)), complete_steps(folder.checkpoints)
-    if saved:
-        lines.append(_line("resume" if last < config.training.steps else "longer", _resume(config, folder, last)))
+    if saved and last < config.training.steps:
+        lines.append(_line("resume", _resume(config, folder, last)))
+    elif saved:
+        lines.append(_line("longer", _resume(config, folder, last)))
+        longer = replace(config, training=replace(config.training, steps=2 * config.training.steps))
+        if text := change_of_rate(longer, last, learning_rate(last, config), last + 1):
+            lines.append(_line("", text))
     lines.append(_line("compare", f"titanlite compare {path}"))
     if saved and not config.model.file:  # there is no layout of Hugging Face's for a user's own architecture
         lines.append(_line("export", f"titanlite export {path}"))

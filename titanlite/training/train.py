@@ -38,6 +38,7 @@ from titanlite.training.evaluation import open_evaluation
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Position, Report
+from titanlite.training.schedule import change_of_rate
 from titanlite.training.session import Session
 from titanlite.training.state import restore, tensors_of
 from titanlite.training.summary import first_lines, last_lines
@@ -201,6 +202,9 @@ def _open_metrics(
     # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
     if metrics.last_step < start - start % run.config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
+    goes_on = 0 < metrics.last_step and start < last_step(run.config)
+    if goes_on and (text := change_of_rate(run.config, metrics.last_step, metrics.last_rate, start + 1)):
+        console.notice(text)
     return metrics
 
 

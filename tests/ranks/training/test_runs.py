@@ -70,6 +70,7 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
     assert rest.content(20) == whole.content(20)
     assert "resumed from step 10" in rest.output
+    assert "learning rate goes" not in rest.output
 
 
 @pytest.mark.parametrize("undisturbed", ["FSDP 2", "float8", *slow("1", "TP 2")], indirect=True)

@@ -24,7 +24,8 @@ def lowest(run: Ended, key: str) -> str:
 def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -> None:
     flags = ("--validation.enable=true", "--validation.freq=3", "--validation.steps=1", "--training.steps=6")
     split = ("--parallelism.tensor_parallel_degree=2", "--metrics.wandb=offline")
-    run = desk.run("sum mary", 2, *flags, *split, "--job.stop_after=4", "--checkpoint.resume=never")
+    warmup = ("--lr_scheduler.warmup_steps=2",)
+    run = desk.run("sum mary", 2, *flags, *split, "--job.stop_after=4", "--checkpoint.resume=never", *warmup)
     folder = shlex.quote(str(run.folder))
     begins, ends = said(run.output, "model", "wandb"), said(run.output, "took", "export")
     assert begins["layout"] == "2 × CPU processes: tensor parallel 2"
@@ -43,11 +44,14 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
 
     titanlite, train, config, gpus, world, *rest = shlex.split(ends["resume"])
     assert [titanlite, train, gpus] == ["titanlite", "train", "--gpus"]
-    desk.rerun(Path(config), *rest, world=int(world))
+    desk.rerun(Path(config), *rest, "--training.steps", "8", world=int(world))
     whole = Ended(run.folder, (run.folder / "logs" / "rank0.log").read_text())
     assert whole.status["state"] == "finished"
-    assert [row["step"] for row in whole.steps] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in whole.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
     logged = re.sub(r"^\S+Z ", "", whole.output, flags=re.MULTILINE)
-    longer = said(logged[logged.index("to step 6 of 6") - 50 :], "lowest", "export")
+    was, now = whole.steps[3]["lr"], whole.steps[4]["lr"]
+    assert logged.count(f"by a schedule of 8 steps the learning rate goes from {was:.3g} to {now:.3g}\n") == 1
+    longer = said(logged[logged.index("to step 8 of 8") - 50 :], "lowest", "export")
     assert longer["lowest"].startswith(f"train loss {lowest(whole, 'loss')}, ")  # of both starts
-    assert longer["longer"].startswith(f"titanlite train {shlex.quote(config)} --gpus 2 --training.steps 12")
+    assert longer["longer"].startswith(f"titanlite train {shlex.quote(config)} --gpus 2 --training.steps 16")
+    assert longer[""].startswith(f"by a schedule of 16 steps the learning rate goes from {whole.steps[7]['lr']:.3g} to ")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from titanlite.config.schema import Config, LRScheduler, Optimizer, Training
-from titanlite.training.schedule import learning_rate
+from titanlite.training.schedule import change_of_rate, learning_rate
 
 PEAK, STEPS = 2.0, 100
 COSINE, LINEAR, SQRT = ({"warmup_steps": 20, "decay_type": kind} for kind in ("cosine", "linear", "sqrt"))
@@ -46,6 +46,17 @@ TO_ZERO = {"min_lr_factor": 0.0}
 def test_rate(keys, step, rate):
     config = Config(training=Training(steps=STEPS), optimizer=Optimizer(lr=PEAK), lr_scheduler=LRScheduler(**keys))
     assert learning_rate(step, config) == pytest.approx(rate, rel=1e-12, abs=1e-15)
+
+
+def test_a_schedule_of_more_steps_says_where_the_rate_goes():
+    keys = LRScheduler(**(COSINE | TO_ZERO))
+    short, long = (
+        Config(training=Training(steps=steps), optimizer=Optimizer(lr=PEAK), lr_scheduler=keys) for steps in (100, 180)
+    )
+    was = learning_rate(100, short)
+    assert change_of_rate(short, 100, was, 101) is None
+    text = "by a schedule of 180 steps the learning rate goes from 0.000771 to 1"
+    assert change_of_rate(long, 100, was, 101) == text
 
 
 @pytest.mark.parametrize("keys", [COSINE, LINEAR, SQRT, SQRT | STABLE])
