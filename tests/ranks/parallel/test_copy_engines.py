@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
@@ -128,7 +129,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name != "never freed"), *slow("never freed")])
 def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have one order to add in: every loss, norm and weight of three steps is the same."""
     world, flags = LAYOUTS[layout]
@@ -258,8 +259,19 @@ class Event:
         return self
 
 
-@pytest.mark.parametrize("flags", [[], ["--training.global_batch_size", "4"], ["--activation_checkpoint.recipe=full"]])
-@pytest.mark.parametrize("reshard", ["default", "always", "never"])
+MICRO_STEPS, FULL = ["--training.global_batch_size", "4"], ["--activation_checkpoint.recipe=full"]
+
+
+@pytest.mark.parametrize(
+    ("reshard", "flags"),
+    [
+        ("default", []),
+        ("always", FULL),
+        ("never", MICRO_STEPS),
+        *slow(("default", MICRO_STEPS), ("default", FULL), ("always", []), ("always", MICRO_STEPS)),
+        *slow(("never", []), ("never", FULL)),
+    ],
+)
 def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
     reshard: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

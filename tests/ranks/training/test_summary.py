@@ -54,4 +54,6 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
     longer = said(logged[logged.index("to step 8 of 8") - 50 :], "lowest", "export")
     assert longer["lowest"].startswith(f"train loss {lowest(whole, 'loss')}, ")  # of both starts
     assert longer["longer"].startswith(f"titanlite train {shlex.quote(config)} --gpus 2 --training.steps 16")
-    assert longer[""].startswith(f"by a schedule of 16 steps the learning rate goes from {whole.steps[7]['lr']:.3g} to ")
+    assert longer[""].startswith(
+        f"by a schedule of 16 steps the learning rate goes from {whole.steps[7]['lr']:.3g} to "
+    )

@@ -35,6 +35,7 @@ MODES = ["eager", "compiled"]
 # A compiled case costs a second or two. Where all lists have been compared otherwise, these two stand for them: without
 # a list the partitioner decides what is kept, and the other keeps what no rule of a class would.
 FEW = ["none", "every_second_matmul"]
+OTHERS_OF_FEW = [name for name in LISTS if name not in FEW]
 
 
 def predicted(save_list: SaveList, run: TracedRun) -> Held:
@@ -86,10 +87,16 @@ def without_a_list(mode: str, float8: str | None) -> tuple[Held, Held]:
     return measured(recipes.load("activation_checkpoint", "none"), mode, float8)
 
 
-@pytest.mark.parametrize("name", LISTS)
-@pytest.mark.parametrize("float8", FLOAT8)
-@pytest.mark.parametrize("mode", MODES)
-def test_shipped_lists(name, float8, mode):
+@pytest.mark.parametrize(
+    ("mode", "float8", "name"),
+    [
+        *(("eager", float8, name) for float8 in FLOAT8 for name in LISTS),
+        *(("compiled", None, name) for name in LISTS),
+        *(("compiled", float8, name) for float8 in FLOAT8[1:] for name in FEW),
+        *slow(*(("compiled", float8, name) for float8 in FLOAT8[1:] for name in OTHERS_OF_FEW)),
+    ],
+)
+def test_shipped_lists(mode, float8, name):
     """Bytes and matmuls are as predicted; and no list changes a bit of what the compiler's graphs compute."""
     chosen, truth = recipes.load("activation_checkpoint", name), without_a_list(mode, float8)
     found, expected = truth if name == "none" else measured(chosen, mode, float8)
@@ -113,19 +120,20 @@ def test_shipped_lists_with_scales_by_block(name, float8, mode):
 
 
 @pytest.mark.parametrize(
-    ("float8", "fused"),
+    ("float8", "fused", "compiled"),
     [
-        (None, False),
-        ("rowwise", False),
-        ("rowwise", True),
-        *slow((None, True), ("tensorwise", False), ("tensorwise", True)),
+        (None, False, ["none"]),
+        ("rowwise", False, FEW),
+        ("rowwise", True, ["every_second_matmul"]),
+        # Compiled, what is fused differs from what is not by the same products and casts in every precision.
+        *slow((None, False, LISTS), ("rowwise", False, LISTS), ("rowwise", True, FEW), (None, True, [])),
+        *slow(("tensorwise", False, LISTS), ("tensorwise", True, [])),
     ],
 )
-def test_shipped_lists_under_tensor_parallelism(float8, fused):
+def test_shipped_lists_under_tensor_parallelism(float8, fused, compiled):
     with ranks_that_move_nothing(2):
         for name in LISTS:
-            # Compiled, what is fused differs from what is not by the same products and casts in every precision.
-            for mode in MODES if not fused or (name in FEW and float8 == "rowwise") else ["eager"]:
+            for mode in MODES if name in compiled else ["eager"]:
                 chosen = recipes.load("activation_checkpoint", name)
                 check((name, mode), *measured(chosen, mode, float8, fused=fused))
 
@@ -166,15 +174,14 @@ def test_other_architectures_under_tensor_parallelism(other):
                 check((own, mode, fused), *found)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["none", "matmuls"])
+@pytest.mark.parametrize(("name", "mode"), [("none", "eager"), ("matmuls", "compiled"), *slow(("none", "compiled"))])
 def test_float32(name, mode):
     check(name, *measured(recipes.load("activation_checkpoint", name), mode, dtype=torch.float32))
 
 
 @pytest.mark.parametrize(
     ("float8", "mode"),
-    [("tensorwise", "eager"), ("rowwise", "eager"), ("tensorwise", "compiled"), *slow(("rowwise", "compiled"))],
+    [("tensorwise", "eager"), ("rowwise", "eager"), *slow(("tensorwise", "compiled"), ("rowwise", "compiled"))],
 )
 def test_bytes_do_not_depend_on_the_width_of_weights(float8, mode):
     """What is kept has a row for every token: twice the tokens, twice the bytes, and nothing for what has no tokens.
@@ -214,17 +221,18 @@ BY_TORCHAO, BY_BLOCKS = "rowwise_with_gw_hp", "blockwise"
 ONE_OP = ("one op", "one op of float8", "one op of blocks", "attention's operator", "maxima by name", "casts by name")
 # Operators that no rule but one by their name keeps alone; a weight's maxima and bytes are never kept.
 BY_NAME = [("attention's operator", None), ("maxima by name", "rowwise"), ("casts by name", BY_BLOCKS)]
-# Every list and every recipe at least once; `test_bytes_do_not_depend_on_the_width_of_weights` has two more.
+# Every list and every recipe at least once; `test_bytes_do_not_depend_on_the_width_of_weights` has two more. Compiled,
+# these stand for all lists, which are in each run of the tests without.
+QUICK = [("attention's operator", None), ("statistics and casts", BY_BLOCKS)]
 COMPILED = [
     ("statistics and casts", BY_TORCHAO),
     ("casts of one layer", "rowwise"),
     ("casts and what is multiplied", BY_BLOCKS),
     ("one op", BY_TORCHAO),
     ("one op of float8", "rowwise"),
-    # and quickly
+    ("one op of blocks", BY_BLOCKS),
     ("statistics and casts", BY_BLOCKS),
     ("casts and what is multiplied", "tensorwise"),
-    ("one op of blocks", BY_BLOCKS),
 ]
 
 
@@ -238,7 +246,7 @@ CASES = [
 
 
 def marks_of(own: str, float8: str | None, mode: str) -> list[pytest.MarkDecorator]:
-    again = mode == "compiled" and (own, float8) in COMPILED[:-3]
+    again = mode == "compiled" and (own, float8) not in QUICK
     return [*([pytest.mark.slow] if again else []), *([SCALES_BY_ROW] if float8 == BY_TORCHAO else [])]
 
 
@@ -247,14 +255,15 @@ def test_lists_of_ones_own(own, float8, mode):
     check(own, *measured(OWN[own], mode, float8, **(OF_BLOCKS if float8 == "blockwise" else {})))
 
 
-@pytest.mark.parametrize("matmul", ["output", *slow("grad_weight")])
-def test_scales_by_block_beside_a_product_in_high_precision(matmul, tmp_path):
+@pytest.mark.parametrize(
+    ("matmul", "mode"), [("output", "eager"), *slow(("output", "compiled"), ("grad_weight", "compiled"))]
+)
+def test_scales_by_block_beside_a_product_in_high_precision(matmul, mode, tmp_path):
     of = {"output": ("input", "weight"), "grad_weight": ("input", "grad_output")}[matmul]
     mine = tmp_path / "mine.toml"
     mine.write_text('extends = "blockwise"\n' + "".join(f'[{name}]\n{matmul} = "none"\n' for name in of))
-    lists = SOME["none"], OWN["statistics and casts"], OWN["one op of blocks"]
-    for own, mode in (*((own, "eager") for own in lists), (lists[1], "compiled")):
-        check((mode, own), *measured(own, mode, str(mine), **OF_BLOCKS))
+    for own in (SOME["none"], OWN["statistics and casts"], OWN["one op of blocks"]):
+        check(own, *measured(own, mode, str(mine), **OF_BLOCKS))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +300,7 @@ def test_a_recipe_that_is_torchaos(mode, tmp_path):
     check(mode, *measured(recipes.load("activation_checkpoint", "none"), mode, str(mine)))
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["eager", *slow("compiled")])
 def test_a_magnitude_too_many_is_seen(mode, monkeypatch):
     """The trace and the guard each catch it alone: here the guard is off."""
     bad = recipes.load("activation_checkpoint", "attention")
