@@ -106,8 +106,11 @@ def test_float8_under_tensor_parallelism_is_bitwise_equal(float8, fused, tmp_pat
     run_ranks(body, tmp_path)
 
 
+# Half a minute of the C++ compiler. In each run of the tests test_layouts.py trains with code of its making, and the
+# graphs that it is made of are bitwise equal in test_activation_cost.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["attention", *slow("none", "full", "matmuls", "every_second_matmul")])
+@pytest.mark.parametrize("name", ["attention", "none", "full", "matmuls", "every_second_matmul"])
 def test_compiled_rounds_no_more_than_each_operation_once(name, device, kept):
     got, seen = run(name, None, partial(nn.Module.compile, fullgraph=True, dynamic=False), device=device)
     for mine, truth in zip(got, kept(None, device), strict=True):

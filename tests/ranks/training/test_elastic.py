@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.support.launched import REPOSITORY, Desk, Ended, free_port, torchrun
-from tests.support.needs import slow
 
 TRAIN = str(REPOSITORY / "train.py")
 DEBUG = REPOSITORY / "configs" / "debug.toml"
@@ -71,7 +70,8 @@ def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     assert sum(line.startswith("step 20/20") for line in lines) == 1
 
 
-@pytest.mark.parametrize("kind", ["input", *slow("bug")])
+@pytest.mark.slow  # what torchrun reads of a rank is held by tests/cli/test_exit_code.py
+@pytest.mark.parametrize("kind", ["input", "bug"])
 def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path, kind: str) -> None:
     script, log = tmp_path / "broken.py", tmp_path / "log"
     script.write_text(BROKEN)
