@@ -66,6 +66,7 @@ def test_installed_command_validates_its_own_configs(site: Path) -> None:
     assert "1,705,216 parameters" in said
 
 
+@pytest.mark.slow  # all of its modules, configs and recipes are there, as the tests above hold
 def test_installed_package_trains(site: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Of all that is, this is the least. " * 200)
     config = site / "titanlite" / "_shipped" / "configs" / "debug.toml"

@@ -314,7 +314,10 @@ def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
     assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
 
 
-@pytest.mark.parametrize("between", [(), ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)])
+SHELL = ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)
+
+
+@pytest.mark.parametrize("between", [(), *slow((SHELL,))])
 def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path, between: tuple[str, ...]) -> None:
     """Also with a shell between, which nobody kills."""
     name = f"killed agent {len(between)}"
