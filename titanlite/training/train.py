@@ -202,7 +202,7 @@ def _open_metrics(
     # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
     if metrics.last_step < start - start % run.config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-    goes_on = 0 < metrics.last_step and start < last_step(run.config)
+    goes_on = metrics.last_step > 0 and start < last_step(run.config)
     if goes_on and (text := change_of_rate(run.config, metrics.last_step, metrics.last_rate, start + 1)):
         console.notice(text)
     return metrics
