@@ -80,7 +80,8 @@ class TrainBatches:
             )
         self.position = position  # of the next step; save it to resume
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
-        self.lengths: np.ndarray | None = None  # of each document of the last `next`, if documents are masked
+        self.lengths = np.array([seq_len])  # of each document of the last `next`; of each sample if none are masked
+        self.is_masked = separator is not None
         self._samples: Samples = packed or ConcatenatedSamples(shards, seq_len)
         self._seed, self._window, self._device = seed, window // seq_len, _indexed(device)
         self._separator = separator
@@ -118,17 +119,17 @@ class TrainBatches:
         """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _prefetch(self) -> "Future[tuple[Tensor, Tensor | None, np.ndarray | None]]":
+    def _prefetch(self) -> "Future[tuple[Tensor, Tensor | None, np.ndarray]]":
         return self._thread.submit(self._read, self.position)
 
-    def _read(self, position: int) -> tuple[Tensor, Tensor | None, np.ndarray | None]:
+    def _read(self, position: int) -> tuple[Tensor, Tensor | None, np.ndarray]:
         """Tokens and targets of one step, [2, micro-steps, M], where their documents start, [micro-steps, M], and the
         lengths of these; in pinned memory what goes to a GPU."""
         positions = position + self._places
         samples = units_at(positions.ravel(), self.n_samples, self._seed, self._window)
         pair = _tokens_and_targets(self._samples, samples).reshape(2, *positions.shape, -1)
         starts = _mask_documents(pair, self._separator)
-        lengths = None if starts is None else document_lengths(starts)
+        lengths = np.full(positions.size, pair.shape[-1]) if starts is None else document_lengths(starts)
         packed = [torch.from_numpy(t).flatten(-2) for t in (pair, *([] if starts is None else [starts]))]
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank

@@ -12,7 +12,9 @@ MFU above what a data sheet would give. Which of the two it was is part of the a
 
 import re
 import time
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -72,8 +74,54 @@ def dense_bf16_flops(name: str) -> float | None:
     return next((flops for pattern, flops in _DENSE_BF16 if re.search(rf"\b(?:{pattern})\b", name)), None)
 
 
+class TokenFlops(NamedTuple):
+    """The FLOPs of forward and backward for one token.
+
+    Attributes:
+        matmul: of the linear layers.
+        per_attended: for each that `twice_attended` counts in a layer.
+    """
+
+    matmul: int
+    per_attended: int
+
+    def total(self, attended: float) -> float:
+        """Return all of them, where `mean_attended` counts so many."""
+        return self.matmul + self.per_attended * attended
+
+
+def token_flops_of(model: nn.Module, dims: ModelDims) -> TokenFlops:
+    """Count what a token costs apart from how many others it attends to.
+
+    Args:
+        model: its linear layers hold the matmul parameters, on the meta device or anywhere.
+        dims: its dimensions.
+    """
+    matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    return TokenFlops(6 * matmul_parameters, 6 * dims.n_heads * dims.head_width)
+
+
+def windows_of(model: nn.Module) -> list[int]:
+    """Return the window of each layer's attention; 0: all tokens."""
+    return [m.window for m in model.modules() if isinstance(m, CausalAttention)]
+
+
+def mean_attended(windows: list[int], lengths: np.ndarray) -> float:
+    """Return twice the tokens that a token sees in its document on average, its own counted by half, over all layers.
+
+    Args:
+        windows: of each layer.
+        lengths: [n], tokens of each document.
+    """
+    total = 0.0
+    for window in set(windows):
+        W = np.minimum(window or lengths, lengths)
+        total += windows.count(window) * float((W * (2 * lengths - W)).sum())
+    return total / float(lengths.sum())
+
+
 def flops_per_token(model: nn.Module, dims: ModelDims, seq_len: int) -> int:
-    """Count the FLOPs of forward and backward for one token, as MFU counts them.
+    """Count the FLOPs of forward and backward for one token, as MFU counts them where each sample is one document.
 
     Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
     two gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and
@@ -82,7 +130,7 @@ def flops_per_token(model: nn.Module, dims: ModelDims, seq_len: int) -> int:
     Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
     causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. What lies outside a
     layer's window does not count (`twice_attended` in the place of S). The boundaries of documents, which reduce the
-    work further, do not count.
+    work further, are known of a batch alone (`mean_attended`).
 
     Args:
         model: its linear layers hold the matmul parameters, on the meta device or anywhere.
@@ -92,9 +140,8 @@ def flops_per_token(model: nn.Module, dims: ModelDims, seq_len: int) -> int:
     Returns:
         FLOPs per token of a training step.
     """
-    matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
-    seen = sum(twice_attended(m.window, seq_len) for m in model.modules() if isinstance(m, CausalAttention))
-    return 6 * matmul_parameters + 6 * seen * dims.n_heads * dims.head_width
+    of_token = token_flops_of(model, dims)
+    return of_token.matmul + of_token.per_attended * sum(twice_attended(w, seq_len) for w in windows_of(model))
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:

@@ -20,6 +20,7 @@ from titanlite.errors import DataError, FolderLostError
 from titanlite.evaluation.score import Evaluator
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.metrics import MetricsFile
+from titanlite.observe.peak_flops import mean_attended, windows_of
 from titanlite.observe.profiler import Profiler, span
 from titanlite.observe.step_profile import DATA_WAIT, EVALUATION, NUMERICS, SAVING, VALIDATION
 from titanlite.observe.watchdog import Watchdog
@@ -70,6 +71,7 @@ class Loop:
         run, config, report = self.run, self.run.config, self.report
         last = last_step(config)
         in_flight: deque[InFlight] = deque()
+        windows = windows_of(run.model)
         stopping, step = False, start
         if idle := nothing_to_do(config, start):
             report.console.notice(idle)
@@ -83,7 +85,8 @@ class Loop:
                 self.background is not None and self.background.has_failed
             )
             asks_to_stop |= self._is_folder_lost() or self.data_check.found is not None
-            result = train_step(run, micro_batches, lr, asks_to_stop)
+            attended = mean_attended(windows, self.batches.lengths)
+            result = train_step(run, micro_batches, lr, asks_to_stop, attended)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
             self.profiler.end(step)
 
@@ -102,7 +105,7 @@ class Loop:
             if trace != "begin":
                 self._profile(step)
             if step == start + 1:
-                complete_receipt(run, self.folder, report.console, self.batches.lengths is not None)
+                complete_receipt(run, self.folder, report.console, self.batches.is_masked)
             if look:
                 self.float8_numerics(step, micro_batches[0])
             # Nothing goes on after the last one.

@@ -18,7 +18,7 @@ from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.metrics import EvaluationRow, Float8Row, Observer, Row, StepRow, ValidationRow
-from titanlite.observe.peak_flops import peak_flops
+from titanlite.observe.peak_flops import TokenFlops, peak_flops
 from titanlite.observe.status import Status
 
 MAX_SKIPPED_IN_A_ROW = 10
@@ -57,7 +57,7 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [4] as `train_step` returns it.
+        result: [5] as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
     """
 
@@ -72,8 +72,8 @@ class InFlight:
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
         self._done.wait()
-        loss, norm, skipped, asked = self._host.tolist()
-        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, self.data_wait_s, self._done)
+        loss, norm, skipped, asked, attended = self._host.tolist()
+        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, attended, self.data_wait_s, self._done)
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Outcome:
     grad_norm: float
     skipped: bool  # not finite: the update was left out
     stop_asked: bool  # some rank received a signal
+    attended: float  # as `mean_attended` counts it, of all ranks
     data_wait_s: float
     done: Moment
 
@@ -125,7 +126,7 @@ class Report:
     Args:
         config: the config.
         position: where training begins, and what a step adds.
-        flops: of a training step, per token, as MFU counts them.
+        flops: of a token, as MFU counts them.
         device: this process's.
         console: of this rank, also for what is no row.
         status: told each step.
@@ -136,7 +137,7 @@ class Report:
         self,
         config: Config,
         position: Position,
-        flops: int,
+        flops: TokenFlops,
         device: torch.device,
         console: Console,
         status: Status,
@@ -158,7 +159,7 @@ class Report:
         self._start_clock(Moment(self.device))
 
     def _start_clock(self, since: Moment) -> None:
-        self._since, self._steps, self._waited = since, 0, 0.0
+        self._since, self._steps, self._waited, self._attended = since, 0, 0.0, 0.0
 
     def step(self, outcome: Outcome) -> None:
         """Check one step and, if it is due, log it.
@@ -168,6 +169,7 @@ class Report:
         """
         self._steps += 1
         self._waited += outcome.data_wait_s
+        self._attended += outcome.attended
         self._check_finite(outcome)
         self.status.progress(outcome.step)
         if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
@@ -176,6 +178,7 @@ class Report:
         at, step = self.position, outcome.step
         self._step_s = seconds
         rate = at.global_batch_size * at.seq_len / seconds / at.world
+        flops = rate * self._flops.total(self._attended / self._steps)
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
             step=step,
@@ -185,8 +188,8 @@ class Report:
             tokens=at.tokens(step),
             epoch=at.samples(step) / at.n_samples,
             tokens_per_second_per_gpu=rate,
-            tflops_per_gpu=rate * self._flops / 1e12,
-            mfu=rate * self._flops / self._peak,
+            tflops_per_gpu=flops / 1e12,
+            mfu=flops / self._peak,
             memory_gib=reserved,
             memory_allocated_gib=allocated,
             seconds=seconds,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from titanlite.training.build import Run
 
 
-def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bool) -> Tensor:
+def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bool, attended: float = 0.0) -> Tensor:
     """Take one optimizer step, or none if the loss or a gradient is not finite.
 
     Args:
@@ -33,10 +33,11 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
         batches: this rank's micro-batches.
         lr: learning rate.
         stop_requested: whether this process was asked to stop; every rank learns of it.
+        attended: tokens that those of the batches see, as `mean_attended` counts them.
 
     Returns:
-        [4] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
-        before clipping, 1 if the update was left out, number of ranks that were asked to stop.
+        [5] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
+        before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -58,7 +59,8 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     gradients = run.optimizer.gradients()
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norm = run.optimizer.norm(gradients)
-    totals = torch.stack((loss / run.mesh.tp_size, torch.full_like(loss, float(stop_requested))))
+    of_ranks = [torch.full_like(loss, n) for n in (float(stop_requested), attended / dist.get_world_size())]
+    totals = torch.stack((loss / run.mesh.tp_size, *of_ranks))
     dist.all_reduce(totals)
 
     # Both are reduced values, so every rank takes the same decision.
@@ -69,7 +71,7 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
         run.optimizer.step(gradients, lr, divisor, skip)
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
-    return torch.stack((totals[0], norm, skip, totals[1]))
+    return torch.stack((totals[0], norm, skip, totals[1], totals[2]))
 
 
 def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:

@@ -19,7 +19,7 @@ from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, Observer
-from titanlite.observe.peak_flops import flops_per_token
+from titanlite.observe.peak_flops import token_flops_of
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
 from titanlite.observe.stall_report import StallReport
@@ -120,7 +120,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)
     observers: list[Observer] = [console, *([metrics] if metrics else []), *_open_pages(metrics, run, session, cleanup)]
-    flops = flops_per_token(run.model, run.dims, config.training.seq_len)
+    flops = token_flops_of(run.model, run.dims)
     report = Report(config, position, flops, device, console, status, observers)
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     if session.rank == 0:

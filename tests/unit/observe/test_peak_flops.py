@@ -2,6 +2,7 @@ import mmap
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,7 +11,14 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.gemma3 import Gemma3
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.peak_flops import dense_bf16_flops, flops_per_token, peak_flops
+from titanlite.observe.peak_flops import (
+    dense_bf16_flops,
+    flops_per_token,
+    mean_attended,
+    peak_flops,
+    token_flops_of,
+    windows_of,
+)
 
 TINY = ModelDims(
     help="", n_layers=3, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, rope_theta=1e4, norm_eps=1e-5
@@ -102,6 +110,17 @@ def test_layers_with_a_window_count_what_they_see(seq_len):
     # MFU takes half of S for (S + 1) / 2 and leaves out the diagonal's half, in a window as in the whole.
     diagonal = sum(0.5 * min(window, seq_len) / seq_len for window in (32, 32, seq_len, 32))
     assert flops_per_token(model, dims, seq_len) == expected - 12 * diagonal * 8 * 32
+    attended = mean_attended(windows_of(model), np.array([seq_len] * 3))
+    assert token_flops_of(model, dims).total(attended) == flops_per_token(model, dims, seq_len)
+
+
+def test_documents_count_what_they_see():
+    """Against a count of each token's, in documents below, at and above a window."""
+    lengths, windows = [1, 5, 32, 100, 33], [32, 32, 0, 32]
+    seen = [
+        min(i + 1, window or n) - min(window or n, n) / n / 2 for window in windows for n in lengths for i in range(n)
+    ]
+    assert mean_attended(windows, np.array(lengths)) == pytest.approx(2 * sum(seen) / sum(lengths), rel=1e-12)
 
 
 def test_llama_8b_by_hand():

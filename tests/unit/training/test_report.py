@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,14 +18,16 @@ from titanlite.config.schema import Config, Metrics, Training
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
-from titanlite.observe.peak_flops import flops_per_token
+from titanlite.observe.peak_flops import flops_per_token, mean_attended, token_flops_of, windows_of
 from titanlite.observe.status import Status
 from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
 
 SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD, EPOCH = torch.device("cpu"), 64, 8, 2, 44
 with torch.device("meta"):
-    FLOPS = flops_per_token(Llama3(SIZES, S), SIZES, S)
+    MODEL = Llama3(SIZES, S)
+FLOPS, OF_TOKEN = flops_per_token(MODEL, SIZES, S), token_flops_of(MODEL, SIZES)
+ATTENDED = mean_attended(windows_of(MODEL), np.array([S] * BATCH))
 
 
 @dataclass
@@ -45,12 +48,20 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
     status = Status(folder / "status.json")
     with closing(console), closing(metrics):
         position = Position(start, samples_before, BATCH, EPOCH, S, WORLD)
-        yield Report(config, position, FLOPS, CPU, console, status, [console, metrics])
+        yield Report(config, position, OF_TOKEN, CPU, console, status, [console, metrics])
 
 
-def outcome(step: int, seconds: float, wait: float) -> Outcome:
+def outcome(step: int, seconds: float, wait: float, attended: float = ATTENDED) -> Outcome:
     return Outcome(
-        step, lr=1e-3, loss=2.5, grad_norm=0.5, skipped=False, stop_asked=False, data_wait_s=wait, done=At(seconds)
+        step,
+        lr=1e-3,
+        loss=2.5,
+        grad_norm=0.5,
+        skipped=False,
+        stop_asked=False,
+        attended=attended,
+        data_wait_s=wait,
+        done=At(seconds),
     )
 
 
@@ -69,6 +80,17 @@ def test_a_row_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
     assert second["tokens_per_second_per_gpu"] == rate
     assert second["tflops_per_gpu"] == pytest.approx(rate * FLOPS / 1e12)
     assert second["mfu"] == pytest.approx(rate * FLOPS / logged._peak)
+
+
+def test_flops_are_those_of_what_is_attended(tmp_path: Path) -> None:
+    """Two documents a sample have half the scores of one, each token seeing half as many on average."""
+    halves = mean_attended(windows_of(MODEL), np.array([S // 2] * 2 * BATCH))
+    with report(tmp_path, log_freq=2, samples_before=0, start=10) as logged:
+        logged.step(outcome(11, 1.0, 0.0))
+        logged.step(outcome(12, 2.0, 0.0, halves))
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    of_attention = FLOPS - OF_TOKEN.matmul
+    assert row["mfu"] == pytest.approx(BATCH * S / WORLD * (FLOPS - of_attention / 4) / logged._peak)
 
 
 def test_the_last_step_is_logged_and_what_was_not_training_does_not_count(tmp_path: Path) -> None:
@@ -130,9 +152,9 @@ def test_a_moment_is_of_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> No
 def test_results_are_read_when_the_device_is_done() -> None:
     class Arrival(At):
         def wait(self) -> None:
-            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0]))
+            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0, 7.0]))
 
-    result = torch.zeros(4)
+    result = torch.zeros(5)
     in_flight = InFlight(11, 1e-3, result, 0.25)
     in_flight._done = done = Arrival(1.0)
-    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, 0.25, done)
+    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, 7.0, 0.25, done)
