@@ -111,21 +111,21 @@ class PackedSamples:
             raise _unusable_index(folder, f"{type(e).__name__}: {e}") from e
         self.n, self.seq_len = self.counts.bins, self.counts.seq_len
 
-    def spans(self, sample: int) -> np.ndarray:
-        """Return the pieces of a sample, [N] of `start` and `length` in the row of tokens.
+    def spans(self, sample: int) -> list[tuple[int, int]]:
+        """Return the pieces of a sample; see `samples.Samples.spans`.
 
         Raises:
             DataError: the index has changed, or cannot be read any more.
         """
         first, last = self._offsets.read(sample, 2).tolist()
-        return self._spans.read(first, last - first)
+        return self._spans.read(first, last - first).tolist()
 
     def read(self, sample: int) -> np.ndarray:
         """Read a sample; see `Samples.read`."""
         tokens, targets = pair = np.empty((2, self.seq_len), np.int64)
         tokens[:], targets[:] = self.separator, IGNORE_INDEX
         at = 0
-        for start, length in self.spans(sample).tolist():
+        for start, length in self.spans(sample):
             row = self._shards.read(start, min(length + 1, self._shards.tokens - start))
             tokens[at : at + length] = row[:length]
             targets[at : at + len(row) - 1] = row[1:]

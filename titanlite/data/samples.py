@@ -32,6 +32,10 @@ class Samples(Protocol):
         """
         ...
 
+    def spans(self, sample: int) -> list[tuple[int, int]]:
+        """Return the start and length, in the row of tokens, of each piece that a sample is made of, in its order."""
+        ...
+
 
 class ConcatenatedSamples:
     """The samples of a source whose documents are one long row: sample i is tokens i·S … i·S + S - 1.
@@ -51,3 +55,7 @@ class ConcatenatedSamples:
         """Read a sample; see `Samples.read`."""
         tokens = self._shards.read(sample * self.seq_len, self.seq_len + 1)
         return np.stack((tokens[:-1], tokens[1:]))
+
+    def spans(self, sample: int) -> list[tuple[int, int]]:
+        """Return the one piece of a sample; see `Samples.spans`."""
+        return [(sample * self.seq_len, self.seq_len)]

@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """
         ...
 
+    def decode(self, ids: np.ndarray) -> str:
+        """Return the text of some ids, separators included; what is no whole character is shown as U+FFFD."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids."""
@@ -64,6 +68,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents as their UTF-8 bytes, uint8."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Read ids as UTF-8."""
+        return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 class FileTokenizer:
@@ -168,6 +176,10 @@ class FileTokenizer:
         except Exception as e:  # the library raises plain Exception
             raise EncodingError(f"data.tokenizer = {self.name!r} cannot encode it: {e}") from e
         return [np.array(e.ids, np.uint32) for e in encoded]
+
+    def decode(self, ids: np.ndarray) -> str:
+        """Join the tokens of some ids as the tokenizer's decoder does, special ones included."""
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def is_panic(error: BaseException) -> bool:

@@ -7,13 +7,14 @@ from pathlib import Path
 from titanlite.observe.metrics import RunError
 
 
-def require_picture(command: str, path: Path, example: str) -> None:
+def require_picture(command: str, path: Path, example: str, flag: str = "--out") -> None:
     """Refuse a picture whose ending names no kind of picture.
 
     Args:
-        command: as `titanlite compare`, whose flag `--out` names the picture.
+        command: as `titanlite compare`.
         path: the picture.
         example: a name that can be given.
+        flag: of the command, that names the picture.
 
     Raises:
         RunError: there is no such kind.
@@ -23,7 +24,7 @@ def require_picture(command: str, path: Path, example: str) -> None:
     kinds = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix[1:].lower() not in kinds:
         want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
-        raise RunError.of(command, "--out", str(path), want, f"--out {example}")
+        raise RunError.of(command, flag, str(path), want, f"{flag} {example}")
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def test_a_source_in_many_windows_and_blocks(tmp_path: Path, monkeypatch: pytest
     row = row_of(lengths)
     monkeypatch.setattr(best_fit.packed_windows, "__defaults__", (20,))
     samples = pack_documents(shards_of(tmp_path, row), 50, SEPARATOR, progress=False)
-    firsts = [int(samples.spans(i)["start"][0]) for i in range(samples.n)]
+    firsts = [int(samples.spans(i)[0][0]) for i in range(samples.n)]
     assert np.abs(np.argsort(firsts) - np.arange(samples.n)).max() < 30  # bins move within a window only
     tokens = np.concatenate([samples.read(i)[0] for i in range(samples.n)])
     assert sorted(tokens[tokens != SEPARATOR]) == sorted(row[row != SEPARATOR])
