@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels.operators import Split, operator
+from titanlite.kernels.operators import Split, device_code, operator
 
 _LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks of a sample
 
@@ -37,17 +37,26 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest:
     return _document_attention(q, k, v, starts, longest, window)[0]
 
 
-def document_kernel(q: Tensor) -> str:
-    """Name the kernel that attends: "math" is the definition.
+def document_kernel(q: Tensor, k: Tensor) -> str:
+    """Name the kernel that attends: "document_attention" on Hopper, where it takes such heads, or "math".
 
     Args:
         q: [M, H, E].
+        k: [M, K, E].
     """
-    return "math"
+    (M, H, E), K = q.shape, k.shape[1]
+    fits = q.dtype in (torch.bfloat16, torch.float16) and E in (64, 128) and M % 128 == 0 and 64 % (H // K) == 0
+    is_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+    return "document_attention" if fits and is_hopper else "math"
+
+
+_attend = device_code("document_attention.attend")
+_attend_grad = device_code("document_attention_grad.attend_grad")
 
 
 def _fast(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
-    return _document_attention.definition(q, k, v, starts, longest, window)
+    attend = _document_attention.definition if document_kernel(q, k) == "math" else _attend
+    return attend(q, k, v, starts, longest, window)
 
 
 def _fast_grad(
@@ -61,7 +70,8 @@ def _fast_grad(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _document_attention_grad.definition(grad, q, k, v, out, sums, starts, longest, window)
+    attend_grad = _document_attention_grad.definition if document_kernel(q, k) == "math" else _attend_grad
+    return attend_grad(grad, q, k, v, out, sums, starts, longest, window)
 
 
 # By heads, where those of queries and those of keys both divide. Not by tokens: `starts` are places among all of them.

@@ -61,7 +61,7 @@ def operator(
     def register(definition: Callable[P, R]) -> Operator[P, R]:
         signature = schema or torch.library.infer_schema(definition, mutates_args=())
         torch.library.define(f"titanlite::{name}", signature, tags=torch.Tag.pt2_compliant_tag)
-        launch = _device_code(on_gpus) if isinstance(on_gpus, str) else on_gpus or definition
+        launch = device_code(on_gpus) if isinstance(on_gpus, str) else on_gpus or definition
         torch.library.impl(f"titanlite::{name}", "default")(definition)
         torch.library.impl(f"titanlite::{name}", "cuda")(launch)
         op = getattr(torch.ops.titanlite, name).default
@@ -73,7 +73,8 @@ def operator(
     return register
 
 
-def _device_code(place: str) -> Callable[..., Any]:
+def device_code(place: str) -> Callable[..., Any]:
+    """Return "module.function" of `kernels/device`, imported by the first call because it needs Triton."""
     module, function = place.split(".")
 
     @functools.cache

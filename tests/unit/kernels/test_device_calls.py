@@ -42,6 +42,9 @@ from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import (
     block_cast,
     channel,
+    document_attention,
+    document_attention_grad,
+    document_tiles,
     float8_cast,
     gather_plan,
     norm_rope,
@@ -118,11 +121,12 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
-    for module in (block_cast, float8_cast, norm_rope, rms_norm, rope, swiglu):
+    documents = document_attention, document_attention_grad, document_tiles
+    for module in (block_cast, float8_cast, norm_rope, rms_norm, rope, swiglu, *documents):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
-    for module in (gather, norm_rope, rms_norm, scatter):
+    for module in (gather, norm_rope, rms_norm, scatter, *documents[:2]):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
@@ -323,6 +327,18 @@ def test_casts(launches: Launches):
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_cast_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "amax", "rows", "by", "grad_rows", "grad_by")}
+
+
+def test_documents(launches: Launches):
+    for M, (H, K), E, window, dtype in product(
+        (128, 384), ((4, 4), (8, 2), (64, 1)), (64, 128), (0, 100), (BF16, torch.float16)
+    ):
+        q, k = (torch.zeros(M, n, E, dtype=dtype) for n in (H, K))
+        starts, sums = torch.zeros(M, dtype=torch.int32), torch.zeros(M, H)
+        document_attention.attend(q, k, k.clone(), starts, 128, window)
+        document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 128, window)
+    kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
+    assert kernels == {"_attention_of_documents", "_row_dots", "_grad_of_queries", "_find_spans", "_grad_of_keys"}
 
 
 def test_heads(launches: Launches):

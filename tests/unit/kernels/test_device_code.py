@@ -42,7 +42,7 @@ from tests.support.ptx import (
 )
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_stem
-from titanlite.kernels.device import gather_plan, shard_exchange
+from titanlite.kernels.device import document_attention, document_attention_grad, gather_plan, shard_exchange
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.device.tiles import Tiles, measured_tiles
 from titanlite.kernels.products import GatherCall, ScatterCall
@@ -350,15 +350,18 @@ def test_a_buffer_is_filled_again_when_all_consumers_have_done_with_it(call: str
 @pytest.mark.parametrize("call", [call for call in CALLS if "steps" in call])
 def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
     """PTX's assembler waits for each product where it cannot tell whose registers are read, and says so."""
-    tool, cubin = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas", tmp_path / "cubin"
     ((name, ptx),) = ((n, k.asm["ptx"]) for n, k in kernels(call).items() if n in ("gather_matmul", "matmul_push"))
     parts = re.split(PRODUCED, ptx)  # each but the first begins with how many may be in flight
     before = [part for part, after in pairwise(parts) if after.startswith("1")]
     two = [2, 2] if "wide" in call else []  # of each consumer: of the first columns and of the rest
     assert [part.count("wgmma.commit_group") for part in before] == two
-    file = tmp_path / f"{name}.ptx"
+    require_products_in_flight(name, ptx, tmp_path)
+
+
+def require_products_in_flight(name: str, ptx: str, folder: Path) -> None:
+    tool, file = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas", folder / f"{name}.ptx"
     file.write_text(ptx)
-    command = [tool, "-v", "-arch=sm_90a", file, "-o", cubin]
+    command = [tool, "-v", "-arch=sm_90a", file, "-o", folder / "cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert "serialized" not in said, said
 
@@ -375,6 +378,25 @@ def test_tiles_of_the_table_compile(row: tuple, tmp_path: Path) -> None:
             scatter(rows=(M,), K=K, N=N, dtype=dtype, choice=choice)
     assert {"gather_matmul", "matmul_push", "_gather_matmul", "_matmul_push"} & set(compiled)
     check_resources(compiled, tmp_path)
+
+
+@pytest.mark.parametrize(("H", "K", "E"), [(8, 2, 128), (4, 4, 64)])
+def test_attention_to_documents(H: int, K: int, E: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernels compile into the registers of their warps, and no product waits for another's registers."""
+    for module in (document_attention, document_attention_grad):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    q, k = (torch.zeros(256, n, E, dtype=BF16) for n in (H, K))
+    starts, sums = torch.zeros(256, dtype=torch.int32), torch.zeros(256, H)
+    with compiling() as compiled:
+        document_attention.attend(q, k, k.clone(), starts, 256, 0)
+        document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 256, 0)
+    products = {"_attention_of_documents", "_grad_of_queries", "_grad_of_keys"}
+    assert set(compiled) == products | {"_row_dots", "_find_spans"}
+    check_resources(
+        {name: kernel for name, kernel in compiled.items() if name in products - {"_grad_of_keys"}}, tmp_path
+    )
+    for name in products:
+        require_products_in_flight(name, compiled[name].asm["ptx"], tmp_path)
 
 
 # --- and the rules can fail --------------------------------------------------------------------------------------

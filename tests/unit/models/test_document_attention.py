@@ -130,3 +130,36 @@ def test_flops_are_those_of_one_document_a_sample(S: int, window: int) -> None:
         assert counter.get_total_flops() == 2 * 2 * 8 * 4 * seen  # two products, each 2·E a score, of H heads
         out.sum().backward()
     assert counter.get_total_flops() == 3.5 * 2 * 2 * 8 * 4 * seen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("lengths", "S", "window"),
+    [
+        ([300, 5, 1, 1742], 1024, 0),
+        ([1] * 100 + [156, 3, 509, 1, 255], 512, 0),
+        ([2048, 100, 1948], 2048, 100),
+        ([4096], 4096, 0),
+    ],
+)
+@pytest.mark.parametrize(("H", "K", "E"), [(8, 2, 128), (4, 4, 128), (16, 1, 64), (64, 1, 64)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_kernels_compute_the_definition(
+    lengths: list[int], S: int, window: int, H: int, K: int, E: int, dtype: torch.dtype
+) -> None:
+    """Against float64 of the same inputs. Weights and gradients of scores are rounded to the inputs' dtype before they
+    are multiplied, results once more: three roundings of 2^-9 (2^-12) at most, of sums that do not cancel in norm."""
+    starts = starts_of(lengths, S).cuda()
+    given = [packed(sum(lengths), n, E, seed, "cuda").to(dtype).requires_grad_() for seed, n in enumerate((H, K, K))]
+    assert documents.document_kernel(*given[:2]) == "document_attention"
+    grad = packed(sum(lengths), H, E, 3, "cuda").to(dtype)
+    found = [document_attention(*given, starts, S, window) for _ in range(2)]
+    ours, again = ((out, *torch.autograd.grad(out, given, grad)) for out in found)
+    assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True))
+    q, k, v = (t.detach().double() for t in given)
+    out, sums = documents._document_attention.definition(q, k, v, starts, S, window)
+    truth = documents._document_attention_grad.definition(grad.double(), q, k, v, out, sums, starts, S, window)
+    for got, wanted in zip(ours, (out, *truth), strict=True):
+        assert (got - wanted).norm() <= 3 * torch.finfo(dtype).eps / 2 * wanted.norm()
+    own_sums = documents._document_attention(*(t.detach() for t in given), starts, S, window)[1]
+    assert (own_sums - sums).abs().max() <= 1e-5

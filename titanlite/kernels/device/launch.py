@@ -33,17 +33,17 @@ def cdiv(n: int, size: int) -> int:
 
 
 class Blocks(NamedTuple):
-    """A row-major matrix that TMA reads or writes block by block."""
+    """A row-major matrix, or a tensor of rows, that TMA reads or writes block by block."""
 
     memory: Tensor  # begins where the matrix does
-    shape: tuple[int, int]  # of the matrix, in elements
-    stride: int  # from row to row
-    box: tuple[int, int]  # shape of a block
+    shape: tuple[int, ...]  # of the matrix, in elements
+    stride: int | tuple[int, ...]  # from row to row; of a tensor, of all dims but the last
+    box: tuple[int, ...]  # shape of a block
     layout: Any = None  # of a block in shared memory, for Gluon; None for Triton
 
     def descriptor(self) -> TensorDescriptor | GluonDescriptor:
         """Make the descriptor that Triton, or with a layout Gluon, takes."""
-        strides = [self.stride, 1]
+        strides = [self.stride, 1] if isinstance(self.stride, int) else [*self.stride, 1]
         if self.layout is None:
             return TensorDescriptor(self.memory, list(self.shape), strides, list(self.box))
         return GluonDescriptor(self.memory, list(self.shape), strides, list(self.box), self.layout)

@@ -1,0 +1,245 @@
+"""Cut the work of document attention, for all of its kernels; and load, by one warp, for those that compute.
+
+A tile is 128 rows of queries: the heads that share a head of keys, token by token. So 32 tokens of 4 heads each read
+the same keys, and little of a tile lies beyond the end of a document. Its keys are those from the beginning of its
+first token's document to its last token, in blocks of 128 that end with the tile:
+
+    documents         | a a a a a a a | b b b b b b b b b b b b b |
+    tile of queries                                       * * * *
+    blocks of keys                [ masked ][  free  ][ masked  ]        the last ends with the tile
+
+Blocks in between are seen by all rows, and need no mask. Tiles are claimed one by one; tokens from the last to the
+first, for late tokens see more. The producer tells the consumers, in words of shared memory that every thread reads,
+what they are to do: a number that came out of a reduction would make the compiler take their loops for divergent.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from titanlite.kernels.device.launch import Blocks, cdiv, launch
+from titanlite.kernels.device.specialised_protocol import barrier
+
+ROWS = 128
+"""Rows of a tile of queries, half of them for each consumer; and keys of a block."""
+HALF = gl.constexpr(64)
+LOG2E = gl.constexpr(1.4426950408889634)
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+_DTYPES: Mapping[torch.dtype, gl.dtype] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_SPANS = 128
+"""Blocks of keys whose spans `_find_spans` finds at once."""
+
+
+def head_blocks(x: Tensor, tokens: int, n: int) -> Blocks:
+    """View [M, heads, E] in blocks of n heads of so many tokens."""
+    box = (tokens, n, x.shape[2])
+    layout = _layout_of_heads(box, x.dtype)
+    return Blocks(x, tuple(x.shape), (x.shape[1] * x.shape[2], x.shape[2]), box, layout)
+
+
+@cache
+def _layout_of_heads(box: tuple[int, int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(box), _DTYPES[dtype])
+
+
+@gluon.jit
+def _put_word(buffer, value):
+    buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def write_words(buffer, at, a, b, c, d, e):
+    """Write words of shared memory from number `at` on, by a role of one warp."""
+    _put_word(buffer.index(at), a)
+    _put_word(buffer.index(at + 1), b)
+    _put_word(buffer.index(at + 2), c)
+    _put_word(buffer.index(at + 3), d)
+    _put_word(buffer.index(at + 4), e)
+    barrier()
+
+
+@gluon.jit
+def read_word(buffer, at):
+    """Read a word of shared memory, by a role of four warps."""
+    return gl.max(buffer.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.constexpr_function
+def stacked(n, desc):
+    """Return the shape of n buffers for a descriptor's blocks."""
+    return [n, *desc.block_type.shape]
+
+
+@gluon.jit
+def allocate_words(N: gl.constexpr):
+    """Allocate N words of shared memory."""
+    return gl.allocate_shared_memory(gl.int32, [N, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def allocate_barriers(N: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocate barriers of N buffers: that they are ready, and that as many consumers have done with them."""
+    ready = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return ready, empty
+
+
+@gluon.jit
+def await_ready(ready, it, N: gl.constexpr):
+    """Wait until use number `it` of N buffers may be read."""
+    mbarrier.wait(ready.index(it % N), (it // N) & 1)
+
+
+@gluon.jit
+def await_empty(empty, it, N: gl.constexpr):
+    """Wait until use number `it` of N buffers may be written."""
+    mbarrier.wait(empty.index(it % N), ((it // N) & 1) ^ 1)
+
+
+@gluon.jit
+def load_block(desc, at, bufs, ready, empty, it, N: gl.constexpr):
+    """Start to load a block into the next of N buffers; returns the number of the next use."""
+    await_empty(empty, it, N)
+    mbarrier.expect(ready.index(it % N), desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, at, ready.index(it % N), bufs.index(it % N))
+    return it + 1
+
+
+@gluon.jit
+def produce_query_tiles(
+    given, KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
+    TURNS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Claim tiles of queries; load each, its gradient too if there is one, and the blocks of keys and values it sees.
+
+    R: query heads of a head of keys. TURNS: buffers for tiles of queries. STAGES: for blocks of keys, or values.
+    """
+    q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, kv_bufs, words = given[:8]
+    q_ready, q_empty, ready, empty, starts, counter, tiles, window = given[8:]
+    it = 0
+    turn = 0
+    tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+    while tile < tiles:
+        following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        t0 = (tiles // KV_HEADS - 1 - tile // KV_HEADS) * TOKENS
+        head = tile % KV_HEADS
+        # What the first token sees begins first; a block is free for a half if it is behind where its last one's does.
+        first = gl.maximum(gl.load(starts + t0), t0 - window + 1)
+        middle = t0 + (HALF - 1) // R
+        middle_first = gl.maximum(gl.load(starts + middle), middle - window + 1)
+        last = t0 + TOKENS - 1
+        last_first = gl.maximum(gl.load(starts + last), last - window + 1)
+        k0 = t0 + TOKENS - BN
+        n = (t0 + TOKENS - first + BN - 1) // BN
+        free = gl.minimum(gl.maximum(0, (k0 - middle_first) // BN), n - 1)
+        other_free = gl.minimum(gl.maximum(0, (k0 - last_first) // BN), n - 1)
+        slot = turn % TURNS
+        await_empty(q_empty, turn, TURNS)
+        write_words(words, slot * 5, t0, head, n, free, other_free)
+        if g_desc is None:
+            mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
+        else:
+            mbarrier.expect(q_ready.index(slot), 2 * q_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(g_desc, [t0, head * R, 0], q_ready.index(slot), g_bufs.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [t0, head * R, 0], q_ready.index(slot), q_bufs.index(slot))
+        for _ in range(n):
+            it = load_block(k_desc, [k0, head, 0], kv_bufs, ready, empty, it, STAGES)
+            it = load_block(v_desc, [k0, head, 0], kv_bufs, ready, empty, it, STAGES)
+            k0 -= BN
+        tile = following
+        turn += 1
+    await_empty(q_empty, turn, TURNS)
+    write_words(words, turn % TURNS * 5, -1, 0, 0, 0, 0)
+    mbarrier.arrive(q_ready.index(turn % TURNS), count=1)
+
+
+@gluon.jit
+def masked_scores(s, keys, tokens, first_seen):
+    """Set to −∞ what a token does not see: keys behind it, and before the first that it sees."""
+    return gl.where((keys <= tokens) & (keys >= first_seen), s, -float("inf"))
+
+
+@triton.jit
+def _document_end(starts, tokens, M, STEPS: tl.constexpr):
+    """Return where the document of each token ends: the first token behind with a later beginning, by bisection."""
+    own = tl.load(starts + tokens)
+    low, high = tokens + 1, tl.zeros_like(tokens) + M
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        is_own = tl.load(starts + middle, mask=middle < M, other=2147483647) <= own
+        is_open = low < high
+        low = tl.where(is_open & is_own, middle + 1, low)
+        high = tl.where(is_open & ~is_own, middle, high)
+    return low
+
+
+@triton.jit
+def _find_spans(
+    starts, ends, frees, order, M, N, window, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr
+):
+    """Find, of each block of keys, the tokens that see some; of each half of it, those behind that see all; its rank.
+
+    order: [N] blocks, from that with most tokens to that with fewest. One thread block does it: N is small.
+    """
+    for base in range(0, N, CHUNK):
+        block = base + tl.arange(0, CHUNK)
+        inside = block < N
+        first = tl.where(inside, block, 0) * BLOCK
+        last = first + BLOCK - 1
+        tl.store(ends + block, tl.minimum(_document_end(starts, last, M, STEPS), last + window), mask=inside)
+        for half in tl.static_range(2):
+            own = first + half * (BLOCK // 2)
+            is_whole = tl.load(starts + own) == tl.load(starts + own + BLOCK // 2 - 1)
+            free = tl.minimum(_document_end(starts, own, M, STEPS), own + window)
+            tl.store(frees + 2 * block + half, tl.where(is_whole, free, 0), mask=inside)
+    tl.debug_barrier()
+    for base in range(0, N, CHUNK):
+        block = base + tl.arange(0, CHUNK)
+        work = tl.load(ends + block, mask=block < N, other=0) - block * BLOCK
+        rank = tl.zeros((CHUNK,), tl.int32)
+        for other_base in range(0, N, CHUNK):
+            other = other_base + tl.arange(0, CHUNK)
+            others = tl.load(ends + other, mask=other < N, other=0) - other * BLOCK
+            others = tl.where(other < N, others, -1)
+            is_before = (others[None, :] > work[:, None]) | (
+                (others[None, :] == work[:, None]) & (other[None, :] < block[:, None])
+            )
+            rank += tl.sum(is_before.to(tl.int32), 1)
+        tl.store(order + rank, block, mask=block < N)
+
+
+def key_spans(starts: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return, of blocks of `ROWS` keys, the tokens that see them.
+
+    Args:
+        starts: [M] int32, where the document of each token begins.
+        window: tokens that a token sees, the own one included.
+
+    Returns:
+        Where the tokens end that see some of a block, [N]; where those end that see all of each half of it, 0 if none
+        does, [2·N]; and the blocks, those that most tokens see first, [N]. All int32.
+    """
+    M = len(starts)
+    N = M // ROWS
+    ends, frees, order = (starts.new_empty(n) for n in (N, 2 * N, N))
+    launch(
+        _find_spans, (M, window), 1, (starts, ends, frees, order),
+        lambda: (starts, ends, frees, order, M, N, window, ROWS, _SPANS, M.bit_length()), num_warps=8,
+    )  # fmt: skip
+    return ends, frees, order
+
+
+def tiles_of(M: int, K: int, tokens: int) -> int:
+    """Return how many tiles of so many tokens there are, of each of K heads."""
+    return cdiv(M, tokens) * K
