@@ -130,7 +130,7 @@ class Command:
     @property
     def _usage_parts(self) -> list[str]:
         own = [f"[{row}]" for name, row in self._own.items() if name != "--config"]
-        return [f"titanlite {self.name}", self.takes, *own]
+        return [f"titanlite {self.name}", *filter(None, (self.takes,)), *own]
 
     def _folded_usage(self) -> str:
         """Return the usage in lines of at most 120 columns, which end between flags, to stand behind "usage: "."""
@@ -141,7 +141,7 @@ class Command:
 
     @property
     def _want(self) -> str:
-        return f"a flag of this command: {', '.join(self._own)}"
+        return f"a flag of this command: {', '.join(self._own)}" if self._own else "no flags"
 
     def _take(self, argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
         """Split own flags off: `--name VALUE`, `--name=VALUE`, or `--name` of one that takes no value.

@@ -9,14 +9,20 @@ The script is made once and knows the keys and recipes of this version; make it 
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
 
+from titanlite import recipes
 from titanlite.commands import COMMANDS, module_of
 from titanlite.commands.arguments import TAKES_CONFIG, Command
 from titanlite.config.json_schema import config_json_schema
+from titanlite.config.read import sections
 from titanlite.errors import ConfigError
+from titanlite.evaluation.tasks import HUB
+from titanlite.forecast.device_specs import DEVICES
+from titanlite.preflight.machine import GPU_NAMES
 
 _SHELLS = ("bash", "zsh")
-_FILES = ("FILE", "FOLDER", "RUN", "TORCHTITAN.toml", "OTHER")
+_FILES = ("FILE", "FOLDER", "RUN", "TORCHTITAN.toml", "OTHER", "TARGET", "SOURCE", "PATH", "RUN,RUN,...")
 _COMMAND = Command("completion", __doc__ or "", {"SHELL": " or ".join(_SHELLS)}, "SHELL")
 
 
@@ -37,21 +43,38 @@ def run(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     """Return a parser of every command as shtab reads it; nothing is parsed by it."""
-    parser = argparse.ArgumentParser("titanlite")
+    parser, values = argparse.ArgumentParser("titanlite"), _values()
     parser.add_argument("--version", action="store_true", help="print the installed versions")
     subparsers = parser.add_subparsers()
     for name in COMMANDS:
         command: Command = importlib.import_module(f"titanlite.commands.{module_of(name)}")._COMMAND
-        own = subparsers.add_parser(name, help=command.about.strip().partition("\n")[0])
+        takes_config = command.takes == TAKES_CONFIG
+        own = subparsers.add_parser(name, help=command.about.strip().partition("\n")[0], add_help=not takes_config)
         for row, about in command.rows.items():
-            _add_row(own, row, about)
-        if command.takes == TAKES_CONFIG:
+            _add_row(own, row, about, values.get(row))
+        if takes_config:
             _add_row(own, "FILE", "a config")
+            _add_row(own, "--help [SECTION]", "explain a section of the config, or list them", [*sections()])
             _add_keys(own)
     return parser
 
 
-def _add_row(parser: argparse.ArgumentParser, row: str, about: str) -> None:
+def _values() -> dict[str, Sequence[str]]:
+    """Return what can stand in the place of a word or a flag's value, by the row that a command lists it in."""
+    models = recipes.names("model")
+    return {
+        "SHELL": _SHELLS,
+        "KIND": tuple(recipes.KINDS),
+        "NAME": list(dict.fromkeys(name for kind in recipes.KINDS for name in recipes.names(kind))),
+        "--model NAME-FLAVOR": models,
+        "--gpu NAME": GPU_NAMES,
+        "--device NAME": tuple(DEVICES),
+        "--dtype DTYPE": ("bfloat16", "float32"),
+        "--tasks NAMES": tuple(HUB),
+    }
+
+
+def _add_row(parser: argparse.ArgumentParser, row: str, about: str, choices: Sequence[str] | None = None) -> None:
     """Add a word or a flag as a command lists it: "RUN", "--out FILE", "--diff [OTHER]" or "--measure"."""
     import shtab
 
@@ -61,8 +84,8 @@ def _add_row(parser: argparse.ArgumentParser, row: str, about: str) -> None:
         return
     name = value.strip("[]")
     action = parser.add_argument(flag, help=_unformatted(about), nargs="?" if value != name else None)
-    if name == "SHELL":
-        action.choices = _SHELLS
+    if choices:
+        action.choices = choices
     elif name in _FILES:
         action.complete = shtab.FILE  # type: ignore[attr-defined]
 

@@ -19,6 +19,7 @@ from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.output_file import require_place
 from titanlite.text_table import columns, folded, terminal_width
 
 _PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
@@ -54,6 +55,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(describe("command line", [problem]))
     device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
     device = _device(given, world)
+    if "--json" in given:
+        require_place("--json", Path(given["--json"]))
     checked = checked_run(arguments.flags, world)
     # What follows imports torch, which takes seconds: not for a help page or a mistake in a flag.
     if _PRICES in given:
@@ -70,7 +73,10 @@ def run(argv: list[str]) -> int:
         from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
         from titanlite.commands.planned_run import plan_run
 
-        planned = plan_run(checked, arguments.file, world, device)
+        # Of placements alone, what depends on the number of processes need not be predicted.
+        is_split = checked.config.parallelism.tensor_parallel_degree > 1
+        is_for_why = "--why" in given and "--json" not in given and is_split
+        planned = plan_run(checked, arguments.file, None if is_for_why else world, device)
         # Of a single process there is no first table.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:

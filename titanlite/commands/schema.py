@@ -1,24 +1,43 @@
 """Print the JSON Schema of a config, for editors to complete and check TOML.
 
-Written to a file, it is named in the first line of a config, as `#:schema ./titanlite.schema.json`, which taplo and
-Even Better TOML (VS Code) read. docs/titanlite.schema.json of a checkout is the same.
+titanlite schema --out titanlite.schema.json
+
+A config names the file in its first line, as `#:schema ./titanlite.schema.json`, which taplo and Even Better TOML
+(VS Code) read. docs/titanlite.schema.json of a checkout is the same.
 """
 
 import json
+import os
 import sys
+from pathlib import Path
 
 from titanlite.commands.arguments import Command
 from titanlite.errors import ConfigError
+from titanlite.preflight.output_file import require_place, writable
 
-_COMMAND = Command("schema", __doc__ or "", {}, "> titanlite.schema.json")
+_OUT = {"--out FILE": "file to write, which must not exist; without it, the schema goes to standard output"}
+_COMMAND = Command("schema", __doc__ or "", _OUT, "")
 
 
 def run(argv: list[str]) -> int:
-    """Print the schema."""
-    words, _ = _COMMAND.read_words(argv)
+    """Print the schema, or write it to a file."""
+    words, given = _COMMAND.read_words(argv)
     if words:
-        raise ConfigError.of("command line", words[0], "", "no arguments", "titanlite schema > titanlite.schema.json")
+        want = "no arguments but --out"
+        raise ConfigError.of("command line", words[0], "", want, f"titanlite schema --out {words[0]}")
+    out = Path(given["--out"]) if "--out" in given else None
+    if out is not None:
+        require_place("--out", out)
+        if os.path.lexists(out):
+            fix = f"remove {out}, or name another"
+            raise ConfigError.of("command line", "--out", str(out), "a file that does not exist", fix)
     from titanlite.config.json_schema import config_json_schema
 
-    sys.stdout.write(json.dumps(config_json_schema(), indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(config_json_schema(), indent=2, ensure_ascii=False) + "\n"
+    if out is None:
+        sys.stdout.write(text)
+        return 0
+    with writable("titanlite schema", "--out", out):
+        out.write_text(text, encoding="utf-8")
+    sys.stdout.write(f"{out}\n")
     return 0

@@ -69,6 +69,25 @@ def token_traffic(
     return [*found, *of_again]
 
 
+def _alike(asked: str, names: Collection[str]) -> list[str]:
+    """Return up to three names that have in them what was asked for, or else are most like it; one of equal blocks."""
+
+    def block(name: str) -> int:
+        place = BLOCK_NAME.match(name)
+        return int(place[1]) if place else 0
+
+    def unlikeness(name: str) -> tuple[float, int, int]:
+        end = ".".join(name.split(".")[-asked.count(".") - 1 :])  # as many words as were given
+        return -difflib.SequenceMatcher(None, asked, end).ratio(), len(name), abs(block(name) - block(asked))
+
+    order = sorted(name for name in names if asked in name)
+    order = sorted(order, key=len) if order else sorted(names, key=unlikeness)
+    once: dict[str, str] = {}
+    for name in order:
+        once.setdefault(BLOCK_NAME.sub("layers.*", name), name)
+    return [*once.values()][:3]
+
+
 def whole_gradients(planned: PlannedLayers) -> int:
     """Count the elements of weights that every tensor-parallel rank holds whole, in all blocks."""
     tensors = planned.plan.tensors
@@ -110,8 +129,8 @@ def why(planned: PlannedLayers, tensor: str) -> str:
     if asked not in known or (
         tensor.startswith("@") and asked not in {n for at in returned for n in planned.names(at)}
     ):
-        alike = {BLOCK_NAME.sub("layers.*", name): name for name in sorted(known, reverse=True) if asked in name}
-        near = sorted(alike.values(), key=len)[:3] or difflib.get_close_matches(asked, known, n=3, cutoff=0.0)
+        own = [name for name, (at, tensor) in known.items() if at in returned or tensor not in plan.steps]
+        near = _alike(asked, own)
         want = "a parameter, a tensor of the plan, or a module"
         raise ConfigError(
             describe("command line", [Problem("--why", tensor, want, " or ".join(f"--why {name}" for name in near))])

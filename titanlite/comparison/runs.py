@@ -15,7 +15,7 @@ from typing import Any
 import tomli
 
 from titanlite.comparison.wandb_runs import is_run_path, read_wandb_folder, read_wandb_path, wandb_file
-from titanlite.errors import Problem, describe
+from titanlite.errors import Problem, describe, nearest
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.preflight.same_run import dotted
@@ -63,7 +63,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
     for folder in (folder for folder, is_wandb in zip(folders, of_wandb, strict=True) if not is_wandb):
         missing = [name for name in ("config.toml", "metrics.jsonl") if not os.path.isfile(folder / name)]
         if not os.path.isdir(folder):
-            problems.append(Problem(str(folder), "", f"{want}; there is no such folder", fix))
+            problems.append(Problem(str(folder), "", *_no_folder(folder, want, fix)))
         elif missing:
             inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
             hint = f"did you mean {folder / inside[0]}?" if inside else fix
@@ -83,6 +83,19 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
             "titanlite compare", "RUN", saw, "a logged step in at least one run", "wait for the first step"
         )
     return records
+
+
+def _no_folder(path: Path, want: str, fix: str) -> tuple[str, str]:
+    """Say of a path that is no folder what is wanted, and what was probably meant: a file's own run, or a near name."""
+    if os.path.lexists(path):
+        run = next((folder for folder in path.parents if os.path.isfile(folder / "metrics.jsonl")), None)
+        return f"{want}; this is a file", fix if run is None else f"did you mean {run}?"
+    try:
+        runs = [entry.name for entry in os.scandir(path.parent) if os.path.isfile(f"{entry.path}/metrics.jsonl")]
+    except OSError:
+        runs = []
+    near = nearest(path.name, runs)
+    return f"{want}; there is no such folder", fix if near is None else f"did you mean {path.parent / near}?"
 
 
 def recorded_config(folder: Path) -> dict[str, Any]:

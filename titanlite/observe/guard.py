@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.status import now, read_status, write_status
+from titanlite.observe.status import now, one_writer, read_status, write_status
 
 _LOOK_S = 1.0
 _STACKS_S = 10.0  # for the rank to write them to a disk that may be what it hangs on
@@ -73,14 +73,16 @@ def main() -> None:
     status, rank, process = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     limit_s, idle_s = math.inf, 0.0
     run: dict[str, Any] = {}
-    while os.getppid() == process:
-        if select.select([0], [], [], _LOOK_S)[0]:
+    while True:
+        if select.select([0], [], [], _LOOK_S)[0]:  # what the rank has said counts, though it may be gone by now
             if not (received := os.read(0, 1 << 16)):
                 break
             if received.endswith(_CLOSED):
                 return
             limit_s, idle_s = float(received.split()[-1]), 0.0
             run = run or _run_of(status)
+        elif os.getppid() != process:
+            break
         elif not _is_stopped(process):
             idle_s += _LOOK_S
         if idle_s > limit_s:
@@ -109,7 +111,7 @@ def _is_stopped(process: int) -> bool:
 
 def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message: str) -> None:
     """Write that the run failed, unless its end is written (not only that another rank did) or another has begun."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError), one_writer(status):
         content = read_status(status)
         error = content.get("error")
         is_open = content["state"] == "running" or (isinstance(error, dict) and error.get("type") == "ConnectionError")

@@ -10,13 +10,14 @@ Anybody may have changed the file meanwhile. What is not of this form is warned 
 replaced.
 """
 
+import fcntl
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from titanlite.json_file import parse_json
 from titanlite.redact import redact_tree
 
 _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
+_WAIT_S = 2.0  # for another process's word, which takes milliseconds
 
 
 class Status:
@@ -63,14 +65,17 @@ class Status:
     def progress(self, step: int) -> None:
         """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
         self.step, self.stall = step, None
-        if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S and not self._another_ended():
-            self._write("running")
+        if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S:
+            with one_writer(self._path):
+                if not self._another_ended():
+                    self._write("running")
 
     def stalled(self, text: str) -> None:
         """Note that no step is made, and where each rank is: `failed` keeps it, should the run end of that."""
         self.stall = text
-        if not self._another_ended():
-            self._write("running", stalled=text)
+        with one_writer(self._path):
+            if not self._another_ended():
+                self._write("running", stalled=text)
 
     def idle(self, is_last: bool) -> bool:
         """Write what was there before a start that had nothing to do, if that was an end.
@@ -113,11 +118,12 @@ class Status:
         ranks', and rank 0 speaks for them. So does it if it has been stopped, and fails because others were too. Where
         each rank was when no step was made stays, too.
         """
-        if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
-            return
-        stalled = {key: text for key, text in self._content().items() if key == "stalled"}
-        kind, message = type(error).__name__, str(error)
-        self._write("failed", error={"type": kind, "message": message, "rank": self._rank}, **stalled)
+        with one_writer(self._path):
+            if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
+                return
+            stalled = {key: text for key, text in self._content().items() if key == "stalled"}
+            kind, message = type(error).__name__, str(error)
+            self._write("failed", error={"type": kind, "message": message, "rank": self._rank}, **stalled)
 
     def _another_ended(self) -> bool:
         """Return whether another rank failed, or rank 0 was stopped."""
@@ -154,6 +160,34 @@ class Status:
                 return
             write_status(self._path, content, self._rank)
             self._end = "" if state == "running" else state
+
+
+@contextmanager
+def one_writer(path: Path) -> Iterator[None]:
+    """Let no other process of this host write a `status.json` between what this one reads there and writes.
+
+    The file is replaced, so it is its folder that is locked. Where that cannot be, or somebody who has it is stopped,
+    this goes on without: then the last word counts.
+
+    Args:
+        path: the file.
+    """
+    with ExitStack() as held:
+        with suppress(OSError):
+            folder = os.open(path.parent, os.O_RDONLY)
+            held.callback(os.close, folder)
+            until = time.monotonic() + _WAIT_S
+            while not _has_locked(folder) and time.monotonic() < until:
+                time.sleep(0.01)
+        yield
+
+
+def _has_locked(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def read_status(path: Path) -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """Check the files that commands write before what takes long, and tell a failure as one of the flag that names them."""
 
+import errno
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titanlite.errors import ConfigError
 from titanlite.observe.metrics import RunError
 
 
@@ -25,6 +28,28 @@ def require_picture(command: str, path: Path, example: str, flag: str = "--out")
     if path.suffix[1:].lower() not in kinds:
         want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
         raise RunError.of(command, flag, str(path), want, f"{flag} {example}")
+
+
+def require_place(flag: str, path: Path) -> None:
+    """Refuse a file that cannot be written, before what takes long.
+
+    Args:
+        flag: that names it.
+        path: the file, which may exist.
+
+    Raises:
+        ConfigError: its folder is missing or cannot be written in, or it is a folder itself.
+    """
+    number = 0
+    if path.is_dir():
+        number = errno.EISDIR
+    elif not path.parent.is_dir():
+        number = errno.ENOENT
+    elif not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
+        number = errno.EACCES
+    if number:
+        saw, want = f"{path} ({os.strerror(number)})", "a file that can be written, in a folder that exists"
+        raise ConfigError.of("command line", flag, saw, want, f"{flag} {path.name}")
 
 
 @contextmanager

@@ -216,15 +216,14 @@ class RunFolder:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
-            holder = os.read(lock, 4096).decode(errors="replace")
+            holder = _holder(os.read(lock, 4096))
             os.close(lock)
             if e.errno in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
                 return [f"{self.path}: this file system has no locks; make sure that no second job uses the folder"]
             if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
-            saw = holder.strip() or "held by another process"
             want, fix = "no other job in this folder", "wait for that job or stop it, or choose another job.name"
-            raise ConfigError.of(f"{self.path}: in use", "lock", saw, want, fix) from None
+            raise ConfigError.of(f"{self.path}: in use", "lock", holder, want, fix) from None
         self._lock = lock
         # A forked child (a data worker, say) shares the lock and would keep it when this process is killed.
         os.register_at_fork(after_in_child=self.release)
@@ -261,6 +260,15 @@ class RunFolder:
             saw = f'"never", and the folder has {" and ".join(used)}'
             fix = 'choose another job.name, set checkpoint.resume = "auto", or delete the folder'
             raise ConfigError.of(str(self.path), "checkpoint.resume", saw, "a new folder", fix)
+
+
+def _holder(content: bytes) -> str:
+    """Say who holds a lock, by what that job has written there."""
+    try:
+        who = parse_json(content)
+        return f"held by process {who['pid']} on {who['host']}, since {who['start']}"
+    except (ValueError, LookupError, TypeError):
+        return "held by another process"
 
 
 def _has_content(path: Path) -> bool:

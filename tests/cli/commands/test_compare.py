@@ -191,6 +191,29 @@ def test_a_run_that_failed_before_its_first_row_is_to_be_left_out(tmp_path):
         run([str(tmp_path / "mine"), str(tmp_path / "early")])
 
 
+@pytest.mark.parametrize(
+    ("given", "said", "meant"),
+    [
+        ("minr", "there is no such folder", "mine"),
+        ("mine/metrics.jsonl", "this is a file", "mine"),
+        ("mine/checkpoints/step-1/state.json", "this is a file", "mine"),
+        ("other.txt", "this is a file", None),
+        ("bf16", "there is no such folder", None),
+        ("nothing/mine", "there is no such folder", None),
+    ],
+)
+def test_a_path_that_is_no_folder_is_told_the_run_that_was_meant(tmp_path, given, said, meant):
+    make_run(tmp_path / "mine", [5.0])
+    (tmp_path / "mino").mkdir()  # is near, too, and no run
+    (tmp_path / "mine/checkpoints/step-1").mkdir(parents=True)
+    (tmp_path / "mine/checkpoints/step-1/state.json").touch()
+    (tmp_path / "other.txt").touch()
+    with pytest.raises(RunError) as error:
+        run([str(tmp_path / "mine"), str(tmp_path / given)])
+    fix = f"did you mean {tmp_path / meant}?" if meant else "give the path <dump_folder>/<name> of a run"
+    assert f"{said}\n      fix:  {fix}" in str(error.value)
+
+
 def test_every_folder_that_is_not_a_run_is_named(tmp_path):
     make_run(tmp_path / "outputs/mine", [5.0])
     (tmp_path / "empty").mkdir()

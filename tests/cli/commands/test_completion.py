@@ -40,7 +40,7 @@ def complete(call: Call, tmp_path: Path):
 
 
 def test_bash_completes_commands_files_keys_and_choices(complete) -> None:
-    commands, files, keys, names, boolean, choices, own = complete(
+    commands, files, keys, names, boolean, choices, own, kinds, recipe, model, gpu, dtype, help_of = complete(
         "titanlite ''",
         "titanlite validate m",
         "titanlite validate mine.toml --training.",
@@ -48,6 +48,12 @@ def test_bash_completes_commands_files_keys_and_choices(complete) -> None:
         "titanlite plan mine.toml --compile.enable ''",
         "titanlite plan mine.toml --world 8 --training.on_nonfinite ''",
         "titanlite export run --",
+        "titanlite recipes ''",
+        "titanlite recipes float8 row",
+        "titanlite new --model llama3-8",
+        "titanlite new my.toml --gpu h",
+        "titanlite export run --dtype ''",
+        "titanlite train --help tr",
     )
     assert commands == list(COMMANDS)
     assert files == ["mine.toml"]
@@ -57,6 +63,12 @@ def test_bash_completes_commands_files_keys_and_choices(complete) -> None:
     assert choices == ["stop", "skip"]
     assert {"--step", "--out", "--dtype"} <= set(own)
     assert not {f"--{key}" for key in schema_keys()} & set(own)
+    assert set(kinds) == {"model", "float8", "activation_checkpoint"}
+    assert recipe == names
+    assert model == ["llama3-8B"]
+    assert {"h100", "h200"} <= set(gpu)
+    assert dtype == ["bfloat16", "float32"]
+    assert help_of == ["training"]
 
 
 def test_zsh_is_given_the_same_words(call: Call, tmp_path: Path) -> None:

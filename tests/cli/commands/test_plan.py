@@ -486,12 +486,23 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
         ([DEBUG, *TWO, "--why", "wo"], "--why layers.0.attention.wo or --why layers.0.attention.wo.weight\n"),
         ([DEBUG, *TWO, "--why", "@norm.weight"], "--why norm.weight"),
         ([DEBUG, *TWO, "--why", "layers.4"], "--why layers.3"),
+        ([DEBUG, *TWO, "--why", "w2.wieght"], "fix:  --why layers.0.feed_forward.w2.weight or "),
+        ([DEBUG, *TWO, "--why", "attention.wk"], "fix:  --why layers.0.attention.wo or --why layers.0.attention.wqkv"),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
         ([*SMALL, "--json", "/no/such/plan.json"], "--json = /no/such/plan.json (No such file"),
     ],
 )
 def test_mistakes(argv: list[str], words: str, call: Call) -> None:
     assert words in call("plan", *argv, ends=2)
+
+
+@pytest.mark.parametrize("file", ["no/plan.json", "."])
+def test_where_the_plan_cannot_be_written_is_said_before_it_is_made(
+    file: str, call: Call, monkeypatch, tmp_path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titanlite.commands.planned_run.plan_run", None)
+    assert f"--json = {file} (" in call("plan", *SMALL, "--json", file, ends=2)
 
 
 @pytest.mark.parametrize(

@@ -777,7 +777,7 @@ def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
     (folder / "lock").unlink()
     wait_for_step(folder, rows(folder)[-1]["step"] + 3)
     refused = desk.run("unlocked", 1, *flags, ends=2)
-    assert f'{{"host": "{socket.gethostname()}", "pid": {job.pids[0]}, ' in refused.output
+    assert f"lock = held by process {job.pids[0]} on {socket.gethostname()}, since 20" in refused.output
     assert job.wait() == [0]
     assert job.output().count(f"warning: {folder / 'lock'} was removed, and with it the guard") == 1
     assert [row["step"] for row in rows(folder)] == list(range(1, 61))

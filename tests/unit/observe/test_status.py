@@ -2,12 +2,15 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from titanlite.errors import StepError
+from titanlite.observe import guard
 from titanlite.observe import status as module
 from titanlite.observe.status import Status
 from titanlite.redact import redact
@@ -40,6 +43,42 @@ def test_progress_is_written_seldom_but_never_lost(tmp_path, monkeypatch):
     status.failed(StepError("loss is NaN at step 4"))
     assert (read(path)["state"], read(path)["step"]) == ("failed", 3)
     assert read(path)["error"] == {"type": "StepError", "message": "loss is NaN at step 4", "rank": 0}
+
+
+def test_what_two_ranks_write_at_one_instant_is_one_after_the_other(tmp_path, monkeypatch):
+    """Rank 0 loses its peer, and has looked, when the process beside that one says what it ended of."""
+    path = tmp_path / "status.json"
+    first, write = Status(path), module.write_status
+    run = {key: read(path)[key] for key in ("started", "host", "pid")}
+    other = threading.Thread(target=guard._say_failed, args=(path, run, 1, "ChildProcessError", "rank 1 was killed"))
+
+    def write_late(*args):
+        other.start()
+        other.join(0.2)  # while nobody else can write
+        write(*args)
+
+    monkeypatch.setattr(module, "write_status", write_late)
+    first.failed(ConnectionError("another rank has ended"))
+    other.join()
+    assert read(path)["error"] == {"type": "ChildProcessError", "message": "rank 1 was killed", "rank": 1}
+
+
+def test_who_holds_the_status_for_ever_keeps_nobody_from_writing(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_WAIT_S", 0.05)
+    path = tmp_path / "status.json"
+    status = Status(path)
+    with module.one_writer(path):
+        status.failed(StepError("loss is NaN at step 4"))
+    assert read(path)["state"] == "failed"
+
+
+def test_a_rank_that_ended_before_its_guard_was_awake_is_named(tmp_path):
+    path = tmp_path / "status.json"
+    Status(path)
+    gone = "0"  # nobody's child
+    code = "from titanlite.observe import guard; guard.main()"
+    subprocess.run([sys.executable, "-c", code, str(path), "1", gone], input=b"60.0\n", check=True, timeout=300)
+    assert (read(path)["error"]["type"], read(path)["error"]["rank"]) == ("ChildProcessError", 1)
 
 
 def test_the_rank_that_failed_first_is_named(tmp_path, monkeypatch):
