@@ -28,7 +28,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.outage: int | None = 503
         self.files: dict[str, bytes] = {}
         self.configs: dict[str, str] = {}  # of each run, as JSON
-        self.summaries: list[dict[str, Any]] = []  # written to runs that have ended
+        self.groups: dict[str, str] = {}  # of runs that have one
+        self.summaries: list[tuple[str, dict[str, Any]]] = []  # written to runs that have ended, with their names
         self.sent: dict[str, list[tuple[int, list[str]] | None]] = {}  # offset and lines; None where a run begins
         super().__init__(("127.0.0.1", 0), _Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -92,12 +93,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if name in ("Viewer", "GetDefaultEntity"):
             return {"viewer": {"id": "U", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}}
         if name == "UpsertBucket" and "name" not in given:  # a word on a run that has ended
-            self.server.summaries.append(json.loads(given["summaryMetrics"]))
+            self.server.summaries.append((given["id"], json.loads(given["summaryMetrics"])))
             return {"upsertBucket": {"bucket": {"id": "B"}, "inserted": False}}
         if name == "UpsertBucket" and self.server.up:
             is_new = given["name"] not in self.server.sent
             sent = self.server.sent.setdefault(given["name"], [])
             self.server.configs[given["name"]] = given.get("config") or self.server.configs.get(given["name"], "{}")
+            if given.get("groupName"):
+                self.server.groups[given["name"]] = given["groupName"]
             if given.get("host") and not given.get("id"):  # a start, not a word about one that goes on
                 sent.append(None)
             bucket = {"id": "B", "name": given["name"], "displayName": given["name"], "project": project}
@@ -123,16 +126,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             page = self.server.lines(given["run"])[given["minStep"] : given["maxStep"]]
             return {"project": {"run": {"history": [json.dumps(line) for line in page]}}}
         if name == "Run" and given["name"] in self.server.sent:
-            run, lines = given["name"], self.server.lines(given["name"])
-            keys = {"lastStep": len(lines) - 1, "keys": {}, "sets": []}
-            found = {
-                "id": "B", "projectId": "1", "name": run, "displayName": "mine", "state": "finished", "tags": [],
-                "sweepName": None, "group": None, "jobType": None, "commit": None, "readOnly": False,
-                "createdAt": "2026-01-01T00:00:00", "heartbeatAt": "2026-01-01T00:00:00", "description": None,
-                "notes": None, "systemMetrics": "{}", "summaryMetrics": "{}", "historyLineCount": len(lines),
-                "user": {"name": "me", "username": "me"}, "historyKeys": keys, "config": self.server.configs[run],
-            }  # fmt: skip
-            return {"project": {**project, "run": found}}
+            return {"project": {**project, "run": self._run(given["name"])}}
+        if name == "Runs":
+            group = json.loads(given["filters"])["group"]
+            found = [run for run in self.server.sent if self.server.groups.get(run) == group]
+            edges = [{"node": self._run(run), "cursor": run} for run in found]
+            runs = {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}
+            return {"project": {"internalId": "1", "runCount": len(found), "readOnly": False, "runs": runs}}
         if name == "RunFiles":
             there = [file for file in given["fileNames"] if file in self.server.files]
             edges = [{"cursor": file, "node": self._node(file)} for file in there]
@@ -143,6 +143,17 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             files = [{"name": file, "uploadUrl": f"{url}/{file}"} for file in given["files"]]
             return {"createRunFiles": {"runID": "B", "uploadHeaders": [], "files": files}}
         return {}
+
+    def _run(self, run: str) -> dict[str, Any]:
+        lines = self.server.lines(run)
+        keys = {"lastStep": len(lines) - 1, "keys": {}, "sets": []}
+        return {
+            "id": run, "projectId": "1", "name": run, "displayName": "mine", "state": "finished", "tags": [],
+            "sweepName": None, "group": self.server.groups.get(run), "jobType": None, "commit": None, "readOnly": False,
+            "createdAt": "2026-01-01T00:00:00", "heartbeatAt": "2026-01-01T00:00:00", "description": None,
+            "notes": None, "systemMetrics": "{}", "summaryMetrics": "{}", "historyLineCount": len(lines),
+            "user": {"name": "me", "username": "me"}, "historyKeys": keys, "config": self.server.configs.get(run, "{}"),
+        }  # fmt: skip
 
     def _node(self, file: str) -> dict[str, Any]:
         url, size = f"{self.server.url}/storage/{file}", len(self.server.files[file])

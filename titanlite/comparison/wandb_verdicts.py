@@ -2,6 +2,7 @@
 
 A run that goes on counts its lines itself, so nothing is added to its history: the verdict stands in its summary, under
 `compare/verdict` and `compare/with`, and the picture is a file of the run. A later comparison takes the place of both.
+The other runs of their groups (`metrics.wandb_group`) get all verdicts, so that the group shows them whichever is open.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from titanlite.redact import redact
 def send_verdicts(
     runs: Sequence[tuple[Path, RunRecord]], verdicts: Sequence[Verdict | None], picture: Path
 ) -> list[str]:
-    """Write each verdict, and the picture, to the page of its run.
+    """Write each verdict, and the picture, to the page of its run, and all of them to the other runs of its group.
 
     Args:
         runs: the path and the content of each run; the first is the one that others are compared with.
@@ -41,15 +42,22 @@ def send_verdicts(
 
     first = runs[0][1].name
     lines = [f"the first of {len(runs)} runs", *(v.line if v else "no step in common" for v in verdicts)]
+    every = "; ".join(f"{record.name}: {line}" for (_, record), line in zip(runs[1:], lines[1:], strict=True))
     sent: list[str] = []
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             api = wandb.Api(timeout=TIMEOUT_S)
-            for path, line in zip(paths, lines, strict=True):
-                run = api.run(path or "")
+            told = [(api.run(path or ""), line) for path, line in zip(paths, lines, strict=True)]
+            named = {tuple(run.path) for run, _ in told}
+            groups = dict.fromkeys((run.entity, run.project, run.group) for run, _ in told if run.group)
+            for entity, project, group in groups:
+                others = api.runs(f"{entity}/{project}", filters={"group": group})
+                told += [(run, every) for run in others if tuple(run.path) not in named]
+            for run, line in told:
                 run.summary.update({"compare/verdict": line, "compare/with": first})
                 run.upload_file(str(picture), root=str(picture.parent))
-                sent.append("/".join(run.path))
+                if (path := "/".join(run.path)) not in sent:
+                    sent.append(path)
     except Exception as error:  # wandb's, and of the network's
         saw = redact(str(error).strip() or type(error).__name__).splitlines()[0][:200]
         want, fix = "a server of wandb's that takes verdicts on these runs", "`wandb login`; `wandb sync` offline runs"
