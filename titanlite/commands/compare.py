@@ -44,7 +44,7 @@ _COMMAND = Command(
         "--tolerance NATS": "difference of the loss that is accepted, the whole interval within it",
         "--layers K": "take K steps of each config once more, and name the first layer and tensor that differ",
         "--out FILE": "file for the plot; default: loss.png in the folder of a single run, else compare.png here",
-        "--wandb": "write verdict and picture to the runs' pages on wandb's server",
+        "--wandb": "write verdict and picture to the runs' pages on wandb's server, and to others of their groups",
         "--report FILE.html": "file for a report with charts of all metrics, which a browser shows without a network",
     },
     takes="RUN [RUN ...]",

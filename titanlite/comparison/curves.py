@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.comparison.runs import RunRecord
+from titanlite.observe.metric_names import KNOWN
 
 Values = NDArray[np.float64]
 LONGEST = 4_000  # values of a line, up to which it is kept whole
@@ -26,32 +27,6 @@ DIFFERENCE = "loss difference"
 # Okabe and Ito's colours, which the colour-blind can tell apart; yellow is left out, it is lost on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ((), (8, 4), (2, 3))  # of lines 1 to 7, 8 to 14, 15 to 21; then they repeat
-
-# Metric → group, what it is, unit.
-_KNOWN = {
-    "loss": ("Loss", "training loss", "nats per token"),
-    DIFFERENCE: ("Loss", "training loss", "nats per token"),
-    "validation_loss": ("Loss", "validation loss", "nats per token"),
-    "validation_bits_per_byte": ("Loss", "validation loss", "bits per byte"),
-    "grad_norm": ("Optimization", "gradient norm before clipping", ""),
-    "lr": ("Optimization", "learning rate", ""),
-    "epoch": ("Optimization", "times through the data", ""),
-    "tokens_per_second_per_gpu": ("Speed", "tokens per second and GPU", ""),
-    "tflops_per_gpu": ("Speed", "model TFLOP/s per GPU", ""),
-    "mfu": ("Speed", "model FLOPs utilization", "share of the peak"),
-    "seconds": ("Speed", "time per step", "seconds"),
-    "data_wait_seconds": ("Speed", "wait for data per step", "seconds"),
-    "memory_gib": ("Memory", "peak reserved", "GiB"),
-    "memory_allocated_gib": ("Memory", "peak allocated", "GiB"),
-}
-# What stands before the name of a held-out source, or of a task → group, what it is.
-_NAMED = {
-    "validation_loss": ("Loss", "validation loss (nats per token)"),
-    "validation_bits_per_byte": ("Loss", "validation loss (bits per byte)"),
-    "accuracy": ("Accuracy", "accuracy"),
-    "accuracy_norm": ("Accuracy", "accuracy by bytes"),
-}
-_EXACT = {"lr", "epoch", "memory_gib", "memory_allocated_gib"}  # without noise: smoothing would bend them
 
 
 @dataclass(frozen=True)
@@ -109,7 +84,8 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
     Returns:
         The metrics, the known ones first and in the order of their groups, others as they come in the files.
     """
-    lines: dict[str, list[Curve]] = {name: [] for name in _KNOWN}
+    in_order = [name for key in KNOWN for name in ((key, DIFFERENCE) if key == "loss" else (key,))]
+    lines: dict[str, list[Curve]] = {name: [] for name in in_order}
     for run, record in enumerate(records):
         by_metric: dict[str, list[dict[str, Any]]] = {}
         for row in record.rows:
@@ -189,20 +165,19 @@ def _from_the_first(losses: Sequence[Curve]) -> list[Curve]:
 
 
 def _metric(name: str, lines: list[Curve], first: str) -> Metric:
-    group, what, unit = _KNOWN.get(name) or (*_group_by_name(name), "")
-    if name == DIFFERENCE:
-        what = f"difference in training loss from {first}"
-    return Metric(name, group, f"{what} ({unit})" if unit else what, name not in _EXACT, lines)
+    start, _, of = name.partition(".")
+    if known := KNOWN.get("loss" if name == DIFFERENCE else start):
+        about = f"difference in training loss from {first}" if name == DIFFERENCE else known.about
+        label = f"{of}: {about}" if of else about
+        return Metric(name, known.group, f"{label} ({known.unit})" if known.unit else label, known.is_noisy, lines)
+    return Metric(name, *_group_by_name(name), True, lines)
 
 
 def _group_by_name(name: str) -> tuple[str, str]:
-    """Group a metric by its name: before a slash, of a source or task, "float8_<what>" of a layer, or all others."""
+    """Group a metric that is not known: before a slash, "float8_<what>" of a layer, or all others."""
     group, slash, rest = name.partition("/")
     if slash:
         return group, rest
-    start, _, of = name.partition(".")
-    if of and start in _NAMED:
-        return _NAMED[start][0], f"{of}: {_NAMED[start][1]}"
     float8 = re.match(r"float8_(\w+)\.(.+)", name)
     if float8:
         return f"float8: {float8[1].replace('_', ' ')}", float8[2]

@@ -1,27 +1,46 @@
 """Name the numbers of metrics.jsonl as Weights & Biases and TensorBoard show them: in groups, each a section of panels.
 
 The file keeps its flat keys, which are columns for whoever loads it. This table is the one place that maps them, and it
-maps both ways, so that a run can be read back from what was shown. A key that is not in it keeps its name.
+maps both ways, so that a run can be read back from what was shown. A key that is not in it keeps its name. The report
+of a comparison (`comparison/curves.py`) takes its groups and what it calls a number from here, too.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 AXES = ("step", "tokens")
 """The axes that other numbers are drawn over: no panels of their own."""
 
-NAMES: Mapping[str, str] = {
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "epoch": "train/epoch",
-    "lr": "optim/lr",
-    "tokens_per_second_per_gpu": "perf/tokens_per_second_per_gpu",
-    "tflops_per_gpu": "perf/tflops_per_gpu",
-    "mfu": "perf/mfu",
-    "memory_gib": "perf/memory_gib",
-    "memory_allocated_gib": "perf/memory_allocated_gib",
-    "seconds": "perf/seconds",
-    "data_wait_seconds": "perf/data_wait_seconds",
+
+class Known(NamedTuple):
+    """How one number is shown: its name in a section of panels, and in a report its group of charts and what it is."""
+
+    name: str
+    group: str
+    about: str
+    unit: str = ""
+    is_noisy: bool = True  # of what is not, smoothing would bend the line
+
+
+KNOWN: Mapping[str, Known] = {
+    "loss": Known("train/loss", "Loss", "training loss", "nats per token"),
+    "validation_loss": Known("val/loss", "Loss", "validation loss", "nats per token"),
+    "validation_bits_per_byte": Known("val/bits_per_byte", "Loss", "validation loss", "bits per byte"),
+    "grad_norm": Known("train/grad_norm", "Optimization", "gradient norm before clipping"),
+    "lr": Known("optim/lr", "Optimization", "learning rate", is_noisy=False),
+    "epoch": Known("train/epoch", "Optimization", "times through the data", is_noisy=False),
+    "tokens_per_second_per_gpu": Known("perf/tokens_per_second_per_gpu", "Speed", "tokens per second and GPU"),
+    "tflops_per_gpu": Known("perf/tflops_per_gpu", "Speed", "model TFLOP/s per GPU"),
+    "mfu": Known("perf/mfu", "Speed", "model FLOPs utilization", "share of the peak"),
+    "seconds": Known("perf/seconds", "Speed", "time per step", "seconds"),
+    "data_wait_seconds": Known("perf/data_wait_seconds", "Speed", "wait for data per step", "seconds"),
+    "memory_gib": Known("perf/memory_gib", "Memory", "peak reserved", "GiB", is_noisy=False),
+    "memory_allocated_gib": Known("perf/memory_allocated_gib", "Memory", "peak allocated", "GiB", is_noisy=False),
+    "accuracy": Known("eval/accuracy", "Accuracy", "accuracy"),
+    "accuracy_norm": Known("eval/accuracy_norm", "Accuracy", "accuracy by bytes"),
 }
+"""Each key; behind a dot may stand the name of a held-out source or a task, as in "validation_loss.wiki"."""
+
 PREFIXES: Mapping[str, str] = {
     "validation_": "val/",
     "accuracy": "eval/accuracy",
@@ -29,6 +48,9 @@ PREFIXES: Mapping[str, str] = {
     "float8_": "float8/",
 }
 """Beginnings of keys whose rest names a source, a task or a layer, and what is shown in their place."""
+
+NAMES: Mapping[str, str] = {key: known.name for key, known in KNOWN.items() if not key.startswith(tuple(PREFIXES))}
+"""Keys with a name of their own, each with it."""
 
 _FLAT = {name: key for key, name in NAMES.items()}
 

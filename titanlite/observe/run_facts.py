@@ -7,26 +7,21 @@ from typing import Any
 
 import torch
 
-from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.models.find import build_model
 
 _ROOT = Path(__file__).parents[2]  # of the checkout, if titanlite runs from one
 _TAG = 64  # the longest tag that Weights & Biases takes
 
 
-def run_facts(config: Config, dims: ModelDims, world: int, device: torch.device) -> dict[str, Any]:
+def run_facts(parameters: int, world: int, device: torch.device) -> dict[str, Any]:
     """Return a run's facts, by the names that they have in the config of Weights & Biases.
 
     Args:
-        config: of the run.
-        dims: the model's dimensions.
+        parameters: of the whole model.
         world: number of processes.
         device: this process's.
     """
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
-    whole = build_model(config.model, dims, config.training.seq_len)  # on the meta device: a rank's own is sharded
-    parameters = sum(parameter.numel() for parameter in whole.parameters())
     facts: dict[str, Any] = {"world_size": world, "gpu": gpu, "parameters": parameters}
     commit = commit_of(_ROOT)
     return facts | ({"commit": commit} if commit else {})

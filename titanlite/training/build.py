@@ -80,6 +80,11 @@ class Run:
     receipt: Receipt
     warnings: tuple[str, ...] = ()  # to be said before the first step
 
+    @property
+    def n_elements(self) -> int:
+        """Return the number of the model's parameters, those of all ranks together, each shared one once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())  # of a split one, its whole
+
 
 def fastest_attention() -> AbstractContextManager[object]:
     """Prefer the attention kernels in the order of their speed on the GPUs that titanlite is measured on.

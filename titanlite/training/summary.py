@@ -35,13 +35,12 @@ def first_lines(run: Run, source: TokenShards, position: Position, folder: RunFo
         folder: of the run.
     """
     config = run.config
-    count = sum(p.numel() for p in run.model.parameters())  # of a split one, its whole
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
     steps, at = config.training.steps, position
     passes = epochs(steps, at.global_batch_size, at.n_samples, at.start, at.samples_before)
     all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {at.global_batch_size * at.seq_len:,}"
     lines = [
-        _line("model", f"{name}, {count:,} parameters"),
+        _line("model", f"{name}, {run.n_elements:,} parameters"),
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
         _line("tokens", f"{all_steps}; data.source has {source.tokens:,}: {passes}"),
         _line("folder", str(folder.path)),

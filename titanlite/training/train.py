@@ -216,7 +216,7 @@ def _open_pages(metrics: MetricsFile | None, run: Run, session: Session, cleanup
         run.receipt.add_later(lambda: tensorboard_entry(folder.tensorboard, *shown))
     if metrics is None or (config.metrics.wandb == "off" and not config.metrics.tensorboard):
         return []
-    facts, pages = run_facts(config, run.dims, dist.get_world_size(), run.mesh.device), list[Observer]()
+    facts, pages = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device), list[Observer]()
     tags = tags_of(config, facts)
     if config.metrics.wandb != "off":
         wandb = WandbRun(config, folder.path, folder.metrics, warn, facts=facts, tags=tags)

@@ -2,7 +2,7 @@ from dataclasses import fields
 
 import pytest
 
-from titanlite.observe.metric_names import AXES, NAMES, PREFIXES, flat_key, shown_name
+from titanlite.observe.metric_names import AXES, KNOWN, NAMES, PREFIXES, flat_key, shown_name
 from titanlite.observe.metrics import StepRow, ValidationRow
 
 OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
@@ -36,4 +36,5 @@ def test_names_lead_back(key: str, name: str) -> None:
 def test_names_are_unique() -> None:
     keys = {field.name for row in (StepRow, ValidationRow) for field in fields(row)}
     assert len({shown_name(key) for key in keys}) == len(keys)
+    assert {key: shown_name(key) for key in KNOWN} == {key: known.name for key, known in KNOWN.items()}
     assert not [name for name in NAMES.values() if name.startswith(tuple(PREFIXES.values()))]

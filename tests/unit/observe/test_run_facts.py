@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from titanlite import recipes
+from titanlite.config.architectures import n_parameters
 from titanlite.config.schema import Config, Float8, Model
-from titanlite.models.find import build_model
 from titanlite.observe.run_facts import commit_of, run_facts, tags_of
 
 CPU = torch.device("cpu")
@@ -38,10 +38,7 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("flavor", ["debug", "8B"])
 def test_facts_and_tags(flavor: str) -> None:
     config = Config(model=Model(flavor=flavor))
-    dims = recipes.model_dims(config)
-    facts = run_facts(config, dims, 8, CPU)
-    model = build_model(config.model, dims, config.training.seq_len)
-    assert facts["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    facts = run_facts(n_parameters(config.model, recipes.model_dims(config)), 8, CPU)
     assert (facts["world_size"], facts["gpu"]) == (8, "CPU")
     tags = tags_of(config, facts | {"commit": "0123456789 with changes"})
     assert {f"llama3 {flavor}", "world size 8", "8 × CPU", "bfloat16", "commit 01234567 with changes"} <= set(tags)
