@@ -69,7 +69,7 @@ def token_traffic(
     return [*found, *of_again]
 
 
-def _alike(asked: str, names: Collection[str]) -> list[str]:
+def _most_alike(asked: str, names: Collection[str]) -> list[str]:
     """Return up to three names that have in them what was asked for, or else are most like it; one of equal blocks."""
 
     def block(name: str) -> int:
@@ -130,7 +130,7 @@ def why(planned: PlannedLayers, tensor: str) -> str:
         tensor.startswith("@") and asked not in {n for at in returned for n in planned.names(at)}
     ):
         own = [name for name, (at, tensor) in known.items() if at in returned or tensor not in plan.steps]
-        near = _alike(asked, own)
+        near = _most_alike(asked, own)
         want = "a parameter, a tensor of the plan, or a module"
         raise ConfigError(
             describe("command line", [Problem("--why", tensor, want, " or ".join(f"--why {name}" for name in near))])
