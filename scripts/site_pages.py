@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.config.build import describe_type, show  # noqa: E402
-from titanlite.config.explain import field_docs  # noqa: E402
+from titanlite.config.explain import field_docs, table_keys, table_of  # noqa: E402
 from titanlite.config.ranges import RANGES  # noqa: E402
 from titanlite.config.read import schema_keys, sections  # noqa: E402
 
@@ -112,6 +112,9 @@ def keys_page() -> str:
             key = f"{section}.{field.name}"
             lines += ["", f"### `{key}` {{ #{key} }}", "", f"*{head(key, hints[field.name], field.default)}*", ""]
             lines += [docs[cls.__name__][field.name], "", *recipes_of(key)]
+            if table := table_of(hints[field.name]):
+                lines += ["", "| key | type | meaning |", "|---|---|---|"]
+                lines += [f"| `{name}` | {kind} | {text} |" for name, kind, text in table_keys(table)]
             used = [f"{name}: `{show(table[key])}`" for name, table in configs.items() if key in table]
             if used and key != "job.name":
                 lines += ["", f"In shipped configs: {'; '.join(used)}."]

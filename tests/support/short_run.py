@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.batches import batches_of_source
 from tests.support.ranks import run_ranks
 from tests.support.shared_plan import plan_for_all_ranks
 from titanlite.data.batches import TrainBatches
@@ -67,7 +68,7 @@ def batches_of(run: Run) -> TrainBatches:
     """This rank's batches; close them."""
     config, mesh = run.config, run.mesh
     shards = prepare(config.data.source, config.data, run.dims.vocab_size, progress=False)
-    return TrainBatches(
+    return batches_of_source(
         shards,
         seq_len=config.training.seq_len,
         seed=config.training.seed,

@@ -55,6 +55,12 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int | None:
+    """Return the step of a complete checkpoint; None of any other folder."""
+    named = _STEP.fullmatch(folder.resolve().name)
+    return int(named[1]) if named and _has_manifest(folder) else None
+
+
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Read the files that this process wrote into a folder back, and describe each for the manifest."""
     found = list(names)

@@ -9,6 +9,8 @@ checkpoint, as far as that takes no time. The rules are chosen so that no work i
 - a folder that is only part of a checkpoint stops the run, it is not skipped.
 """
 
+import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -20,6 +22,7 @@ from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
+from titanlite.config.stages import SOLE, key_of_source, longest_seq_len
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.json_file import read_json
 
@@ -71,6 +74,48 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
         )
         raise _resume_refused(root, str(resume), want, fix)
     return resume
+
+
+def branch_point(path: str) -> tuple[Path, int] | None:
+    """Return what a run that starts from a run of titanlite goes on from: its checkpoints, and the step of one.
+
+    Args:
+        path: `checkpoint.initial_load_path`: the folder of a run or of its checkpoints, whose newest complete one is
+            taken, or of one checkpoint.
+
+    Returns:
+        None where it is no such folder, as one in Hugging Face's layout.
+
+    Raises:
+        CheckpointError: it is a run's, and has no complete checkpoint.
+    """
+    folder = Path(os.path.expanduser(path))
+    if not path or not folder.is_dir() or (folder / "config.json").exists():
+        return None
+    if (step := publish.step_of(folder)) is not None:
+        return folder.parent, step
+    is_run = (folder / "checkpoints").is_dir()
+    root = folder / "checkpoints" if is_run else folder
+    if steps := publish.complete_steps(root):
+        return root, steps[-1]
+    if not is_run:
+        return None
+    want, fix = "a run with a complete checkpoint", "let it save one, or name another run"
+    raise CheckpointError.of(str(folder), "checkpoint.initial_load_path", show(path), want, fix)
+
+
+def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
+    """Return the checkpoint that a start goes on from, its folder of checkpoints and step; None if there is none.
+
+    Args:
+        root: checkpoints of the run's own folder.
+        config: of the run.
+
+    Raises:
+        CheckpointError: as `step_to_resume` and `branch_point` say.
+    """
+    step = step_to_resume(root, config.checkpoint.resume) if config.checkpoint.enable else None
+    return branch_point(config.checkpoint.initial_load_path) if step is None else (root, step)
 
 
 def check_quickly(
@@ -129,20 +174,22 @@ def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
     return cast(ModelDims, dims)
 
 
-def other_text(folder: Path, state: dict[str, Any], corpus: str, tokenizer: str, strict: bool) -> str | None:
+def other_text(
+    folder: Path, state: dict[str, Any], corpora: Mapping[str, str], tokenizer: str, strict: bool
+) -> str | None:
     """Say so where a run goes on with other text than it was saved with, or with ids of another tokenizer.
 
     Args:
         folder: the checkpoint.
         state: what it says beside the tensors.
-        corpus: fingerprint of the tokens of `data.source`; "" if that is not known yet.
+        corpora: fingerprint of the tokens of each source that is trained on, by its name, if it is known yet.
         tokenizer: fingerprint of what made them; "" if that is not known.
         strict: `job.strict`.
 
     Raises:
         CheckpointError: with `strict`, if the tokenizer is another: what ids mean is part of what the weights know.
     """
-    made_by, before = state.get("tokenizer") or tokenizer, state.get("corpus") or corpus
+    made_by, before = state.get("tokenizer") or tokenizer, state.get("corpora") or {SOLE: state.get("corpus")}
     if tokenizer and made_by != tokenizer:
         where = "data.tokenizer"
         if strict:
@@ -151,9 +198,11 @@ def other_text(folder: Path, state: dict[str, Any], corpus: str, tokenizer: str,
             raise CheckpointError.of(str(folder), where, saw, want, fix)
         saw = f"{where} is another than before (fingerprint {tokenizer}, before {made_by})"
         return f"{saw}, and its ids are not those that the weights know; restore the old file, or use another job.name"
-    if not corpus or before == corpus:
+    others = [name for name, corpus in corpora.items() if before.get(name) not in (None, corpus)]
+    if not others:
         return None
-    saw = f"data.source holds different text than before (fingerprint {corpus}, before {before})"
+    keys = ", ".join(map(key_of_source, others))
+    saw = f"{keys} holds different text than before (fingerprint {corpora[others[0]]}, before {before[others[0]]})"
     return f"{saw}: this epoch's samples are shuffled anew"
 
 
@@ -222,8 +271,14 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
                 problems.append(Problem(f"{section}.{key}", show(value) or str(value), want, fixes[section]))
     if problems:
         raise CheckpointError(describe(str(folder), problems))
-    batch = state.get("sequences_per_step")
-    if config.training.global_batch_size is not None or per_step is None or batch in (None, per_step):
+    unit_len = longest_seq_len(config)
+    cut = state.get("unit_len") or state.get("training", {}).get("seq_len", unit_len)
+    if cut != unit_len:
+        want = f"{cut}, the samples that the sources were cut into from the start: others would not be where they were"
+        fix = "begin anew from its weights: titanlite export, checkpoint.initial_load_path"
+        raise CheckpointError.of(str(folder), "the longest seq_len of all stages", str(unit_len), want, fix)
+    batch, given = state.get("sequences_per_step"), [stage.global_batch_size for stage in config.data.stage]
+    if config.training.global_batch_size is not None or any(given) or per_step is None or batch in (None, per_step):
         return
     seen = f"not given: local_batch_size × data-parallel ranks make {per_step} sequences per step"
     want = f"{batch} sequences per step, with which the checkpoint was trained"

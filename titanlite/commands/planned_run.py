@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.config.recipe_schema import SaveList
+from titanlite.config.stages import largest_stage
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.comm_volume import Traffic, again, of_loss, of_update, of_weights
@@ -57,7 +58,8 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     Raises:
         TitanliteError: there is nothing to plan, or the trainer would refuse the model.
     """
-    config, mesh, t = checked.config, checked.config.parallelism, checked.config.parallelism.tensor_parallel_degree
+    config = largest_stage(checked.config)  # which decides on memory; its step is the one that is priced
+    mesh, t = config.parallelism, config.parallelism.tensor_parallel_degree
     if t == 1 and world is None:
         want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
         price = "--activation-checkpoint for what the save-list costs"
@@ -71,6 +73,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     predicted = forecast(memory, checked.save_list, measured_rates(device)) if world else None
     if t == 1:
         traffic, notes = _traffic(memory, world)
+        notes = (*_stages_in_words(checked), *notes)
         return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes)
     import torch
     import torch.nn.functional as F
@@ -92,8 +95,16 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     if any(pair.obstacle == NOT_ASKED for pair in pairs):
         note = "what is fused is not known without Triton (pip install triton); a predicted time has all of them fused"
         notes = (*notes, note)
-    notes = (*unknown, *notes)
+    notes = (*_stages_in_words(checked), *unknown, *notes)
     return PlannedRun(memory, tokens, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
+
+
+def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
+    """Say of each stage which shape it has; nothing of a run with one."""
+    rows = checked.table.rows
+    shapes = [f"{row.asked.sequences} × {row.asked.seq_len} from step {row.from_step + 1}" for row in rows]
+    what = "sequences × tokens of a step, of which the largest micro-step is priced"
+    return (f"stages, {what}: {', '.join(shapes)}",) if len(rows) > 1 else ()
 
 
 def _traffic(

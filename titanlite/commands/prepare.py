@@ -13,6 +13,7 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
+from titanlite.config.stages import source_keys
 from titanlite.data.packing import PackedSamples, count_packing, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
@@ -33,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(_COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
-    sources = {"data.source": config.data.source} | held_out_sources(config)
+    sources = dict(source_keys(config).values()) | held_out_sources(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     notices = [f"warning: {text}" for text in checked.warnings] + [checked.inputs.unused]
     for notice in filter(None, notices):

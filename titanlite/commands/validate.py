@@ -11,15 +11,18 @@ from dataclasses import replace
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, step_to_resume
+from titanlite.checkpoint.resume import branch_point, check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import n_parameters
 from titanlite.config.check import sequences_per_step
 from titanlite.config.schema import Config
+from titanlite.config.stages import longest_seq_len, source_keys
 from titanlite.data.inputs import check_cache
+from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs
 from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
+from titanlite.data.stages import stage_table, weights_in_words
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
@@ -56,8 +59,8 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
     warnings = [folder.seems_in_use()]
-    if "data.source" not in checked.inputs.shards:
-        warnings.append(whole_from_hub(checked.inputs.sources["data.source"], config.data))
+    ahead = (source for key, source in checked.inputs.trained.items() if key not in checked.inputs.shards)
+    warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():
         warnings.append(lack_of_memory(config, checked.dims))
     if config.checkpoint.enable:
@@ -67,12 +70,16 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences, checked.saved)
         samples = int(state.get("samples", 0))
-        at, shards = step_folder(folder.checkpoints, step), checked.inputs.shards.get("data.source")
-        corpus, strict = shards.fingerprint if shards else "", config.job.strict
+        at, shards, strict = step_folder(folder.checkpoints, step), checked.inputs.shards, config.job.strict
+        keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
+        corpora = {name: shards[key].fingerprint for name, key in keys.items()}
         tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
-        warnings.append(other_text(at, state, corpus, tokenizer, strict))
+        warnings.append(other_text(at, state, corpora, tokenizer, strict))
         notices += [idle] if (idle := nothing_to_do(config, step)) else []
-    hints, warnings = (*checked.hints, *notices), (*checked.warnings, *filter(None, warnings))
+    elif branch := branch_point(config.checkpoint.initial_load_path):
+        notices.append(f"goes on from {step_folder(*branch)}: weights, optimizer and place in the data")
+        notices += [idle] if (idle := nothing_to_do(config, branch[1])) else []
+    hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
 
 
@@ -97,16 +104,16 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         tokens = f"{batch.local_batch_size * batch.seq_len:,} tokens a step on each data-parallel rank"
     else:
         per_step = sequences * batch.seq_len
-        tokens = f"{per_step:,} tokens a step, {per_step * batch.steps:,} in {batch.steps:,} steps"
+        in_all = checked.table.tokens(batch.steps) if len(checked.table.rows) > 1 else per_step * batch.steps
+        tokens = f"{per_step:,} tokens a step, {in_all:,} in {batch.steps:,} steps"
         if ranks:
             micro_steps = sequences // (batch.local_batch_size * ranks)
             tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     limit = f", data.max_tokens {config.data.max_tokens:,}" if config.data.max_tokens else ""
-    is_text = inputs.sources["data.source"].kind != "tokens"
-    ids = f"tokenizer {config.data.tokenizer}" if is_text else "token files"
+    ids = f"tokenizer {config.data.tokenizer}" if inputs.is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
-        n_samples = sample_count(config.data.source, n_tokens, batch.seq_len)
+        n_samples = sample_count(config.data.source, n_tokens, longest_seq_len(config))
         length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
     shards, chosen = "(all remaining)" if shard == -1 else shard, config.activation_checkpoint
@@ -116,11 +123,12 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
         "batch": tokens,
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}",
-        "data": f"{config.data.source}{limit}, {ids}{length}",
+        "data": f"{_mixture(checked) or config.data.source + limit}, {ids}{length}",
+        **({"stages": _stages(checked)} if len(checked.table.rows) > 1 else {}),
         **({"files": files} if files else {}),
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
-    ahead = (source for key, source in inputs.sources.items() if key not in {"data.source", *inputs.shards})
+    ahead = (source for key, source in inputs.sources.items() if key not in {*inputs.trained, *inputs.shards})
     long = (whole_from_hub(source, config.data) for source in ahead)  # which a run says when it does it
     n = len(checked.warnings)
     lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]
@@ -140,12 +148,45 @@ def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0,
         samples: that were trained on until there.
     """
     batch, each = config.training, ""
+    if config.data.stage:
+        table = stage_table(config, world)
+        unit_len = longest_seq_len(config)
+        return f"{epochs(table.tokens(batch.steps) / (n_samples * unit_len))} in {batch.steps:,} steps"
     sequences = sequences_per_step(config, world) or 1
     if world is None and batch.global_batch_size is None and config.parallelism.data_parallel_shard_degree == -1:
         sequences, each = batch.local_batch_size, ", times the number of data-parallel ranks"
         if samples:  # a run that resumes without a global batch is held to the one it had
             sequences, each = samples // start, ""
-    return f"{epochs(batch.steps, sequences, n_samples, start, samples)} in {batch.steps:,} steps{each}"
+    count = (samples + max(0, batch.steps - start) * sequences) / n_samples
+    return f"{epochs(count)} in {batch.steps:,} steps{each}"
+
+
+def _mixture(checked: CheckedRun) -> str:
+    """Return the sources of a mixture, each with its share of the run's tokens and its epochs; "" without one."""
+    config, table = checked.config, checked.table
+    if not config.data.mixture:
+        return ""
+    tokens, unit_len = checked.inputs.tokens, longest_seq_len(config)
+    keys = {name: key for name, (key, _) in source_keys(config).items() if key in tokens}
+    mixture = Mixture(table, {name: max(1, (tokens[key] - 1) // unit_len) for name, key in keys.items()}, unit_len)
+    taken, passes, total = mixture.tokens(table.steps), mixture.epochs(table.steps), max(1, table.tokens(table.steps))
+    return ", ".join(
+        f"{source.name} {taken[source.name] / total:.2%}"
+        + (f" ({epochs(passes[source.name])})" if source.name in passes else "")
+        for source in config.data.mixture
+    )
+
+
+def _stages(checked: CheckedRun) -> str:
+    """Return each row of the stage table in a line."""
+    lines: list[str] = []
+    for row in checked.table.rows:
+        asked = row.asked
+        shape = f"{asked.sequences:,} sequences of {asked.seq_len:,} tokens a step"
+        mixed = f", {weights_in_words(asked)}" if checked.config.data.mixture else ""
+        decay = "" if asked.lr_decay_to is None else f", learning rate to {asked.lr_decay_to:g} of its peak"
+        lines.append(f"from step {row.from_step + 1:,}, after {row.from_tokens:,} tokens: {shape}{mixed}{decay}")
+    return "\n            ".join(lines)
 
 
 def _model(checked: CheckedRun) -> str:

@@ -28,7 +28,8 @@ def from_table(
 
     Args:
         schema: a frozen dataclass. Fields may be bool, int, float, str, `Literal`, other dataclasses, tuples of one of
-            these, and unions of these with each other or None. A field without a default must be given.
+            these, tables of one by name, and unions of these with each other or None. A field without a default must be
+            given.
         table: what the file says.
         problems: collects what is wrong.
         where: dotted key of this table; "" at the top.
@@ -79,6 +80,11 @@ def _convert(
         item, items = get_args(tuples[0])[0], cast("list[object]", value)
         converted = [_convert(item, v, f"{path}[{n}]", problems, suggest, None) for n, v in enumerate(items)]
         return None if None in converted else tuple(converted)
+    tables = [o for o in options if get_origin(o) is dict]
+    if tables and isinstance(value, dict):
+        item, given = get_args(tables[0])[1], cast("dict[str, object]", value)
+        named = {k: _convert(item, v, f"{path}.{k}", problems, suggest, None) for k, v in given.items()}
+        return None if None in named.values() else named
     if any(_fits(o, value) for o in options):
         widen = float in options and int not in options and type(value) is int
         return float(cast("int", value)) if widen else value
@@ -113,6 +119,8 @@ def describe_type(hint: Any) -> str:
             words.append("a list of tables" if dataclasses.is_dataclass(item) else "a list of strings")
         elif dataclasses.is_dataclass(option):
             words.append("a table")
+        elif get_origin(option) is dict:
+            words.append("a table of numbers")
         else:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
             words.append(names[option])
@@ -127,10 +135,12 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
         return f"{key} = {show(meant)}"
     if fix := replacement(path, value):
         return fix
-    if any(get_origin(o) is tuple for o in options) and isinstance(value, str):
+    if any(get_origin(o) is tuple and get_args(o)[0] is str for o in options) and isinstance(value, str):
         return f"{key} = [{show(value)}]"
     if any(dataclasses.is_dataclass(o) for o in options):
         return f"write it as a table: [{path}]"
+    if any(get_origin(o) is tuple and dataclasses.is_dataclass(get_args(o)[0]) for o in options):
+        return f"write each as a table of a list: [[{path}]]"
     choices = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)]
     if near := nearest(str(value), choices):
         return f'did you mean "{near}"?'

@@ -18,6 +18,7 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
+from titanlite.config.stages import check_stages, longest_seq_len, stage_configs
 
 _FROM_HOME = (  # keys of paths in which ~ stands for a home
     "job.dump_folder",
@@ -65,20 +66,24 @@ def check_config(
     counts: tuple[int, ...] = ()
     if model is not None:
         check_dims(model, config.model, problems)
-        longest, seq_len = model.max_seq_len, config.training.seq_len
-        if 0 < longest < seq_len and are_read("training"):
+        longest, seq_len = model.max_seq_len, longest_seq_len(config)
+        if 0 < longest < seq_len and are_read("training", "data"):
             want = f"at most {longest}, the number of position embeddings of the model"
-            problems.add("training.seq_len", str(seq_len), want, f"seq_len = {longest}")
+            key = "training.seq_len" if seq_len == config.training.seq_len else "data.stage"
+            problems.add(key, str(seq_len), want, f"seq_len = {longest}")
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
     is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
+    if are_read("training", "data"):
+        check_stages(config, problems)
     if is_in_range and are_read("training", "parallelism"):
         check_mesh(config, model, world_size, problems)
         if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
             check_batch(config, world_size, problems)
+            _check_batches(config, world_size, problems)
         if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
-    if are_read("training", "job", "profiling"):
-        _check_steps(config, problems)
+    if are_read("training", "job", "profiling") and not config.training.tokens:  # else the steps are not known yet
+        check_steps(config, problems)
     if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
         _check_features(config, model, problems)
     problems.raise_all()
@@ -128,7 +133,34 @@ def _can_divide(config: Config) -> bool:
     return min(batch.seq_len, batch.local_batch_size, *degrees) >= 1
 
 
-def _check_steps(config: Config, problems: Problems) -> None:
+def _check_batches(config: Config, world_size: int | None, problems: Problems) -> None:
+    """Check the batch of each stage, as that of `[training]` is."""
+    for n, _, now in stage_configs(config):
+        if n is None or now.training == config.training or not _can_divide(now):
+            continue
+        own = Problems(Origin(""))
+        check_batch(now, world_size, own)
+        tokens, tensor = now.training.seq_len * now.training.local_batch_size, config.parallelism.tensor_parallel_degree
+        if tokens % tensor:
+            want = f"seq_len × local_batch_size to be a multiple of tensor_parallel_degree = {tensor}; it is {tokens}"
+            problems.add(f"data.stage[{n}].seq_len", str(now.training.seq_len), want, "a larger seq_len or batch")
+        for problem in own.found():
+            name = problem.where.partition(".")[2]
+            problems.add(f"data.stage[{n}].{name}", problem.saw, problem.want, problem.fix)
+
+
+def check_last_steps(config: Config, origin: Origin) -> None:
+    """Check what happens at a given step, now that the steps which `training.tokens` takes are known.
+
+    Raises:
+        ConfigError: it is after the last one.
+    """
+    problems = Problems(origin)
+    check_steps(config, problems)
+    problems.raise_all()
+
+
+def check_steps(config: Config, problems: Problems) -> None:
     """Check that all that happens at a given step happens within the run."""
     steps, profiling = config.training.steps, config.profiling
     if steps < 1:

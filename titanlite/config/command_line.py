@@ -20,7 +20,7 @@ import tomli
 import tyro
 
 from titanlite.config.build import describe_type, repair
-from titanlite.config.explain import overview, section_page
+from titanlite.config.explain import overview, section_page, table_of
 from titanlite.config.port import Port
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.read import read_what_is_right, schema_keys, sections, suggest_key
@@ -137,7 +137,11 @@ def _is_flag_without_dashes(arg: str, first: bool) -> bool:
 def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
     """Add a problem and return True if no key of the schema has this name."""
     if key in schema_keys():
-        return False
+        if table_of(schema_keys()[key]) is None:
+            return False
+        fix = f"write [[{key}]] there, as often as there are tables"
+        problems.add(f"--{key}", " ".join(values), "tables in the config file, and no flag", fix, at=COMMAND_LINE)
+        return True
     section = key.partition(".")[0]
     own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
     want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"

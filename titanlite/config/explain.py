@@ -7,7 +7,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
-from typing import get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from titanlite.config import schema
 from titanlite.config.build import describe_type, show
@@ -43,10 +43,30 @@ def section_page(name: str) -> str:
     lines = [f"[{name}]  {inspect.getdoc(cls)}"]
     for field in dataclasses.fields(cls):
         default = "not given" if field.default is None else show(field.default)
-        head = f"--{name}.{field.name}  {describe_type(hints[field.name])}; default: {default}"
+        key, table = f"--{name}.{field.name}", table_of(hints[field.name])
+        head = f"{f'[[{name}.{field.name}]]' if table else key}  {describe_type(hints[field.name])}; default: {default}"
         lines += ["", *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_long_words=False)]
         lines += textwrap.wrap(docs[field.name], _WIDTH, initial_indent="    ", subsequent_indent="    ")
+        for key, kind, about in table_keys(table) if table else ():
+            lines += textwrap.wrap(f"{key}  {kind}", _WIDTH, initial_indent="    ", subsequent_indent="        ")
+            lines += textwrap.wrap(about, _WIDTH, initial_indent="        ", subsequent_indent="        ")
     return "\n".join(lines) + "\n"
+
+
+def table_of(hint: Any) -> type | None:
+    """Return the dataclass of which a key is a list; None of any other key."""
+    item = get_args(hint)[0] if get_origin(hint) is tuple else None
+    return item if dataclasses.is_dataclass(item) and isinstance(item, type) else None
+
+
+def table_keys(table: type) -> list[tuple[str, str, str]]:
+    """Return each key of a table in a list, with its type, whether it must be given, and its meaning."""
+    hints, docs = get_type_hints(table), field_docs()[table.__name__]
+    found: list[tuple[str, str, str]] = []
+    for f in dataclasses.fields(table):
+        must = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+        found.append((f.name, describe_type(hints[f.name]) + "; must be given" * must, docs[f.name]))
+    return found
 
 
 def field_docs() -> dict[str, dict[str, str]]:

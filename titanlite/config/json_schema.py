@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.build import options_of
 from titanlite.config.explain import field_docs
-from titanlite.config.ranges import RANGES
+from titanlite.config.ranges import LIST_RANGES, RANGES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 
@@ -75,7 +75,10 @@ def _option(key: str, option: Any) -> dict[str, Any]:
         return {"enum": list(get_args(option))}
     if get_origin(option) is tuple:
         return {"type": "array", "items": _option(f"{key}[]", get_args(option)[0])}
-    return {**_TYPES[option], **(_range(RANGES[key]) if key in RANGES and option in (int, float) else {})}
+    if get_origin(option) is dict:
+        return {"type": "object", "additionalProperties": _option(f"{key}{{}}", get_args(option)[1])}
+    span = RANGES.get(key) or LIST_RANGES.get(key)
+    return {**_TYPES[option], **(_range(span) if span and option in (int, float) else {})}
 
 
 def _range(span: str) -> dict[str, Any]:

@@ -74,6 +74,10 @@ class Problems:
         if self._found:
             raise self.error(error)
 
+    def found(self) -> list[Problem]:
+        """Return every problem, in the order in which they were added."""
+        return [problem for _, problem in self._found]
+
     def wrong_keys(self) -> set[str]:
         """Return the dotted keys that something is wrong with."""
         return {problem.where.removeprefix("--") for _, problem in self._found}

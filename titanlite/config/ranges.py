@@ -26,6 +26,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "data.max_record_mib": "[1, 1048576]",  # a tebibyte; what is larger by far cannot be asked for from a file
     "data.shuffle_window": "[0, inf)",
     "training.steps": "[1, inf)",
+    "training.tokens": "[0, inf)",
     "training.seq_len": "[1, inf)",
     "training.local_batch_size": "[1, inf)",
     "training.global_batch_size": "[1, inf)",
@@ -38,6 +39,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "optimizer.eps": "(0, inf)",
     "optimizer.weight_decay": "[0, inf)",
     "lr_scheduler.warmup_steps": "[0, inf)",
+    "lr_scheduler.warmup_tokens": "[0, inf)",
     "lr_scheduler.decay_ratio": "(0, 1]",
     "lr_scheduler.min_lr_factor": "[0, 1]",
     "parallelism.data_parallel_replicate_degree": "[1, inf)",
@@ -58,6 +60,16 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "profiling.steps": "[1, inf)",
 }
 
+LIST_RANGES = {  # of the numbers in lists of tables
+    "data.mixture[].weight": "[0, inf)",
+    "data.mixture[].max_epochs": "(0, inf)",
+    "data.stage[].from_tokens": "[0, inf)",
+    "data.stage[].seq_len": "[1, inf)",
+    "data.stage[].global_batch_size": "[1, inf)",
+    "data.stage[].local_batch_size": "[1, inf)",
+    "data.stage[].lr_decay_to": "[0, 1]",
+}
+
 # Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.
 _FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
@@ -76,6 +88,12 @@ def check_ranges(config: Config, problems: Problems) -> None:
             problems.add(key, show(value), want, fix)
         elif value == 0 and span.startswith("[-1"):
             problems.add(key, "0", "-1 (all) or at least 1", f"{name} = -1")
+    for key, span in LIST_RANGES.items():
+        tables, _, name = key.partition("[].")
+        for n, table in enumerate(attrgetter(tables)(config)):
+            value = getattr(table, name)
+            if value is not None and not _inside(value, span):
+                problems.add(f"{tables}[{n}].{name}", show(value), _range_in_words(span, value), f"another {name}")
 
 
 def _inside(value: float, span: str) -> bool:

@@ -1,8 +1,8 @@
 """The config schema: one frozen dataclass per TOML section. This file is the reference of every key.
 
 The docstring under a field is its help text (`--help SECTION`), and its default is what runs if nothing is said.
-Types are kept to what a TOML file can say: bool, int, float, str, tuples of str, `Literal` choices, and `| None` for
-"not given". `config/read.py` checks each value against its type, `config/check.py` checks values against each other.
+Types are kept to what a TOML file can say: bool, int, float, str, tuples of str or of tables, tables of numbers,
+`Literal` choices, and `| None` for "not given". `config/read.py` checks each value against its type, `config/check.py` checks values against each other.
 
 Most keys have the names of torchtitan's last TOML release; `config/torchtitan.py` has its keys, and what they are here.
 """
@@ -56,6 +56,38 @@ class Model:
 
 
 @dataclass(frozen=True)
+class MixtureSource:
+    """A source of a mixture."""
+
+    name: str
+    """Name of the source, of letters, digits, - and _: in metrics, in `data.stage.weights`, and for its order. Another name is another source."""
+    source: str
+    """Like `data.source`."""
+    weight: float
+    """Share of the tokens, relative to the sum of all weights, until a stage gives others."""
+    max_epochs: float | None = None
+    """Refuse a run that would go through the source more often than this."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A change of the run from a number of tokens on. What is not given stays as it was."""
+
+    from_tokens: int
+    """Tokens trained on before the stage. It begins with the first step at or after them; 0 is the start of the run."""
+    weights: dict[str, float] = field(default_factory=dict[str, float])
+    """Weight of each source of the mixture, by name, as `{web = 0.5, code = 0.5}`. Sources that are not named have none."""
+    seq_len: int | None = None
+    """Tokens per sequence (S). The longest of all stages is a multiple of it."""
+    global_batch_size: int | None = None
+    """Sequences per optimizer step over all ranks."""
+    local_batch_size: int | None = None
+    """Sequences per data-parallel rank per micro-step."""
+    lr_decay_to: float | None = None
+    """Fraction of the peak that the learning rate reaches by the end of the stage, in the shape of `lr_scheduler.decay_type`. If any stage has it, the rate is constant after warm-up in stages without it."""
+
+
+@dataclass(frozen=True)
 class Data:
     """The text to train on. It is tokenized once into token shards, which every run memory-maps."""
 
@@ -83,6 +115,10 @@ class Data:
     """Tokens of the source within which its samples are shuffled, window after window: training needs a source's beginning only. In an epoch each sample occurs once. 0: the whole source."""
     cache_dir: str = "~/.cache/titanlite/data"
     """Folder for token shards. Hosts may share it; where each has its own, each tokenizes."""
+    mixture: tuple[MixtureSource, ...] = ()
+    """Several sources by weight, in place of `source`."""
+    stage: tuple[Stage, ...] = ()
+    """Stages of the run, by the tokens at which each begins."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +126,11 @@ class Training:
     """How much, in what batches, at what precision."""
 
     steps: int = 10_000
-    """Optimizer steps."""
+    """Optimizer steps. With `tokens`, as many as those take, whatever is given here."""
+    tokens: int = 0
+    """Tokens to train on: the run ends with the step that reaches them, and the learning rate follows tokens in place of steps. 0: `steps` says how long it is."""
     seq_len: int = 2048
-    """Tokens per sequence (S)."""
+    """Tokens per sequence (S): of training, unless a `data.stage` has another, of validation and of evaluation."""
     local_batch_size: int = 1
     """Sequences per data-parallel rank per micro-step."""
     global_batch_size: int | None = None
@@ -141,8 +179,10 @@ class LRScheduler:
 
     warmup_steps: int = 200
     """Steps of linear warm-up."""
+    warmup_tokens: int | None = None
+    """Tokens of linear warm-up, in place of `warmup_steps`; with `training.tokens` alone."""
     decay_ratio: float | None = None
-    """Fraction of `training.steps`, at the end, over which the rate decays (warm-up, stable, decay). Not given: decay starts when warm-up ends, as it does where there is less room."""
+    """Fraction of `training.steps` or `training.tokens`, at the end, over which the rate decays (warm-up, stable, decay). Not given: decay starts when warm-up ends, as it does where there is less room."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: float = 0.1

@@ -13,7 +13,10 @@ def to_toml(config: Any) -> str:
 
 def toml_table(config: Any) -> dict[str, Any]:
     """Return a config, or a recipe, as the table that its TOML says."""
-    return _toml_value(dataclasses.asdict(config))
+    table = _toml_value(dataclasses.asdict(config))
+    if table.get("data", {}).get("mixture"):
+        del table["data"]["source"]  # which a mixture takes the place of
+    return table
 
 
 def _toml_value(value: Any) -> Any:

@@ -1,25 +1,28 @@
 """Yield the batches of one rank, step by step.
 
-A step trains on the next G positions of the global order (G = `training.global_batch_size`); micro-step m of
-data-parallel rank r takes `local_batch_size` of them, from the (m·dp + r)·local-th on. So a step's samples are the same
-for every number of ranks, and the number of samples trained on is the whole state.
+A step trains on the next G samples of the order (G = `training.global_batch_size`, or what a stage has); micro-step m
+of data-parallel rank r takes `local_batch_size` of them, from the (m·dp + r)·local-th on. So a step's samples are the
+same for every number of ranks, and the number of samples trained on, with the stage table, is the whole state.
 
 A thread reads the next step while this one is computed. One thread is enough: a sample is one read of the page cache,
 and the ranks of a host need a few megabytes a second. Worker processes would bring signals, forks and shared memory.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from titanlite.data.document_starts import document_lengths, document_starts
+from titanlite.data.mixture import Mixture, Taken, seed_of
 from titanlite.data.samples import ConcatenatedSamples, Samples
 from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.stages import StageTable
 from titanlite.data.windows import units_at
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.layers import Sequences
@@ -32,64 +35,55 @@ class Batch:
     tokens: Tensor  # [M] int64
     targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
     sequences: Sequences  # S tokens each, with the documents in them if these are masked
+    sources: Tensor | None = None  # [B] int64, place of each sequence's in `TrainBatches.names`; None: there is but one
 
 
 class TrainBatches:
     """The micro-batches of one rank in training, without end: epochs follow each other, each in its own order.
 
     Args:
-        shards: the corpus.
-        seq_len: tokens per sample (S).
+        sources: samples of each source by name, all of one length: the longest seq_len of all stages.
+        table: the stages of the run.
         seed: of the order.
-        global_batch_size: samples per step over all ranks, a multiple of local_batch_size · dp_size.
-        local_batch_size: samples per micro-batch.
         dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
-        position: in the global order, of the first sample: as many as were trained on before.
-        window: tokens within which samples are shuffled, at least seq_len; 0: the whole corpus.
-        packed: the samples, where they are not those of the concatenated documents.
-        separator: id that ends each document, if documents are masked.
-
-    Raises:
-        DataError: the corpus has fewer samples than one global batch.
+        step: the last one done before.
+        window: tokens within which samples are shuffled, at least one sample; 0: the whole source.
+        separators: ids that end documents, by source, if documents are masked; none of a source without documents.
     """
 
     def __init__(
         self,
-        shards: TokenShards,
+        sources: Mapping[str, Samples],
+        table: StageTable,
         *,
-        seq_len: int,
         seed: int,
-        global_batch_size: int,
-        local_batch_size: int,
         dp_rank: int,
         dp_size: int,
         device: torch.device,
-        position: int = 0,
+        step: int = 0,
         window: int = 0,
-        packed: Samples | None = None,
-        separator: int | None = None,
+        separators: Mapping[str, int | None] | None = None,
     ) -> None:
-        meta = shards.meta
-        if packed is not None and packed.n >= global_batch_size:
-            self.n_samples = packed.n
-        else:  # fewer than concatenated there never are
-            self.n_samples = sample_count(
-                meta.source, shards.tokens, seq_len, at_least=global_batch_size, max_tokens=meta.max_tokens
-            )
-        self.position = position  # of the next step; save it to resume
+        (unit_len,) = {samples.seq_len for samples in sources.values()}
+        self.mixture = Mixture(table, {name: samples.n for name, samples in sources.items()}, unit_len)
+        self.names = self.mixture.names if len(sources) > 1 else ()  # of the sources that losses are told apart by
+        self.step = step  # the last one whose batches were given
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
-        self.lengths = np.array([seq_len])  # of each document of the last `next`; of each sample if none are masked
-        self.is_masked = separator is not None
-        self._samples: Samples = packed or ConcatenatedSamples(shards, seq_len)
-        self._seed, self._window, self._device = seed, window // seq_len, _indexed(device)
-        self._separator = separator
-        self.global_batch_size = global_batch_size
-        places = np.arange(global_batch_size).reshape(-1, dp_size, local_batch_size)
-        self._places = places[:, dp_rank]  # [micro-steps, local], within the global batch
+        self.lengths = np.array([unit_len])  # of each document of the last `next`; of each sample if none are masked
+        self._separators = {} if separators is None else separators
+        self.is_masked = any(separator is not None for separator in self._separators.values())
+        self._sources, self._table, self._window = sources, table, window // unit_len
+        self._seeds = {name: seed_of(seed, name) for name in sources}
+        self._rank, self._size, self._device = dp_rank, dp_size, _indexed(device)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead = self._prefetch()
+
+    @property
+    def position(self) -> int:
+        """Return the samples trained on by the steps whose batches were given; save it to resume."""
+        return self._table.samples(self.step)
 
     def next(self) -> list[Batch]:
         """The micro-batches of the next optimizer step.
@@ -101,40 +95,79 @@ class TrainBatches:
             DataError: a shard has changed, or cannot be read any more.
         """
         started = time.monotonic()
-        pair, starts, self.lengths = self._ahead.result()
+        read, self.lengths = self._ahead.result()
         self.wait_seconds = time.monotonic() - started
-        self.position += self.global_batch_size
+        self.step += 1
+        seq_len = self._table.row(self.step).asked.seq_len
         self._ahead = self._prefetch()
-        pair, seq_len = pair.to(self._device, non_blocking=True), self._samples.seq_len
-        of_micros = [None] * pair.shape[1] if starts is None else starts.to(self._device, non_blocking=True)
-        micros = zip(*pair, of_micros, strict=True)
-        return [Batch(tokens, targets, Sequences(seq_len, starts)) for tokens, targets, starts in micros]
+        on_device = read.each(lambda tensor: tensor.to(self._device, non_blocking=True))
+        found: list[Batch] = []
+        for n, (tokens, targets) in enumerate(zip(*on_device.pair, strict=True)):
+            starts, sources = (None if of is None else of[n] for of in on_device[1:])
+            found.append(Batch(tokens, targets, Sequences(seq_len, starts), sources))
+        return found
 
     def padding(self) -> list[Batch]:
         """Return as many micro-batches without a target, for a rank that must take part in a step and has no data."""
-        n_micro, local = self._places.shape
-        return [_padding(local, self._samples.seq_len, self._device, self._separator is not None)] * n_micro
+        asked = self._table.row(self.step + 1).asked
+        n_micro = asked.sequences // (asked.local_batch_size * self._size)
+        batch = _padding(asked.local_batch_size, asked.seq_len, self._device, self.is_masked)
+        if self.names:
+            none = torch.zeros(asked.local_batch_size, dtype=torch.int64, device=self._device)
+            batch = replace(batch, sources=none)
+        return [batch] * n_micro
 
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _prefetch(self) -> "Future[tuple[Tensor, Tensor | None, np.ndarray]]":
-        return self._thread.submit(self._read, self.position)
+    def _prefetch(self) -> "Future[tuple[_Read, np.ndarray]]":
+        return self._thread.submit(self._read, self.step + 1)
 
-    def _read(self, position: int) -> tuple[Tensor, Tensor | None, np.ndarray]:
-        """Tokens and targets of one step, [2, micro-steps, M], where their documents start, [micro-steps, M], and the
-        lengths of these; in pinned memory what goes to a GPU."""
-        positions = position + self._places
-        samples = units_at(positions.ravel(), self.n_samples, self._seed, self._window)
-        pair = _tokens_and_targets(self._samples, samples).reshape(2, *positions.shape, -1)
-        starts = _mask_documents(pair, self._separator)
-        lengths = np.full(positions.size, pair.shape[-1]) if starts is None else document_lengths(starts)
-        packed = [torch.from_numpy(t).flatten(-2) for t in (pair, *([] if starts is None else [starts]))]
+    def _read(self, step: int) -> "tuple[_Read, np.ndarray]":
+        """Read one step, in pinned memory if it goes to a GPU, and the lengths of its documents."""
+        row = self._table.row(step)
+        places = np.arange(row.asked.sequences).reshape(-1, self._size, row.asked.local_batch_size)[:, self._rank]
+        taken = self.mixture.taken(row, self._table.samples(step - 1) + places.ravel())
+        pair = np.empty((2, places.size, taken.seq_len), np.int64)
+        separators = np.full(places.size, -1)  # which is no id
+        for n, name in enumerate(self.mixture.names):
+            own = np.flatnonzero(taken.source == n)
+            if own.size:
+                pair[:, own] = self._pieces(name, taken, own)
+                separators[own] = -1 if (separator := self._separators.get(name)) is None else separator
+        pair, separators = pair.reshape(2, *places.shape, -1), separators.reshape(places.shape)
+        starts = _mask_documents(pair, separators) if self.is_masked else None
+        lengths = np.full(places.size, taken.seq_len) if starts is None else document_lengths(starts)
+        sources = torch.from_numpy(taken.source.reshape(places.shape)) if self.names else None
+        of_tokens = None if starts is None else torch.from_numpy(starts).flatten(-2)
+        read = _Read(torch.from_numpy(pair).flatten(-2), of_tokens, sources)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
-            packed = [t.pin_memory() for t in packed]
-        return packed[0], packed[1] if len(packed) > 1 else None, lengths
+            read = read.each(Tensor.pin_memory)
+        return read, lengths
+
+    def _pieces(self, name: str, taken: Taken, own: np.ndarray) -> np.ndarray:
+        """Read the samples of one source: [2, N, S]."""
+        samples, S = self._sources[name], taken.seq_len
+        units = units_at(taken.unit[own], samples.n, self._seeds[name], self._window)
+        found = np.empty((2, len(own), S), np.int64)
+        for n, (unit, piece) in enumerate(zip(units.tolist(), taken.piece[own].tolist(), strict=True)):
+            found[:, n] = samples.read(unit)[:, piece * S : (piece + 1) * S]
+        return found
+
+
+class _Read(NamedTuple):
+    """The tensors of one step of a rank."""
+
+    pair: Tensor  # [2, micro-steps, M] int64, tokens and targets
+    starts: Tensor | None  # [micro-steps, M] int32, where the document of each token starts
+    sources: Tensor | None  # [micro-steps, B] int64, of each sequence
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
+        """Return it with each tensor changed."""
+        starts, sources = (None if tensor is None else change(tensor) for tensor in self[1:])
+        return _Read(change(self.pair), starts, sources)
 
 
 class ValidationBatches:
@@ -192,7 +225,8 @@ class ValidationBatches:
             pair = np.zeros((2, len(samples), seq_len), np.int64)
             pair[:, : len(has)] = _tokens_and_targets(self._samples, has)
             pair[1, len(has) :] = IGNORE_INDEX
-            starts = _mask_documents(pair, self._separator)
+            separator = self._separator
+            starts = None if separator is None else _mask_documents(pair, np.full(len(samples), separator))
             tokens, targets = torch.from_numpy(pair).flatten(-2).to(self._device)
             of_samples = None if starts is None else torch.from_numpy(starts).flatten().to(self._device)
             yield Batch(tokens, targets, Sequences(seq_len, of_samples))
@@ -209,12 +243,12 @@ def _padding(samples: int, seq_len: int, device: torch.device, is_masked: bool) 
     return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len, starts))
 
 
-def _mask_documents(pair: np.ndarray, separator: int | None) -> np.ndarray | None:
-    """Leave the target of each separator out, in tokens and targets [2, …, B, S], and say where documents start."""
-    if separator is None:
-        return None
+def _mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
+    """Leave the target of each separator out, in tokens and targets [2, …, B, S], and say where documents start.
+
+    `separators` is the id that ends documents in each sequence, [… , B].
+    """
     tokens, targets = pair
-    separators = np.full(tokens.shape[:-1], separator)
     targets[tokens == separators[..., None]] = IGNORE_INDEX
     return document_starts(tokens, separators)
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from titanlite.config.held_out import held_out_sources
 from titanlite.config.schema import Config, Data
+from titanlite.config.stages import least_samples, longest_seq_len, source_keys
 from titanlite.data.cache_folder import (
     check_cache_is_folder,
     check_cache_is_outside,
@@ -49,8 +50,18 @@ class Inputs:
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the tokenizer of `data.source`; "" for token files."""
-        return self.tokenizer.fingerprint if self.tokenizer and self.sources["data.source"].kind != "tokens" else ""
+        """Return the fingerprint of the tokenizer of the text that is trained on; "" for token files."""
+        return self.tokenizer.fingerprint if self.tokenizer and self.is_text else ""
+
+    @property
+    def trained(self) -> dict[str, Source]:
+        """Return the sources that are trained on."""
+        return {key: source for key, source in self.sources.items() if not key.startswith("validation.")}
+
+    @property
+    def is_text(self) -> bool:
+        """Return whether text is trained on, and not only token files."""
+        return any(source.kind != "tokens" for source in self.trained.values())
 
 
 def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> Inputs:
@@ -72,7 +83,8 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         DataError: with all problems found.
     """
     problems: list[str] = []
-    sources = {"data.source": (config.data.source, sequences)}
+    least = sequences and least_samples(config, sequences)
+    sources = {key: (source, least) for key, source in source_keys(config).values()}
     sources |= {key: (source, sequences and 1) for key, source in held_out_sources(config).items()}
     found: dict[str, Source] = {}
     shards, tokens = dict[str, TokenShards](), dict[str, int]()
@@ -106,7 +118,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
             counted = _count_if_small(source, config.data, tokenizer, vocab_size)
         if counted is not None:
             tokens[key], max_tokens = counted
-            seq_len = config.training.seq_len
+            seq_len = config.training.seq_len if key.startswith("validation.") else longest_seq_len(config)
             is_enough = config.data.packing == "best_fit" and tokens[key] > seq_len * ((at_least or 1) - 1)
             if at_least is not None and not is_enough:
                 sample_count(source.name, tokens[key], seq_len, at_least, key, max_tokens)

@@ -38,9 +38,8 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
     return samples.astype(np.int64)
 
 
-def epochs(steps: int, per_step: int, n_samples: int, start: int = 0, samples: int = 0) -> str:
-    """Say how often a run goes through its source: `0.22 epochs`, `1 epoch`, `1,200 epochs`."""
-    count = (samples + max(0, steps - start) * per_step) / n_samples
+def epochs(count: float) -> str:
+    """Say how often a source is gone through: `0.22 epochs`, `1 epoch`, `1,200 epochs`."""
     text = f"{count:{',.0f' if count >= 100 else '.3g'}}"
     return f"{text} epoch{'s' * (text != '1')}"
 

@@ -99,18 +99,20 @@ class CrossEntropy:
         made = partial(torch.compile, dynamic=False) if compile else by_rows
         self.statistics, self.gradient = made(local_statistics), made(overwrite_with_gradient)
 
-    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, targets: Tensor, of_sequences: Tensor | None = None) -> Tensor:
         """Sum the loss of all targets that are not IGNORE_INDEX.
 
         Args:
             logits: [M, V/tp].
             targets: [M] int64.
+            of_sequences: [B] float32, to which the loss of each of the B sequences is added, if it is given.
 
         Returns:
             [] float32, equal on all ranks of the group. Its backward can run once and overwrites `logits`.
         """
         first = self.group.rank * logits.shape[1] if self.group else 0
-        return _CrossEntropy.apply(logits, targets, first, self.group, self.statistics, self.gradient)  # type: ignore[no-any-return]
+        passes = self.statistics, self.gradient
+        return _CrossEntropy.apply(logits, targets, first, self.group, *passes, of_sequences)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -123,11 +125,15 @@ class _CrossEntropy(torch.autograd.Function):
         group: Group | None,
         statistics: Callable[..., tuple[Tensor, Tensor]],
         gradient: Callable[..., None],
+        of_sequences: Tensor | None,
     ) -> Tensor:
         lse, picked = over_ranks(*statistics(logits, targets, first), group)
         ctx.save_for_backward(logits, targets, lse)
         ctx.first, ctx.gradient = first, gradient
-        return torch.where(targets == IGNORE_INDEX, 0.0, lse - picked).sum()
+        losses = torch.where(targets == IGNORE_INDEX, 0.0, lse - picked)
+        if of_sequences is not None:
+            of_sequences += losses.view(len(of_sequences), -1).sum(1)
+        return losses.sum()
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
@@ -136,4 +142,4 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         ctx.gradient(logits, targets, ctx.first, lse, grad)
         ctx.gradient = None
-        return logits, None, None, None, None, None
+        return logits, None, None, None, None, None, None

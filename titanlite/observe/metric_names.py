@@ -39,9 +39,12 @@ KNOWN: Mapping[str, Known] = {
     "accuracy": Known("eval/accuracy", "Accuracy", "accuracy"),
     "accuracy_norm": Known("eval/accuracy_norm", "Accuracy", "accuracy by bytes"),
 }
-"""Each key; behind a dot may stand the name of a held-out source or a task, as in "validation_loss.wiki"."""
+"""Each key; behind a dot may stand the name of a source or a task, as in "validation_loss.wiki"."""
 
 PREFIXES: Mapping[str, str] = {
+    "loss.": "train/loss.",
+    "epoch.": "train/epoch.",
+    "share.": "data/share.",
     "validation_": "val/",
     "accuracy": "eval/accuracy",
     "evaluation_": "eval/",  # after what is longer

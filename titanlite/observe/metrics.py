@@ -57,6 +57,9 @@ class StepRow:
     memory_allocated_gib: float  # peak allocated
     seconds: float  # wall time per step
     data_wait_seconds: float  # of these, waiting for data
+    # Of each source of a mixture: "loss.<name>" of its targets in this step, if it has any, "epoch.<name>", and
+    # "share.<name>" of the tokens since step 1.
+    sources: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

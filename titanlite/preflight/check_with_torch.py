@@ -10,6 +10,7 @@ from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
+from titanlite.config.stages import largest_stage, longest_seq_len
 from titanlite.config.weight_decay import without_decay
 from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteError
 from titanlite.float8.scope import obstacle, odd_sizes, require_matches
@@ -44,9 +45,10 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
     from titanlite.models.find import build_model
 
     config, dims, save_list, mesh = checked.config, checked.dims, checked.save_list, checked.config.parallelism
-    model = build_model(config.model, dims, config.training.seq_len)
+    model = build_model(config.model, dims, longest_seq_len(config))
     _check_patterns(checked, model)
     shards = world // mesh.tensor_parallel_degree // mesh.data_parallel_replicate_degree if world else 1
+    config = largest_stage(config)  # of which a rank holds most
     rank = rank_model(config, dims, checked.float8, model, shards)
     if rank.float8 is not None and config.job.strict:
         _check_converted(checked, rank.float8)

@@ -8,16 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from titanlite import recipes
-from titanlite.checkpoint.publish import complete_steps, step_folder
-from titanlite.checkpoint.resume import (
-    other_text,
-    read_state,
-    saved_dims,
-)
+from titanlite.checkpoint.publish import complete_steps
+from titanlite.checkpoint.resume import branch_point, saved_dims
 from titanlite.config.build import show
-from titanlite.config.check import check_config, check_homes, sequences_per_step
+from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
-from titanlite.config.config_json import FROM_CHECKPOINT, KEY, check_initial_load_path
+from titanlite.config.config_json import FROM_CHECKPOINT, KEY
 from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
@@ -25,8 +21,9 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
+from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import has_bos
-from titanlite.errors import CheckpointError, ConfigError, TitanliteError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
 from titanlite.preflight.hints import (
     cut_schedule,
@@ -38,6 +35,7 @@ from titanlite.preflight.hints import (
     unaligned_vocabulary,
 )
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.start import check_first_state, check_sources, check_tokenizer, planned_stages
 
 T = TypeVar("T")
 
@@ -49,6 +47,7 @@ class CheckedRun:
     Attributes:
         save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
         origin: the place of each key.
+        table: the stages of the run, from where a start takes it up.
         port: what a config from torchtitan says and leaves out.
     """
 
@@ -59,6 +58,7 @@ class CheckedRun:
     origin: Origin
     inputs: Inputs
     port: Port
+    table: StageTable
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
     saved: dict[str, Any] | None = None  # what the newest checkpoint says beside its tensors, if it was read
@@ -89,10 +89,12 @@ class _Checks:
             found = [(report.source, problem) for report in error.args for problem in report.problems]
         for source, p in found:
             # Data, say, do not know where it was given. Of `validation.sources.NAME` the list is the key.
-            key = p.where if p.where in schema_keys() else p.where.rpartition(".")[0]
-            place = self.origin.of(key) if key in schema_keys() else Place(source, p.line)
+            # Of `data.mixture[0].weight` the file has the line; of `data.mixture.NAME` that of the list.
+            key = p.where if p.where in {*schema_keys(), *self.origin.places} else p.where.rpartition(".")[0]
+            is_known = key in schema_keys() or key in self.origin.places
+            place = self.origin.of(key) if is_known else Place(source, p.line)
             self.problems.add(p.where, p.saw, p.want, p.fix, at=place)
-        self.wrong.update(needs[:1], (problem.where for _, problem in found))
+        self.wrong.update(needs[:1], (problem.where.partition("[")[0] for _, problem in found))
         return None
 
 
@@ -119,35 +121,45 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
-        attempt(lambda: _resumes(config) or check_initial_load_path(config, dims, origin), *needs)
+        attempt(lambda: _resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
     save_list, float8 = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
     attempt(lambda: check_config(config, dims, world_size, origin, unread))
+    needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
+    table, steps_given = attempt(lambda: planned_stages(config, world_size, has_weights), *needs), config.training.steps
+    if table is not None and config.training.tokens:
+        config = replace(config, training=replace(config.training, steps=table.steps))
+        attempt(lambda: check_last_steps(config, origin), "profiling")
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation"), None
     attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation")
-    if inputs is not None and config.checkpoint.enable and config.job.strict:
-        saved = attempt(lambda: _check_tokenizer(config, inputs), "data", "job", "checkpoint")
+    if inputs is not None and table is not None:
+        attempt(lambda: check_sources(config, inputs, table), "data.mixture")
+    if inputs is not None and config.job.strict and has_weights:
+        saved = attempt(lambda: check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
     named = config.data.tokenizer if "data.tokenizer" in origin.places else port.tokenizer
-    is_text = inputs is None or inputs.sources["data.source"].kind != "tokens"
+    is_text = inputs is None or inputs.is_text
     if BOS in port.left_out and not (is_text and has_bos(named)):
         port = port.without_bos()
-    if problems or dims is None or inputs is None:
+    if problems or dims is None or inputs is None or table is None:
         of_port = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
     cut, few = cut_schedule(config), other_vocabulary(config, inputs, dims.vocab_size)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
-    warnings = [not_chosen(config, not few, origin), few, *trained_on(config, inputs.sources)]
+    warnings = [not_chosen(config, not few, origin), few, *trained_on(config, inputs)]
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
-    if given and not _resumes(config):
-        warnings += [other_tokenizer(config, inputs.sources), *other_training(config)]
-    found = (hint, *unread_environment(config), cut if is_look else None, inputs.unused)
+    if given and not _resumes(config) and branch_point(config.checkpoint.initial_load_path) is None:
+        warnings += [other_tokenizer(config, inputs), *other_training(config)]
+    steps_hint = None
+    if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
+        steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
+    found = (hint, steps_hint, *unread_environment(config), cut if is_look else None, inputs.unused)
     hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
-    return CheckedRun(config, dims, save_list, float8, origin, inputs, port, hints, warned, saved)
+    return CheckedRun(config, dims, save_list, float8, origin, inputs, port, table, hints, warned, saved)
 
 
 def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None]:
@@ -189,24 +201,10 @@ def _resumes(config: Config) -> bool:
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
 
 
-def _check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
-    """Refuse ids of another tokenizer than the weights know, before its tokens are prepared, which may take hours.
-
-    Returns what the newest checkpoint says beside its tensors; None if there is none.
-    """
-    root = RunFolder.of(config).checkpoints
-    try:
-        step = next(reversed(complete_steps(root)), None)
-        saved = None if step is None else read_state(step_folder(root, step), step)["state"]
-    except CheckpointError:  # what cannot be read is said by those who load it
-        return None
-    if step is not None and saved is not None:
-        other_text(step_folder(root, step), saved, "", inputs.fingerprint, strict=True)
-    return saved
-
-
 def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
     """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
     if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
         return saved_dims(RunFolder.of(config).checkpoints, config.checkpoint.resume)
+    if config.model.flavor == FROM_CHECKPOINT and (branch := branch_point(config.checkpoint.initial_load_path)):
+        return saved_dims(*branch)
     return recipes.model_dims(config, origin)

@@ -21,7 +21,7 @@ from titanlite.json_file import parse_json, read_json
 
 def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> str | None:
     """Say so if many ids of the model can never occur in its text; of token files, known once they were read."""
-    if inputs.tokenizer is None or inputs.sources["data.source"].kind == "tokens":
+    if inputs.tokenizer is None or not inputs.is_text:
         return None
     n_ids, whose = inputs.tokenizer.vocab_size, f"data.tokenizer = {show(config.data.tokenizer)}"
     fix = "name the model's tokenizer.json in data.tokenizer"
@@ -33,6 +33,8 @@ def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> str | N
 def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str | None:
     """Name what makes a run the one that is meant, and was left to a default: model, source, tokenizer."""
     chooses = {"model.flavor": config.model.flavor, "data.source": config.data.source}
+    if config.data.mixture:
+        del chooses["data.source"]
     if not is_own_vocabulary:
         chooses["data.tokenizer"] = config.data.tokenizer
     if config.validation.enable and config.data.source != Config().data.source:  # that which is held out of it
@@ -41,10 +43,11 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str |
     return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
 
 
-def trained_on(config: Config, sources: Mapping[str, Source]) -> tuple[str | None, ...]:
+def trained_on(config: Config, inputs: Inputs) -> tuple[str | None, ...]:
     """Say so if text that a run is validated on is trained on, where that can be seen."""
-    trained = sources["data.source"]
-    return tuple(_trained_on(config, trained, source) for key, source in sources.items() if key != "data.source")
+    trained = inputs.trained
+    held_out = [source for key, source in inputs.sources.items() if key not in trained]
+    return tuple(_trained_on(config, one, other) for one in trained.values() for other in held_out)
 
 
 def _trained_on(config: Config, trained: Source, held_out: Source) -> str | None:
@@ -54,14 +57,14 @@ def _trained_on(config: Config, trained: Source, held_out: Source) -> str | None
         n_shared = len({*trained.files} & {*held_out.files})
         what = f"{n_shared} of its {len(held_out.files)} files" if n_shared else ""
     unless = ", unless data.max_tokens leaves it out" if config.data.max_tokens else ""
-    why = f"is part of data.source ({what}): it is trained on{unless}, and its loss is not that of held-out text"
+    why = f"is part of {trained.key} ({what}): it is trained on{unless}, and its loss is not that of held-out text"
     return f'{held_out.key} = "{held_out.name}" {why}' if what else None
 
 
-def other_tokenizer(config: Config, sources: Mapping[str, Source]) -> str | None:
+def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
     """Say so if the text is to be encoded by other ids than those that the weights know, where that can be seen."""
     theirs = Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "tokenizer.json"
-    if not os.path.isfile(theirs) or sources["data.source"].kind == "tokens":
+    if not os.path.isfile(theirs) or not inputs.is_text:
         return None
     try:
         content = theirs.read_bytes()
@@ -123,6 +126,10 @@ def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
 def cut_schedule(config: Config) -> str | None:
     """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is."""
     steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
+    if config.training.tokens and config.lr_scheduler.warmup_tokens is not None:
+        return _cut_by_tokens(config)
+    if any(stage.lr_decay_to is not None for stage in config.data.stage):
+        ratio = 0.0 if warmup <= steps else ratio  # stages say when it falls
     decay = steps - warmup if ratio is None else round(ratio * steps)
     if warmup > steps:
         reached = f"the learning rate rises to {steps / warmup:.2g} of optimizer.lr, and no further"
@@ -130,6 +137,14 @@ def cut_schedule(config: Config) -> str | None:
     if warmup + decay > steps:
         less = f"decay takes the {steps - warmup} of {steps} steps that warm-up leaves"
         return f"lr_scheduler.decay_ratio = {ratio:g} is cut: {less}"
-    if ratio is not None and decay == 0:
+    if ratio and decay == 0:
         return f"lr_scheduler.decay_ratio = {ratio:g} of {steps} steps is none: the learning rate does not decay"
     return None
+
+
+def _cut_by_tokens(config: Config) -> str | None:
+    tokens, warmup = config.training.tokens, config.lr_scheduler.warmup_tokens
+    if warmup is None or warmup <= tokens:
+        return None
+    reached = f"the learning rate rises to {tokens / warmup:.2g} of optimizer.lr, and no further"
+    return f"training.tokens = {tokens} is less than lr_scheduler.warmup_tokens = {warmup}: {reached}"

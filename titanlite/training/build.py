@@ -27,6 +27,7 @@ from titanlite.checkpoint.rng import seed_all
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
+from titanlite.config.stages import largest_stage, longest_seq_len
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
@@ -73,7 +74,7 @@ class Run:
     mesh: Mesh
     model: nn.Module
     parameters: list[nn.Parameter]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[..., Tensor]
     optimizer: ShardedOptimizer
     save_list_use: SaveListUse
     kept_state: dict[str, object]  # of checkpointed blocks, before the first step
@@ -122,9 +123,10 @@ def build(
     receipt.add(Entry("environment", None, _environment(device), count=1))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
 
-    model = build_model(config.model, dims, config.training.seq_len)
+    largest = largest_stage(config)  # on which depends what has room
+    model = build_model(config.model, dims, longest_seq_len(config))
     if mesh.tp_group is not None:
-        plan = sharding_plan(config, dims).layers
+        plan = sharding_plan(largest, dims).layers
         if config.model.file:
             receipt.add(require_parity(model, plan, mesh, config))
         is_asynchronous = config.parallelism.async_tensor_parallel
@@ -136,7 +138,7 @@ def build(
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
-    as_it_is = replace(config, parallelism=parallelism)
+    as_it_is = replace(largest, parallelism=parallelism)
     memory, chosen = MemoryModel(as_it_is, dims, float8, dist.get_world_size(), model), None
     if save_list is None:
         chosen = _choose_save_list(model, config, memory, device)

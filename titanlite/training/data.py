@@ -3,15 +3,19 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.schema import Config
+from titanlite.config.stages import SOLE, key_of_source, least_samples, longest_seq_len, source_keys
 from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import Meta, TokenShards
+from titanlite.data.samples import ConcatenatedSamples, Samples
+from titanlite.data.shards import Meta, TokenShards, sample_count
+from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import few_ids
 from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
@@ -25,24 +29,33 @@ class Corpora:
     """The corpora of a run.
 
     Attributes:
-        train: what it trains on.
+        train: what it trains on, by the name of each source; that of `data.source` is "".
         held_out: what it validates on, by the key of each source.
-        packed: the samples of `train`, if `data.packing` makes them of whole documents.
+        packed: the samples of each source of `train`, if `data.packing` makes them of whole documents.
     """
 
-    train: TokenShards
+    train: dict[str, TokenShards]
     held_out: dict[str, TokenShards]
-    packed: PackedSamples | None = None
+    packed: dict[str, PackedSamples]
 
     @property
     def sources(self) -> dict[str, TokenShards]:
         """The corpora by the key that names the source of each."""
-        return {"data.source": self.train} | self.held_out
+        return {key_of_source(name): shards for name, shards in self.train.items()} | self.held_out
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Fingerprints of the training data as a checkpoint holds them: of its tokens and of its tokenizer."""
-        return {"corpus": self.train.fingerprint, "tokenizer": self.train.tokenizer}
+    def identity(self) -> dict[str, Any]:
+        """Fingerprints of the training data as a checkpoint holds them: of its tokens, by source, and its tokenizer."""
+        corpora = {name: shards.fingerprint for name, shards in self.train.items()}
+        tokenizer = next((shards.tokenizer for shards in self.train.values() if shards.tokenizer), "")
+        return {"corpora" if self.is_mixed else "corpus": corpora if self.is_mixed else corpora[SOLE]} | {
+            "tokenizer": tokenizer
+        }
+
+    @property
+    def is_mixed(self) -> bool:
+        """Return whether the sources are those of `data.mixture`."""
+        return SOLE not in self.train
 
 
 class HeldOut(NamedTuple):
@@ -68,14 +81,18 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
         progress: whether this process shows how far it is.
     """
     config, vocab_size = asked.config, asked.dims.vocab_size
-    train = prepare(config.data.source, config.data, vocab_size, progress=progress)
+    train = {
+        name: prepare(source, config.data, vocab_size, progress=progress, key=key)
+        for name, (key, source) in source_keys(config).items()
+    }
     held_out = {
         key: prepare(source, config.data, vocab_size, progress=progress, key=key)
         for key, source in held_out_sources(config).items()
     }
-    packed = None
+    packed: dict[str, PackedSamples] = {}
     if config.data.packing == "best_fit":
-        packed = open_packed(train, config.data, config.training.seq_len, progress)
+        for name, shards in train.items():
+            packed[name] = open_packed(shards, config.data, config.training.seq_len, progress)
     return Corpora(train, held_out, packed)
 
 
@@ -99,7 +116,7 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
         if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
             what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
             console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
-        if key != "data.source" and source.meta.tokens_per_byte is None:
+        if key in data.held_out and source.meta.tokens_per_byte is None:
             why = "token files do not say the bytes of their text"
             if source.meta.tokenizer:
                 why = f"its token shards are of a version that did not count them; delete {source.folder}"
@@ -107,10 +124,10 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
         for text in add_data(receipt, key, source.meta, vocab_size):
             if rank == 0:
                 console.warning(text)
-    if data.packed is not None:
-        counts = data.packed.counts
+    for name, samples in data.packed.items():
+        counts, feature = samples.counts, f"data.packing.{name}" if name else "data.packing"
         applied = {"samples": counts.bins, "documents": counts.documents, "cut": counts.longer, "padded": counts.padded}
-        receipt.add(Entry("data.packing", "best_fit", applied, count=counts.bins))
+        receipt.add(Entry(feature, "best_fit", applied, count=counts.bins, key="data.packing"))
 
 
 def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[str]:
@@ -131,7 +148,7 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # token files do not say where a document ends
         applied["documents"] = meta.documents
-    if meta.text_bytes and key != "data.source":  # of which no bits per byte are computed
+    if meta.text_bytes and key.startswith("validation"):  # of others no bits per byte are computed
         applied["text_bytes"] = meta.text_bytes
     unnamed = meta.n_bad_records - len(meta.bad_records)
     more = [f"and {unnamed:,} more"] * (unnamed > 0)
@@ -160,7 +177,7 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
 
 
 def open_batches(
-    data: Corpora, asked: CheckedRun, mesh: Mesh, per_step: int, samples: int
+    data: Corpora, asked: CheckedRun, mesh: Mesh, table: StageTable, step: int
 ) -> tuple[TrainBatches, dict[str, HeldOut]]:
     """Begin to read this rank's batches.
 
@@ -168,24 +185,37 @@ def open_batches(
         data: the corpora.
         asked: the run.
         mesh: the mesh.
-        per_step: sequences of a step.
-        samples: sequences trained on before.
+        table: the stages of the run.
+        step: the last one done.
 
     Returns:
         Batches to train on, to be closed; and those of each held-out source, by its name.
+
+    Raises:
+        DataError: a source has too few tokens.
     """
-    training, steps = asked.config.training, asked.config.validation.steps
-    where: dict[str, int] = {"seq_len": training.seq_len, "dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
-    where |= {"local_batch_size": training.local_batch_size, "global_batch_size": per_step}
-    is_masked = asked.config.data.document_mask
-    separators = {key: shards.separator if is_masked else None for key, shards in data.sources.items()}
-    position = {"seed": training.seed, "position": samples, "window": asked.config.data.shuffle_window}
+    config, training = asked.config, asked.config.training
+    unit_len, per_step = longest_seq_len(config), training.global_batch_size or training.local_batch_size * mesh.dp_size
+    sources: dict[str, Samples] = {}
+    for name, shards in data.train.items():
+        samples, meta = data.packed.get(name) or ConcatenatedSamples(shards, unit_len), shards.meta
+        if samples.n < (least := least_samples(config, per_step)):  # of packed ones there never are fewer
+            sample_count(meta.source, shards.tokens, unit_len, least, key_of_source(name), meta.max_tokens)
+        sources[name] = samples
+    check_epochs(config, table, {name: samples.n for name, samples in sources.items()})
+    is_masked, device = config.data.document_mask, mesh.device
+    separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}
+    rank: dict[str, int] = {"dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    seed, window = training.seed, config.data.shuffle_window
     train = TrainBatches(
-        data.train, device=mesh.device, packed=data.packed, separator=separators["data.source"], **position, **where
+        sources, table, seed=seed, step=step, window=window, separators=separators, device=device, **rank
     )
+    shape = {"seq_len": training.seq_len, "local_batch_size": training.local_batch_size}
+    shape |= {"global_batch_size": per_step, "steps": config.validation.steps}
     held_out: dict[str, HeldOut] = {}
     for key, shards in data.held_out.items():
-        own = ValidationBatches(shards, steps=steps, device=mesh.device, separator=separators[key], key=key, **where)
+        separator = shards.separator if is_masked else None
+        own = ValidationBatches(shards, device=device, separator=separator, key=key, **shape, **rank)
         held_out[name_of_source(key)] = HeldOut(own, shards.meta.tokens_per_byte)
     return train, held_out
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
@@ -57,7 +58,7 @@ class Loop:
     stop: StopSignals
     folder: RunFolder
     data_check: DataCheck
-    data: dict[str, str]  # fingerprints of the training data: of its tokens, `corpus`, and of the `tokenizer`
+    data: dict[str, Any]  # fingerprints of the training data: of its tokens, and of the `tokenizer`
 
     def train(self, start: int) -> int:
         """Take the steps after `start` until the last one, `job.stop_after` or a signal.
@@ -69,7 +70,8 @@ class Loop:
             The last step taken.
         """
         run, config, report = self.run, self.run.config, self.report
-        last = last_step(config)
+        last, table = last_step(config), report.position.table
+        names = self.batches.names
         in_flight: deque[InFlight] = deque()
         windows = windows_of(run.model)
         stopping, step = False, start
@@ -78,16 +80,19 @@ class Loop:
         self._limit(config.comm.init_timeout_seconds)
         report.restart_clock()
         for step in range(start + 1, last + 1):
+            begins = step == start + 1 or step in table.first_steps  # the compiler has a new shape
+            if begins and step > start + 1:
+                self._limit(config.comm.init_timeout_seconds)
             self.watchdog.progress(step, "step")
             self.profiler.begin(step)
-            micro_batches, lr = self._next_batches(), learning_rate(step, config)
+            micro_batches, lr = self._next_batches(), learning_rate(step, config, table)
             asks_to_stop = self.stop.received is not None or (
                 self.background is not None and self.background.has_failed
             )
             asks_to_stop |= self._is_folder_lost() or self.data_check.found is not None
             attended = mean_attended(windows, self.batches.lengths)
-            result = train_step(run, micro_batches, lr, asks_to_stop, attended)
-            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds))
+            result = train_step(run, micro_batches, lr, asks_to_stop, attended, len(names))
+            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names))
             self.profiler.end(step)
 
             measures = self.measures(step)
@@ -96,7 +101,7 @@ class Loop:
             trace = self.profiler.edge(step)
             # Steps are read one step late, but before anything that relies on them. All ranks read the same numbers.
             pause = measures or look or save or trace
-            while len(in_flight) > (0 if pause or stopping or step in (start + 1, last) else 1):
+            while len(in_flight) > (0 if pause or stopping or begins or step == last else 1):
                 outcome = in_flight.popleft().read()
                 stopping |= outcome.stop_asked
                 if outcome.stop_asked:
@@ -117,7 +122,7 @@ class Loop:
                 self._save(step, validation_due=postpone)
             if trace == "begin":  # after what is not of a step
                 self._profile(step)
-            if pause or step == start + 1:
+            if pause or begins:
                 self._limit(config.comm.train_timeout_seconds)
                 report.restart_clock()
             if self.background is not None:
@@ -214,7 +219,9 @@ class Loop:
         on_rank_0(self._sync)
         state = {"samples": self.batches.position, "validation_due": validation_due} | self.data
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
-        state["sequences_per_step"] = self.batches.global_batch_size
+        table = self.report.position.table
+        state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
+        state["unit_len"] = self.batches.mixture.unit_len
         state |= identity_of(self.run.config, self.run.dims)
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))

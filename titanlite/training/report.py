@@ -6,13 +6,16 @@ ahead of the device, every step is checked and can be logged, and the device is 
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from titanlite.config.schema import Config
+from titanlite.config.stages import SOLE
+from titanlite.data.mixture import Mixture
+from titanlite.data.stages import StageTable
 from titanlite.errors import StepError
 from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
@@ -57,12 +60,13 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [5] as `train_step` returns it.
+        result: [5], or [5 + 2·sources], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
+        names: of the sources of which the losses are told apart.
     """
 
-    def __init__(self, step: int, lr: float, result: Tensor, data_wait_s: float) -> None:
-        self.step, self.lr, self.data_wait_s = step, lr, data_wait_s
+    def __init__(self, step: int, lr: float, result: Tensor, data_wait_s: float, names: Sequence[str] = ()) -> None:
+        self.step, self.lr, self.data_wait_s, self.names = step, lr, data_wait_s, names
         self._host = result
         if result.is_cuda:
             self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -72,8 +76,12 @@ class InFlight:
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
         self._done.wait()
-        loss, norm, skipped, asked, attended = self._host.tolist()
-        return Outcome(self.step, self.lr, loss, norm, skipped > 0, asked > 0, attended, self.data_wait_s, self._done)
+        loss, norm, skipped, asked, attended, *of_sources = self._host.tolist()
+        n = len(self.names)
+        sums = zip(self.names, of_sources[:n], of_sources[n:], strict=True)
+        losses = {f"loss.{name}": total / targets for name, total, targets in sums if targets}
+        flags = skipped > 0, asked > 0
+        return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses)
 
 
 @dataclass(frozen=True)
@@ -89,35 +97,46 @@ class Outcome:
     attended: float  # as `mean_attended` counts it, of all ranks
     data_wait_s: float
     done: Moment
+    source_losses: Mapping[str, float] = field(default_factory=dict[str, float])  # "loss.<name>" of those it has
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far training is, counted from the last step that was done before this process.
+    """How far training is at each step.
 
     Attributes:
-        start: that step.
-        samples_before: sequences trained on up to it, of whatever batch size.
-        global_batch_size: sequences of a step from now on.
-        n_samples: sequences of the source, an epoch.
-        seq_len: S.
+        start: the last step that was done before this process.
+        mixture: the sources, and the stages of the run.
         world: number of processes.
     """
 
     start: int
-    samples_before: int
-    global_batch_size: int
-    n_samples: int
-    seq_len: int
+    mixture: Mixture
     world: int
 
-    def samples(self, step: int) -> int:
-        """Sequences trained on up to a step, over all ranks."""
-        return self.samples_before + (step - self.start) * self.global_batch_size
+    @property
+    def table(self) -> StageTable:
+        """Return the stages of the run."""
+        return self.mixture.table
 
     def tokens(self, step: int) -> int:
         """Tokens trained on up to a step, over all ranks."""
-        return self.samples(step) * self.seq_len
+        return self.table.tokens(step)
+
+    def epoch(self, step: int) -> float:
+        """Return how often the source was gone through up to a step; of a mixture, all of its sources together."""
+        units = self.mixture.units
+        if SOLE in units:
+            return self.mixture.epochs(step)[SOLE]
+        return self.tokens(step) / (sum(units.values()) * self.mixture.unit_len)
+
+    def of_sources(self, step: int) -> dict[str, float]:
+        """Return the epochs of each source of a mixture up to a step, and its share of the tokens, by their keys."""
+        if SOLE in self.mixture.units:
+            return {}
+        tokens, epochs = self.mixture.tokens(step), self.mixture.epochs(step)
+        shares = {f"share.{name}": tokens[name] / self.tokens(step) for name in epochs}
+        return {f"epoch.{name}": epoch for name, epoch in epochs.items()} | shares
 
 
 class Report:
@@ -159,7 +178,7 @@ class Report:
         self._start_clock(Moment(self.device))
 
     def _start_clock(self, since: Moment) -> None:
-        self._since, self._steps, self._waited, self._attended = since, 0, 0.0, 0.0
+        self._since, self._steps, self._waited, self._tokens, self._flops_done = since, 0, 0.0, 0, 0.0
 
     def step(self, outcome: Outcome) -> None:
         """Check one step and, if it is due, log it.
@@ -167,18 +186,19 @@ class Report:
         Raises:
             StepError: the loss or a gradient was not finite, and `training.on_nonfinite` does not let that pass.
         """
+        asked = self.position.table.row(outcome.step).asked
         self._steps += 1
+        self._tokens += asked.tokens_per_step
+        self._flops_done += asked.tokens_per_step * self._flops.total(outcome.attended)
         self._waited += outcome.data_wait_s
-        self._attended += outcome.attended
         self._check_finite(outcome)
         self.status.progress(outcome.step)
         if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
             return
-        seconds = outcome.done.seconds_since(self._since) / self._steps
+        elapsed = outcome.done.seconds_since(self._since)
         at, step = self.position, outcome.step
-        self._step_s = seconds
-        rate = at.global_batch_size * at.seq_len / seconds / at.world
-        flops = rate * self._flops.total(self._attended / self._steps)
+        self._step_s = seconds = elapsed / self._steps
+        flops = self._flops_done / elapsed / at.world
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
             step=step,
@@ -186,14 +206,15 @@ class Report:
             grad_norm=outcome.grad_norm,
             lr=outcome.lr,
             tokens=at.tokens(step),
-            epoch=at.samples(step) / at.n_samples,
-            tokens_per_second_per_gpu=rate,
+            epoch=at.epoch(step),
+            tokens_per_second_per_gpu=self._tokens / elapsed / at.world,
             tflops_per_gpu=flops / 1e12,
             mfu=flops / self._peak,
             memory_gib=reserved,
             memory_allocated_gib=allocated,
             seconds=seconds,
             data_wait_seconds=self._waited / self._steps,
+            sources={**at.of_sources(step), **outcome.source_losses},
         )
         self._start_clock(outcome.done)
         self._write(row)
@@ -234,10 +255,10 @@ class Report:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        first, batch = self.position.samples(outcome.step - 1), self.position.global_batch_size
+        first, end = (self.position.table.samples(step) for step in (outcome.step - 1, outcome.step))
         seen = (
             f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
-            f"{first + batch - 1} of the data order"
+            f"{end - 1} of the data order"
         )
         skips = self.config.training.on_nonfinite == "skip"
         if skips and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:

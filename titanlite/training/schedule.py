@@ -1,11 +1,12 @@
-"""Compute the learning rate as a function of the step: linear warm-up, constant, decay."""
+"""Compute the learning rate of a step: linear warm-up, constant, decay; counted in steps, or tokens if they end it."""
 
 import math
 
 from titanlite.config.schema import Config
+from titanlite.data.stages import StageTable
 
 
-def change_of_rate(config: Config, last: int, was: float, step: int) -> str | None:
+def change_of_rate(config: Config, last: int, was: float, step: int, table: StageTable | None = None) -> str | None:
     """Say where the learning rate goes from another schedule's to this one's; None if it goes on as this one says.
 
     Args:
@@ -13,33 +14,63 @@ def change_of_rate(config: Config, last: int, was: float, step: int) -> str | No
         last: the last step that was logged.
         was: its learning rate.
         step: the next one to be trained.
+        table: the stages of the run.
     """
-    if was == learning_rate(last, config):
+    if was == learning_rate(last, config, table):
         return None
-    now = learning_rate(step, config)
+    now = learning_rate(step, config, table)
     return f"by a schedule of {config.training.steps:,} steps the learning rate goes from {was:.3g} to {now:.3g}"
 
 
-def learning_rate(step: int, config: Config) -> float:
+def learning_rate(step: int, config: Config, table: StageTable | None = None) -> float:
     """Return the learning rate of one optimizer step.
 
     Args:
         step: 1 for the first.
-        config: `optimizer.lr`, `lr_scheduler.*` and `training.steps`.
+        config: `optimizer.lr`, `lr_scheduler.*`, `training.steps`, `training.tokens` and `data.stage`.
+        table: the stages of the run; not needed without `training.tokens` and `data.stage`.
 
     Returns:
         The rate: rises to the peak at step `warmup_steps`, and would fall to `min_lr_factor` times the peak one step
-        after the last, so that the last step trains, too.
+        after the last, so that the last step trains, too. With `training.tokens` it is a function of the tokens trained
+        on: in warm-up of those with this step, and of those before it from there on. With `lr_decay_to` in a stage it
+        falls in such stages alone, from what it was to that.
     """
-    schedule, steps, peak = config.lr_scheduler, config.training.steps, config.optimizer.lr
-    warmup = schedule.warmup_steps
-    if step <= warmup:
-        return peak * step / warmup
-    decay_from = warmup if schedule.decay_ratio is None else max(warmup, steps - round(schedule.decay_ratio * steps))
-    progress = max(0, step - 1 - decay_from) / max(1, steps - decay_from)  # 0 … 1 at the step after the last
-    shape = {
+    schedule, peak = config.lr_scheduler, config.optimizer.lr
+    before, after, warmup, end = step - 1, step, schedule.warmup_steps, config.training.steps
+    if config.training.tokens:
+        assert table is not None  # noqa: S101
+        before, after, end = table.tokens(step - 1), table.tokens(step), config.training.tokens
+        warmup = table.tokens(warmup) if schedule.warmup_tokens is None else schedule.warmup_tokens
+    if after <= warmup:
+        return peak * after / warmup
+    if any(stage.lr_decay_to is not None for stage in config.data.stage):
+        assert table is not None  # noqa: S101
+        return peak * _factor_of_stages(before, end, config, table)
+    decay_from = warmup if schedule.decay_ratio is None else max(warmup, end - round(schedule.decay_ratio * end))
+    shape = _shape(max(0, before - decay_from) / max(1, end - decay_from), schedule.decay_type)
+    return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * shape)
+
+
+def _shape(progress: float, decay_type: str) -> float:
+    """Return what is left of a decay, 1 … 0, at a progress of 0 … 1, which is that of the step after the last."""
+    return {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
-    }[schedule.decay_type]
-    return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * shape)
+    }[decay_type]
+
+
+def _factor_of_stages(at: int, end: int, config: Config, table: StageTable) -> float:
+    """Return the fraction of the peak where stages say when it falls, at a step or token count."""
+    starts: dict[int, int] = {}
+    for row in table.rows:
+        starts.setdefault(row.asked.from_tokens, row.from_tokens if config.training.tokens else row.from_step)
+    decays = {stage.from_tokens: stage.lr_decay_to for stage in config.data.stage}
+    factor = 1.0
+    for start, to, stop in zip(starts.values(), map(decays.get, starts), [*[*starts.values()][1:], end], strict=True):
+        if at < start or to is None:
+            continue
+        progress = min(1.0, (at - start) / max(1, stop - start))
+        factor = to + (factor - to) * _shape(progress, config.lr_scheduler.decay_type)
+    return factor

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from titanlite.config.check import sequences_per_step
 from titanlite.data.batches import Batch, TrainBatches
 from titanlite.data.order import mix
+from titanlite.data.stages import stage_table
 from titanlite.exit_code import exit_code, leave
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.parallel.process_group import start_process_group
@@ -51,9 +51,7 @@ def main() -> None:
     with fastest_attention():
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
         take_first_weights(run)
-        per_step = sequences_per_step(asked.config, world)
-        assert per_step is not None  # noqa: S101  # the config is checked
-        batches, _ = open_batches(data, asked, run.mesh, per_step, 0)
+        batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0)
         with closing(batches):
             sketches = sketch_steps(run, batches, int(steps))
     if dist.get_rank() == 0:
@@ -74,7 +72,7 @@ def sketch_steps(run: Run, batches: TrainBatches, steps: int) -> dict[str, Tenso
     """
     sketches: dict[str, Tensor] = {}
     for step in range(1, steps + 1):
-        lr = learning_rate(step, run.config)
+        lr = learning_rate(step, run.config, batches.mixture.table)
         sketches |= {f"{step} {name}": x for name, x in _sketch_step(run, batches.next(), lr).items()}
     return sketches
 

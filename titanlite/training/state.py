@@ -1,13 +1,15 @@
 """Save and load what a checkpoint holds of a run."""
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_state
+from titanlite.checkpoint.resume import branch_point, check_state
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
@@ -43,17 +45,42 @@ def take_first_weights(run: Run) -> int:
     config, parameters, n = run.config, run.optimizer.parameters, 0
     if path := config.checkpoint.initial_load_path:
         n = load_weights(path, config.model.name, run.model, parameters)
-    if config.training.nudge:
-        # Float8 is told apart by what is cast to it: what matmuls return, in bfloat16 at best.
-        coarsest = "bfloat16" if config.float8.recipe != "none" else config.training.mixed_precision_param
-        nudge(parameters, config.training.nudge, torch.finfo(getattr(torch, coarsest)).eps / 2)
+    _nudge(run)
     if n or config.training.nudge:
         precompute_scales(run.parameters, run.mesh.fsdp)
     return n
 
 
-def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> tuple[int, dict[str, Any]]:
-    """Load the checkpoint that `checkpoint.resume` names, or else the weights of `checkpoint.initial_load_path`.
+def _nudge(run: Run) -> None:
+    """Move the weights by `training.nudge`, if it is asked for."""
+    config, parameters = run.config, run.optimizer.parameters
+    if config.training.nudge:
+        # Float8 is told apart by what is cast to it: what matmuls return, in bfloat16 at best.
+        coarsest = "bfloat16" if config.float8.recipe != "none" else config.training.mixed_precision_param
+        nudge(parameters, config.training.nudge, torch.finfo(getattr(torch, coarsest)).eps / 2)
+
+
+class Start(NamedTuple):
+    """The point at which a start takes up training.
+
+    Attributes:
+        step: the last one done.
+        state: what was saved beside the tensors.
+        folder: the checkpoint; of a fresh start, the one that would be of step 0.
+        is_branch: whether it is another run's, off which this one branches.
+    """
+
+    step: int
+    state: dict[str, Any]
+    folder: Path
+    is_branch: bool = False
+
+
+def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> Start:
+    """Load the checkpoint that `checkpoint.resume` names, or else what `checkpoint.initial_load_path` has.
+
+    That is weights, or a checkpoint of another run, with which this one goes on: weights, optimizer and place in the
+    data, at its step.
 
     Args:
         run: with fresh weights.
@@ -62,7 +89,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         per_step: sequences that a step of this run takes.
 
     Returns:
-        The last step done, and what was saved beside the tensors; step 0 and no samples for a fresh start.
+        Where training is taken up; step 0 and no samples for a fresh start.
 
     Raises:
         CheckpointError: on every rank, if a rank does not see the folder, or if there is no such checkpoint, or it is
@@ -74,14 +101,18 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     if asked.enable:
         checkpoints.check_shared()
         step = checkpoints.choose(asked.resume)
-    if step is None:
+    branch = branch_of_all(path) if step is None and path else None
+    if step is None and branch is None:
         if n := take_first_weights(run):
             run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
             console.notice(f"starts from the {n} weights of {path}")
-        return 0, {"samples": 0}
-    if path:
+        return Start(0, {"samples": 0}, step_folder(checkpoints.root, 0))
+    if branch is not None:
+        checkpoints, step = Checkpoints(branch[0], 0, console.warning), branch[1]
+    elif path:
         ignored = f"not looked at: resumed from step {step}"
         run.receipt.add(Entry("initial_weights", path, ignored, count=1, key=key))
+    assert step is not None  # noqa: S101
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 
@@ -89,7 +120,21 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         step, tensors, lambda state: check_state(folder, state, run.config, run.dims, per_step)
     )
     restore_rng(tensors)
+    if branch is not None:
+        _nudge(run)
     precompute_scales(run.parameters, run.mesh.fsdp)
-    for notice in (f"resumed from step {step}", *notices):
+    said = f"resumed from step {step}"
+    if branch is not None:
+        samples = int(state["samples"])
+        said = (
+            f"branches off {folder}: weights, optimizer and place in the data, after step {step}, {samples:,} samples"
+        )
+        run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
+    for notice in (said, *notices):
         console.notice(notice)
-    return step, state
+    return Start(step, state, folder, branch is not None)
+
+
+def branch_of_all(path: str) -> tuple[Path, int] | None:
+    """Return what `branch_point` finds on rank 0, for all ranks: the newest may have changed in between; collective."""
+    return on_rank_0(lambda: branch_point(path))

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
     from titanlite.training.build import Run
 
 
-def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bool, attended: float = 0.0) -> Tensor:
+def train_step(
+    run: "Run",
+    batches: "list[Batch]",
+    lr: float,
+    stop_requested: bool,
+    attended: float = 0.0,
+    n_sources: int = 0,
+) -> Tensor:
     """Take one optimizer step, or none if the loss or a gradient is not finite.
 
     Args:
@@ -34,10 +41,13 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
         lr: learning rate.
         stop_requested: whether this process was asked to stop; every rank learns of it.
         attended: tokens that those of the batches see, as `mean_attended` counts them.
+        n_sources: that losses are told apart by; 0: they are not.
 
     Returns:
         [5] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
         before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`.
+        Where batches say which source each sequence is from, [5 + 2·sources]: the sum of the loss of each, and its
+        number of targets.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -48,10 +58,16 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     targets /= run.mesh.tp_size
 
     loss = torch.zeros((), device=run.mesh.device)
+    by_source = torch.zeros(2, n_sources, device=run.mesh.device)
     for batch in batches:
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
-        part = run.loss(logits, batch.targets) / targets
+        if batch.sources is None:
+            part = run.loss(logits, batch.targets) / targets
+        else:
+            own = torch.zeros_like(batch.sources, dtype=torch.float32)
+            part = run.loss(logits, batch.targets, own) / targets
+            by_source += _by_source(own, batch, n_sources)
         del logits  # the largest tensor alive: backward frees it as soon as it can
         part.backward()
         loss += part.detach()
@@ -62,6 +78,8 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
     of_ranks = [torch.full_like(loss, n) for n in (float(stop_requested), attended / dist.get_world_size())]
     totals = torch.stack((loss / run.mesh.tp_size, *of_ranks))
     dist.all_reduce(totals)
+    if n_sources:
+        dist.all_reduce(by_source)
 
     # Both are reduced values, so every rank takes the same decision.
     skip = (~torch.isfinite(totals[0] + norm)).float()
@@ -71,7 +89,16 @@ def train_step(run: "Run", batches: "list[Batch]", lr: float, stop_requested: bo
         run.optimizer.step(gradients, lr, divisor, skip)
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
-    return torch.stack((totals[0], norm, skip, totals[1], totals[2]))
+    result = torch.stack((totals[0], norm, skip, totals[1], totals[2]))
+    return torch.cat((result, (by_source / run.mesh.tp_size).flatten())) if n_sources else result
+
+
+def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
+    """Sum the losses of sequences, [B], and their targets by the source of each: [2, sources]."""
+    assert batch.sources is not None  # noqa: S101
+    targets = (batch.targets != IGNORE_INDEX).view(len(losses), -1).sum(1)
+    is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # no scatter: exact repeats
+    return (torch.stack((losses, targets))[:, None] * is_of).sum(2)
 
 
 def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.schema import Config
+from titanlite.config.stages import SOLE
 from titanlite.data.order import epochs
 from titanlite.data.shards import TokenShards
 from titanlite.observe.console import duration
@@ -25,24 +26,28 @@ from titanlite.training.schedule import change_of_rate, learning_rate
 _WIDTH = 7  # of the words in front
 
 
-def first_lines(run: Run, source: TokenShards, position: Position, folder: RunFolder) -> list[str]:
+def first_lines(run: Run, sources: Mapping[str, TokenShards], position: Position, folder: RunFolder) -> list[str]:
     """Say what is trained, on what, where, and who records it.
 
     Args:
         run: as it was built.
-        source: the training data.
+        sources: the training data, by name.
         position: where training begins.
         folder: of the run.
     """
     config = run.config
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
-    steps, at = config.training.steps, position
-    passes = epochs(steps, at.global_batch_size, at.n_samples, at.start, at.samples_before)
-    all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {at.global_batch_size * at.seq_len:,}"
+    steps, at, table = config.training.steps, position, position.table
+    each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in table.rows if row.from_step < steps)
+    n_tokens = sum(source.tokens for source in sources.values())
+    has = f"{n_tokens:,}: {epochs(at.epoch(max(at.start, steps)))}"
+    has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
+    all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
     lines = [
         _line("model", f"{name}, {run.n_elements:,} parameters"),
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
-        _line("tokens", f"{all_steps}; data.source has {source.tokens:,}: {passes}"),
+        _line("tokens", f"{all_steps}; {has}"),
+        *(_line("source", text) for text in _of_mixture(position)),
         _line("folder", str(folder.path)),
         _line("wandb", _where_wandb_records(config, folder)),
     ]
@@ -50,6 +55,17 @@ def first_lines(run: Run, source: TokenShards, position: Position, folder: RunFo
         show = f"tensorboard --logdir {shlex.quote(str(folder.path.parent))}"
         lines.append(_line("tensorboard", f"in {folder.tensorboard}; {show}"))
     return lines
+
+
+def _of_mixture(position: Position) -> list[str]:
+    """Say of each source of a mixture what the run takes of it."""
+    mixture, steps = position.mixture, position.table.steps
+    if SOLE in mixture.units:
+        return []
+    tokens, total = mixture.tokens(steps), max(1, position.tokens(steps))
+    return [
+        f"{name}: {tokens[name] / total:.2%} of the tokens, {epochs(n)}" for name, n in mixture.epochs(steps).items()
+    ]
 
 
 def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> list[str]:
@@ -116,6 +132,8 @@ def _resume(config: Config, folder: RunFolder, last: int) -> str:
     """Give the command that goes on; of a run with all its steps, for as many again."""
     world = dist.get_world_size()
     more = [] if last < config.training.steps else ["--training.steps", str(2 * config.training.steps)]
+    if more and config.training.tokens:
+        more = ["--training.tokens", str(2 * config.training.tokens)]
     more += ["--job.stop_after", "0"] if config.job.stop_after else []
     more += ["--checkpoint.resume", "auto"] if config.checkpoint.resume != "auto" else []
     if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:  # on several hosts, which `titanlite train` does not do

@@ -9,11 +9,12 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_rank_0
-from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
+from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
+from titanlite.data.stages import StageTable, past_of, stage_table
 from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
@@ -40,7 +41,8 @@ from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Position, Report
 from titanlite.training.schedule import change_of_rate
 from titanlite.training.session import Session
-from titanlite.training.state import restore, tensors_of
+from titanlite.training.stages import add_stages, require_same_steps
+from titanlite.training.state import Start, restore, tensors_of
 from titanlite.training.summary import first_lines, last_lines
 
 
@@ -105,18 +107,22 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     world = dist.get_world_size()
     per_step = sequences_per_step(config, world)
     assert per_step is not None  # noqa: S101  # the config is checked
-    start, state = restore(run, checkpoints, console, per_step)
-    if text := other_text(step_folder(checkpoints.root, start), state, **data.identity, strict=config.job.strict):
+    restored = restore(run, checkpoints, console, per_step)
+    start, state = restored.step, restored.state
+    identity, corpora = data.identity, {name: shards.fingerprint for name, shards in data.train.items()}
+    if text := other_text(restored.folder, state, corpora, identity["tokenizer"], strict=config.job.strict):
         console.warning(text)
-    samples = int(state["samples"])
-    batches, validation = open_batches(data, asked, run.mesh, per_step, samples)
+    table = stage_table(config, world, past_of(start, state, config.training.seq_len))
+    require_same_steps(table, config)
+    batches, validation = open_batches(data, asked, run.mesh, table, start)
     cleanup.callback(batches.close)
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
-    position = Position(start, samples, per_step, batches.n_samples, config.training.seq_len, world)
+    position = Position(start, batches.mixture, world)
+    add_stages(run.receipt, config, batches.mixture, start)
 
     evaluation, evaluation_freq = open_evaluation(asked, run)
     validates_first = bool(state.get("validation_due"))
-    metrics = _open_metrics(folder, run, start, validates_first, console)
+    metrics = _open_metrics(folder, run, restored, table, console)
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)
     observers: list[Observer] = [console, *([metrics] if metrics else []), *_open_pages(metrics, run, session, cleanup)]
@@ -125,6 +131,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
     if session.rank == 0:
         for line in first_lines(run, data.train, position, folder):
+            console.notice(line)
+        for line in table.notes:
             console.notice(line)
     watchdog = cleanup.enter_context(_watchdog(session))
     profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
@@ -150,7 +158,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         stop=session.stop,
         folder=folder,
         data_check=data_check,
-        data=data.identity,
+        data=identity,
     )
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     session.stop.begin_steps()
@@ -167,7 +175,7 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
     """Build the run, and warn of what is seen before its first step."""
 
     def memory() -> MemoryModel:
-        return MemoryModel(asked.config, asked.dims, asked.float8, dist.get_world_size())
+        return MemoryModel(largest_stage(asked.config), asked.dims, asked.float8, dist.get_world_size())
 
     with explained(memory, asked.save_list or LEAST, device):
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
@@ -179,10 +187,11 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
 
 
 def _open_metrics(
-    folder: RunFolder, run: Run, start: int, validates_first: bool, console: Console
+    folder: RunFolder, run: Run, restored: Start, table: StageTable, console: Console
 ) -> MetricsFile | None:
     """Open the files that rank 0 owns. If one cannot be used, every rank learns of it and ends."""
-    opened: list[MetricsFile] = []
+    start, opened = restored.step, list[MetricsFile]()
+    validates_first = bool(restored.state.get("validation_due"))
 
     def open_all() -> None:
         with folder.write_errors_explained():
@@ -200,10 +209,10 @@ def _open_metrics(
     if metrics.earlier is not None:
         console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
     # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
-    if metrics.last_step < start - start % run.config.metrics.log_freq:
+    if not restored.is_branch and metrics.last_step < start - start % run.config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
     goes_on = metrics.last_step > 0 and start < last_step(run.config)
-    if goes_on and (text := change_of_rate(run.config, metrics.last_step, metrics.last_rate, start + 1)):
+    if goes_on and (text := change_of_rate(run.config, metrics.last_step, metrics.last_rate, start + 1, table)):
         console.notice(text)
     return metrics
 

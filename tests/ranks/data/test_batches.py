@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.batches import batches_of_source
 from tests.support.ranks import run_ranks
 from tests.unit.data.test_shards import make_shards
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
@@ -31,7 +32,7 @@ def shards(tmp_path: Path) -> TokenShards:
 
 
 def train(shards: TokenShards, local: int = 2, rank: int = 0, size: int = 1, **more: int) -> TrainBatches:
-    return TrainBatches(
+    return batches_of_source(
         shards,
         seq_len=S,
         seed=1,
@@ -83,19 +84,14 @@ def test_resuming_gives_the_same_batches(shards: TokenShards) -> None:
         batches.next()
     batches.close()
     assert batches.position == 4 * G
-    assert steps_of(train(shards, position=batches.position), 5) == through[4:]
+    assert steps_of(train(shards, step=batches.step), 5) == through[4:]
 
 
 def test_another_layout_may_resume(shards: TokenShards) -> None:
     through = steps_of(train(shards, local=8), 6)
-    halves = [steps_of(train(shards, 2, rank, 2, position=3 * G), 3) for rank in range(2)]
+    halves = [steps_of(train(shards, 2, rank, 2, step=3), 3) for rank in range(2)]
     for step in range(3):
         assert sorted(s for h in halves for m in h[step] for s in m) == sorted(through[3 + step][0])
-
-
-def test_too_small_a_corpus(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"64 tokens\n.*want: at least 65 tokens: 8 samples"):
-        train(make_shards(tmp_path / "s", np.arange(64)))
 
 
 def test_an_error_of_the_thread_is_raised_by_next(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,9 +145,9 @@ def test_the_interpreter_ends_with_batches_open(shards: TokenShards) -> None:
     script = f"""
 import torch
 from pathlib import Path
-from titanlite.data.batches import TrainBatches
+from tests.support.batches import batches_of_source
 from titanlite.data.shards import TokenShards
-batches = TrainBatches(TokenShards(Path({str(shards.folder)!r})), seq_len=8, seed=1, global_batch_size=8,
+batches = batches_of_source(TokenShards(Path({str(shards.folder)!r})), seq_len=8, seed=1, global_batch_size=8,
                        local_batch_size=2, dp_rank=0, dp_size=1, device=torch.device("cpu"))
 batches.next()
 raise SystemExit(7)
@@ -222,7 +218,7 @@ def test_order_of_steps_has_no_overlap_within_an_epoch(shards: TokenShards) -> N
 
 @pytest.mark.gpu
 def test_batches_reach_the_gpu(shards: TokenShards) -> None:
-    on_gpu = TrainBatches(
+    on_gpu = batches_of_source(
         shards,
         seq_len=S,
         seed=1,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.command_line import parse_what_is_right
+from titanlite.config.explain import table_of
 from titanlite.config.problems import Origin, Place
 from titanlite.config.read import schema_keys, sections
 from titanlite.config.schema import Config
@@ -188,7 +189,8 @@ def test_help_of_a_section_explains_every_key(capsys: pytest.CaptureFixture[str]
             config_of("--help", section)
         page = capsys.readouterr().out
         for key in schema_keys():
-            assert (f"\n--{key}  " in page) == key.startswith(f"{section}.")
+            head = f"[[{key}]]" if table_of(schema_keys()[key]) else f"--{key}"
+            assert (f"\n{head}  " in page) == key.startswith(f"{section}.")
     assert "Profiling" not in page
     with pytest.raises(SystemExit):
         config_of("--config", "x.toml", "--help", "training")

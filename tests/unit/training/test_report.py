@@ -15,6 +15,8 @@ from torch import Tensor
 import titanlite.training.report as training_report
 from titanlite import recipes
 from titanlite.config.schema import Config, Metrics, Training
+from titanlite.data.mixture import Mixture
+from titanlite.data.stages import past_of, stage_table
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
@@ -43,11 +45,15 @@ class At(Moment):
 
 @contextmanager
 def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iterator[Report]:
-    config = Config(training=Training(steps=100, seq_len=S), metrics=Metrics(log_freq=log_freq))
+    config = Config(
+        training=Training(steps=100, seq_len=S, global_batch_size=BATCH), metrics=Metrics(log_freq=log_freq)
+    )
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
     status = Status(folder / "status.json")
     with closing(console), closing(metrics):
-        position = Position(start, samples_before, BATCH, EPOCH, S, WORLD)
+        state = {"samples": samples_before, "sequences_per_step": BATCH}
+        table = stage_table(config, 1, past_of(start, state, S))
+        position = Position(start, Mixture(table, {"": EPOCH}, S), WORLD)
         yield Report(config, position, OF_TOKEN, CPU, console, status, [console, metrics])
 
 

@@ -1,0 +1,30 @@
+"""The batches of one source of concatenated tokens, as `data.source` alone gives them."""
+
+import torch
+
+from titanlite.config.schema import Config, Training
+from titanlite.data.batches import TrainBatches
+from titanlite.data.samples import ConcatenatedSamples
+from titanlite.data.shards import TokenShards
+from titanlite.data.stages import stage_table
+
+
+def batches_of_source(
+    shards: TokenShards,
+    *,
+    seq_len: int,
+    seed: int,
+    global_batch_size: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
+    step: int = 0,
+    separator: int | None = None,
+) -> TrainBatches:
+    """Begin to read them; close them."""
+    shape = {"seq_len": seq_len, "global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
+    table = stage_table(Config(training=Training(**shape)), None)
+    sources = {"": ConcatenatedSamples(shards, seq_len)}
+    where = {"dp_rank": dp_rank, "dp_size": dp_size, "step": step}
+    return TrainBatches(sources, table, seed=seed, device=device, separators={"": separator}, **where)

@@ -1,0 +1,260 @@
+"""Mixtures and stages against an oracle in plain Python, which merges sources one sample after the other."""
+
+from collections import Counter
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from titanlite.config.schema import Config, Data, MixtureSource, Stage, Training
+from titanlite.data.mixture import LONGEST_PERIOD, Mixture, seed_of, turns, whole_shares
+from titanlite.data.order import samples_at
+from titanlite.data.stages import Past, StageRow, StageTable, past_of, stage_table
+from titanlite.errors import ConfigError
+
+Sample = tuple[str, int, int]
+"""Of a source, the first of some tokens in its row, and how many."""
+
+
+def config_of(
+    weights: dict[str, float], stages: tuple[Stage, ...] = (), steps: int = 40, batch: int = 4, seq_len: int = 8
+) -> Config:
+    mixture = tuple(MixtureSource(name, f"{name}.txt", weight) for name, weight in weights.items())
+    training = Training(steps=steps, seq_len=seq_len, global_batch_size=batch)
+    return Config(data=Data(mixture=mixture, stage=stages), training=training)
+
+
+class Oracle:
+    """Training, one sample after the other: what is next, and nothing that is computed from a position."""
+
+    def __init__(self, units: dict[str, int], unit_len: int, seed: int) -> None:
+        self.units, self.unit_len, self.seed = units, unit_len, seed
+        self.behind, self.skipped = Counter[str](), Counter[str]()
+        self.shares: dict[str, Fraction] = {}
+
+    def begin(self, weights: dict[str, float], seq_len: int) -> None:
+        total = sum(Fraction(str(w)) for w in weights.values())
+        self.shares = {name: Fraction(str(w)) / total for name, w in weights.items() if w}
+        self.place, self.given, self.seq_len = 0, Counter[str](), seq_len
+        for name in self.shares:
+            while self.behind[name] % seq_len:
+                self.behind[name] += 1
+                self.skipped[name] += 1
+
+    def next(self) -> Sample:
+        def window(name: str) -> tuple[int, int]:
+            k, share = self.given[name] + 1, self.shares[name]
+            first, end = Fraction(k - 1) / share, Fraction(k) / share
+            return int(first), -int(-end // 1)
+
+        may = [name for name in sorted(self.shares) if window(name)[0] <= self.place]
+        name = min(may, key=lambda name: window(name)[1])
+        unit, within = divmod(self.behind[name], self.unit_len)
+        at = int(samples_at(np.array([unit]), self.units[name], seed_of(self.seed, name))[0])
+        self.place, self.given[name] = self.place + 1, self.given[name] + 1
+        self.behind[name] += self.seq_len
+        return name, at * self.unit_len + within, self.seq_len
+
+
+def samples_of(mixture: Mixture, row: StageRow, samples: np.ndarray, seed: int) -> list[Sample]:
+    """What a mixture takes, as the oracle says it."""
+    taken = mixture.taken(row, samples)
+    found: list[Sample] = []
+    for source, unit, piece in zip(taken.source, taken.unit, taken.piece, strict=True):
+        name = mixture.names[source]
+        at = int(samples_at(np.array([unit]), mixture.units[name], seed_of(seed, name))[0])
+        found.append((name, at * mixture.unit_len + int(piece) * taken.seq_len, taken.seq_len))
+    return found
+
+
+def step_of(table: StageTable, units: dict[str, int], unit_len: int, step: int) -> list[Sample]:
+    mixture, row = Mixture(table, units, unit_len), table.row(step)
+    return samples_of(mixture, row, np.arange(table.samples(step - 1), table.samples(step)), seed=0)
+
+
+@pytest.mark.parametrize(
+    "whole", [(1,), (1, 1), (7, 2, 1), (1, 1, 1, 1, 1), (997, 2, 1), (5, 0, 3), (33, 31, 29, 7), (1, 9999)]
+)
+def test_shares_are_within_one_sample_at_every_point(whole: tuple[int, ...]) -> None:
+    period, given, of = sum(whole), [0] * len(whole), turns(whole)
+    for place in range(2 * period + 3):
+        source, before = of.at(np.array([place]))
+        assert before[0] == given[source[0]]  # the samples of a source come in their order, none left out
+        given[source[0]] += 1
+        for s, count in enumerate(whole):
+            assert abs(given[s] * period - (place + 1) * count) < period
+        assert of.given(place + 1).tolist() == given
+
+
+def test_a_long_period_is_rounded() -> None:
+    thirds = [Fraction(1, 3), Fraction(1, 7), Fraction(11, 21)]
+    assert whole_shares(thirds) == [7, 3, 11]
+    weights = [Fraction("0.1234567"), Fraction("0.8765432"), Fraction("0.0000001")]
+    taken = whole_shares(weights)
+    assert sum(taken) == LONGEST_PERIOD
+    assert taken[2] == 1  # not none
+    for count, share in zip(taken, weights, strict=True):
+        assert abs(Fraction(count, LONGEST_PERIOD) - share) < Fraction(2, LONGEST_PERIOD)
+
+
+WEIGHTS = [{"a": 0.7, "b": 0.3}, {"a": 0.2, "b": 0.5, "c": 0.3}, {"c": 1.0, "a": 3.0}, {"b": 0.1, "a": 0.2, "c": 0.4}]
+UNITS = {"a": 13, "b": 7, "c": 5}
+
+
+@pytest.mark.parametrize("batch", [1, 4, 6])
+def test_three_changes_of_weights_lose_and_repeat_nothing(batch: int) -> None:
+    """Resumed at every step, with other weights at three: what the oracle says, and each sample once an epoch."""
+    oracle, past, changes = Oracle(UNITS, 8, 0), Past(), {0: 0, 9: 1, 20: 2, 31: 3}
+    steps, seen, now = 40, list[Sample](), 0
+    for step in range(steps):
+        if step in changes:
+            now = changes[step]
+            oracle.begin(WEIGHTS[now], 8)
+        weights = {name: WEIGHTS[now].get(name, 0.0) for name in ("a", "b", "c")}
+        table = stage_table(config_of(weights, steps=steps, batch=batch), 1, past)
+        assert bool(table.notes) == (step in changes and step > 0)
+        got = step_of(table, UNITS, 8, step + 1)
+        assert got == [oracle.next() for _ in range(batch)]
+        seen += got
+        state = {"samples": table.samples(step + 1), "stages": table.past(step + 1)}
+        past = past_of(step + 1, state, 8)
+    assert [row.from_step for row in past.rows] == [0, 9, 20, 31]
+    for name, units in UNITS.items():
+        own = [sample for sample in seen if sample[0] == name]
+        for first in range(0, len(own), units):
+            epoch = own[first : first + units]
+            assert len(set(epoch)) == len(epoch)
+            assert len(epoch) < units or {at for _, at, _ in epoch} == set(range(0, 8 * units, 8))
+
+
+def test_realised_shares_at_every_step() -> None:
+    stages = (Stage(160, {"a": 0.2, "b": 0.5, "c": 0.3}), Stage(640, {"c": 1.0, "a": 3.0}))
+    table = stage_table(config_of({"a": 0.7, "b": 0.3, "c": 0.0}, stages), 1)
+    mixture = Mixture(table, UNITS, 8)
+    for before, row in enumerate(table.rows):
+        end = table.rows[before + 1].from_step if before + 1 < len(table.rows) else 40
+        at_start = mixture.tokens(row.from_step), mixture.asked(row.from_step)
+        for step in range(row.from_step, end + 1):
+            for name in UNITS:
+                took = mixture.tokens(step)[name] - at_start[0][name]
+                assert abs(took - (mixture.asked(step)[name] - at_start[1][name])) < 8
+    assert sum(mixture.tokens(40).values()) == table.tokens(40) == 40 * 4 * 8
+
+
+RAMP = (Stage(0), Stage(650, seq_len=16), Stage(1500, global_batch_size=8), Stage(2600, {"a": 1.0, "b": 3.0}, 32, 16))
+
+
+def test_a_ramp_of_batch_and_length_is_what_the_oracle_says() -> None:
+    """Sources are cut into units of 32 tokens from the start; resumed at each step, boundaries included."""
+    units, config = {"a": 23, "b": 11}, config_of({"a": 0.7, "b": 0.3}, RAMP, steps=60)
+    whole, oracle, past = stage_table(config, 1), Oracle(units, 32, 0), Past()
+    shapes = {0: (4, 8), 650: (4, 16), 1500: (8, 16), 2600: (16, 32)}
+    weights, tokens, stage, samples = {"a": 0.7, "b": 0.3}, 0, -1, 0
+    for step in range(1, 61):
+        reached = max(start for start in shapes if start <= tokens)
+        if reached != stage:
+            stage, weights = reached, {"a": 1.0, "b": 3.0} if reached == 2600 else weights
+            oracle.begin(weights, shapes[stage][1])
+        table = stage_table(config, 1, past)
+        batch, seq_len = shapes[stage]
+        rows = [[row.to_json() for row in of.rows] for of in (table, whole)]
+        assert rows[0] == rows[1]
+        assert (table.steps, table.notes) == (60, ())
+        assert step_of(table, units, 32, step) == [oracle.next() for _ in range(batch)]
+        tokens, samples = tokens + batch * seq_len, samples + batch
+        assert (table.tokens(step), table.samples(step)) == (tokens, samples)
+        past = past_of(step, {"samples": samples, "stages": table.past(step)}, 8)
+        assert (past.tokens, past.samples) == (tokens, samples)
+        skipped = Mixture(table, units, 32).skipped(step)
+        assert skipped == {name: oracle.skipped[name] for name in units}
+    assert sum(skipped.values()) > 0  # else the case is not there
+    assert len(whole.rows) == 4
+
+
+def test_tokens_end_a_run() -> None:
+    config = config_of({"a": 1.0}, (Stage(100, global_batch_size=8),))
+    config = replace(config, training=replace(config.training, tokens=1000))
+    table = stage_table(config, 1)
+    assert [row.from_step for row in table.rows] == [0, 4]
+    assert table.tokens(table.steps - 1) < 1000 <= table.tokens(table.steps)
+    done = Past(table.steps, table.samples(table.steps), table.rows)
+    assert stage_table(config, 1, done).steps == table.steps
+
+
+def test_one_source_of_a_mixture_is_in_the_order_of_a_source() -> None:
+    """Bit for bit, apart from the seed."""
+    table = stage_table(config_of({"a": 5.0}), 1)
+    taken = Mixture(table, {"a": 13}, 8).taken(table.rows[0], np.arange(200))
+    assert taken.unit.tolist() == list(range(200))
+    assert not taken.piece.any()
+    assert seed_of(3, "") == 3
+    assert len({seed_of(seed, name) for seed in (0, 1) for name in ("a", "b", "")}) == 6
+
+
+def test_the_order_in_the_file_does_not_matter() -> None:
+    one, other = (
+        stage_table(config_of(weights), 1) for weights in ({"a": 1, "b": 1, "c": 1}, {"c": 1, "b": 1, "a": 1})
+    )
+    for step in (1, 7, 40):
+        assert step_of(one, UNITS, 8, step) == step_of(other, dict(reversed(UNITS.items())), 8, step)
+
+
+def trained(config: Config, step: int) -> Past:
+    table = stage_table(config, 1)
+    return past_of(step, {"samples": table.samples(step), "stages": table.past(step)}, 8)
+
+
+@pytest.mark.parametrize(
+    ("stages", "wants"),
+    [
+        ((), "a stage from 320 tokens on, which was trained"),
+        ((Stage(160, seq_len=8), Stage(320, global_batch_size=8)), r"stage\[0\].from_tokens = 160\n.*at least 960"),
+        ((Stage(352, global_batch_size=8),), "a stage from 320 tokens on, which was trained"),
+    ],
+)
+def test_another_past_is_refused(stages: tuple[Stage, ...], wants: str) -> None:
+    past = trained(config_of({"a": 0.5, "b": 0.5}, (Stage(320, global_batch_size=8),)), 20)
+    assert past.tokens == 960
+    with pytest.raises(ConfigError, match=wants):
+        stage_table(config_of({"a": 0.5, "b": 0.5}, stages), 1, past)
+
+
+def test_weights_of_a_stage_that_is_over_cannot_change() -> None:
+    stages = (Stage(320, {"a": 1.0, "b": 1.0}),)
+    past = trained(config_of({"a": 0.75, "b": 0.25}, stages), 20)
+    with pytest.raises(
+        ConfigError, match=r"data.mixture and training.*another stage from 0 tokens on\n.*0.5.* → .*0.75"
+    ):
+        stage_table(config_of({"a": 0.5, "b": 0.5}, stages), 1, past)
+    table = stage_table(config_of({"a": 0.75, "b": 0.25}, (Stage(320, {"a": 1.0, "b": 4.0}),)), 1, past)
+    assert table.notes == ("from step 21 on, after 640 tokens: weights a 1, b 1 → a 1, b 4",)
+    assert [row.from_step for row in table.rows] == [0, 10, 20]
+
+
+def test_a_stage_without_a_step_is_refused() -> None:
+    stages = (Stage(321, global_batch_size=64), Stage(322))
+    with pytest.raises(ConfigError, match="at least a step, of 512 tokens"):
+        stage_table(config_of({"a": 1.0}, stages), 1)
+
+
+def test_a_checkpoint_without_stages_goes_on() -> None:
+    config = replace(config_of({}), data=Data())
+    for state in ({"samples": 40, "sequences_per_step": 4}, {"samples": 40}, {"samples": 25, "sequences_per_step": 4}):
+        past = past_of(10, state, 8)
+        assert (past.samples, past.tokens) == (state["samples"], 8 * state["samples"])
+        table = stage_table(config, 1, past)
+        assert not table.notes
+        mixture = Mixture(table, {"": 13}, 8)
+        for before, after in pairwise(range(10, 16)):
+            first = state["samples"] + 4 * (before - 10)
+            assert table.samples(before) == first
+            taken = mixture.taken(table.row(after), np.arange(first, first + 4))
+            assert taken.unit.tolist() == list(range(first, first + 4))
+
+
+def test_a_stage_that_is_not_reached_is_said() -> None:
+    table = stage_table(config_of({"a": 1.0}, (Stage(10_000),)), 1)
+    assert table.notes == ("data.stage[0] is not reached: it begins with step 314",)
+    assert len(table.rows) == 1

@@ -1,0 +1,229 @@
+"""Say which source each sample of training is from, and which of its samples: a pure function of the stage table.
+
+In a row of the table (`stages.py`) the sources take turns by their shares, which are exact fractions: after i samples
+each source has given floor or ceil of i times its share, for every i. That is the Pfair schedule: the k-th sample of a
+source of share w may stand at places floor((k - 1) / w) to ceil(k / w) - 1, and of those that may stand at a place the
+one comes whose last place is nearest. It repeats after T samples, the common denominator of the shares, so that a place
+is found in a table of T entries.
+
+A source is cut into units of the longest seq_len of all stages; `order.py` permutes the units of each epoch. A stage
+with a shorter seq_len takes the pieces of a unit one after the other. How far each source has come goes on from row to
+row, so that nothing is lost or repeated; where seq_len grows within a unit, what is left of it up to a multiple of the
+new one is skipped, and counted.
+
+Source: Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a notion of fairness in resource allocation", 1996;
+that the earliest deadline suffices where time is one unit of one resource: Jackson, 1955.
+"""
+
+import hashlib
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from titanlite.config.schema import Config
+from titanlite.config.stages import longest_seq_len
+from titanlite.data.stages import StageRow, StageTable
+from titanlite.errors import DataError, Problem, describe
+
+LONGEST_PERIOD = 100_000
+"""Samples after which the turns of the sources repeat, at most; of shares that take more, the nearest are taken."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The turns of sources by given shares: a period of them, repeated without end.
+
+    Attributes:
+        source: [T] which source has each place.
+        before: [T] how many places it has before that one.
+        counts: [sources] places of each in the period.
+    """
+
+    source: np.ndarray
+    before: np.ndarray
+    counts: np.ndarray
+
+    def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return which source has each place, from 0 on, and the number of its places before: [N] int64 each."""
+        periods, within = np.divmod(places, len(self.source))
+        source = self.source[within]
+        return source, periods * self.counts[source] + self.before[within]
+
+    def given(self, places: int) -> np.ndarray:
+        """Return how many of the first places each source has: [sources] int64."""
+        periods, within = divmod(places, len(self.source))
+        return periods * self.counts + np.bincount(self.source[:within], minlength=len(self.counts))
+
+
+def whole_shares(shares: Sequence[Fraction]) -> list[int]:
+    """Return shares as whole numbers over their common denominator, or the nearest over LONGEST_PERIOD.
+
+    Args:
+        shares: of each source; their sum is 1.
+    """
+    period = math.lcm(*(share.denominator for share in shares))
+    if period <= LONGEST_PERIOD:
+        return [int(share * period) for share in shares]
+    exact = [share * LONGEST_PERIOD for share in shares]
+    whole = [max(int(share > 0), int(share)) for share in exact]
+    by_rest = sorted(range(len(shares)), key=lambda n: exact[n] - whole[n], reverse=True)
+    left = LONGEST_PERIOD - sum(whole)
+    for n in by_rest[:left] if left > 0 else ():
+        whole[n] += 1
+    if left < 0:  # of sources that have one place though their share is less
+        whole[max(range(len(whole)), key=whole.__getitem__)] += left
+    return whole
+
+
+@lru_cache(maxsize=64)
+def turns(whole: tuple[int, ...]) -> Turns:
+    """Make the turns of sources that have so many places each in a period."""
+    period = sum(whole)
+    source, before, given = np.zeros(period, np.int64), np.zeros(period, np.int64), [0] * len(whole)
+    coming = [(0, s) for s, count in enumerate(whole) if count]  # first place that the next of each may have
+    due: list[tuple[int, int]] = []  # place before which the next of each that may come must stand
+    for place in range(period):
+        while coming and coming[0][0] <= place:
+            _, s = heapq.heappop(coming)
+            heapq.heappush(due, (-(-(given[s] + 1) * period // whole[s]), s))
+        _, s = heapq.heappop(due)
+        source[place], before[place] = s, given[s]
+        given[s] += 1
+        heapq.heappush(coming, (given[s] * period // whole[s], s))
+    return Turns(source, before, np.array(whole, np.int64))
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of a source's order: `training.seed` of the sole one, mixed with its name in a mixture."""
+    if not name:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
+
+
+def check_epochs(config: Config, table: StageTable, units: Mapping[str, int]) -> None:
+    """Refuse a run that goes through a source more often than it may.
+
+    Args:
+        config: of the run.
+        table: its stages.
+        units: samples of the longest seq_len of each source whose length is known, by its name.
+
+    Raises:
+        DataError: with every such source.
+    """
+    unit_len, problems = longest_seq_len(config), list[Problem]()
+    mixture = Mixture(table, units, unit_len)
+    epochs, taken = mixture.epochs(table.steps), mixture.tokens(table.steps)
+    for n, source in enumerate(config.data.mixture):
+        if source.max_epochs is not None and epochs.get(source.name, 0) > source.max_epochs:
+            most = int(source.max_epochs * units[source.name] * unit_len)
+            saw = f"{source.max_epochs:g}, and {table.steps:,} steps take {epochs[source.name]:.3g} of {source.name!r}"
+            want = f"at most {most:,} tokens of it: the run takes {taken[source.name]:,}"
+            fix = "a smaller weight, a shorter run, more text, or a larger max_epochs"
+            problems.append(Problem(f"data.mixture[{n}].max_epochs", saw, want, fix))
+    if problems:
+        raise DataError(describe("data", problems))
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The place that samples of training have: of which source, which unit in its order, and which piece of that.
+
+    Attributes:
+        source: [N] place in `Mixture.names`.
+        unit: [N] place in the order of the source, epochs one after the other.
+        piece: [N] of that unit.
+        seq_len: tokens of each.
+    """
+
+    source: np.ndarray
+    unit: np.ndarray
+    piece: np.ndarray
+    seq_len: int
+
+
+class Mixture:
+    """The order of training over all its sources.
+
+    Args:
+        table: the stage table.
+        units: of each source by name, of `unit_len` tokens, at least one.
+        unit_len: the longest seq_len of all stages.
+    """
+
+    def __init__(self, table: StageTable, units: Mapping[str, int], unit_len: int) -> None:
+        # Sorted, so that the turns do not depend on the order in the file; some may be of the past alone.
+        self.names = tuple(sorted({*units, *(name for row in table.rows for name in row.asked.weights)}))
+        self.table, self.units, self.unit_len = table, units, unit_len
+        self.rounded: list[tuple[StageRow, dict[str, Fraction]]] = []  # rows, and the shares that are taken instead
+        self._turns: list[Turns] = []
+        self._cursors: list[np.ndarray] = []  # tokens of each source that are behind at the start of each row
+        self._skipped: list[np.ndarray] = []  # there and before
+        self._rows = np.array([row.from_sample for row in table.rows])
+        cursor, skipped = np.zeros(len(self.names), np.int64), np.zeros(len(self.names), np.int64)
+        for n, row in enumerate(table.rows):
+            if n:
+                cursor = cursor + self._given(n - 1, row.from_sample)
+            seq_len = row.asked.seq_len
+            shares = [row.asked.shares.get(name, Fraction(0)) for name in self.names]
+            whole = whole_shares(shares)
+            exact = [Fraction(count, sum(whole)) for count in whole]
+            if exact != shares:
+                self.rounded.append((row, dict(zip(self.names, exact, strict=True))))
+            rest = np.where(np.array(whole) > 0, -cursor % seq_len, 0)
+            cursor, skipped = cursor + rest, skipped + rest
+            self._turns.append(turns(tuple(whole)))
+            self._cursors.append(cursor)
+            self._skipped.append(skipped)
+
+    def taken(self, row: StageRow, samples: np.ndarray) -> Taken:
+        """Say what samples of training are.
+
+        Args:
+            row: of the stage table, that they are in.
+            samples: [N] numbers of samples, from 0 at the start of training on.
+        """
+        n, seq_len = self.table.rows.index(row), row.asked.seq_len
+        source, before = self._turns[n].at(samples - row.from_sample)
+        tokens = self._cursors[n][source] + before * seq_len
+        unit, within = np.divmod(tokens, self.unit_len)
+        return Taken(source, unit, within // seq_len, seq_len)
+
+    def tokens(self, step: int) -> dict[str, int]:
+        """Return the tokens of each source that were trained on up to a step."""
+        behind, skipped = self._behind(step)
+        return dict(zip(self.names, (behind - skipped).tolist(), strict=True))
+
+    def skipped(self, step: int) -> dict[str, int]:
+        """Return the tokens of each source that were skipped up to a step, where seq_len grew."""
+        return dict(zip(self.names, self._behind(step)[1].tolist(), strict=True))
+
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return how often each source has been gone through up to a step; of the present ones."""
+        behind = dict(zip(self.names, self._behind(step)[0].tolist(), strict=True))
+        return {name: behind[name] / (count * self.unit_len) for name, count in self.units.items()}
+
+    def asked(self, step: int) -> dict[str, Fraction]:
+        """Return the tokens of each source that the weights ask for up to a step, exactly."""
+        found = dict.fromkeys(self.names, Fraction(0))
+        for row, after in zip(self.table.rows, (*self.table.rows[1:], None), strict=True):
+            end = min(step, step if after is None else after.from_step)
+            if end > row.from_step:
+                trained = (end - row.from_step) * row.asked.tokens_per_step
+                for name, share in row.asked.shares.items():
+                    found[name] += share * trained
+        return found
+
+    def _given(self, n: int, sample: int) -> np.ndarray:
+        """Return the tokens of each source in a row up to a sample."""
+        row = self.table.rows[n]
+        return self._turns[n].given(sample - row.from_sample) * row.asked.seq_len
+
+    def _behind(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        n = self.table.rows.index(self.table.row(step))
+        return self._cursors[n] + self._given(n, self.table.samples(step)), self._skipped[n]

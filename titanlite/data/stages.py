@@ -1,0 +1,226 @@
+"""The stage table of a run: which step trains on sequences of which length, how many of them, and by which weights.
+
+A row begins with a step. The rows that training has reached are kept in each checkpoint; those to come follow from the
+config. So a run that goes on with other weights, or another batch, begins a row at its next step and changes none of
+the past, whatever the config says by then; a config that would have trained otherwise up to here is refused.
+
+A stage begins with the first step that has its tokens behind it. Nothing here needs torch.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanlite.config.schema import Config
+from titanlite.config.stages import AskedStage, asked_stages
+from titanlite.errors import ConfigError, Problem, describe
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """A row of the stage table.
+
+    Attributes:
+        from_step: steps done before it.
+        from_sample: sequences trained on before it.
+        from_tokens: tokens trained on before it.
+        asked: as the config asks for it; of a row of the past, as it asked then.
+    """
+
+    from_step: int
+    from_sample: int
+    from_tokens: int
+    asked: AskedStage
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as a checkpoint keeps it: without what the layout or the learning rate have of it."""
+        asked = self.asked
+        return {
+            "from_step": self.from_step,
+            "from_sample": self.from_sample,
+            "from_tokens": self.from_tokens,
+            "stage": asked.from_tokens,
+            "seq_len": asked.seq_len,
+            "sequences": asked.sequences,
+            "weights": dict(asked.weights),
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "StageRow":
+        """Return a row that a checkpoint kept."""
+        asked = AskedStage(None, row["stage"], row["seq_len"], row["sequences"], 1, row["weights"])
+        return cls(row["from_step"], row["from_sample"], row["from_tokens"], asked)
+
+
+@dataclass(frozen=True)
+class Past:
+    """The part of a run that was trained before a start.
+
+    Attributes:
+        step: the last step done.
+        samples: sequences trained on.
+        rows: of the stage table, up to there.
+    """
+
+    step: int = 0
+    samples: int = 0
+    rows: tuple[StageRow, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on."""
+        row = self.rows[-1] if self.rows else None
+        return 0 if row is None else row.from_tokens + (self.samples - row.from_sample) * row.asked.seq_len
+
+
+class StageTable:
+    """The rows of a run, and what follows from them for each step.
+
+    Args:
+        rows: by their first step.
+        steps: of the run.
+        notes: what was changed at this start, a line each.
+    """
+
+    def __init__(self, rows: Sequence[StageRow], steps: int, notes: Sequence[str] = ()) -> None:
+        self.rows, self.steps, self.notes = tuple(rows), steps, tuple(notes)
+        self._from_step = [row.from_step for row in rows]
+        self.first_steps = frozenset(row.from_step + 1 for row in rows)
+
+    def row(self, step: int) -> StageRow:
+        """Return the row of a step, 1 for the first."""
+        return self.rows[max(0, bisect_right(self._from_step, step - 1) - 1)]
+
+    def samples(self, step: int) -> int:
+        """Sequences trained on up to a step, over all ranks."""
+        row = self.row(step + 1)
+        return row.from_sample + (step - row.from_step) * row.asked.sequences
+
+    def tokens(self, step: int) -> int:
+        """Tokens trained on up to a step, over all ranks."""
+        row = self.row(step + 1)
+        return row.from_tokens + (step - row.from_step) * row.asked.tokens_per_step
+
+    def past(self, step: int) -> list[dict[str, Any]]:
+        """Return the rows that training has reached after a step, as a checkpoint keeps them."""
+        return [row.to_json() for row in self.rows if row.from_step < max(step, 1)]
+
+
+def past_of(step: int, state: Mapping[str, Any], seq_len: int) -> Past:
+    """Return what a checkpoint says of its past; of a version without stages, one source and one seq_len."""
+    samples = int(state.get("samples", 0))
+    if "stages" in state:
+        return Past(step, samples, tuple(StageRow.from_json(row) for row in state["stages"]))
+    if not step:
+        return Past()
+    saved = state.get("training", {}).get("seq_len", seq_len)
+    each = int(state.get("sequences_per_step") or max(1, samples // step))
+    asked = AskedStage(None, 0, saved, each, 1, {"": "1"})
+    rows = [StageRow(0, 0, 0, asked)]
+    if each * step != samples:  # it had another batch before
+        rows.append(StageRow(step, samples, samples * saved, asked))
+    return Past(step, samples, tuple(rows))
+
+
+def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
+    """Make the stage table of a start: the past as it was, and from there on what the config asks for.
+
+    Args:
+        config: of the run, checked.
+        world_size: number of processes; None: the fewest.
+        past: of the checkpoint that it goes on from.
+
+    Raises:
+        ConfigError: the config has other stages up to here than were trained, or one without a step.
+    """
+    asked, past = asked_stages(config, world_size), past or Past()
+    rows, notes = list(past.rows), list[str]()
+    if rows:
+        _check_past(config, asked, past)
+    step, samples, tokens = past.step, past.samples, past.tokens
+    now = max(n for n, stage in enumerate(asked) if stage.from_tokens <= tokens)
+    before = rows[-1].asked if rows else None
+    if before is not None and before.from_tokens == asked[now].from_tokens and _takes_same(before, asked[now]):
+        rows[-1] = replace(rows[-1], asked=asked[now])
+    else:
+        rows.append(StageRow(step, samples, tokens, asked[now]))
+        if before is not None and before.from_tokens == asked[now].from_tokens:
+            notes.append(f"from step {step + 1} on, after {tokens:,} tokens: {_difference(before, asked[now])}")
+    for stage in asked[now + 1 :]:
+        row = rows[-1]
+        start = max(row.from_step, step)
+        at = row.from_tokens + (start - row.from_step) * row.asked.tokens_per_step
+        begins = start + -(-(stage.from_tokens - at) // row.asked.tokens_per_step)
+        if begins <= start:
+            key, each = f"data.stage[{stage.at}].from_tokens", row.asked.tokens_per_step
+            want = f"at least a step, of {each:,} tokens, after the stage before it begins"
+            raise ConfigError.of("data.stage", key, str(stage.from_tokens), want, "a larger from_tokens")
+        done = begins - row.from_step
+        rows.append(
+            StageRow(
+                begins,
+                row.from_sample + done * row.asked.sequences,
+                row.from_tokens + done * row.asked.tokens_per_step,
+                stage,
+            )
+        )
+    if not config.training.tokens:
+        steps = config.training.steps
+        for row in rows[1:]:
+            if row.from_step >= steps and row.from_step > past.step:
+                notes.append(f"data.stage[{row.asked.at}] is not reached: it begins with step {row.from_step + 1}")
+        return StageTable([row for row in rows if row.from_step < steps or row.from_step <= past.step], steps, notes)
+    last = rows[-1]
+    left = -(-(config.training.tokens - last.from_tokens) // last.asked.tokens_per_step)
+    return StageTable(rows, max(past.step, last.from_step + left, 1), notes)
+
+
+def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None:
+    """Refuse stages that are not those which were trained, up to where training stands."""
+    last, problems = past.rows[-1], list[Problem]()
+    tokens = past.tokens
+    trained = {row.asked.from_tokens: row.asked for row in past.rows}  # the last of each
+    by_start = {stage.from_tokens: stage for stage in asked}
+    for start, was in trained.items():
+        stage = by_start.get(start)
+        if stage is None:
+            want = f"a stage from {start:,} tokens on, which was trained; {tokens:,} tokens are behind"
+            problems.append(Problem("data.stage", "no such stage", want, f"from_tokens = {start}, as before"))
+        elif start != last.asked.from_tokens and not _takes_same(was, stage, is_past=True):
+            where = "data.mixture and training" if stage.at is None else f"data.stage[{stage.at}]"
+            want = f"what was trained, for {tokens:,} tokens are behind: {_difference(stage, was)}"
+            fix = f"change a stage that goes on: one from {last.asked.from_tokens} tokens, or from {tokens} tokens on"
+            problems.append(Problem(where, f"another stage from {start:,} tokens on", want, fix))
+    done = tokens - last.asked.tokens_per_step if past.samples > last.from_sample else tokens
+    for start, stage in by_start.items():
+        if start not in trained and start <= done:
+            want = f"at least {tokens}, the tokens that are behind: the past cannot be trained otherwise"
+            problems.append(Problem(f"data.stage[{stage.at}].from_tokens", str(start), want, f"from_tokens = {tokens}"))
+    if problems:
+        raise ConfigError(describe("data.stage", problems))
+
+
+def _takes_same(a: AskedStage, b: AskedStage, is_past: bool = False) -> bool:
+    """Return whether two stages take the same samples; of the past, the batch may follow from the ranks of then."""
+    return a.seq_len == b.seq_len and a.shares == b.shares and (is_past or a.sequences == b.sequences)
+
+
+def _difference(before: AskedStage, after: AskedStage) -> str:
+    """Say what differs between two stages."""
+    found: list[str] = []
+    for name, was, now in (
+        ("seq_len", before.seq_len, after.seq_len),
+        ("sequences per step", before.sequences, after.sequences),
+    ):
+        if was != now:
+            found.append(f"{name} {was} → {now}")
+    if before.shares != after.shares:
+        found.append(f"weights {weights_in_words(before)} → {weights_in_words(after)}")
+    return ", ".join(found)
+
+
+def weights_in_words(stage: AskedStage) -> str:
+    """Write the weights of a stage: `web 0.7, code 0.3`; of one source, `data.source`."""
+    shown = {name: text.removesuffix(".0") for name, text in stage.weights.items()}
+    return ", ".join(f"{name} {text}" if name else "data.source" for name, text in shown.items())

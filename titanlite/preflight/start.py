@@ -1,0 +1,83 @@
+"""Find what a start goes on from, in no time, and make its stage table: before torch, and without the tensors."""
+
+from pathlib import Path
+from typing import Any
+
+from titanlite.checkpoint.publish import step_folder
+from titanlite.checkpoint.resume import branch_point, check_quickly, other_text, read_state, start_of
+from titanlite.config.check import sequences_per_step
+from titanlite.config.config_json import check_initial_load_path
+from titanlite.config.problems import Origin
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config
+from titanlite.config.stages import longest_seq_len, source_keys
+from titanlite.data.inputs import Inputs
+from titanlite.data.mixture import check_epochs
+from titanlite.data.stages import StageTable, past_of, stage_table
+from titanlite.errors import CheckpointError
+from titanlite.preflight.run_folder import RunFolder
+
+
+def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_size: int | None) -> None:
+    """Hold what a fresh run starts from against its config: a folder of weights, or another run's checkpoint.
+
+    Raises:
+        TitanliteError: it cannot be read, or is of another model.
+    """
+    if (branch := branch_point(config.checkpoint.initial_load_path)) is None:
+        check_initial_load_path(config, dims, origin)
+        return
+    root, step = branch
+    sequences = sequences_per_step(config, world_size) if world_size else None
+    check_quickly(root, step, config, dims, sequences)
+
+
+def planned_stages(config: Config, world_size: int | None, has_weights: bool) -> StageTable:
+    """Make the stage table of a start, of which the past is that of the checkpoint that it goes on from.
+
+    Args:
+        config: of the run, checked.
+        world_size: number of processes; None: the fewest.
+        has_weights: whether this host is to have what the run starts from.
+
+    Raises:
+        ConfigError: as `stage_table` says.
+    """
+    found = _newest_state(config) if has_weights else None
+    if found is None:
+        return stage_table(config, world_size)
+    _, step, state = found
+    return stage_table(config, world_size, past_of(step, state, config.training.seq_len))
+
+
+def check_sources(config: Config, inputs: Inputs, table: StageTable) -> None:
+    """Refuse a run that goes through a source more often than it may, as far as lengths are known."""
+    unit_len, tokens = longest_seq_len(config), inputs.tokens
+    known = {name: tokens[key] for name, (key, _) in source_keys(config).items() if key in tokens}
+    check_epochs(config, table, {name: max(1, (n - 1) // unit_len) for name, n in known.items()})
+
+
+def check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
+    """Refuse ids of another tokenizer than the weights know, before its tokens are prepared, which may take hours.
+
+    Returns:
+        What the checkpoint of the run's folder says beside its tensors; None if there is none.
+    """
+    if (found := _newest_state(config)) is None:
+        return None
+    folder, _, state = found
+    other_text(folder, state, {}, inputs.fingerprint, strict=True)
+    return state if folder.parent == RunFolder.of(config).checkpoints else None
+
+
+def _newest_state(config: Config) -> tuple[Path, int, dict[str, Any]] | None:
+    """Return the checkpoint that a start goes on from, its step, and what it says beside its tensors."""
+    try:
+        found = start_of(RunFolder.of(config).checkpoints, config)
+        if found is None:
+            return None
+        root, step = found
+        folder = step_folder(root, step)
+        return folder, step, read_state(folder, step)["state"]
+    except CheckpointError:  # what cannot be read is said by those who load it
+        return None

@@ -1,0 +1,64 @@
+"""Say in the receipt what mixture and stages came to."""
+
+from titanlite.config.schema import Config
+from titanlite.data.mixture import Mixture
+from titanlite.data.stages import StageTable, weights_in_words
+from titanlite.errors import CheckpointError
+from titanlite.receipt import Entry, Receipt, Skipped
+
+
+def require_same_steps(table: StageTable, config: Config) -> None:
+    """Refuse to train another number of steps than was checked: the checkpoint is another than a moment ago.
+
+    Raises:
+        CheckpointError: on every rank, if it is.
+    """
+    if table.steps != config.training.steps:
+        saw, want = f"{table.steps} steps take training.tokens", f"{config.training.steps}, as a moment ago"
+        raise CheckpointError.of("this start", "the checkpoint", saw, want, "start again: another has been saved")
+
+
+def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -> None:
+    """Add the shares and epochs of each source over the run, and its stages; nothing of a run that has neither.
+
+    Args:
+        receipt: of the run.
+        config: of the run.
+        mixture: of its sources.
+        start: the last step done.
+    """
+    table, last = mixture.table, mixture.table.steps
+    if config.data.mixture:
+        tokens, asked, epochs = mixture.tokens(last), mixture.asked(last), mixture.epochs(last)
+        total = max(1, table.tokens(last))
+        shares = (f"{n} {tokens[n] / total:.4%} of tokens (asked {float(asked[n] / total):.4%})" for n in epochs)
+        applied: dict[str, object] = {"shares": "; ".join(shares)}
+        applied |= {
+            name: {
+                "asked_share": round(float(asked[name] / total), 6),
+                "share": round(tokens[name] / total, 6),
+                "tokens": tokens[name],
+                "epochs": round(epochs[name], 4),
+                "epochs_so_far": round(mixture.epochs(start)[name], 4),
+            }
+            for name in epochs
+        }
+        rounded = tuple(
+            Skipped(
+                f"shares from step {row.from_step + 1} on: {weights_in_words(row.asked)}",
+                "rounded to " + ", ".join(f"{name} {float(share):.5f}" for name, share in shares.items()),
+            )
+            for row, shares in mixture.rounded
+        )
+        names = [source.name for source in config.data.mixture]
+        receipt.add(Entry("data.mixture", names, applied, count=len(epochs), skipped=rounded))
+    if config.data.stage or len(table.rows) > 1:
+        skipped = {name or "data.source": n for name, n in mixture.skipped(last).items() if n}
+        left_out = tuple(
+            Skipped(f"{n:,} tokens of {name}", "the rest of a sample, where seq_len grows")
+            for name, n in skipped.items()
+        )
+        rows = {f"from_step_{row.from_step + 1}": row.to_json() for row in table.rows}
+        asked_from = [stage.from_tokens for stage in config.data.stage]
+        applied = {"stages": len(rows), **rows}
+        receipt.add(Entry("data.stage", asked_from, applied, count=len(rows), skipped=left_out))
