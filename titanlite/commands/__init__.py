@@ -23,6 +23,7 @@ COMMANDS = (
     "plan",
     "recipes",
     "prepare",
+    "data",
     "compare",
     "explain",
     "evaluate",

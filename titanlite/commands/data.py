@@ -1,0 +1,97 @@
+"""Show what a run trains on: sources, shares and epochs, and the documents of a sample or step.
+
+titanlite data FILE                              stages, and of each source the share asked and taken, tokens and epochs
+titanlite data FILE --sample I                   the documents of one sample, decoded, with their boundaries
+titanlite data FILE --sample I --picture FILE    and its attention mask as a picture
+titanlite data FILE --step N                     the documents of all samples of one step
+
+What is not prepared yet is prepared first, as by `titanlite prepare`. Nothing is trained; of a run that has begun, the
+stages are those that were trained, as its newest checkpoint has them.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from titanlite.commands.arguments import Command
+from titanlite.errors import ConfigError
+from titanlite.text_table import folded, terminal_width
+
+_SAMPLE, _STEP, _PICTURE = "--sample", "--step", "--picture"
+_COMMAND = Command(
+    "data",
+    __doc__ or "",
+    {
+        f"{_SAMPLE} I": "a sample of training, 0 for the first",
+        f"{_STEP} N": "a step of training, 1 for the first",
+        f"{_PICTURE} FILE": "file for the picture of the sample's mask, as mask.png",
+        "--world N": "number of processes, which a step's samples depend on without training.global_batch_size",
+    },
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Carry out the command.
+
+    Raises:
+        TitanliteError: config, source or tokenizer cannot be used, there is no such sample or step, or the picture
+            cannot be written.
+        SystemExit: with 0, after `--help`.
+    """
+    arguments = _COMMAND.read(argv)
+    own = arguments.own
+    for flag, without in ((_STEP, _SAMPLE), (_PICTURE, _STEP)):
+        if flag in own and without in own:
+            raise ConfigError.of("command line", flag, own[flag], f"no {flag} together with {without}", "remove one")
+    if _PICTURE in own and _SAMPLE not in own:
+        fix = f"{_SAMPLE} 0 {_PICTURE} {own[_PICTURE]}"
+        raise ConfigError.of("command line", _PICTURE, own[_PICTURE], f"{_SAMPLE} I as well: a mask is of one", fix)
+    sample, step = _read_number(own, _SAMPLE, 0), _read_number(own, _STEP, 1)
+    from titanlite.commands.data_tables import run_tables, sample_text, share_of_causal, step_text
+    from titanlite.data.run_samples import RunSamples, open_sources
+    from titanlite.preflight.checked_run import checked_run
+
+    if _PICTURE in own:
+        from titanlite.preflight.output_file import require_picture
+
+        require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
+    checked = checked_run(arguments.flags, arguments.world, has_weights=False)
+    config = checked.config
+    trained = RunSamples(config, checked.table, open_sources(config, checked.dims.vocab_size, progress=True))
+    tokenizer = checked.inputs.tokenizer
+    if sample is not None:
+        _check_within(_SAMPLE, sample, 0, trained.table.samples(trained.table.steps) - 1)
+        found = trained.at(sample)
+        text = sample_text(found, tokenizer)
+        if _PICTURE in own:
+            from titanlite.commands.mask_picture import draw_mask
+            from titanlite.preflight.output_file import writable
+
+            path, title = Path(own[_PICTURE]), text.partition("\n")[0]
+            with writable("titanlite data", _PICTURE, path):
+                draw_mask(found, share_of_causal(found), title, path)
+            text += f"{path}\n"
+    elif step is not None:
+        _check_within(_STEP, step, 1, trained.table.steps)
+        text = step_text([trained.at(index) for index in trained.of_step(step)], tokenizer)
+    else:
+        text = f"{arguments.file}: {run_tables(trained)}"
+    sys.stdout.write(folded(text, terminal_width()))
+    return 0
+
+
+def _read_number(own: Mapping[str, str], flag: str, least: int) -> int | None:
+    """Read the number of a flag, if it is given."""
+    if flag not in own:
+        return None
+    text = own[flag]
+    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+        raise ConfigError.of("command line", flag, text, f"a number, at least {least}", f"{flag} {least}")
+    return int(text)
+
+
+def _check_within(flag: str, number: int, least: int, most: int) -> None:
+    """Refuse what is beyond the end of the run."""
+    if number > most:
+        want = f"{least} to {most}: there the run ends"
+        raise ConfigError.of("command line", flag, str(number), want, f"{flag} {most}")

@@ -1,0 +1,118 @@
+"""Tables of what a run trains on: its sources and stages, and the documents of a sample."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from titanlite.data.run_samples import RunSamples, TrainedSample
+from titanlite.data.sample_documents import SampleDocument, attended
+from titanlite.data.stages import weights_in_words
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.kernels.ignore_index import IGNORE_INDEX
+from titanlite.text_table import columns
+
+_SHOWN, _LOOKED_AT = 34, 80  # characters of either end of a document, and tokens that are decoded for them
+
+
+def run_tables(run: RunSamples) -> str:
+    """Return the tables of a whole run: its stages, and what each source gives."""
+    table, mixture, steps = run.table, run.mixture, run.table.steps
+    rows = [["stage from step", "from tokens", "seq_len", "sequences a step", "weights"]]
+    for row in table.rows:
+        asked = row.asked
+        numbers = (row.from_step + 1, row.from_tokens, asked.seq_len, asked.sequences)
+        rows.append([*(f"{number:,}" for number in numbers), weights_in_words(asked)])
+    total = table.tokens(steps)
+    asked, taken, epochs, skipped = (
+        of(steps) for of in (mixture.asked, mixture.tokens, mixture.epochs, mixture.skipped)
+    )
+    sources = [["source", "tokens", "documents", "asked", "taken", "trained on", "epochs", "skipped"]]
+    for name in mixture.names:
+        source, tokens, documents, through = run.sources.get(name), "", "", ""
+        if source is not None:  # else it was trained on before, and is not in the config any more
+            tokens, through = f"{source.shards.tokens:,}", f"{epochs[name]:.3g}"
+            documents = f"{source.shards.meta.documents:,}" if source.shards.meta.documents else "not counted"
+        shares = (f"{float(share) / total:.3%}" for share in (asked[name], taken[name]))
+        label = name or run.sources[name].asked
+        sources.append([label, tokens, documents, *shares, f"{taken[name]:,}", through, f"{skipped[name]:,}"])
+    named = "".join(f"{name} is {source.asked}\n" for name, source in run.sources.items() if name)
+    return (
+        f"{steps:,} steps, {table.samples(steps):,} samples, {total:,} tokens\n\n{columns(*rows)}\n{columns(*sources)}"
+        + (f"\n{named}" if named else "")
+    )
+
+
+def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:
+    """Return what is in a sample: where it is from, and a line for each document in it.
+
+    Args:
+        sample: of the run.
+        tokenizer: that decodes it; None: it is shown as ids.
+    """
+    source, tokens, targets = sample.source, *sample.tokens
+    name = f"{source.name} ({source.asked})" if source.name else source.asked
+    head = f"sample {sample.index:,}, of step {sample.step:,}: {name}, epoch {sample.epoch}, sample {sample.sample:,}"
+    if sample.seq_len < source.samples.seq_len:
+        head += f", tokens {sample.first:,} to {sample.first + sample.seq_len:,} of it"
+    if source.shards.separator is None:
+        why = "its documents are not known: data.separator_id is not given"
+        return f"{head}\n  {why}\n  {_both_ends(tokens, tokenizer)}\n"
+    rows = [["place", "tokens", "in the source", "document", "text"]]
+    for document in sample.documents:
+        text = _both_ends(tokens[document.at : document.at + document.length], tokenizer)
+        numbers = (document.at, document.length, document.start)
+        rows.append([*(f"{number:,}" for number in numbers), _part_there(document), text])
+    return f"{head}\n{columns(*rows)}{_count_line(sample, targets)}"
+
+
+def step_text(samples: Sequence[TrainedSample], tokenizer: Tokenizer | None) -> str:
+    """Return what is in the samples of a step, and a summary."""
+    given = Counter(sample.source.name or sample.source.asked for sample in samples)
+    shares = ", ".join(f"{name} {count:,}" for name, count in given.items())
+    targets = sum(int((sample.tokens[1] != IGNORE_INDEX).sum()) for sample in samples)
+    documents = sum(len(sample.documents) for sample in samples)
+    tokens = sum(sample.seq_len for sample in samples)
+    last = f"step {samples[0].step:,}: {len(samples):,} samples ({shares}), {documents:,} documents, "
+    last += f"{targets:,} targets of {tokens:,} tokens\n"
+    return "\n".join([*(sample_text(sample, tokenizer) for sample in samples), last])
+
+
+def share_of_causal(sample: TrainedSample) -> float:
+    """Return the share of causal attention's pairs of tokens that attention forms in a sample."""
+    return attended(sample.attends_within) / attended([sample.seq_len])
+
+
+def _count_line(sample: TrainedSample, targets: np.ndarray) -> str:
+    padded = sample.seq_len - sum(document.length for document in sample.documents)
+    counted = int((targets != IGNORE_INDEX).sum())
+    ended = sample.seq_len - counted - padded
+    lines = [f"{counted:,} targets"]
+    if ended:
+        lines[0] += f"; none behind the last token of {ended:,} document{'s' * (ended != 1)}"
+    if padded:
+        lines[0] += f"; {padded:,} token{'s' * (padded != 1)} of padding"
+    within = "within documents" if sample.is_masked else "across documents (data.document_mask = false)"
+    lines.append(f"attention {within}: {share_of_causal(sample):.1%} of plain causal attention")
+    return "".join(f"  {line}\n" for line in lines)
+
+
+def _part_there(document: SampleDocument) -> str:
+    """Say which part of a document is there."""
+    if document.begins:
+        return "whole" if document.ends else "beginning"
+    return "end" if document.ends else "middle"
+
+
+def _both_ends(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:
+    """Return the text of tokens on one line, its middle left out."""
+    if tokenizer is None:
+        ids = [str(token) for token in tokens.tolist()]
+        return f"[{' '.join(ids if len(ids) <= 12 else [*ids[:6], '…', *ids[-4:]])}]"
+    if len(tokens) > 2 * _LOOKED_AT:
+        first, last = tokenizer.decode(tokens[:_LOOKED_AT]), tokenizer.decode(tokens[-_LOOKED_AT:])
+    else:
+        first = last = tokenizer.decode(tokens)
+        if len(first) <= 2 * _SHOWN:
+            return repr(first)
+    return f"{first[:_SHOWN]!r} … {last[-_SHOWN:]!r}"

@@ -1,0 +1,170 @@
+"""Say what a run trains on, sample by sample, without training and without torch: for people who look at data."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from titanlite.config.schema import Config
+from titanlite.config.stages import longest_seq_len, source_keys
+from titanlite.data.mixture import Mixture, seed_of
+from titanlite.data.packing import PackedSamples, index_folder, open_packed
+from titanlite.data.prepare import prepare
+from titanlite.data.sample_documents import SampleDocument, documents_of
+from titanlite.data.samples import ConcatenatedSamples, Samples
+from titanlite.data.shards import TokenShards
+from titanlite.data.stages import StageTable
+from titanlite.data.windows import units_at
+from titanlite.errors import DataError
+from titanlite.kernels.ignore_index import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class OpenSource:
+    """A source that is trained on.
+
+    Attributes:
+        name: in the mixture; "" of `data.source`.
+        asked: what the config names.
+        shards: its tokens.
+        samples: of the longest seq_len of all stages.
+    """
+
+    name: str
+    asked: str
+    shards: TokenShards
+    samples: Samples
+
+    def attends_within(self, sample: int, first: int, seq_len: int) -> list[int]:
+        """Return the lengths of what attention stays within where documents are masked, in a piece of a sample.
+
+        Documents without padding; the whole, if they are not known.
+        """
+        if self.shards.separator is None:
+            return [seq_len]
+        return [document.length for document in documents_of(self.samples, self.shards, sample, first, seq_len)]
+
+
+def open_sources(config: Config, vocab_size: int, progress: bool) -> dict[str, OpenSource]:
+    """Open what a run trains on, by the name of each source; prepare what is not prepared yet.
+
+    Raises:
+        DataError: a source, the tokenizer or the cache cannot be used.
+    """
+    found: dict[str, OpenSource] = {}
+    for name, (key, asked) in source_keys(config).items():
+        shards, unit_len = prepare(asked, config.data, vocab_size, progress, key), longest_seq_len(config)
+        is_packed = config.data.packing == "best_fit"
+        samples = open_packed(shards, config.data, unit_len, progress) if is_packed else None
+        found[name] = OpenSource(name, asked, shards, samples or ConcatenatedSamples(shards, unit_len))
+    return found
+
+
+def prepared_sources(config: Config, shards: Mapping[str, TokenShards]) -> dict[str, OpenSource] | None:
+    """Open what a run trains on as far as all of it is prepared, and packed if it is to be; None: it is not.
+
+    Args:
+        config: of the run.
+        shards: those that are there, by the key of each source.
+    """
+    found: dict[str, OpenSource] = {}
+    for name, (key, asked) in source_keys(config).items():
+        if (own := shards.get(key)) is None:
+            return None
+        unit_len, samples = longest_seq_len(config), None
+        if config.data.packing == "best_fit":
+            if own.separator is None or not (folder := index_folder(own, unit_len, own.separator)).is_dir():
+                return None
+            samples = PackedSamples(own, folder)
+        found[name] = OpenSource(name, asked, own, samples or ConcatenatedSamples(own, unit_len))
+    return found
+
+
+@dataclass(frozen=True)
+class TrainedSample:
+    """A sample of training.
+
+    Attributes:
+        index: from 0 at the start of training on.
+        step: that trains on it, 1 for the first.
+        source: it is from.
+        epoch: of the source, 1 for the first.
+        sample: of the source.
+        first: token of that sample that it begins with; a stage of a shorter seq_len takes pieces.
+        seq_len: its tokens.
+        is_masked: whether attention and targets end with a document.
+    """
+
+    index: int
+    step: int
+    source: OpenSource
+    epoch: int
+    sample: int
+    first: int
+    seq_len: int
+    is_masked: bool
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The tokens, and the target of each as training has it: [2, S] int64."""
+        pair = self.source.samples.read(self.sample)[:, self.first : self.first + self.seq_len]
+        separator = self.source.shards.separator
+        if self.is_masked and separator is not None:
+            pair[1][pair[0] == separator] = IGNORE_INDEX
+        return pair
+
+    @cached_property
+    def documents(self) -> list[SampleDocument]:
+        """The documents in it."""
+        return documents_of(self.source.samples, self.source.shards, self.sample, self.first, self.seq_len)
+
+    @property
+    def attends_within(self) -> list[int]:
+        """Lengths of what attention stays within: documents, if they are masked and known, else the sample."""
+        if not self.is_masked:
+            return [self.seq_len]
+        return self.source.attends_within(self.sample, self.first, self.seq_len)
+
+
+class RunSamples:
+    """The samples of a run in the order of training.
+
+    Args:
+        config: of the run, checked.
+        table: its stages.
+        sources: that it trains on, by name.
+    """
+
+    def __init__(self, config: Config, table: StageTable, sources: Mapping[str, OpenSource]) -> None:
+        self.table, self.sources, self._config = table, sources, config
+        units = {name: source.samples.n for name, source in sources.items()}
+        self.mixture = Mixture(table, units, longest_seq_len(config))
+
+    def of_step(self, step: int) -> range:
+        """Return the indices of the samples of a step."""
+        return range(self.table.samples(step - 1), self.table.samples(step))
+
+    def at(self, index: int) -> TrainedSample:
+        """Return a sample of training, from 0 on.
+
+        Raises:
+            DataError: it is of a source that the run had before, and that is not in the config any more.
+        """
+        row = self.table.rows[bisect_right([row.from_sample for row in self.table.rows], index) - 1]
+        step = row.from_step + (index - row.from_sample) // row.asked.sequences + 1
+        taken = self.mixture.taken(row, np.array([index]))
+        name, unit = self.mixture.names[int(taken.source[0])], int(taken.unit[0])
+        if name not in self.sources:
+            saw, want = (
+                f"no such source, and sample {index} is of it",
+                "the sources that were trained on, to look at them",
+            )
+            fix = f'[[data.mixture]] with name = "{name}" and weight = 0.0'
+            raise DataError.of("data", f"data.mixture.{name}", saw, want, fix)
+        source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)
+        n, window = source.samples.n, data.shuffle_window // source.samples.seq_len
+        sample = int(units_at(np.array([unit]), n, seed, window)[0])
+        first = int(taken.piece[0]) * taken.seq_len
+        return TrainedSample(index, step, source, unit // n + 1, sample, first, taken.seq_len, data.document_mask)
