@@ -13,7 +13,7 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
-from titanlite.config.stages import source_keys
+from titanlite.config.stages import least_samples, longest_seq_len, source_keys, trained_keys
 from titanlite.data.packing import PackedSamples, count_packing, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
@@ -41,14 +41,17 @@ def run(argv: Sequence[str]) -> int:
         console.print(notice)
     for key, source in sources.items():
         shards, epochs, packing = prepare(source, config.data, vocab_size, progress=True, key=key), "", ""
-        if key == "data.source":
-            meta, least, seq_len = shards.meta, sequences_per_step(config, None) or 1, config.training.seq_len
-            packed = open_packed(shards, config.data, seq_len, True) if config.data.packing == "best_fit" else None
-            if packed is not None and packed.n >= least:
-                n = packed.n
+        if key in trained_keys(config):
+            unit_len, meta = longest_seq_len(config), shards.meta
+            packed = open_packed(shards, config.data, unit_len, True) if config.data.packing == "best_fit" else None
+            least = least_samples(config, sequences_per_step(config, None) or 1)
+            if packed is None or packed.n < least:
+                n = sample_count(meta.source, meta.tokens, unit_len, least, key, meta.max_tokens)
             else:
-                n = sample_count(meta.source, meta.tokens, seq_len, least, max_tokens=meta.max_tokens)
-            epochs, packing = epochs_of(config, n, None), _packing(shards, seq_len, packed)
+                n = packed.n
+            packing = _packing(shards, unit_len, packed)
+            if not config.data.mixture:
+                epochs = epochs_of(config, n, None)
         console.print(_summary(shards, epochs) + packing)
     return 0
 

@@ -2,6 +2,7 @@
 
 from titanlite.config.problems import Problems
 from titanlite.config.schema import Config
+from titanlite.config.stages import stage_configs
 
 
 def check_data(config: Config, problems: Problems) -> None:
@@ -10,3 +11,8 @@ def check_data(config: Config, problems: Problems) -> None:
     if 0 < window < seq_len:
         want = f"0, or at least the {seq_len} tokens of a sample (training.seq_len)"
         problems.add("data.shuffle_window", str(window), want, "shuffle_window = 0 (the whole source)")
+    lengths = sorted({seq_len, *(now.training.seq_len for _, _, now in stage_configs(config))})
+    if config.data.packing == "best_fit" and len(lengths) > 1:
+        several = ", ".join(map(str, lengths))
+        want = f'"concat" where stages have several seq_len ({several}): documents are packed for one'
+        problems.add("data.packing", '"best_fit"', want, 'packing = "concat", or one seq_len in all stages')
