@@ -21,7 +21,7 @@ from titanlite.commands import main
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = [*(DOCS / f"{name}.md" for name in ("index", "first_run", "concepts", "when_it_fails"))]
+PAGES = [*(DOCS / f"{name}.md" for name in ("index", "first_run", "concepts", "data", "when_it_fails"))]
 PAGES += sorted((DOCS / "how_to").glob("*.md"))
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 STARTS = "train", "prepare", "verify-resume"  # validate sees what they would start
@@ -37,6 +37,7 @@ def _checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus").mkdir()
     records = (json.dumps({"text": f"once upon a time {i}"}) for i in range(3000))
     (tmp_path / "corpus" / "a.jsonl").write_text("\n".join(records))
+    monkeypatch.setenv("HOME", str(tmp_path))  # of the default data.cache_dir
     monkeypatch.chdir(tmp_path)
 
 

@@ -9,6 +9,7 @@ from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
+from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import choose, in_words
 from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
@@ -36,6 +37,7 @@ class Forecast:
         step: time of a step, or None.
         tokens_per_second: by GPU.
         outlook: what of the GPU's peak that is, and when the run is done; or None.
+        attended: how much of causal attention documents leave, if that is known.
         rates: of the device that it is predicted for.
         notes: what is not predicted, and what a prediction leaves out; a line each.
     """
@@ -48,6 +50,7 @@ class Forecast:
     notes: tuple[str, ...] = ()
     symmetric_memory: int | None = None
     outlook: Outlook | None = None
+    attended: AttendedShare | None = None
 
     @property
     def on_device(self) -> int:
@@ -63,6 +66,7 @@ class Forecast:
             "step_ms": self.step and {**self.step.categories(), "total": self.step.total},
             "tokens_per_second_per_gpu": self.tokens_per_second,
             "mfu": self.outlook and self.outlook.mfu,
+            "attended_share": self.attended and self.attended.of(),
             "tokens_per_day": self.outlook and self.outlook.tokens_per_day,
             "days": self.outlook and self.outlook.days,
             "rates_of": self.rates.device,
@@ -70,13 +74,16 @@ class Forecast:
         }
 
 
-def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> Forecast:
+def forecast(
+    memory: MemoryModel, save_list: SaveList | None, rates: Rates, attended: AttendedShare | None = None
+) -> Forecast:
     """Predict memory and speed of a run.
 
     Args:
         memory: of the run.
         save_list: of the run; None: it is chosen when the run starts.
         rates: of the device.
+        attended: how much of causal attention the documents of the run leave, if that is known.
 
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
@@ -86,7 +93,7 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
     if memory.run.no_trace_reason:
         return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.run.no_trace_reason)}",))
     obstacle = no_rates_reason(memory)
-    time = None if obstacle else StepTimeModel(memory, rates)
+    time = None if obstacle else StepTimeModel(memory, rates, attended)
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []
     if save_list is None:
         if time is None or chosen.budget_gib is None:
@@ -128,11 +135,27 @@ def forecast(memory: MemoryModel, save_list: SaveList | None, rates: Rates) -> F
             f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
+    if config.data.document_mask:
+        notes.append(_attention_note(attended, rates, dims.head_width))
     speed = time.tokens_per_second(step)
     peak_flops = dense_bf16_flops(rates.device)
     assert peak_flops is not None  # noqa: S101  # of a device that was measured
-    goes_on = outlook(config, token_flops(config, dims), memory.world, speed, peak_flops)
-    return Forecast(rates, save_list, peak, step, speed, tuple(notes), memory.symmetric_memory, goes_on)
+    goes_on = outlook(config, token_flops(config, dims, attended), memory.world, speed, peak_flops)
+    symmetric = memory.symmetric_memory
+    return Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
+
+
+def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:
+    """Say which attention a time has, where documents are masked."""
+    if attended is None:
+        unknown = "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal"
+        return f"{unknown} attention, and a run, which ends it with each document, takes less"
+    looked_at = f"in {attended.samples} samples of its data, whose documents have {attended.mean:,.0f} tokens"
+    of_rate = "MFU counts what is attended"
+    if width not in rates.attention_documents:
+        measured = ", ".join(map(str, rates.attention_documents))
+        of_rate += f"; its kernel was timed with head width {measured}, not {width}"
+    return f"attention within documents is {attended.of():.1%} of plain causal {looked_at} in the mean; {of_rate}"
 
 
 def in_a_line(problem: Problem) -> str:

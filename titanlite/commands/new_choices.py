@@ -183,7 +183,7 @@ def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, 
     return ConfigError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
 
 
-def _outlook(chosen: Option, config: Config, machine: Machine, flops: int) -> Outlook:
+def _outlook(chosen: Option, config: Config, machine: Machine, flops: float) -> Outlook:
     """Say how long a run takes: by the forecast, or on a CPU by what a matmul takes here."""
     if machine.rates is None:
         peak, _ = peak_flops(torch.device("cpu"), torch.float32)

@@ -9,6 +9,7 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.config.stages import largest_stage
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
+from titanlite.forecast.attended import attended_share
 from titanlite.forecast.comm_volume import Traffic, again, of_loss, of_update, of_weights
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
@@ -70,7 +71,12 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     memory = MemoryModel(config, checked.dims, checked.float8, world or fewest)
     each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
-    predicted = forecast(memory, checked.save_list, measured_rates(device)) if world else None
+    predicted = None
+    if world:
+        attended = None
+        if config.data.document_mask:
+            attended = attended_share(memory.config, checked.table, checked.inputs.shards)
+        predicted = forecast(memory, checked.save_list, measured_rates(device), attended)
     if t == 1:
         traffic, notes = _traffic(memory, world)
         notes = (*_stages_in_words(checked), *notes)

@@ -23,6 +23,7 @@ class Rates:
         matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
         attention: TFLOP/s of forward and backward, by the width of a head.
+        attention_documents: the shares of these that attention within documents reaches, of what is attended.
         attention_window: the same of attention to a window.
         window: tokens of that.
         memory: GB/s of elementwise work.
@@ -40,6 +41,7 @@ class Rates:
     float8_fast: float
     float8_split: float
     attention: Mapping[int, tuple[float, float]]
+    attention_documents: Mapping[int, tuple[float, float]]
     attention_window: tuple[float, float]
     window: int
     memory: float
@@ -51,8 +53,16 @@ class Rates:
 
     def attention_of(self, width: int) -> tuple[float, float]:
         """Those of the narrowest heads that are as wide, or of the widest."""
-        as_wide = [E for E in self.attention if width <= E]
-        return self.attention[min(as_wide, default=max(self.attention))]
+        return _as_wide(self.attention, width)
+
+    def documents_of(self, width: int) -> tuple[float, float]:
+        """The same of `attention_documents`."""
+        return _as_wide(self.attention_documents, width)
+
+
+def _as_wide(rates: Mapping[int, tuple[float, float]], width: int) -> tuple[float, float]:
+    as_wide = [E for E in rates if width <= E]
+    return rates[min(as_wide, default=max(rates))]
 
 
 _FOLDER = Path(__file__).with_name("devices")
@@ -71,7 +81,8 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
     read["attention_window"] = tuple(read["attention_window"])
-    read["attention"] = {int(width): tuple(rates) for width, rates in read["attention"].items()}
+    for name in ("attention", "attention_documents"):
+        read[name] = {int(width): tuple(rates) for width, rates in read[name].items()}
     return Rates(**read)
 
 

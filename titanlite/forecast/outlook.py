@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
+from titanlite.forecast.attended import AttendedShare
 from titanlite.models.find import build_model
-from titanlite.observe.peak_flops import flops_per_token
+from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,21 @@ class Outlook:
         return f"{24 * self.days:,.1f} hours" if self.days >= 1 / 24 else f"{1440 * self.days:,.1f} minutes"
 
 
-def token_flops(config: Config, dims: ModelDims) -> int:
+def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None = None) -> float:
     """Count the FLOPs of a training step, per token.
 
     Args:
         config: of the run.
         dims: its model's dimensions.
+        attended: how much of causal attention documents leave; None: all of it.
     """
     seq_len = config.training.seq_len
-    return flops_per_token(build_model(config.model, dims, seq_len), dims, seq_len)
+    model = build_model(config.model, dims, seq_len)
+    lengths = attended.lengths if attended else np.array([seq_len])
+    return token_flops_of(model, dims).total(mean_attended(windows_of(model), lengths))
 
 
-def outlook(config: Config, flops: int, world: int, tokens_per_second: float, peak: float) -> Outlook:
+def outlook(config: Config, flops: float, world: int, tokens_per_second: float, peak: float) -> Outlook:
     """Say how a run goes on.
 
     Args:

@@ -1,7 +1,8 @@
 """How long a step takes, by class of work, from the traced blocks and measured rates (`device_specs.py`).
 
     matmul           the three products of each linear layer, forward and backward
-    attention        forward, the causal half of two products; backward two and a half times that
+    attention        forward, the causal half of two products, or what documents leave of it; backward two and a half
+                     times that
     elementwise      bytes of norms, RoPE, gates, the loss and casts to float8, each read and written once a pass
     recomputation    what the save-list does not keep, once more
     tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
@@ -22,6 +23,7 @@ from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.forecast.activation_cost import Activation, BlockCost
+from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
@@ -75,10 +77,11 @@ class StepTimeModel:
     Args:
         memory: of a run that `no_rates_reason` has nothing against.
         rates: of the device.
+        attended: how much of causal attention documents leave; None: all of it.
     """
 
-    def __init__(self, memory: MemoryModel, rates: Rates) -> None:
-        self.memory, self.rates, self.run = memory, rates, memory.run
+    def __init__(self, memory: MemoryModel, rates: Rates, attended: AttendedShare | None = None) -> None:
+        self.memory, self.rates, self.run, self.attended = memory, rates, memory.run, attended
 
     def times(self) -> RecomputeTimes:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
@@ -124,7 +127,7 @@ class StepTimeModel:
             for each in operations:
                 if each.op in CLASSES["attention"]:
                     rates = self._attention_rates(each)
-                    attention += each.flops / _T * (1 / rates[0] + 2.5 / rates[1])
+                    attention += self._attended_flops(each) / _T * (1 / rates[0] + 2.5 / rates[1])
                 elif each.op in CLASSES["communication"]:
                     tokens += self._seconds(each, forward)
                 elif each.op in FUSED or each.op in CLASSES["matmul"]:
@@ -136,17 +139,23 @@ class StepTimeModel:
     def _seconds(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of an operation."""
         if each.op in CLASSES["attention"]:
-            return each.flops / self._attention_rates(each)[0] / _T
+            return self._attended_flops(each) / self._attention_rates(each)[0] / _T
         wire = each.received / self.rates.tensor_parallel / _G
         if each.op in FUSED:
             return self.rates.fused * max(self._product(each, forward), wire)
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
 
+    def _attended_flops(self, each: Operation | Activation) -> float:
+        """FLOPs of attention, of the pairs of tokens that are in one document."""
+        window = max(self.run.windows, default=0) if each.op == ops.WINDOW_ATTENTION else 0
+        return each.flops * (1.0 if self.attended is None else self.attended.of(window))
+
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
         """TFLOP/s of forward and backward."""
-        if each.op == ops.WINDOW_ATTENTION:
-            return self.rates.attention_window
-        return self.rates.attention_of(self.memory.dims.head_width)
+        rates, width, window = self.rates, self.memory.dims.head_width, self.rates.attention_window
+        forward, backward = window if each.op == ops.WINDOW_ATTENTION else rates.attention_of(width)
+        shares = (1.0, 1.0) if self.attended is None else rates.documents_of(width)
+        return forward * shares[0], backward * shares[1]
 
     def _product(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of a product, alone."""

@@ -31,6 +31,18 @@ SMALL, FOUR = [DEBUG, "--world", "2"], [LARGE, "--world", "4"]
 ASYNC = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
 
 
+UNKNOWN = (
+    "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal attention, and a"
+    " run, which ends it with each document, takes less"
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans count the documents of prepared data; what whoever runs this has prepared makes no difference."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
 def pairs(argv: list[str], call: Call) -> dict[tuple[str, ...], str]:
     """Of a plan, (collective, pass, layer) → what becomes of it and its matmul."""
     table = call("plan", DEBUG, *ASYNC, *argv).partition("with its matmul")[2].strip().splitlines()
@@ -427,11 +439,27 @@ def test_what_torch_knows_is_refused_without_tensor_parallelism(tmp_path: Path, 
     assert 'float8.filter_fqns = "nosuch"' in call("plan", *SMALL, *mine, *filtered, ends=2)
 
 
+def test_documents_of_prepared_data_are_counted(tmp_path: Path, call: Call) -> None:
+    """Of 1,024 tokens each: an eighth of the attention in sequences of 8,192 is left."""
+    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": "x" * 1023}) for _ in range(3000)))
+    own = ["--data.source", str(tmp_path / "t.jsonl"), "--data.cache_dir", str(tmp_path / "cache")]
+    own += ["--model.n_layers", "4"]
+    unknown = " ".join(call("plan", *FOUR, *own).split())
+    assert UNKNOWN in unknown
+    call("prepare", FOUR[0], *own)
+    out = call("plan", *FOUR, *own, "--json", str(tmp_path / "plan.json"))
+    said = "attention within documents is 12.5% of plain causal in 256 samples of its data, whose documents have 1,024"
+    assert said in " ".join(out.split())
+    assert json.loads((tmp_path / "plan.json").read_text())["attended_share"] == pytest.approx(1 / 8)
+    assert "attention within" not in call("plan", *FOUR, *own, "--data.document_mask", "false")
+
+
 def test_diff(call: Call) -> None:
     assert call("plan", *FOUR, "--diff", "--training.seed", "3") == "nothing differs\n"
     table, *notes = call("plan", *FOUR, "--diff", "--activation_checkpoint.recipe", "none").split("\n\n")
     assert notes == [
-        "of 7.5 GiB of gradients 0.0 GiB exist at the peak; the rest are made later, in memory that activations leave\n"
+        "of 7.5 GiB of gradients 0.0 GiB exist at the peak; the rest are made later, in memory that activations leave",
+        f"{UNKNOWN}\n",
     ]
     rows = [line.rsplit(maxsplit=2) for line in table.splitlines()]
     assert rows[0] == ["before", "after"]

@@ -1,0 +1,70 @@
+"""Sample how much of plain causal attention is left within documents, from the data of a run that is prepared."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from titanlite.config.schema import Config
+from titanlite.config.stages import longest_seq_len
+from titanlite.data.mixture import Mixture
+from titanlite.data.run_samples import prepared_sources
+from titanlite.data.shards import TokenShards
+from titanlite.data.stages import StageTable
+from titanlite.observe.peak_flops import mean_attended
+
+_SAMPLES = 256  # evenly spread: the standard error of a share is 0.03 at most
+
+
+@dataclass(frozen=True)
+class AttendedShare:
+    """The documents of some samples of a run.
+
+    Attributes:
+        seq_len: tokens of a sample (S).
+        samples: how many were looked at.
+        mean: tokens of a document in them, or of its part there.
+        lengths: [n] tokens of each; a token of padding is a document of its own.
+    """
+
+    seq_len: int
+    samples: int
+    mean: float
+    lengths: np.ndarray
+
+    def of(self, window: int = 0) -> float:
+        """Return the share of causal attention that is within documents, of its FLOPs.
+
+        Args:
+            window: tokens that a layer attends back to; 0: all. It limits both.
+        """
+        return mean_attended([window], self.lengths) / mean_attended([window], np.array([self.seq_len]))
+
+
+def attended_share(config: Config, table: StageTable, shards: Mapping[str, TokenShards]) -> AttendedShare | None:
+    """Look at some samples of the sources of a run, of each as many as it has of the run; the seed makes no difference.
+
+    Args:
+        config: of the run.
+        table: its stages.
+        shards: of the sources that are prepared, by the key of each.
+
+    Returns:
+        None if a source is not prepared, so that it is not known.
+    """
+    sources, seq_len = prepared_sources(config, shards), config.training.seq_len
+    if sources is None:
+        return None
+    units = {name: source.samples.n for name, source in sources.items()}
+    asked, total = Mixture(table, units, longest_seq_len(config)).asked(table.steps), table.tokens(table.steps)
+    samples, lengths = 0, list[int]()
+    for name, source in sources.items():
+        count = math.ceil(_SAMPLES * asked[name] / total)
+        starts = np.linspace(0, source.samples.n * source.samples.seq_len // seq_len, count, endpoint=False).astype(int)
+        for start in np.unique(starts).tolist():
+            sample, first = divmod(start * seq_len, source.samples.seq_len)
+            lengths += source.attends_within(sample, first, seq_len)
+            samples += 1
+    padded = samples * seq_len - sum(lengths)
+    return AttendedShare(seq_len, samples, sum(lengths) / len(lengths), np.array(lengths + [1] * padded))
