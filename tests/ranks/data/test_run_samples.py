@@ -2,14 +2,18 @@
 
 import json
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from titanlite.commands.data_tables import run_tables
 from titanlite.data.batches import TrainBatches
 from titanlite.data.run_samples import RunSamples, open_sources, prepared_sources
+from titanlite.data.stages import Past, stage_table
+from titanlite.errors import DataError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
 STAGES = """
@@ -101,3 +105,28 @@ def test_samples_are_those_of_training(tmp_path: Path, flags: tuple[str, ...], m
     assert n_seen == table.samples(16)
     names = {source.name for source in (run.at(index).source for index in range(n_seen))}
     assert names == {"web", "code"}
+
+
+def test_the_past_is_shown_as_it_was_trained(tmp_path: Path) -> None:
+    """With other weights, and without a source that was there before."""
+    before = run_of(tmp_path)
+    trained = RunSamples(before.config, before.table, open_sources(before.config, 256, progress=False))
+    past = Past(4, 16, before.table.rows)
+    (web, _) = before.config.data.mixture
+    config = replace(before.config, data=replace(before.config.data, mixture=(web,)))
+    table = stage_table(config, 1, past)
+    now = RunSamples(config, table, open_sources(config, 256, progress=False))
+    assert [row.from_step for row in table.rows] == [0, 4]
+    for index in range(16):
+        was = trained.at(index)
+        if was.source.name == "web":
+            assert (now.at(index).sample, now.at(index).step) == (was.sample, was.step)
+        else:
+            with pytest.raises(DataError, match=f"data.mixture.code = no such source, and sample {index} is of it"):
+                now.at(index)
+    seen = {trained.at(index).sample for index in range(16) if trained.at(index).source.name == "web"}
+    assert not seen & {now.at(index).sample for index in range(16, 30)}
+    table_rows = (line.split() for line in run_tables(now).splitlines() if line.startswith("  "))
+    rows = {words[0]: words[1:] for words in table_rows}
+    assert rows["code"] == ["6.250%", "6.250%", "128", "0"]
+    assert rows["web"][2:5] == ["93.750%", "93.750%", "1,920"]
