@@ -175,7 +175,12 @@ def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
 
 
 def other_text(
-    folder: Path, state: dict[str, Any], corpora: Mapping[str, str], tokenizer: str, strict: bool
+    folder: Path,
+    state: dict[str, Any],
+    corpora: Mapping[str, str],
+    tokenizer: str,
+    strict: bool,
+    inputs: Mapping[str, str] | None = None,
 ) -> str | None:
     """Say so where a run goes on with other text than it was saved with, or with ids of another tokenizer.
 
@@ -183,6 +188,7 @@ def other_text(
         folder: the checkpoint.
         state: what it says beside the tensors.
         corpora: fingerprint of the tokens of each source that is trained on, by its name, if it is known yet.
+        inputs: hash of what these tokens are made of; it decides where a fingerprint was or is not known.
         tokenizer: fingerprint of what made them; "" if that is not known.
         strict: `job.strict`.
 
@@ -198,11 +204,16 @@ def other_text(
             raise CheckpointError.of(str(folder), where, saw, want, fix)
         saw = f"{where} is another than before (fingerprint {tokenizer}, before {made_by})"
         return f"{saw}, and its ids are not those that the weights know; restore the old file, or use another job.name"
-    others = [name for name, corpus in corpora.items() if before.get(name) not in (None, corpus)]
+    pairs = {name: (corpus, before.get(name)) for name, corpus in corpora.items()}
+    for name, (corpus, was) in pairs.items():
+        if not corpus or was == "":
+            pairs[name] = (inputs or {}).get(name, ""), state.get("inputs", {}).get(name)
+    others = [name for name, (now, was) in pairs.items() if now and was not in (None, "", now)]
     if not others:
         return None
+    now, was = pairs[others[0]]
     keys = ", ".join(map(key_of_source, others))
-    saw = f"{keys} holds different text than before (fingerprint {corpora[others[0]]}, before {before[others[0]]})"
+    saw = f"{keys} holds different text than before (fingerprint {now}, before {was})"
     return f"{saw}: this epoch's samples are shuffled anew"
 
 

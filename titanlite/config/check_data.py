@@ -8,6 +8,12 @@ from titanlite.config.stages import stage_configs
 def check_data(config: Config, problems: Problems) -> None:
     """Check that the keys of the data fit each other."""
     window, seq_len = config.data.shuffle_window, config.training.seq_len
+    if config.data.prepare == "background" and not window:
+        want = '"first" without data.shuffle_window: an order of the whole source begins anywhere in it'
+        problems.add("data.prepare", '"background"', want, f"shuffle_window = {1 << 26}", against="data.shuffle_window")
+    if config.data.prepare == "background" and config.data.packing == "best_fit":
+        want = '"concat" with data.prepare = "background": how documents fit together is decided over all of them'
+        problems.add("data.packing", '"best_fit"', want, 'prepare = "first"', against="data.prepare")
     if 0 < window < seq_len:
         want = f"0, or at least the {seq_len} tokens of a sample (training.seq_len)"
         problems.add("data.shuffle_window", str(window), want, "shuffle_window = 0 (the whole source)")

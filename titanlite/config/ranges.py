@@ -25,6 +25,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "data.max_bad_records": "[0, inf)",
     "data.max_record_mib": "[1, 1048576]",  # a tebibyte; what is larger by far cannot be asked for from a file
     "data.shuffle_window": "[0, inf)",
+    "data.prepare_lead": "[0, inf)",
     "training.steps": "[1, inf)",
     "training.tokens": "[0, inf)",
     "training.seq_len": "[1, inf)",

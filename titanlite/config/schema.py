@@ -113,6 +113,10 @@ class Data:
     """Maximum size of a record: a line of a .jsonl file, or a text of a .parquet file or dataset. A larger one is unusable. It also limits a .txt file that the tokenizer takes only whole."""
     shuffle_window: int = 0
     """Tokens of the source within which its samples are shuffled, window after window: training needs a source's beginning only. In an epoch each sample occurs once. 0: the whole source."""
+    prepare: Literal["first", "background"] = "first"
+    """When sources are tokenized. `first`: all of them before the first step. `background`: by a process on each host, while training reads what is there; it needs a `shuffle_window`, and trains as `first` does, bit for bit."""
+    prepare_lead: int = 2_000_000_000
+    """With `prepare = "background"`: tokens of each source, beyond those that training has come to, at which the process pauses until training has caught up. 0: no limit."""
     cache_dir: str = "~/.cache/titanlite/data"
     """Folder for token shards. Hosts may share it; where each has its own, each tokenizes."""
     mixture: tuple[MixtureSource, ...] = ()

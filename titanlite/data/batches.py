@@ -10,7 +10,7 @@ and the ranks of a host need a few megabytes a second. Worker processes would br
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,12 +20,13 @@ from torch import Tensor
 
 from titanlite.data.document_starts import document_lengths, document_starts
 from titanlite.data.mixture import Mixture, Taken, seed_of
-from titanlite.data.samples import ConcatenatedSamples, Samples
+from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.stages import StageTable
-from titanlite.data.windows import units_at
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.layers import Sequences
+
+_WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class TrainBatches:
         separators: Mapping[str, int | None] | None = None,
     ) -> None:
         (unit_len,) = {samples.seq_len for samples in sources.values()}
-        self.mixture = Mixture(table, {name: samples.n for name, samples in sources.items()}, unit_len)
+        self.mixture = Mixture(table, SampleCounts(sources), unit_len)
         self.names = self.mixture.names if len(sources) > 1 else ()  # of the sources that losses are told apart by
         self.step = step  # the last one whose batches were given
         self.wait_seconds = 0.0  # that the last `next` waited for the thread
@@ -85,8 +86,11 @@ class TrainBatches:
         """Return the samples trained on by the steps whose batches were given; save it to resume."""
         return self._table.samples(self.step)
 
-    def next(self) -> list[Batch]:
+    def next(self, while_waiting: Callable[[float], object] = lambda seconds: None) -> list[Batch]:
         """The micro-batches of the next optimizer step.
+
+        Args:
+            while_waiting: called about once a second while they are not there, with the seconds since this call.
 
         Returns:
             global_batch_size / (local_batch_size · dp_size) batches, on the device.
@@ -95,6 +99,8 @@ class TrainBatches:
             DataError: a shard has changed, or cannot be read any more.
         """
         started = time.monotonic()
+        while wait([self._ahead], _WAIT_SECONDS).not_done:
+            while_waiting(time.monotonic() - started)
         read, self.lengths = self._ahead.result()
         self.wait_seconds = time.monotonic() - started
         self.step += 1
@@ -150,7 +156,7 @@ class TrainBatches:
     def _pieces(self, name: str, taken: Taken, own: np.ndarray) -> np.ndarray:
         """Read the samples of one source: [2, N, S]."""
         samples, S = self._sources[name], taken.seq_len
-        units = units_at(taken.unit[own], samples.n, self._seeds[name], self._window)
+        units = samples_in_order(samples, taken.unit[own], self._seeds[name], self._window)
         found = np.empty((2, len(own), S), np.int64)
         for n, (unit, piece) in enumerate(zip(units.tolist(), taken.piece[own].tolist(), strict=True)):
             found[:, n] = samples.read(unit)[:, piece * S : (piece + 1) * S]

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlite.data.progress import Progress
@@ -24,6 +24,7 @@ from titanlite.errors import DataError
 from titanlite.redact import redact
 
 _POLL_SECONDS = 0.1
+_SAID_BYTES = 1 << 12
 
 
 def make_once(
@@ -54,11 +55,14 @@ def make_once(
         if folder.exists():
             return
         if has_waited and (received := _read_lock(lock)).startswith(failed):
-            raise DataError(received.removeprefix(failed))
-        os.truncate(lock, 0)
+            raise DataError(received.removeprefix(failed).rstrip())
+        os.truncate(lock, _SAID_BYTES)
+        os.pwrite(lock, b" " * _SAID_BYTES, 0)  # room for what may be said of a disk that is full by then
         unfinished = unfinished_of(folder)
-        if unfinished.is_symlink() or (unfinished.exists() and not unfinished.is_dir()):
+        if unfinished.is_symlink() or unfinished.is_file():
             unfinished.unlink()
+        elif unfinished.exists() and read_made(unfinished) is None:
+            shutil.rmtree(unfinished)
         unfinished.mkdir(exist_ok=True)
 
         def report(done: int) -> None:
@@ -69,8 +73,9 @@ def make_once(
             make(unfinished, report)
             unfinished.rename(folder)
         except DataError as e:
-            os.truncate(lock, 0)
-            os.pwrite(lock, redact(f"{failed}{e}").encode(errors="backslashreplace"), 0)
+            said = redact(f"{failed}{e}").encode(errors="backslashreplace")
+            with suppress(OSError):
+                os.pwrite(lock, said.ljust(_SAID_BYTES), 0)
             raise
         finally:
             if read_made(unfinished) is None:
@@ -101,15 +106,27 @@ def maker_failed(folder: Path, terms: str) -> str | None:
     Raises:
         OSError: the lock file cannot be read.
     """
-    file = open_plain(lock_of(folder), os.O_RDWR | os.O_CREAT)
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        file = open_plain(lock_of(folder), os.O_RDONLY)
+    except FileNotFoundError:  # nobody ever did
+        return ""
+    try:
+        if not _is_free(file):
+            return None
         received, start = _read_lock(file), failed_start(terms)
-        return received.removeprefix(start) if received.startswith(start) else ""
-    except BlockingIOError:
-        return None
+        return received.removeprefix(start).rstrip() if received.startswith(start) else ""
     finally:
         os.close(file)
+
+
+def _is_free(lock: int) -> bool:
+    """Return whether nobody works, though others may look at this moment as well, and keep a lock from who would."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    return True
 
 
 @contextmanager
@@ -122,7 +139,7 @@ def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, boo
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                has_waited = True
+                has_waited |= not _is_free(file)
                 if (received := _read_lock(file).strip()).isdigit():
                     waiting(int(received))
                 time.sleep(_POLL_SECONDS)

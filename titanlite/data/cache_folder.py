@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from titanlite.config.schema import Data
+from titanlite.data.remote import is_url
 from titanlite.data.shards import VERSION
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import Tokenizer
@@ -15,21 +16,39 @@ from titanlite.durable import disk_space_in
 from titanlite.errors import DataError
 from titanlite.redact import redact_urls
 
+Stamps = list[tuple[str, int, int]]
+"""Path or URL, size in bytes and time of each file, as `Source.stamps` returns them."""
 
-def shard_folder(
-    source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: list[tuple[str, int, int]]
-) -> Path:
+
+def shard_folder(source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: Stamps) -> Path:
     """Return the place of a source's shards, there or not."""
-    identity = name = dtype
-    source_name = redact_urls(source.name)
-    if tokenizer is not None:
-        identity, name = f"{tokenizer.fingerprint} {data.text_key}", Path(tokenizer.name).stem
+    source_name, name = redact_urls(source.name), dtype if tokenizer is None else Path(tokenizer.name).stem
+    key = _hash(f"{source.kind} {source_name} {_ways(source, data, tokenizer, dtype, stamps)}")
+    return Path(os.path.expanduser(data.cache_dir)) / f"{_slug(source_name)}-{_slug(name)}-{key}"
+
+
+def inputs_hash(source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: Stamps) -> str:
+    """Return a hash of what a source's tokens are made of, the same on other hosts and after a move of the files.
+
+    It takes the place of the tokens' fingerprint as long as that is not known.
+    """
+    sizes = [(os.path.basename(file), size, 0) for file, size, _ in stamps]
+    name = "" if sizes else redact_urls(source.name)
+    return _hash(f"{source.kind} {name} {_ways(source, data, tokenizer, dtype, sizes)}")
+
+
+def _ways(source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: Stamps) -> str:
+    """Say which files a source's tokens are made of, and how."""
+    identity = dtype if tokenizer is None else f"{tokenizer.fingerprint} {data.text_key}"
     max_tokens = max_tokens_of(source, data)
     cut = f" {max_tokens} by pieces" if max_tokens else ""
     cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
     cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
-    inputs = hashlib.blake2b(f"{VERSION} {source.kind} {source_name} {identity} {stamps}{cut}".encode(), digest_size=8)
-    return Path(os.path.expanduser(data.cache_dir)) / f"{_slug(source_name)}-{_slug(name)}-{inputs.hexdigest()}"
+    return f"{identity} {stamps}{cut}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.blake2b(f"{VERSION} {text}".encode(), digest_size=8).hexdigest()
 
 
 def _slug(name: str) -> str:
@@ -69,7 +88,12 @@ def check_cache_is_outside(source: Source, data: Data) -> None:
     folder, cache = (Path(os.path.realpath(os.path.expanduser(path))) for path in (name, data.cache_dir))
     is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
     is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
-    if source.kind in ("text", "dataset") and (is_inside or is_matched) and not _is_hidden(cache, pattern):
+    if (
+        not is_url(source.name)
+        and source.kind in ("text", "dataset")
+        and (is_inside or is_matched)
+        and not _is_hidden(cache, pattern)
+    ):
         want = f"a folder outside of {source.key} = {source.name!r}, which shards would be part of the next time"
         fix = "set data.cache_dir to another folder, or leave it out for the default"
         raise DataError.of("data", "data.cache_dir", repr(data.cache_dir), want, fix)

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from titanlite.config.schema import Data
 from titanlite.data.dataset_folder import builder_of, left_out, own_files
 from titanlite.data.parquet import column_values, no_such_field, open_column, text_bytes
-from titanlite.data.sources import CODECS, JSON_LINES, Source, ending, unreadable
+from titanlite.data.sources import CODECS, JSON_LINES, Source, SourceFile, ending, unreadable
 from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError
@@ -90,7 +89,7 @@ def check_text_key(source: Source, data: Data) -> None:
             raise unreadable(source.name, source.key, file, e) from e
 
 
-def _check_records(file: Path, data: Data) -> None:
+def _check_records(file: SourceFile, data: Data) -> None:
     without: list[dict[str, object]] = []
     with _json_lines(file) as (lines, _):
         start = lines.read(_START_BYTES)
@@ -107,7 +106,7 @@ def _check_records(file: Path, data: Data) -> None:
         raise no_such_field(file, data.text_key, list(without[0]))
 
 
-def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
+def _text_document(file: SourceFile, tally: Tally, skip: bool) -> Iterator[Document]:
     if error := _first_error(file):
         if skip:  # the standard library has a few on purpose: test data of the source decoder
             tally.skipped.append(f"{file}: not UTF-8")
@@ -121,7 +120,7 @@ def _text_document(file: Path, tally: Tally, skip: bool) -> Iterator[Document]:
         yield Document(str(file), chain([first], blocks))
 
 
-def _first_error(file: Path) -> tuple[str, str] | None:
+def _first_error(file: SourceFile) -> tuple[str, str] | None:
     """Find the first byte that is not UTF-8, and why. Beforehand: a tokenizer takes a hundred times as long."""
     decoder, n_bytes, n_lines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as data:
@@ -137,7 +136,7 @@ def _first_error(file: Path) -> tuple[str, str] | None:
     return None
 
 
-def _blocks(file: Path, tally: Tally) -> Iterator[str]:
+def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # it is UTF-8; one that changes is refused later
     with file.open("rb") as data:
         while chunk := data.read(_BLOCK_BYTES):
@@ -147,7 +146,7 @@ def _blocks(file: Path, tally: Tally) -> Iterator[str]:
 
 
 @contextmanager
-def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+def _json_lines(file: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """Open a file of lines, compressed or not; the second tells how many of its bytes have been read."""
     with file.open("rb") as data:
         codec = CODECS.get(file.suffix.lower())
@@ -161,7 +160,7 @@ def _json_lines(file: Path) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
             yield lines, data.tell
 
 
-def _record_lines(file: Path, tally: Tally, passed: int) -> Iterator[tuple[int, bytes | None]]:
+def _record_lines(file: SourceFile, tally: Tally, passed: int) -> Iterator[tuple[int, bytes | None]]:
     """Yield the lines of a file, with their numbers; None for one that is too large, whose rest is passed over."""
     number, most, is_rest = 0, tally.max_record_mib << 20, False
     with _json_lines(file) as (stream, n_read):
@@ -176,7 +175,7 @@ def _record_lines(file: Path, tally: Tally, passed: int) -> Iterator[tuple[int, 
             is_rest = is_large
 
 
-def _jsonl_documents(file: Path, text_key: str, tally: Tally, passed: int) -> Iterator[Document]:
+def _jsonl_documents(file: SourceFile, text_key: str, tally: Tally, passed: int) -> Iterator[Document]:
     for number, line in _record_lines(file, tally, passed):
         tally.record = number
         if line is None:
@@ -218,7 +217,7 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
         yield Document(place, (text,))
 
 
-def _parquet_documents(file: Path, text_key: str, tally: Tally, key: str, passed: int) -> Iterator[Document]:
+def _parquet_documents(file: SourceFile, text_key: str, tally: Tally, key: str, passed: int) -> Iterator[Document]:
     import pyarrow
 
     with open_column(file, text_key, key) as table:

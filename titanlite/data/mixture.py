@@ -105,13 +105,13 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
-def check_epochs(config: Config, table: StageTable, units: Mapping[str, int]) -> None:
+def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | None]) -> None:
     """Refuse a run that goes through a source more often than it may.
 
     Args:
         config: of the run.
         table: its stages.
-        units: samples of the longest seq_len of each source whose length is known, by its name.
+        units: samples of the longest seq_len of each source, by its name; None or no entry: not known yet.
 
     Raises:
         DataError: with every such source.
@@ -121,7 +121,7 @@ def check_epochs(config: Config, table: StageTable, units: Mapping[str, int]) ->
     epochs, taken = mixture.epochs(table.steps), mixture.tokens(table.steps)
     for n, source in enumerate(config.data.mixture):
         if source.max_epochs is not None and epochs.get(source.name, 0) > source.max_epochs:
-            most = int(source.max_epochs * units[source.name] * unit_len)
+            most = int(source.max_epochs * (units[source.name] or 0) * unit_len)
             saw = f"{source.max_epochs:g}, and {table.steps:,} steps take {epochs[source.name]:.3g} of {source.name!r}"
             want = f"at most {most:,} tokens of it: the run takes {taken[source.name]:,}"
             fix = "a smaller weight, a shorter run, more text, or a larger max_epochs"
@@ -152,11 +152,11 @@ class Mixture:
 
     Args:
         table: the stage table.
-        units: of each source by name, of `unit_len` tokens, at least one.
+        units: of each source by name, of `unit_len` tokens, at least one; None: not known yet.
         unit_len: the longest seq_len of all stages.
     """
 
-    def __init__(self, table: StageTable, units: Mapping[str, int], unit_len: int) -> None:
+    def __init__(self, table: StageTable, units: Mapping[str, int | None], unit_len: int) -> None:
         # Sorted, so that the turns do not depend on the order in the file; some may be of the past alone.
         self.names = tuple(sorted({*units, *(name for row in table.rows for name in row.asked.weights)}))
         self.table, self.units, self.unit_len = table, units, unit_len
@@ -204,9 +204,12 @@ class Mixture:
         return dict(zip(self.names, self._behind(step)[1].tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return how often each source has been gone through up to a step; of the present ones."""
+        """Return how often each source has been gone through up to a step; NaN: it is not known how long it is."""
         behind = dict(zip(self.names, self._behind(step)[0].tolist(), strict=True))
-        return {name: behind[name] / (count * self.unit_len) for name, count in self.units.items()}
+        return {
+            name: math.nan if count is None else behind[name] / (count * self.unit_len)
+            for name, count in self.units.items()
+        }
 
     def asked(self, step: int) -> dict[str, Fraction]:
         """Return the tokens of each source that the weights ask for up to a step, exactly."""

@@ -111,6 +111,9 @@ class PackedSamples:
             raise _unusable_index(folder, f"{type(e).__name__}: {e}") from e
         self.n, self.seq_len = self.counts.bins, self.counts.seq_len
 
+    def wait(self, samples: int) -> None:
+        """Return at once: all are there."""
+
     def spans(self, sample: int) -> list[tuple[int, int]]:
         """Return the pieces of a sample; see `samples.Samples.spans`.
 

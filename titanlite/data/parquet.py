@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from titanlite.data.sources import SourceFile
 from titanlite.errors import DataError, nearest
 
 _STRINGS = ("string", "large_string", "string_view", "null")  # of a Parquet column; the last has bad records only
@@ -15,13 +16,13 @@ _NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text take
 
 
 @contextmanager
-def open_column(file: Path, text_key: str, key: str) -> Iterator[Any]:
+def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
     """Open a Parquet file that has the column; what is wrong with it while it is read is a mistake of the user's."""
     import pyarrow
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(file) as table:
+        with pyarrow.parquet.ParquetFile(_opened(file)) as table:
             names = table.schema_arrow.names
             if text_key not in names:
                 raise no_such_field(file, text_key, names)
@@ -39,12 +40,12 @@ def open_column(file: Path, text_key: str, key: str) -> Iterator[Any]:
         ) from e
 
 
-def column_values(file: Path, table: Any, text_key: str, passed: int = 0) -> Iterator[Any]:
+def column_values(file: SourceFile, table: Any, text_key: str, passed: int = 0) -> Iterator[Any]:
     """Yield a column's values behind the first ones, few at a time."""
     import pyarrow.parquet
 
     known = table.metadata
-    with pyarrow.parquet.ParquetFile(file, metadata=known, read_dictionary=[text_key]) as by_number:
+    with pyarrow.parquet.ParquetFile(_opened(file), metadata=known, read_dictionary=[text_key]) as by_number:
         for number in range(known.num_row_groups):
             group = known.row_group(number)
             if passed >= group.num_rows:
@@ -59,6 +60,10 @@ def column_values(file: Path, table: Any, text_key: str, passed: int = 0) -> Ite
             for batch in reader.iter_batches(batch_size=n_rows, row_groups=[number], columns=[text_key]):
                 values, passed = batch.column(0)[passed:], max(0, passed - len(batch))
                 yield from values
+
+
+def _opened(file: SourceFile) -> Any:
+    return file if isinstance(file, Path) else file.open("rb")
 
 
 def _is_numbers(column: Any) -> bool:
@@ -76,7 +81,7 @@ def text_bytes(value: Any) -> int:
     return buffer.size if buffer else 0
 
 
-def no_such_field(file: Path, text_key: str, names: list[str]) -> DataError:
+def no_such_field(file: SourceFile, text_key: str, names: list[str]) -> DataError:
     """Make the error to raise where no record has the field of the text."""
     near = nearest(text_key, names)
     fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"

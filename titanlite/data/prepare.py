@@ -6,24 +6,30 @@ Whatever changes gives another folder, and the old one stays until somebody dele
 holds cannot be seen from here: after it has changed there, delete its folder.)
 """
 
+import math
+import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from titanlite.config.schema import Data
-from titanlite.data.cache import make_once
+from titanlite.data.cache import lock_of, make_once
 from titanlite.data.cache_folder import (
+    Stamps,
     check_cache_is_outside,
+    inputs_hash,
     max_tokens_of,
     shard_folder,
     unusable_cache,
 )
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
+from titanlite.data.remote import telling
 from titanlite.data.shard_writer import ShardWriter
-from titanlite.data.shards import Meta, TokenShards
+from titanlite.data.shards import Meta, Shard, TokenShards
 from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, scan, token_dtype
@@ -33,6 +39,105 @@ from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
 """Time between two looks at which what was made is put on disk to stay: a restart repeats that much."""
+_PAUSE_SECONDS = 0.2  # between looks at how far training is
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Say what is to be prepared, how, and where its shards are to be: everything that can be said beforehand."""
+
+    source: Source
+    data: Data
+    vocab_size: int
+    tokenizer: Tokenizer | None  # None: token files
+    dtype: str
+    stamps: Stamps
+    folder: Path
+
+    @property
+    def terms(self) -> str:
+        """Return what decides whether it fails, besides what decides the folder."""
+        limits = f"data.max_bad_records = {self.data.max_bad_records}, max_record_mib = {self.data.max_record_mib}"
+        return f"{self.source.key}, {limits}"
+
+    @property
+    def inputs(self) -> str:
+        """Return a hash of what the tokens are made of; see `inputs_hash`."""
+        return inputs_hash(self.source, self.data, self.tokenizer, self.dtype, self.stamps)
+
+    @property
+    def separator(self) -> int | None:
+        """Return the id that ends each document; None where that is not known."""
+        return self.tokenizer.separator_id if self.tokenizer else self.data.separator_id
+
+    def open(self) -> TokenShards:
+        """Open the shards, which are there.
+
+        Raises:
+            DataError: they cannot be read, or do not fit this run.
+        """
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else ""
+        shards = TokenShards(self.folder, fingerprint, self.source.count, self.separator)
+        shards.inputs = self.inputs
+        check_meta(shards.meta, self.data, self.vocab_size, self.source.key)
+        return shards
+
+    def make(self, progress: Progress, lead: Callable[[Path], int] | None = None) -> None:
+        """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
+
+        Args:
+            progress: shows how far it is.
+            lead: returns how many tokens may be there by now, given the folder; None: there is no limit.
+
+        Raises:
+            DataError: anything about source, records or cache folder.
+        """
+        total = None if max_tokens_of(self.source, self.data) else self.source.n_bytes()
+
+        def make(unfinished: Path, report: Callable[[int], None]) -> None:
+            def on_retry(line: str) -> None:  # also a sign of life
+                progress.say(line)
+                os.utime(lock_of(self.folder))
+
+            try:
+                if self.tokenizer is None:
+                    meta = scan(self.source, self.dtype, report)
+                else:
+                    with telling(on_retry):
+                        meta = _Tokenizing(self, self.tokenizer, unfinished, progress, report, lead).run()
+                if self.source.stamps() != self.stamps:
+                    saw = f"{self.source.name!r}, whose files changed during reading"
+                    empty(unfinished)
+                    want = "files that do not change meanwhile"
+                    raise DataError.of("data", self.source.key, saw, want, "run again")
+                end(unfinished)
+                meta.write(unfinished)
+            except OSError as e:  # those who wait for it are to know why
+                raise unusable_cache(self.data, e) from e
+
+        try:
+            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            make_once(self.folder, make, self.terms, progress, total)
+        except OSError as e:
+            raise unusable_cache(self.data, e) from e
+
+
+def plan_preparation(source: str, data: Data, vocab_size: int, key: str = "data.source") -> Preparation:
+    """Say what is to be prepared; see `prepare`.
+
+    Raises:
+        DataError: anything about source, tokenizer or cache folder that is seen without reading a text.
+    """
+    found = resolve(source, key)
+    check_cache_is_outside(found, data)
+    check_used_whole(found, data)
+    tokenizer = None
+    if found.kind != "tokens":
+        tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
+        check_vocabulary(tokenizer, vocab_size)
+    dtype, stamps = id_dtype(found, tokenizer, vocab_size), found.stamps()
+    folder = shard_folder(found, data, tokenizer, dtype, stamps)
+    return Preparation(found, data, vocab_size, tokenizer, dtype, stamps, folder)
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
@@ -53,41 +158,11 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     Raises:
         DataError: anything about source, tokenizer, records or cache folder.
     """
-    found = resolve(source, key)
-    check_cache_is_outside(found, data)
-    check_used_whole(found, data)
-    max_tokens, tokenizer = max_tokens_of(found, data), None
-    if found.kind != "tokens":
-        tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
-        check_vocabulary(tokenizer, vocab_size)
-    dtype = id_dtype(found, tokenizer, vocab_size)
-    try:
-        stamps, total = found.stamps(), None if max_tokens else found.n_bytes()
-        folder = shard_folder(found, data, tokenizer, dtype, stamps)
-
-        def make(unfinished: Path, report: Callable[[int], None]) -> None:
-            if tokenizer is None:
-                meta = scan(found, dtype, report)
-            else:
-                meta = _tokenize(found, tokenizer, data, dtype, unfinished, shown, report)
-            if found.stamps() != stamps:
-                saw = f"{source!r}, whose files changed during reading"
-                empty(unfinished)
-                raise DataError.of("data", key, saw, "files that do not change meanwhile", "run again")
-            end(unfinished)
-            meta.write(unfinished)
-
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        terms = f"{key}, data.max_bad_records = {data.max_bad_records}, max_record_mib = {data.max_record_mib}"
-        title = f"preparing {source}" + (f", data.max_tokens {max_tokens:,}" if max_tokens else "")
-        shown = Progress(title, progress, whole_from_hub(found, data))
-        make_once(folder, make, terms, shown, total)
-    except OSError as e:
-        raise unusable_cache(data, e) from e
-    separator = tokenizer.separator_id if tokenizer else data.separator_id
-    shards = TokenShards(folder, tokenizer.fingerprint if tokenizer else "", found.count, separator)
-    check_meta(shards.meta, data, vocab_size, key)
-    return shards
+    planned = plan_preparation(source, data, vocab_size, key)
+    max_tokens = max_tokens_of(planned.source, data)
+    title = f"preparing {source}" + (f", data.max_tokens {max_tokens:,}" if max_tokens else "")
+    planned.make(Progress(title, progress, whole_from_hub(planned.source, data)))
+    return planned.open()
 
 
 def id_dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
@@ -154,55 +229,71 @@ def new_tally(source: Source, data: Data, notify: Callable[[str], object] = lamb
     return Tally(source.name, source.key, limit, max_record_mib=most, notify=notify)
 
 
-def _tokenize(
-    source: Source,
-    tokenizer: Tokenizer,
-    data: Data,
-    dtype: str,
-    folder: Path,
-    progress: Progress,
-    report: Callable[[int], None],
-) -> Meta:
-    """Write the shards of a text source, and report how far that is."""
-    max_tokens, n_written, tally = max_tokens_of(source, data), 0, new_tally(source, data, progress.say)
+@dataclass
+class _Tokenizing:
+    """Writes the shards of a text source, and reports how far that is."""
 
-    def on_progress() -> None:
-        progress.made(tally.n_bytes, tally.n_unpacked, n_written)
-        report(tally.n_bytes)
+    planned: Preparation
+    tokenizer: Tokenizer
+    folder: Path
+    progress: Progress
+    report: Callable[[int], None]
+    lead: Callable[[Path], int] | None
 
-    tally.on_progress = on_progress
-    with ShardWriter(folder, dtype) as writer:
-        if (kept := writer.go_on()) is not None:
-            progress.say(
-                f"{source.name}: {writer.tokens:,} tokens are there from an earlier start; it goes on from them"
-            )
-            tally.go_on(kept)
-        n_written, published = writer.tokens * np.dtype(dtype).itemsize, time.monotonic()
-        for batch in encode(source, data.text_key, tokenizer, tally, max_tokens):
-            for encoded in batch:
-                writer.write(encoded.ids)
-                n_written += encoded.ids.size * np.dtype(dtype).itemsize
-                if encoded.ends:
-                    writer.keep()
-                elif encoded.is_bad:
-                    writer.drop()
-            if tally.is_between and time.monotonic() - published > PUBLISH_SECONDS:
-                writer.publish(tally.kept())
-                published = time.monotonic()
-            on_progress()
-        shards, fingerprint = writer.close()
-    return Meta(
-        source=source.name,
-        tokenizer=tokenizer.name,
-        dtype=dtype,
-        shards=shards,
-        fingerprint=fingerprint,
-        documents=tally.n_documents,
-        input_bytes=tally.n_bytes,
-        text_bytes=tally.n_text_bytes,
-        n_bad_records=tally.n_bad,
-        bad_records=tuple(tally.bad),
-        skipped=tuple(tally.skipped),
-        max_tokens=max_tokens if tally.is_cut else 0,
-        n_unknown=tally.n_unknown,
-    )
+    def run(self) -> Meta:
+        """Write them, behind those that are there from an earlier start."""
+        source, data = self.planned.source, self.planned.data
+        max_tokens, self._tally = max_tokens_of(source, data), new_tally(source, data, self.progress.say)
+        self._tally.on_progress = self._on_progress
+        with ShardWriter(self.folder, self.planned.dtype) as self._writer:
+            if (kept := self._writer.go_on()) is not None:
+                there = f"{self._writer.tokens:,} tokens are there from an earlier start, and it goes on from them"
+                self.progress.say(f"{source.name}: {there}")
+                self._tally.go_on(kept)
+            self._published = time.monotonic()
+            for batch in encode(source, data.text_key, self.tokenizer, self._tally, max_tokens):
+                for encoded in batch:
+                    self._writer.write(encoded.ids)
+                    if encoded.ends:
+                        self._writer.keep()
+                    elif encoded.is_bad:
+                        self._writer.drop()
+                if self._tally.is_between:
+                    self._publish()
+                self._on_progress()
+            shards, fingerprint = self._writer.close()
+        return self._meta(shards, fingerprint)
+
+    def _on_progress(self) -> None:
+        n_written = self._writer.tokens * np.dtype(self.planned.dtype).itemsize
+        self.progress.made(self._tally.n_bytes, self._tally.n_unpacked, n_written)
+        self.report(self._tally.n_bytes)
+
+    def _publish(self) -> None:
+        """Say what is there, now and then, and before a wait for who reads it."""
+        limit = math.inf if self.lead is None else self.lead(self.folder)
+        is_ahead = self._writer.tokens > limit
+        if is_ahead or time.monotonic() - self._published > PUBLISH_SECONDS:
+            self._writer.publish(self._tally.kept())
+            self._published = time.monotonic()
+        while self.lead is not None and is_ahead:
+            time.sleep(_PAUSE_SECONDS)
+            is_ahead = self._writer.tokens > self.lead(self.folder)
+
+    def _meta(self, shards: tuple[Shard, ...], fingerprint: str) -> Meta:
+        tally = self._tally
+        return Meta(
+            source=self.planned.source.name,
+            tokenizer=self.tokenizer.name,
+            dtype=self.planned.dtype,
+            shards=shards,
+            fingerprint=fingerprint,
+            documents=tally.n_documents,
+            input_bytes=tally.n_bytes,
+            text_bytes=tally.n_text_bytes,
+            n_bad_records=tally.n_bad,
+            bad_records=tuple(tally.bad),
+            skipped=tuple(tally.skipped),
+            max_tokens=max_tokens_of(self.planned.source, self.planned.data) if tally.is_cut else 0,
+            n_unknown=tally.n_unknown,
+        )

@@ -14,10 +14,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows how far reading has come, on stderr."""
+    """Shows how far reading has come, on stderr; one that `is_quiet` shows only what it is told to `say`."""
 
-    def __init__(self, title: str, enable: bool, notice: str = "") -> None:
+    def __init__(self, title: str, enable: bool, notice: str = "", is_quiet: bool = False) -> None:
         self._title, self._enable, self._notice, self._n_bytes = redact(title), enable, notice, 0
+        self._is_quiet = is_quiet
         self._made = ""
         self._console: Console | None = None
         self._bar: Bar | None = None
@@ -30,6 +31,8 @@ class Progress:
             self._console = Console(stderr=True, highlight=False, soft_wrap=True)
             if self._notice:
                 self.say(self._notice)
+            if self._is_quiet:
+                return self
             if self._console.is_terminal:
                 self._bar = _bar(self._console)
                 self._task = self._bar.add_task(self._title, total=None, made="")
@@ -44,7 +47,7 @@ class Progress:
         if kind is KeyboardInterrupt:
             lost = f"interrupted after {_mb(self._n_bytes)} MB"
             self.say(f"{self._title}: {lost}; the next start goes on from the last document that is on disk")
-        elif not self._bar and self._enable and kind is None and self._last_line > self._started:
+        elif not self._bar and self._enable and not self._is_quiet and kind is None and self._last_line > self._started:
             self.say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
 
     def made(self, n_bytes: int, n_unpacked: int, n_written: int) -> None:
@@ -57,7 +60,7 @@ class Progress:
         self._n_bytes = n_bytes
         if self._bar:
             self._bar.update(self._task, completed=n_bytes, total=total, made=self._made)
-        elif self._enable and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
+        elif self._enable and not self._is_quiet and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             of_total = f" of {_mb(total)}" if total else ""
             rate = n_bytes / 1e6 / (self._last_line - self._started)

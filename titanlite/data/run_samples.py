@@ -165,6 +165,7 @@ class RunSamples:
             raise DataError.of("data", f"data.mixture.{name}", saw, want, fix)
         source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)
         n, window = source.samples.n, data.shuffle_window // source.samples.seq_len
+        assert n is not None  # noqa: S101  # the source is prepared
         sample = int(units_at(np.array([unit]), n, seed, window)[0])
         first = int(taken.piece[0]) * taken.seq_len
         return TrainedSample(index, step, source, unit // n + 1, sample, first, taken.seq_len, data.document_mask)

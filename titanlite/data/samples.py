@@ -3,23 +3,41 @@
 `Samples` says what batches ask of a source; how it is packed into samples is for the class that answers.
 """
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
 
+from titanlite.data.growing import GrowingShards
 from titanlite.data.shards import TokenShards
+from titanlite.data.windows import units_at, units_needed
 
 
 class Samples(Protocol):
     """The samples of a source, of S tokens each; from any thread.
 
     Attributes:
-        n: how many there are.
+        n: how many there are; None: not known yet, as more are still being made.
         seq_len: tokens of each (S).
     """
 
-    n: int
-    seq_len: int
+    @property
+    def n(self) -> int | None:
+        """Return how many there are."""
+        ...
+
+    @property
+    def seq_len(self) -> int:
+        """Return the tokens of each."""
+        ...
+
+    def wait(self, samples: int) -> None:
+        """Wait until so many are there, or until it is known how many there are.
+
+        Raises:
+            DataError: they will not come, or are too few for the run.
+        """
+        ...
 
     def read(self, sample: int) -> np.ndarray:
         """Read a sample, 0 … n - 1.
@@ -45,11 +63,25 @@ class ConcatenatedSamples:
     Args:
         shards: the source.
         seq_len: tokens of a sample (S).
+        check: called when it turns out how many samples there are, if that is not known from the start.
     """
 
-    def __init__(self, shards: TokenShards, seq_len: int) -> None:
-        self.n, self.seq_len = max(0, (shards.tokens - 1) // seq_len), seq_len
-        self._shards = shards
+    def __init__(
+        self, shards: TokenShards | GrowingShards, seq_len: int, check: Callable[[], object] = lambda: None
+    ) -> None:
+        self.seq_len = seq_len
+        self._shards, self._check = shards, check
+
+    @property
+    def n(self) -> int | None:
+        """Return how many there are; None: not known yet."""
+        tokens = self._shards.tokens
+        return None if tokens is None else max(0, (tokens - 1) // self.seq_len)
+
+    def wait(self, samples: int) -> None:
+        """Wait for samples; see `Samples.wait`."""
+        if self._shards.tokens is None and self._shards.wait(samples * self.seq_len + 1) is not None:
+            self._check()
 
     def read(self, sample: int) -> np.ndarray:
         """Read a sample; see `Samples.read`."""
@@ -59,3 +91,40 @@ class ConcatenatedSamples:
     def spans(self, sample: int) -> list[tuple[int, int]]:
         """Return the one piece of a sample; see `Samples.spans`."""
         return [(sample * self.seq_len, self.seq_len)]
+
+
+class SampleCounts(Mapping[str, int | None]):
+    """How many samples each source has, as far as that is known at the moment.
+
+    Args:
+        sources: by name.
+    """
+
+    def __init__(self, sources: Mapping[str, Samples]) -> None:
+        self._sources = sources
+
+    def __getitem__(self, name: str) -> int | None:
+        return self._sources[name].n
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def samples_in_order(source: Samples, places: np.ndarray, seed: int, window: int) -> np.ndarray:
+    """Return the samples of a source at some places of its order; wait where that is not known yet.
+
+    Args:
+        source: the source.
+        places: [N] integers from 0 on, epochs one after the other.
+        seed: of its order.
+        window: samples within which it is shuffled; 0: all.
+
+    Raises:
+        DataError: as `Samples.wait` says.
+    """
+    if source.n is None:
+        source.wait(units_needed(places, window))
+    return units_at(places, source.n, seed, window)

@@ -124,6 +124,7 @@ class TokenShards:
 
     def __init__(self, folder: Path, tokenizer: str = "", files: str = "", separator: int | None = None) -> None:
         self.folder, self.tokenizer, self.files, self.separator = folder, tokenizer, files, separator
+        self.inputs = ""  # hash of what its tokens are made of, where that is known
         self.meta = Meta.read(folder)
         self.tokens = self.meta.tokens
         self.fingerprint = self.meta.fingerprint
@@ -134,6 +135,10 @@ class TokenShards:
         self.checked = np.zeros(self._blocks[-1], bool)  # blocks known to be right, of all shards in a row
         for i in range(len(self._paths)):
             self._check_size(i, _file_size(folder, self._paths[i]))
+
+    def wait(self, tokens: int) -> int:
+        """Return the number of all tokens, at once: they are there."""
+        return self.tokens
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Copy some tokens, across shard boundaries.

@@ -3,6 +3,7 @@
     python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
     a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids);
                                             lines of JSON also compressed, as .jsonl.gz, .json.gz, .jsonl.zst, .json.zst
+    s3://, gs://, https://, …               the same behind a URL, but for token files (remote.py)
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
 Names only: what is in the files is read by documents.py. Each file is taken once, however many names lead to it, and
@@ -22,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from titanlite.data.remote import RemoteFile, is_url, list_files
 from titanlite.errors import DataError, nearest
-from titanlite.redact import STAR
+from titanlite.redact import STAR, redact_urls
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Compression of JSON lines, by the ending of a file's name, as pyarrow calls it."""
@@ -41,6 +43,9 @@ _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
 
 
+SourceFile = Path | RemoteFile
+
+
 @dataclass(frozen=True)
 class Source:
     """Describe what a source string stands for; nothing has been read yet."""
@@ -48,7 +53,7 @@ class Source:
     name: str  # the string, as the user wrote it
     key: str  # dotted key it was written under, for messages
     kind: Literal["python", "text", "tokens", "dataset"]
-    files: tuple[Path, ...]  # sorted; of a dataset: those below its folder, empty if it is on the hub
+    files: tuple[SourceFile, ...]  # sorted; of a dataset: those below its folder, empty if it is on the hub
     dataset: tuple[str, str | None, str] | None = None  # path or hub name, config, split
     count: str = ""  # of the files that were taken, passed over and met twice, in words; of a dataset: ""
 
@@ -58,10 +63,18 @@ class Source:
         Raises:
             DataError: a file is gone.
         """
+        files = self.files
+        if is_url(self.name) and self.kind == "text":  # asked for anew, all at once
+            files = list_files(self.name, self.key, SUFFIXES)[0]
         try:
-            return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in self.files]
+            return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
         except OSError as e:
             raise unreadable(self.name, self.key, e.filename, e) from e
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Return the files of this host, which token files always are."""
+        return tuple(file for file in self.files if isinstance(file, Path))
 
     def n_bytes(self) -> int | None:
         """Return the bytes to read, or None where that is not known beforehand."""
@@ -86,6 +99,8 @@ def resolve(source: str, key: str = "data.source") -> Source:
         return Source(source, key, "python", files, count=f"{len(files):,} files taken")
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
+    if is_url(source) and f"://{STAR}@" not in source:
+        return _resolve_url(source, key)
     walk = _Walk(source, key)
     files = walk.files()
     if not files:
@@ -115,10 +130,31 @@ def files_below(source: str, key: str, folder: str) -> Iterator[str]:
     return _Walk(source, key).below(folder)
 
 
-def ending(file: Path | str) -> str:
+def ending(file: SourceFile | str) -> str:
     """Return the one of `SUFFIXES` that a file's name ends in, in whatever case it is written; "" if it is none."""
-    name = os.path.basename(file).lower()
+    name = os.path.basename(str(file)).lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+
+
+def _resolve_url(source: str, key: str) -> Source:
+    """Find the files behind a URL.
+
+    Raises:
+        DataError: as `resolve` and `list_files` say, or for token files: they are read where they lie, at random.
+    """
+    files, passed = list_files(source, key, SUFFIXES)
+    name = redact_urls(source)
+    if unknown := [f for f in files if not ending(f.name)]:
+        saw = f"{name!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
+        raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), "narrow the pattern")
+    if any(ending(f.name) == ".bin" for f in files):
+        want = "text: token files are read at random places, as a disk of this host can"
+        raise DataError.of(
+            "data", key, f"{name!r}, token files", want, "copy them to a disk of this host, and name that"
+        )
+    count = f"{len(files):,} file{'s' * (len(files) != 1)} taken"
+    count += f"; passed over: {by_ending(passed)}" if passed else ""
+    return Source(source, key, "text", tuple(files), count=count)
 
 
 def _check_kinds(source: str, key: str, files: list[Path]) -> None:
@@ -155,7 +191,7 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
                 raise DataError.of("data", key, saw, "the records of each file once", fix)
 
 
-def unreadable(source: str, key: str, path: Path | str, e: OSError) -> DataError:
+def unreadable(source: str, key: str, path: SourceFile | str, e: OSError) -> DataError:
     """Make the error to raise where a file or folder of a source cannot be read."""
     want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
     return DataError.of("data", key, f"{source!r}: {path}: {e.strerror or e}", want, fix)

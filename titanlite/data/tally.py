@@ -6,7 +6,6 @@ A record that cannot be decoded is never dropped in silence: the first ones are 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from titanlite.config.schema import Data
@@ -49,7 +48,7 @@ class Tally:
     notify: Callable[[str], object] = lambda line: None  # called with what the user is to know at once
     n_unpacked: int = 0  # bytes of text or records, after decompression
     is_ended: bool = False  # by a record that is too large, and one too many
-    _file: Path | None = None  # that is read, until the user is notified of it
+    _file: object = None  # that is read, until the user is notified of it
     _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
     _reported: int = 0  # n_unpacked when `on_progress` was called
 
@@ -90,7 +89,7 @@ class Tally:
         """Return the reason why a record that is too large is bad."""
         return f"{_TOO_LARGE} = {self.max_record_mib}"
 
-    def begin(self, number: int, file: Path) -> int:
+    def begin(self, number: int, file: object) -> int:
         """Note the file that is read from here on. Returns the records of it that a restart passes over."""
         if number != self.file:
             self.file, self.start, self.record = number, self.n_bytes, 0

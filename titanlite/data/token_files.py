@@ -58,7 +58,7 @@ def token_dtype(source: Source, vocab_size: int) -> str:
         raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
     dtype = next(iter(dtypes))
     item = np.dtype(dtype).itemsize
-    for file in source.files:
+    for file in source.paths:
         head = next(_file_chunks(file, source, _HEAD_BYTES), b"")
         for magic, what, read in _HEADERS:
             if head.startswith(magic):
@@ -88,7 +88,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
     """
     digest, n_bytes, shards = token_hash(dtype), 0, list[Shard]()
     prepared = _prepared(source)
-    for file in source.files:
+    for file in source.paths:
         tokens, max_id, max_at, hashes = 0, -1, 0, list[str]()
         for chunk in _file_chunks(file, source, _CHUNK_BYTES):
             ids = np.frombuffer(chunk, _code(dtype))
@@ -112,7 +112,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
 def _prepared(source: Source) -> dict[Path, Shard]:
     """Return what is known of files that are shards, from what titanlite wrote beside them."""
     known: dict[Path, Shard] = {}
-    for folder in {file.parent for file in source.files}:
+    for folder in {file.parent for file in source.paths}:
         with suppress(DataError):  # there is no meta.json, or it is somebody else's
             known |= {folder / shard.path: shard for shard in Meta.read(folder).shards}
     return known

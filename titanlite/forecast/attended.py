@@ -61,6 +61,7 @@ def attended_share(config: Config, table: StageTable, shards: Mapping[str, Token
     samples, lengths = 0, list[int]()
     for name, source in sources.items():
         count = math.ceil(_SAMPLES * asked[name] / total)
+        assert source.samples.n is not None  # noqa: S101  # it is prepared
         starts = np.linspace(0, source.samples.n * source.samples.seq_len // seq_len, count, endpoint=False).astype(int)
         for start in np.unique(starts).tolist():
             sample, first = divmod(start * seq_len, source.samples.seq_len)

@@ -1,6 +1,8 @@
 """The token shards of a run, the same on every rank, and the batches that this rank takes of them."""
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,11 +11,13 @@ from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE, key_of_source, least_samples, longest_seq_len, source_keys
+from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.growing import GrowingShards
 from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import prepare
-from titanlite.data.samples import ConcatenatedSamples, Samples
+from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples
 from titanlite.data.shards import Meta, TokenShards, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import few_ids
@@ -32,25 +36,49 @@ class Corpora:
         train: what it trains on, by the name of each source; that of `data.source` is "".
         held_out: what it validates on, by the key of each source.
         packed: the samples of each source of `train`, if `data.packing` makes them of whole documents.
+        making: what makes those that grow, on the first rank of a host.
     """
 
-    train: dict[str, TokenShards]
+    train: Mapping[str, TokenShards | GrowingShards]
     held_out: dict[str, TokenShards]
     packed: dict[str, PackedSamples]
+    making: BackgroundPreparation | None = None
 
     @property
-    def sources(self) -> dict[str, TokenShards]:
+    def growing(self) -> dict[str, GrowingShards]:
+        """The corpora that were still being made when this start began, by key."""
+        return {key: shards for key, shards in self.sources.items() if isinstance(shards, GrowingShards)}
+
+    @property
+    def sources(self) -> dict[str, TokenShards | GrowingShards]:
         """The corpora by the key that names the source of each."""
-        return {key_of_source(name): shards for name, shards in self.train.items()} | self.held_out
+        return {**{key_of_source(name): shards for name, shards in self.train.items()}, **self.held_out}
 
     @property
     def identity(self) -> dict[str, Any]:
         """Fingerprints of the training data as a checkpoint holds them: of its tokens, by source, and its tokenizer."""
-        corpora = {name: shards.fingerprint for name, shards in self.train.items()}
+        corpora, inputs = self.fingerprints, {name: shards.inputs for name, shards in self.train.items()}
         tokenizer = next((shards.tokenizer for shards in self.train.values() if shards.tokenizer), "")
-        return {"corpora" if self.is_mixed else "corpus": corpora if self.is_mixed else corpora[SOLE]} | {
-            "tokenizer": tokenizer
+        return {
+            "corpora" if self.is_mixed else "corpus": corpora if self.is_mixed else corpora[SOLE],
+            "inputs": inputs,
+            "tokenizer": tokenizer,
         }
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprints of the tokens that are trained on, by the name of the source; "": not known yet."""
+        return {name: shards.fingerprint for name, shards in self.train.items()}
+
+    def stop_waiting(self) -> None:
+        """Let nobody wait for tokens that are not there."""
+        for shards in self.growing.values():
+            shards.close()
+
+    def close(self) -> None:
+        """End the process that makes what grows."""
+        if self.making is not None:
+            self.making.close()
 
     @property
     def is_mixed(self) -> bool:
@@ -74,17 +102,22 @@ class HeldOut(NamedTuple):
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
-    """Prepare the sources of a run, or find what an earlier one has prepared.
+    """Prepare the sources of a run, or find what an earlier one has prepared, or begin to in the background.
 
     Args:
         asked: the run.
         progress: whether this process shows how far it is.
     """
     config, vocab_size = asked.config, asked.dims.vocab_size
-    train = {
-        name: prepare(source, config.data, vocab_size, progress=progress, key=key)
-        for name, (key, source) in source_keys(config).items()
-    }
+    train, making = dict[str, TokenShards | GrowingShards](), None
+    for name, (key, source) in source_keys(config).items():
+        if config.data.prepare == "background":
+            train[name] = open_growing(source, config.data, vocab_size, key)
+        else:
+            train[name] = prepare(source, config.data, vocab_size, progress=progress, key=key)
+    growing = {key_of_source(name): shards for name, shards in train.items() if isinstance(shards, GrowingShards)}
+    if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one on each host
+        making = BackgroundPreparation(growing, config.data, vocab_size)
     held_out = {
         key: prepare(source, config.data, vocab_size, progress=progress, key=key)
         for key, source in held_out_sources(config).items()
@@ -92,14 +125,17 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
     packed: dict[str, PackedSamples] = {}
     if config.data.packing == "best_fit":
         for name, shards in train.items():
+            assert isinstance(shards, TokenShards)  # noqa: S101  # the config is checked
             packed[name] = open_packed(shards, config.data, config.training.seq_len, progress)
-    return Corpora(train, held_out, packed)
+    return Corpora(train, held_out, packed, making)
 
 
 def require_same_data(data: Corpora) -> None:
     """Raise, on every rank, if ranks hold different data, as hosts with different files, or Pythons, do."""
     for key, corpus in data.sources.items():  # with unequal validation, ranks would wait for each other
-        of_ranks = on_all_ranks(partial(getattr, corpus, "fingerprint"))
+        of_ranks: list[str] = on_all_ranks(partial(getattr, corpus, "fingerprint"))
+        if not all(of_ranks):  # not all of it is tokenized
+            of_ranks = on_all_ranks(partial(getattr, corpus, "inputs"))
         different = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
         if different:
             seen = f"different tokens on rank {different[0]} than on rank 0"
@@ -113,6 +149,12 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
     for key, source in data.sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
+        if isinstance(source, GrowingShards):
+            is_ahead = f"{source.there:,} tokens are there already" if source.there else "none of it is there yet"
+            console.notice(f"{key} is tokenized in the background; {is_ahead}")
+            applied = {"prepare": "background", "tokens_so_far": source.there}
+            receipt.add(Entry(key, source.planned.source.name, applied, count=1))
+            continue
         if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
             what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
             console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
@@ -197,12 +239,15 @@ def open_batches(
     config, training = asked.config, asked.config.training
     unit_len, per_step = longest_seq_len(config), training.global_batch_size or training.local_batch_size * mesh.dp_size
     sources: dict[str, Samples] = {}
+    counts = SampleCounts(sources)
     for name, shards in data.train.items():
-        samples, meta = data.packed.get(name) or ConcatenatedSamples(shards, unit_len), shards.meta
-        if samples.n < (least := least_samples(config, per_step)):  # of packed ones there never are fewer
-            sample_count(meta.source, shards.tokens, unit_len, least, key_of_source(name), meta.max_tokens)
-        sources[name] = samples
-    check_epochs(config, table, {name: samples.n for name, samples in sources.items()})
+        check = partial(_check_length, shards, config, least_samples(config, per_step), key_of_source(name))
+        sources[name] = data.packed.get(name) or ConcatenatedSamples(
+            shards, unit_len, lambda check=check: (check(), check_epochs(config, table, counts))
+        )
+        if name not in data.packed:  # of which there never are fewer
+            check()
+    check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}
     rank: dict[str, int] = {"dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
@@ -218,6 +263,14 @@ def open_batches(
         own = ValidationBatches(shards, device=device, separator=separator, key=key, **shape, **rank)
         held_out[name_of_source(key)] = HeldOut(own, shards.meta.tokens_per_byte)
     return train, held_out
+
+
+def _check_length(shards: TokenShards | GrowingShards, config: Config, least: int, key: str) -> None:
+    """Raise if a source has fewer samples than a step takes, where that is known."""
+    finished = shards if isinstance(shards, TokenShards) else shards.finished
+    if finished is not None:
+        meta = finished.meta
+        sample_count(meta.source, meta.tokens, longest_seq_len(config), least, key, meta.max_tokens)
 
 
 def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:

@@ -4,16 +4,20 @@ A thread checks this rank's share of the blocks, those of a host being shared ou
 rank is to read and has not checked, `TokenShards.read` checks first. So the first step waits for a few blocks, and not
 for the corpus. Ranks tell each other nothing: one that has found damage asks all to stop as a signal does, and where
 they then meet, all raise what it found. A rank that has no batch for it takes part in the steps until there with
-padding; nothing of them is kept.
+padding; nothing of them is kept. Damage, too, is that nobody makes a corpus any more that is still being made.
 """
 
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from titanlite.checkpoint.collective import on_all_ranks
+from titanlite.data.growing import GrowingShards
 from titanlite.data.shards import TokenShards
 from titanlite.errors import DataError
+
+_LOOK_SECONDS = 0.5  # between looks at what is still being made
 
 
 class DataCheck:
@@ -23,9 +27,9 @@ class DataCheck:
         corpora: in the order in which they are checked.
     """
 
-    def __init__(self, corpora: Sequence[TokenShards]) -> None:
+    def __init__(self, corpora: Sequence[TokenShards | GrowingShards]) -> None:
         self.met: DataError | None = None  # in place of a batch, for the loop to set
-        self._corpora, self._is_closed = corpora, False
+        self._corpora, self._closing = corpora, threading.Event()
         self._thread = ThreadPoolExecutor(1, "data_check")
         self._checking = self._thread.submit(self._check)
 
@@ -49,15 +53,23 @@ class DataCheck:
 
     def close(self) -> None:
         """End the thread."""
-        self._is_closed = True
+        self._closing.set()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _check(self) -> None:
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         place = int(os.environ.get("LOCAL_RANK", "0")) % n_ranks  # by launcher, whose ranks see the same files
-        for corpus in self._corpora:
+        growing = [corpus for corpus in self._corpora if isinstance(corpus, GrowingShards)]
+        for corpus in (corpus for corpus in self._corpora if isinstance(corpus, TokenShards)):
             n_blocks = len(corpus.checked)
             for block in range(place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks):
-                if self._is_closed:
+                if self._closing.is_set():
                     return
                 corpus.check(block)
+                for other in growing:
+                    other.poll()
+        while growing := [corpus for corpus in growing if corpus.finished is None]:  # just written, in this run
+            for corpus in growing:
+                corpus.poll()
+            if self._closing.wait(_LOOK_SECONDS):
+                return

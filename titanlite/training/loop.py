@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
@@ -27,8 +26,9 @@ from titanlite.observe.step_profile import DATA_WAIT, EVALUATION, NUMERICS, SAVI
 from titanlite.observe.watchdog import Watchdog
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
-from titanlite.training.data import HeldOut
+from titanlite.training.data import Corpora, HeldOut
 from titanlite.training.data_check import DataCheck
+from titanlite.training.data_wait import DataWait
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.schedule import learning_rate
@@ -58,7 +58,8 @@ class Loop:
     stop: StopSignals
     folder: RunFolder
     data_check: DataCheck
-    data: dict[str, Any]  # fingerprints of the training data: of its tokens, and of the `tokenizer`
+    data: Corpora
+    data_wait: DataWait
 
     def train(self, start: int) -> int:
         """Take the steps after `start` until the last one, `job.stop_after` or a signal.
@@ -107,6 +108,7 @@ class Loop:
                 if outcome.stop_asked:
                     self.data_check.tell()
                 report.step(outcome)
+            self.data_wait.tell_of_ends()
             if trace != "begin":
                 self._profile(step)
             if step == start + 1:
@@ -181,10 +183,13 @@ class Loop:
         """Return those of the next step, or padding if they are damaged: the others do not know yet."""
         try:
             with span(DATA_WAIT):
-                return self.batches.next()
+                return self.batches.next(lambda seconds: self.data_wait.wait(seconds, self._data_comes))
         except DataError as damage:
             self.data_check.met = damage
             return self.batches.padding()
+
+    def _data_comes(self) -> None:
+        self.watchdog.progress(self.batches.step + 1, "data")
 
     def _watched(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
         left = len(batches)
@@ -217,7 +222,8 @@ class Loop:
         self.watchdog.progress(step, "checkpoint")
         self._limit(self.run.config.comm.init_timeout_seconds)
         on_rank_0(self._sync)
-        state = {"samples": self.batches.position, "validation_due": validation_due} | self.data
+        self.data_wait.check_ranks()
+        state = {"samples": self.batches.position, "validation_due": validation_due} | self.data.identity
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         table = self.report.position.table
         state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}

@@ -124,11 +124,15 @@ class Position:
         return self.table.tokens(step)
 
     def epoch(self, step: int) -> float:
-        """Return how often the source was gone through up to a step; of a mixture, all of its sources together."""
+        """Return how often the source was gone through up to a step; of a mixture, all of its sources together.
+
+        NaN: it is not known yet how long a source is.
+        """
         units = self.mixture.units
         if SOLE in units:
             return self.mixture.epochs(step)[SOLE]
-        return self.tokens(step) / (sum(units.values()) * self.mixture.unit_len)
+        total = sum(math.nan if count is None else count for count in units.values())
+        return self.tokens(step) / (total * self.mixture.unit_len)
 
     def of_sources(self, step: int) -> dict[str, float]:
         """Return the epochs of each source of a mixture up to a step, and its share of the tokens, by their keys."""

@@ -52,7 +52,7 @@ def main() -> None:
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
         take_first_weights(run)
         batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0)
-        with closing(batches):
+        with closing(data), closing(batches):
             sketches = sketch_steps(run, batches, int(steps))
     if dist.get_rank() == 0:
         np.savez(Path(out), names=np.array(list(sketches)), sketches=torch.stack(list(sketches.values())).numpy())

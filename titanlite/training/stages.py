@@ -1,5 +1,7 @@
 """Say in the receipt what mixture and stages came to."""
 
+import math
+
 from titanlite.config.schema import Config
 from titanlite.data.mixture import Mixture
 from titanlite.data.stages import StageTable, weights_in_words
@@ -38,8 +40,8 @@ def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -
                 "asked_share": round(float(asked[name] / total), 6),
                 "share": round(tokens[name] / total, 6),
                 "tokens": tokens[name],
-                "epochs": round(epochs[name], 4),
-                "epochs_so_far": round(mixture.epochs(start)[name], 4),
+                "epochs": _rounded_if_known(epochs[name]),
+                "epochs_so_far": _rounded_if_known(mixture.epochs(start)[name]),
             }
             for name in epochs
         }
@@ -62,3 +64,8 @@ def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -
         asked_from = [stage.from_tokens for stage in config.data.stage]
         applied = {"stages": len(rows), **rows}
         receipt.add(Entry("data.stage", asked_from, applied, count=len(rows), skipped=left_out))
+
+
+def _rounded_if_known(epochs: float) -> float | None:
+    """Round a number for the receipt; None for one that is not known, as the source is still being made."""
+    return None if math.isnan(epochs) else round(epochs, 4)

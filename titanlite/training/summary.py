@@ -13,6 +13,7 @@ import torch.distributed as dist
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE
+from titanlite.data.growing import GrowingShards
 from titanlite.data.order import epochs
 from titanlite.data.shards import TokenShards
 from titanlite.observe.console import duration
@@ -26,7 +27,9 @@ from titanlite.training.schedule import change_of_rate, learning_rate
 _WIDTH = 7  # of the words in front
 
 
-def first_lines(run: Run, sources: Mapping[str, TokenShards], position: Position, folder: RunFolder) -> list[str]:
+def first_lines(
+    run: Run, sources: Mapping[str, TokenShards | GrowingShards], position: Position, folder: RunFolder
+) -> list[str]:
     """Say what is trained, on what, where, and who records it.
 
     Args:
@@ -39,8 +42,10 @@ def first_lines(run: Run, sources: Mapping[str, TokenShards], position: Position
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
     steps, at, table = config.training.steps, position, position.table
     each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in table.rows if row.from_step < steps)
-    n_tokens = sum(source.tokens for source in sources.values())
-    has = f"{n_tokens:,}: {epochs(at.epoch(max(at.start, steps)))}"
+    n_tokens = [source.tokens for source in sources.values()]
+    has = "more, which are counted as they are tokenized"
+    if None not in n_tokens:
+        has = f"{sum(n or 0 for n in n_tokens):,}: {epochs(at.epoch(max(at.start, steps)))}"
     has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
     all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
     lines = [
@@ -64,7 +69,8 @@ def _of_mixture(position: Position) -> list[str]:
         return []
     tokens, total = mixture.tokens(steps), max(1, position.tokens(steps))
     return [
-        f"{name}: {tokens[name] / total:.2%} of the tokens, {epochs(n)}" for name, n in mixture.epochs(steps).items()
+        f"{name}: {tokens[name] / total:.2%} of the tokens" + (f", {epochs(n)}" if n == n else "")
+        for name, n in mixture.epochs(steps).items()
     ]
 
 

@@ -35,6 +35,7 @@ from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.data import mask_entry, open_batches, open_data, report_data, require_same_data
 from titanlite.training.data_check import DataCheck
+from titanlite.training.data_wait import DataWait
 from titanlite.training.evaluation import open_evaluation
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
@@ -95,6 +96,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     asked, folder, console, status = session.asked, session.folder, session.console, session.status
     config = asked.config
     data = open_data(asked, progress=session.local_rank == 0)
+    cleanup.callback(data.close)
     device = start_process_group(config.comm)
     # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
@@ -109,13 +111,14 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     assert per_step is not None  # noqa: S101  # the config is checked
     restored = restore(run, checkpoints, console, per_step)
     start, state = restored.step, restored.state
-    identity, corpora = data.identity, {name: shards.fingerprint for name, shards in data.train.items()}
-    if text := other_text(restored.folder, state, corpora, identity["tokenizer"], strict=config.job.strict):
+    now, corpora = data.identity, data.fingerprints
+    if text := other_text(restored.folder, state, corpora, now["tokenizer"], config.job.strict, now["inputs"]):
         console.warning(text)
     table = stage_table(config, world, past_of(start, state, config.training.seq_len))
     require_same_steps(table, config)
     batches, validation = open_batches(data, asked, run.mesh, table, start)
     cleanup.callback(batches.close)
+    cleanup.callback(data.stop_waiting)  # before: its thread may wait
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
     position = Position(start, batches.mixture, world)
     add_stages(run.receipt, config, batches.mixture, start)
@@ -158,7 +161,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         stop=session.stop,
         folder=folder,
         data_check=data_check,
-        data=identity,
+        data=data,
+        data_wait=DataWait(data, run.dims.vocab_size, console, session.rank == 0),
     )
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     session.stop.begin_steps()

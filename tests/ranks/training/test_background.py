@@ -1,0 +1,140 @@
+"""A run whose source is tokenized meanwhile is the run of the source tokenized before, however it is interrupted."""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+import titanlite.data.background
+import titanlite.data.growing
+import titanlite.training.data_wait
+
+if TYPE_CHECKING:
+    from tests.support.launched import Desk
+
+# Batches of a few records, each put on disk, and not too fast.
+SLOW = """
+import os, signal, time
+from titanlite.data import encode, prepare
+encode._BATCH_CHARACTERS, prepare.PUBLISH_SECONDS = 1500, -1.0
+before = prepare._Tokenizing._publish
+def publish(self):
+    {}
+    time.sleep(0.03)
+    before(self)
+prepare._Tokenizing._publish = publish
+"""
+SIZE = ["--training.global_batch_size=16", "--training.steps=26", "--validation.enable=false"]
+WINDOW = ["--data.shuffle_window=1024", "--data.prepare_lead=3000"]  # 16 samples, a step
+
+
+def plan(program: str = "pass") -> Callable[[], None]:
+    """What a rank does before it starts, so that the process beside it is slow, or worse."""
+
+    def plant() -> None:
+        titanlite.data.background._PROGRAM = SLOW.format(program) + titanlite.data.background._PROGRAM
+        titanlite.data.growing._ALONE_SECONDS = 0.5
+        titanlite.training.data_wait._TELL_SECONDS = 0.0
+
+    return plant
+
+
+@pytest.fixture
+def flags(desk: "Desk", request: pytest.FixtureRequest) -> list[str]:
+    """A source of 40 records, a bit more than an epoch of the run, and a cache of its own."""
+    path = desk.folder / f"{request.node.name}.jsonl"
+    with path.open("w") as file:
+        for i in range(40):
+            file.write(json.dumps({"text": f"record {i} of this test, " * 22}) + "\n")
+    cache = desk.folder / f"cache of {request.node.name}"
+    shutil.rmtree(cache, ignore_errors=True)
+    return [f"--data.source={path}", f"--data.cache_dir={cache}", *SIZE, *WINDOW]
+
+
+def cache_of(flags: list[str]) -> Path:
+    return Path(next(flag.partition("=")[2] for flag in flags if "cache_dir" in flag))
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", flags: list[str]) -> None:
+    first = desk.run("first", 2, *flags)
+    assert first.losses("epoch")[-1] > 1
+    (folder,) = (path for path in cache_of(flags).iterdir() if path.is_dir())
+    prepared = files(folder)
+    shutil.rmtree(cache_of(flags))
+    pause = "self._writer.tokens > 9000 and not globals().get('slept') and globals().update(slept=[time.sleep(3)])"
+    back = desk.run("back", 2, *flags, "--data.prepare=background", plant=plan(pause))
+    assert back.trained() == first.trained()
+    assert back.content(26) == first.content(26)
+    assert files(folder) == prepared
+    assert "training has caught up with the tokenization, and waits for it: data.source: " in back.output
+    assert "data.source is tokenized to its end: " in back.output
+    assert back.losses("epoch")[0] is None
+    assert back.losses("epoch")[-1] == first.losses("epoch")[-1]
+    assert sum(back.losses("data_wait_seconds")) > sum(first.losses("data_wait_seconds"))
+    again = desk.run("again", 1, *flags, "--data.prepare=background", "--job.stop_after=1")
+    assert again.losses() == pytest.approx(first.losses()[:1], rel=1e-4)
+    assert "in the background" not in again.output  # it is there
+
+
+def test_a_run_stopped_in_the_middle_goes_on_as_if_it_had_not_been(desk: "Desk", flags: list[str]) -> None:
+    first = desk.run("whole", 1, *flags)
+    shutil.rmtree(cache_of(flags))
+    flags.append("--data.prepare=background")
+    desk.run("stopped", 1, *flags, "--job.stop_after=5", plant=plan())
+    assert list(cache_of(flags).glob("*.unfinished"))
+    ended = desk.run("stopped", 2, *flags, plant=plan())
+    assert "tokens are there already" in ended.output
+    assert "holds different text" not in ended.output
+    assert [row[0] for row in ended.trained()] == list(range(1, 27))
+    assert ended.trained()[:5] == first.trained()[:5]
+    assert ended.losses() == pytest.approx(first.losses(), rel=1e-4)
+    state = json.loads((ended.folder / "checkpoints" / "step-00000005" / "state.json").read_text())["state"]
+    assert (state["corpus"], len(state["inputs"][""])) == ("", 16)
+
+
+def test_a_process_that_is_killed_ends_the_run_and_the_next_goes_on(desk: "Desk", flags: list[str]) -> None:
+    first = desk.run("unharmed", 2, *flags)
+    shutil.rmtree(cache_of(flags))
+    flags.append("--data.prepare=background")
+    kill = "self._writer.tokens > 9000 and os.kill(os.getpid(), signal.SIGKILL)"
+    killed = desk.run("killed", 2, *flags, "--checkpoint.interval=2", plant=plan(kill), ends=2)
+    for of_rank in killed.output.split("--- rank ")[1:]:
+        assert "the process that tokenizes it has ended without a word, killed perhaps" in of_rank
+    assert killed.status["state"] == "failed"
+    assert killed.checkpoints()
+    ended = desk.run("killed", 2, *flags, "--checkpoint.interval=2", plant=plan())
+    assert ended.trained() == first.trained()
+    assert ended.content(26) == first.content(26)
+
+
+@pytest.mark.slow
+def test_what_fails_there_is_said_by_all_ranks(desk: "Desk", flags: list[str]) -> None:
+    source = Path(flags[0].partition("=")[2])
+    with source.open("a") as file:
+        file.write("no JSON\n")
+    flags += ["--data.prepare=background", "--data.prepare_lead=0"]
+    ended = desk.run("bad", 2, *flags, plant=plan(), ends=2)
+    for of_rank in ended.output.split("--- rank ")[1:]:
+        assert f"{source}:41: not JSON" in of_rank
+        assert "data.max_bad_records" in of_rank
+    ended = desk.run("bad", 2, *flags, "--data.max_bad_records=1", plant=plan())
+    assert "1 bad record skipped (data.max_bad_records)" in ended.output
+    assert len(ended.trained()) == 26
+
+
+def test_a_source_that_turns_out_too_short_is_said(desk: "Desk", flags: list[str]) -> None:
+    source = Path(flags[0].partition("=")[2])
+    packed = source.with_suffix(".jsonl.gz")  # of which nothing is counted beforehand
+    packed.write_bytes(gzip.compress(source.read_bytes()))
+    flags = [f"--data.source={packed}", *flags[1:], "--data.prepare=background", "--data.prepare_lead=0"]
+    flags += ["--training.seq_len=1024", "--training.global_batch_size=32"]
+    ended = desk.run("short", 1, *flags, plant=plan(), ends=2)
+    assert "want: at least 32,769 tokens: 32 samples of training.seq_len = 1024, and 1" in ended.output

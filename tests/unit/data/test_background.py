@@ -1,0 +1,254 @@
+"""A corpus is read while a process of its own makes it: what is read is what comes of it, and a failure is told."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titanlite.config.schema import Data
+from titanlite.data.background import BackgroundPreparation, open_growing
+from titanlite.data.cache import unfinished_of
+from titanlite.data.growing import GrowingShards
+from titanlite.data.prepare import prepare
+from titanlite.data.shards import TokenShards
+from titanlite.data.unfinished import read_made
+from titanlite.errors import DataError
+
+KEY = "data.source"
+
+
+def write_records(path: Path, n: int, characters: int = 100_000) -> str:
+    """Write records of text, all of them different."""
+    with path.open("w") as file:
+        for i in range(n):
+            file.write(json.dumps({"text": f"{i} " * (characters // len(f"{i} "))}) + "\n")
+    return str(path)
+
+
+def open_data(source: str, cache: Path, **more: object) -> tuple[GrowingShards, Data]:
+    data = replace(Data(source, cache_dir=str(cache), shuffle_window=1000, prepare="background"), **more)
+    shards = open_growing(source, data, 256, KEY)
+    assert isinstance(shards, GrowingShards)
+    return shards, data
+
+
+@pytest.fixture
+def started() -> Iterator[list[BackgroundPreparation]]:
+    processes: list[BackgroundPreparation] = []
+    yield processes
+    for process in processes:
+        os.kill(process.pid, signal.SIGCONT)
+        process.close()
+
+
+def start(shards: GrowingShards, data: Data, started: list[BackgroundPreparation]) -> BackgroundPreparation:
+    started.append(BackgroundPreparation({KEY: shards}, data, 256))
+    return started[-1]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_what_is_read_meanwhile_is_what_comes_of_it(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
+    """Training asks for little at a time, and the process stays near it."""
+    source = write_records(tmp_path / "a.jsonl", 400)
+    whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
+    shards, data = open_data(source, tmp_path / "cache", prepare_lead=1_000_000)
+    start(shards, data, started)
+    step, most = 500_000, 0
+    for at in range(0, whole.tokens - step, step):
+        known = shards.wait(at + step)
+        assert np.array_equal(shards.read(at, step), whole.read(at, step))
+        if known is None:
+            most = max(most, shards.there - at)
+    assert shards.wait(10**12) == whole.tokens
+    assert most < step + 1_000_000 + 2 * (1 << 22)  # what was asked for, the lead, and what is encoded at once
+    assert shards.finished is not None
+    assert files(shards.finished.folder) == files(whole.folder)
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file()) == [".lock"]
+    assert isinstance(open_growing(source, data, 256, KEY), TokenShards)  # a later run finds it
+
+
+@pytest.mark.slow
+def test_it_stops_where_nobody_asks_for_more(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
+    source = write_records(tmp_path / "a.jsonl", 300)
+    shards, data = open_data(source, tmp_path / "cache", prepare_lead=1_000_000)
+    start(shards, data, started)
+    shards.wait(1)
+    time.sleep(1.5)
+    shards.poll()
+    there = shards.there
+    assert there < 1_000_001 + 2 * (1 << 22)
+    assert shards.finished is None
+    time.sleep(1)
+    shards.poll()
+    assert shards.there == there
+
+
+def test_who_is_killed_is_told_of_and_the_next_goes_on(
+    tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlite.data.growing._ALONE_SECONDS", 1.0)
+    source = write_records(tmp_path / "a.jsonl", 300)
+    whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
+    shards, data = open_data(source, tmp_path / "cache", prepare_lead=5_000_000)
+    process = start(shards, data, started)
+    shards.wait(1_000_000)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(DataError, match=r"ended without a word, killed perhaps(.|\n)*goes on from [1-9][\d,]* tokens"):
+        shards.wait(10**12)
+    before = shards.there
+    again, data = open_data(source, tmp_path / "cache", prepare_lead=0)
+    again.poll()
+    assert again.there == before > 0  # at once, before anybody works
+    start(again, data, started)
+    assert again.wait(10**12) == whole.tokens
+    assert files(again.folder) == files(whole.folder)
+
+
+def test_another_run_reads_the_same_and_goes_on_where_the_first_ends(
+    tmp_path: Path, started: list[BackgroundPreparation]
+) -> None:
+    source = write_records(tmp_path / "a.jsonl", 300)
+    first, data = open_data(source, tmp_path / "cache", prepare_lead=5_000_000)
+    one = start(first, data, started)
+    first.wait(1_000_000)
+    second, data = open_data(source, tmp_path / "cache", prepare_lead=5_000_000)
+    start(second, data, started)
+    second.wait(12_000_000)  # further than the first run allows: both are heard
+    one.close()
+    started.remove(one)
+    total = second.wait(10**12)
+    assert total == 300 * 100_000 + 300 or total is not None
+    assert second.finished is not None
+
+
+def test_what_is_wrong_with_a_record_reaches_who_waits(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
+    source = write_records(tmp_path / "a.jsonl", 200)
+    with open(source, "a") as file:
+        file.write("no JSON\n")
+    shards, data = open_data(source, tmp_path / "cache")
+    start(shards, data, started)
+    with pytest.raises(DataError, match=r"1 bad record so far:\n.*a\.jsonl:201: not JSON"):
+        shards.wait(10**12)
+    # A run that allows it goes on.
+    more, data = open_data(source, tmp_path / "cache", max_bad_records=1)
+    start(more, data, started)
+    whole = prepare(source, Data(cache_dir=str(tmp_path / "first"), max_bad_records=1), 256, progress=False)
+    assert more.wait(10**12) == whole.tokens
+    assert files(more.folder) == files(whole.folder)
+
+
+FULL = """
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that a write fails, as on a disk that is full
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), int(sys.argv[1])))
+from titanlite.data import prepare
+from titanlite.data.background import prepare_for_run
+prepare.PUBLISH_SECONDS = -1.0
+sys.exit(prepare_for_run())
+"""
+
+
+def test_a_full_disk_is_told_of_and_loses_nothing(
+    tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_records(tmp_path / "a.jsonl", 400)
+    whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
+    shards, data = open_data(source, tmp_path / "cache")
+    popen = subprocess.Popen
+
+    def limited(command: list[str], **more: object) -> "subprocess.Popen[bytes]":
+        return popen([sys.executable, "-c", FULL, str(60_000_000)], **more)  # type: ignore[call-overload]
+
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", limited)
+        start(shards, data, started)
+    with pytest.raises(DataError, match=r"data\.cache_dir = .*File too large(.|\n)*local disk"):
+        shards.wait(10**12)
+    again, data = open_data(source, tmp_path / "cache")
+    made = read_made(unfinished_of(again.folder))
+    assert made is not None
+    assert 0 < made.all_tokens <= 30_000_000
+    start(again, data, started)
+    assert again.wait(10**12) == whole.tokens
+    assert files(again.folder) == files(whole.folder)
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_it_ends_with_the_run_however_that_ends(tmp_path: Path) -> None:
+    source = write_records(tmp_path / "a.jsonl", 300)
+    script = """
+import sys, time
+from tests.unit.data.test_background import *
+shards, data = open_data(sys.argv[1], Path(sys.argv[2]), prepare_lead=1)
+print(BackgroundPreparation({KEY: shards}, data, 256).pid, flush=True)
+time.sleep(600)
+"""
+    run = subprocess.Popen(
+        [sys.executable, "-c", script, source, str(tmp_path / "cache")],
+        cwd=Path(__file__).parents[3],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stdout is not None
+    pid = int(run.stdout.readline())
+    run.kill()
+    run.communicate()
+    for _ in range(100):
+        if not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it still works")
+
+
+def test_who_waits_is_let_go(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
+    source = write_records(tmp_path / "a.jsonl", 300)
+    shards, data = open_data(source, tmp_path / "cache", prepare_lead=1)
+    os.kill(start(shards, data, started).pid, signal.SIGSTOP)
+    threading.Timer(0.5, shards.close).start()
+    with pytest.raises(DataError, match="closed while token"):
+        shards.wait(10**12)
+
+
+def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.data.shard_writer._SHARD_TOKENS", 100_000)
+    monkeypatch.setattr("titanlite.data.prepare.PUBLISH_SECONDS", -1.0)
+    source = write_records(tmp_path / "a.jsonl", 100)
+    shards, _ = open_data(source, tmp_path / "cache")
+    go_on, is_there = threading.Event(), threading.Event()
+
+    def pause(unfinished: Path) -> int:
+        if (unfinished / "shard-00003.json").exists():
+            is_there.set()
+            go_on.wait(60)
+        return 10**12
+
+    from titanlite.data.progress import Progress
+
+    thread = threading.Thread(target=lambda: shards.planned.make(Progress("", enable=False), pause))
+    thread.start()
+    assert is_there.wait(60)
+    text = shards.read(150_000, 200_000)
+    assert len(text) == 200_000
+    path = unfinished_of(shards.folder) / "shard-00000.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:1000] + b"?" + content[1001:])
+    with pytest.raises(DataError, match=r"shard-00000\.bin has changed in its block 0"):
+        shards.read(10, 10)
+    path.write_bytes(content)
+    go_on.set()
+    thread.join()
+    assert np.array_equal(shards.read(150_000, 200_000), text)

@@ -1,0 +1,276 @@
+"""Sources behind a URL: the documents are those of the files, a broken transfer goes on, what cannot work is said."""
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any, ClassVar
+
+import pytest
+
+from tests.unit.data.test_sources import write_parquet
+from titanlite.config.schema import Config, Data
+from titanlite.data import remote
+from titanlite.data.inputs import check_inputs
+from titanlite.data.prepare import prepare
+from titanlite.data.sources import resolve
+from titanlite.errors import DataError
+
+fsspec = pytest.importorskip("fsspec")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks, so that a file is many, and no pauses."""
+    monkeypatch.setattr(remote, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.0,) * 5)
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    fs = fsspec.filesystem("memory")
+    yield fs
+    fs.rm("/bucket", recursive=True)
+
+
+def write_all(folder: Path) -> None:
+    """Write text of each kind, of several blocks."""
+    folder.mkdir()
+    records = [json.dumps({"text": f"record {i} " * 30}) for i in range(40)]
+    (folder / "a.jsonl").write_text("\n".join(records))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(records[::-1]).encode()))
+    (folder / "c.txt").write_text("größer " * 1000)
+    write_parquet(folder / "d.parquet", text=[f"row {i} " * 20 for i in range(100)], other=list(range(100)))
+
+
+def upload(folder: Path, fs: Any) -> None:
+    for file in folder.iterdir():
+        fs.pipe(f"/bucket/data/{file.name}", file.read_bytes())
+
+
+@pytest.mark.parametrize("name", ["", "/*", "/**/*.jsonl", "/c.txt", "/?.parquet", "/*.jsonl.gz"])
+def test_the_documents_are_those_of_the_files(name: str, tmp_path: Path, bucket: Any) -> None:
+    write_all(tmp_path / "data")
+    upload(tmp_path / "data", bucket)
+    bucket.pipe("/bucket/data/.hidden/x.txt", b"not this")
+    one = prepare(f"{tmp_path}/data{name}", Data(cache_dir=str(tmp_path / "one")), 256, progress=False)
+    other = prepare(f"memory://bucket/data{name}", Data(cache_dir=str(tmp_path / "other")), 256, progress=False)
+    assert other.fingerprint == one.fingerprint
+    assert other.meta.documents == one.meta.documents
+    assert other.files == one.files
+
+
+def test_places_have_the_url(tmp_path: Path, bucket: Any) -> None:
+    bucket.pipe("/bucket/a.jsonl", b'{"text": "good"}\nno JSON\n')
+    with pytest.raises(DataError, match=r"memory://bucket/a\.jsonl:2: not JSON"):
+        prepare("memory://bucket/a.jsonl", Data(cache_dir=str(tmp_path)), 256, progress=False)
+
+
+def test_what_changes_behind_the_url_is_another_source(tmp_path: Path, bucket: Any) -> None:
+    data = Data(cache_dir=str(tmp_path))
+    folders = set[Path]()
+    for content in (b"one", b"two", b"two more"):
+        bucket.pipe("/bucket/a.txt", content)
+        for _ in range(2):
+            folders.add(prepare("memory://bucket/*.txt", data, 256, progress=False).folder)
+    assert len(folders) == 3
+
+
+def failing(fs: Any, monkeypatch: pytest.MonkeyPatch, every: int, error: Exception) -> list[int]:
+    """Let every n-th read fail."""
+    n, cat_file = [0], type(fs).cat_file
+
+    def cat(self: Any, path: str, start: int, end: int) -> bytes:
+        n[0] += 1
+        if n[0] % every == 0:
+            raise error
+        return cat_file(self, path, start=start, end=end)
+
+    monkeypatch.setattr(type(fs), "cat_file", cat)
+    return n
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("reset"), TimeoutError(), RuntimeError("of a back end")])
+def test_a_transfer_that_breaks_goes_on(
+    error: Exception, tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_all(tmp_path / "data")
+    upload(tmp_path / "data", bucket)
+    whole = prepare("memory://bucket/data", Data(cache_dir=str(tmp_path / "whole")), 256, progress=False)
+    n = failing(bucket, monkeypatch, 3, error)
+    broken = prepare("memory://bucket/data", Data(cache_dir=str(tmp_path / "broken")), 256, progress=True)
+    assert n[0] > 30
+    assert broken.meta == whole.meta
+    said = capfd.readouterr().err
+    assert f"memory://bucket/data/a.jsonl, at byte 2,000: {type(error).__name__}: " in said
+    assert "trying again in 0 s" in said
+
+
+def test_a_network_that_stays_away_is_an_error_and_the_next_start_goes_on(
+    tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlite.data.prepare.PUBLISH_SECONDS", -1.0)
+    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 1000)
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    write_all(tmp_path / "data")
+    upload(tmp_path / "data", bucket)
+    whole = prepare("memory://bucket/data", Data(cache_dir=str(tmp_path / "whole")), 256, progress=False)
+    data = Data(cache_dir=str(tmp_path / "broken"))
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.time, "sleep", lambda seconds: tried.append(seconds))
+        tried: list[float] = []
+        n = failing(bucket, patch, 1, ConnectionError("away"))
+        n[0] = -(10**6)
+
+        def gone_after(self: Any, path: str, start: int, end: int) -> bytes:
+            n[0] += 1
+            if n[0] > -(10**6) + 8:
+                raise ConnectionError("away")
+            return bucket.open(path).read()[start:end]
+
+        patch.setattr(type(bucket), "cat_file", gone_after)
+        with pytest.raises(DataError, match=r"ConnectionError: away\n.*\n.*see whether the network"):
+            prepare("memory://bucket/data", data, 256, progress=False)
+        assert len(tried) == 5
+    reads = failing(bucket, monkeypatch, 10**9, ConnectionError())
+    assert prepare("memory://bucket/data", data, 256, progress=False).meta == whole.meta
+    assert reads[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            PermissionError("Access Denied"),
+            r"PermissionError: Access Denied\n.*want: files that may be read, with the cred",
+        ),
+        (
+            type("NoCredentialsError", (Exception,), {})("Unable to locate"),
+            r"NoCredentialsError: Unable to locate\n.*cred",
+        ),
+        (type("ClientResponseError", (Exception,), {"status": 403})("Forbidden"), r"Forbidden\n.*credentials"),
+    ],
+)
+def test_credentials_are_not_tried_again(
+    error: Exception, said: str, tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket.pipe("/bucket/a.txt", b"one")
+    n = failing(bucket, monkeypatch, 1, error)
+    with pytest.raises(DataError, match=said):
+        prepare("memory://bucket/a.txt", Data(cache_dir=str(tmp_path)), 256, progress=False)
+    assert n[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("memory://bucket/none.txt", r"'memory://bucket/none\.txt', which matches no file"),
+        ("memory://bucket/*.jsonl", r"which matches no file"),
+        ("memory://bucket/*", r"1 of another kind, first memory://bucket/a\.md"),
+        ("memory://bucket/tokens/*.bin", r"want: text: token files are read at random places"),
+        ("nonsense://bucket/a.txt", r"Protocol not known: nonsense(.|\n)*want: a protocol that fsspec knows"),
+        ("https://user:secret@host:port/a.txt", r"https://\*\*\*@host"),
+    ],
+)
+def test_what_cannot_be_read_is_said_once(source: str, said: str, tmp_path: Path, bucket: Any) -> None:
+    bucket.pipe("/bucket/a.md", b"one")
+    bucket.pipe("/bucket/tokens/a.bin", b"\1\0")
+    with pytest.raises(DataError, match=said) as caught:
+        check_inputs(Config(data=Data(source, cache_dir=str(tmp_path))), 256)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
+def test_a_package_that_is_missing_is_named(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    fsspec.registry._registry.pop(url.partition(":")[0], None) if hasattr(fsspec.registry, "_registry") else None
+    with pytest.raises(DataError, match=rf"fix:  pip install {package}"):
+        resolve(url)
+
+
+def test_without_a_url_fsspec_is_not_imported(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one")
+    script = f"""
+import sys
+from titanlite.data.prepare import prepare
+from titanlite.config.schema import Data
+prepare({str(tmp_path / "a.txt")!r}, Data(cache_dir={str(tmp_path / "cache")!r}), 256, progress=False)
+print({{"fsspec", "aiohttp", "torch"}} & {{*sys.modules}})
+"""
+    root = Path(__file__).parents[3]
+    out = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "set()"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serve a folder, ranges of bytes included; every third request that is not for a name fails."""
+
+    folder: ClassVar[Path]
+    n: ClassVar[int] = 0
+    protocol_version = "HTTP/1.1"
+
+    def do_HEAD(self) -> None:
+        self._answer(with_content=False)
+
+    def do_GET(self) -> None:
+        Handler.n += 1
+        if Handler.n % 3 == 0:
+            if Handler.n % 2:
+                self.send_error(503)
+            else:  # in the middle of the answer
+                self.send_response(206)
+                self.send_header("Content-Length", "1000")
+                self.end_headers()
+                self.wfile.write(b"only this")
+                self.close_connection = True
+            return
+        self._answer(with_content=True)
+
+    def _answer(self, with_content: bool) -> None:
+        path = self.folder / self.path.lstrip("/")
+        if not path.is_file():
+            self.send_error(404)
+            return
+        content, asked = path.read_bytes(), self.headers.get("Range")
+        start, end = 0, len(content)
+        if asked:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last) + 1, end)
+        self.send_response(206 if asked else 200)
+        self.send_header("Content-Length", str(end - start))
+        self.send_header("Accept-Ranges", "bytes")
+        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
+        if asked:
+            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+        self.end_headers()
+        if with_content:
+            self.wfile.write(content[start:end])
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_an_http_server_that_fails_every_third_request_loses_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    write_all(tmp_path / "data")
+    Handler.folder = tmp_path / "data"
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        for name in ("a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"):
+            data = Data(cache_dir=str(tmp_path / "one"))
+            one = prepare(f"{tmp_path}/data/{name}", data, 256, progress=False)
+            url = f"http://127.0.0.1:{server.server_port}/{name}"
+            other = prepare(url, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+            assert other.fingerprint == one.fingerprint
+        assert Handler.n > 20
+        with pytest.raises(DataError, match="matches no file"):
+            resolve(f"http://127.0.0.1:{server.server_port}/none.txt")
+    finally:
+        server.shutdown()
+        server.server_close()

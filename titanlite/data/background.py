@@ -1,0 +1,123 @@
+"""Tokenize sources in a process of its own, while the run that started it trains on what is there.
+
+There is one such process for each run and host, with a thread for each source: tokenizers work outside of Python's
+lock, on all cores. It writes the folders that `titanlite prepare` writes, in the same way, under the same lock: where
+another process has that already, it waits, and goes on with the work should the other end. It pauses when it is too
+far ahead of training. It ends when the run ends, however that happens: its standard input is a pipe from there.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from titanlite.config.schema import Data
+from titanlite.data.growing import GrowingShards, read_wanted, wait_for
+from titanlite.data.prepare import plan_preparation
+from titanlite.data.progress import Progress
+from titanlite.data.shards import TokenShards
+from titanlite.errors import TitanliteError
+
+_PROGRAM = "from titanlite.data.background import prepare_for_run; sys.exit(prepare_for_run())"
+_END_SECONDS = 5.0  # after which a process that was asked to end is killed
+
+
+class BackgroundPreparation:
+    """Start the process that tokenizes the sources of a run.
+
+    Args:
+        corpora: what is to be made, by the key of the source.
+        data: as of the run.
+        vocab_size: of the model.
+    """
+
+    def __init__(self, corpora: Mapping[str, GrowingShards], data: Data, vocab_size: int) -> None:
+        asked = {
+            "data": asdict(data),
+            "vocab_size": vocab_size,
+            "sources": {key: shards.planned.source.name for key, shards in corpora.items()},
+        }
+        start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
+        # A session of its own: Ctrl-C, and a launcher that ends the run's processes, are the run's to answer.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"{start}; {_PROGRAM}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "true"},
+        )
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        self._process.stdin.flush()
+        wait_for(dict(corpora), lambda: self._process.poll() is None)
+
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the process. What it has put on disk is gone on from at the next start."""
+        assert self._process.stdin is not None  # noqa: S101
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def open_growing(source: str, data: Data, vocab_size: int, key: str) -> TokenShards | GrowingShards:
+    """Open what is there of a source's shards. Token files, which are used where they lie, are made ready at once.
+
+    Raises:
+        DataError: as `prepare` says, of what is seen beforehand.
+    """
+    planned = plan_preparation(source, data, vocab_size, key)
+    if planned.tokenizer is None:
+        planned.make(Progress(f"reading {source}", enable=False))
+    return planned.open() if planned.folder.exists() else GrowingShards(planned)
+
+
+def prepare_for_run() -> int:
+    """Tokenize what standard input asks for, until that is closed.
+
+    Returns:
+        0 where all is done, 2 where a source cannot be used: the lock file of its folder says why.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the run saves a checkpoint meanwhile, and closes the pipe
+    with open(0, "rb", buffering=0, closefd=False) as pipe:
+        asked = json.loads(pipe.readline())
+    data, failed, threads = Data(**asked["data"]), list[str](), list[threading.Thread]()
+
+    def tokenize(key: str, source: str) -> None:
+        try:
+            planned = plan_preparation(source, data, asked["vocab_size"], key)
+            planned.make(Progress(f"preparing {source}", enable=True, is_quiet=True), _lead(data))
+        except TitanliteError as error:
+            failed.append(str(error))
+
+    def end_with_the_run() -> None:
+        while os.read(0, 1):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=end_with_the_run, daemon=True).start()
+    for key, source in asked["sources"].items():
+        threads.append(threading.Thread(target=tokenize, args=(key, source)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    return 2 if failed else 0
+
+
+def _lead(data: Data) -> Callable[[Path], int] | None:
+    """Return what says how many tokens may be there by now."""
+    limit = data.prepare_lead
+    return (lambda unfinished: read_wanted(unfinished) + limit) if limit else None

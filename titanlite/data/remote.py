@@ -1,0 +1,278 @@
+"""Read the files of a source behind a URL, through fsspec: `s3://`, `gs://`, `https://` and whatever else it knows.
+
+A file is read in blocks, each a request of its own for a range of bytes. What fails is asked for again after a while,
+from the byte where it broke off, so that a transfer that breaks costs a block. What another try cannot mend is an error
+at once: a name that is not there, credentials, a package that is missing. fsspec and its back ends are imported where
+they are used; without a URL, nothing is.
+"""
+
+import hashlib
+import io
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
+
+from titanlite.errors import DataError
+from titanlite.redact import redact_urls
+
+_BLOCK_BYTES = 1 << 23
+_PAUSES_S = (0.5, 1, 2, 4, 8, 15, 30, 60, 60, 60)  # between tries: four minutes in all
+_STAMPS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "last_modified", "updated")
+_STAMPS += ("Last-Modified", "created")
+_CREDENTIALS = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; of a public bucket, FSSPEC_S3_ANON=true",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
+    "of a public bucket, FSSPEC_GS_TOKEN=anon",
+}
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
+_IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
+
+T = TypeVar("T")
+_on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=lambda line: None)
+
+
+class RemoteStat(NamedTuple):
+    """Hold what is known of a file, named as `os.stat` names it."""
+
+    st_size: int
+    st_mtime_ns: int  # a number that changes with the file's content: of its entity tag, or its time
+
+
+@dataclass(frozen=True, order=True)
+class RemoteFile:
+    """A file behind a URL, with as much of `pathlib.Path` as the readers of documents use."""
+
+    url: str
+    key: str = field(compare=False)  # of the source, for messages
+    known: RemoteStat = field(compare=False)
+
+    def __str__(self) -> str:
+        return redact_urls(self.url)
+
+    @property
+    def name(self) -> str:
+        """Return the last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """Return the last ending of the name, with its point."""
+        return f".{self.name.rpartition('.')[2]}" if "." in self.name else ""
+
+    def stat(self) -> RemoteStat:
+        """Return what was known of the file when the source was resolved."""
+        return self.known
+
+    def open(self, mode: Literal["rb"] = "rb") -> BinaryIO:
+        """Open the file; what fails while it is read is tried again."""
+        return cast(BinaryIO, io.BufferedReader(_Blocks(self), _BLOCK_BYTES))
+
+
+class _Blocks(io.RawIOBase):
+    """Reads a file block by block."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file, self._at = file, 0
+        self._start, self._block = 0, b""
+        self._fs, self._path = filesystem(file.url, file.key)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.known.st_size}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        size = self._file.known.st_size
+        if self._at >= size:
+            return 0
+        if not self._start <= self._at < self._start + len(self._block):
+            self._start, self._block = self._at, self._fetch(self._at, min(size, self._at + _BLOCK_BYTES))
+        part = self._block[self._at - self._start :][: len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        url, size = self._file.url, self._file.known.st_size
+
+        def fetch() -> bytes:
+            block = self._fs.cat_file(self._path, start=start, end=end)
+            if len(block) == size > end - start:
+                want = "a server that sends the range of bytes that it is asked for"
+                fix = "copy the file to a disk or a bucket"
+                raise DataError.of("data", self._file.key, f"{self._file}: all of it in place of a part", want, fix)
+            if len(block) != end - start:
+                raise ConnectionError(f"{len(block)} bytes in place of {end - start}")
+            return block
+
+        return _retried(fetch, url, self._file.key, f"at byte {start:,}")
+
+
+@contextmanager
+def telling(on_retry: Callable[[str], object]) -> Iterator[None]:
+    """Call a function with a line each time that this thread tries something again."""
+    token = _on_retry.set(on_retry)
+    try:
+        yield
+    finally:
+        _on_retry.reset(token)
+
+
+def is_url(source: str) -> bool:
+    """Return whether a source is behind a URL."""
+    scheme, is_there, _ = source.partition("://")
+    return bool(is_there) and scheme.replace("+", "").isalnum()
+
+
+def filesystem(url: str, key: str) -> tuple[Any, str]:
+    """Return fsspec's file system for a URL, and the path there.
+
+    Raises:
+        DataError: there is none, or its package is not installed.
+    """
+    import fsspec.core
+
+    scheme, shown = url.partition("://")[0], redact_urls(url)
+    options: dict[str, Any] = {"client_kwargs": {"trust_env": True}} if scheme in ("http", "https") else {}
+    try:
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError as e:
+        package = _PACKAGES.get(scheme)
+        fix = f"pip install {package}" if package else f"install what it names: {e}"
+        raise DataError.of(
+            "data", key, repr(shown), f"the package that reads {scheme}://, not installed here", fix
+        ) from e
+    except ValueError as e:
+        want = "a protocol that fsspec knows, as s3://, gs:// or https://"
+        raise DataError.of("data", key, f"{shown!r}: {e}", want, "correct the URL") from e
+    except Exception as e:
+        raise _refused(e, url, key) from e
+
+
+def list_files(source: str, key: str, endings: tuple[str, ...]) -> tuple[list[RemoteFile], list[str]]:
+    """Find the files of a URL: one, those that a pattern matches, or those below a folder.
+
+    Args:
+        source: the URL.
+        key: the config key it is from, for messages.
+        endings: of the files that are taken of a folder, in lower case.
+
+    Returns:
+        The files, sorted; and the names of those of a folder that are passed over.
+
+    Raises:
+        DataError: nothing is there, or it cannot be listed.
+    """
+    fs, path = filesystem(source, key)
+
+    def find() -> dict[str, Any]:
+        fs.invalidate_cache()
+        if any(mark in path for mark in "*?["):
+            found = fs.glob(path, detail=True)
+            matched = {name: info for name, info in found.items() if info.get("type") != "directory"}
+            for name in found.keys() - matched.keys():
+                below.update(fs.find(name, detail=True))
+            return matched
+        info = fs.info(path)
+        if info.get("type") == "directory":
+            below.update(fs.find(path, detail=True))
+            return {}
+        return {path: info}
+
+    below: dict[str, Any] = {}
+    try:
+        named = _retried(find, source, key, "while it was listed")
+    except FileNotFoundError:
+        named = {}
+    fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0]) if named or below else 0
+    if "/." not in path[fixed:]:  # nothing hidden is taken unasked
+        named = {name: info for name, info in named.items() if "/." not in name[fixed:]}
+        below = {name: info for name, info in below.items() if "/." not in name[fixed:]}
+    of_folders = below.keys() - named.keys()
+    taken = named | {name: below[name] for name in of_folders if name.lower().endswith(endings)}
+    passed = sorted(of_folders - taken.keys())
+    if not taken:
+        saw = f"{redact_urls(source)!r}, " + (
+            f"a folder of {len(passed):,} others" if passed else "which matches no file"
+        )
+        want = f"a URL, a folder or a glob of {', '.join(endings)}"
+        raise DataError.of("data", key, saw, want, "correct the URL; ** stands for any folders")
+    scheme = source.partition("://")[0]
+    return sorted(_remote_file(fs, scheme, name, info, key) for name, info in taken.items()), passed
+
+
+def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str) -> RemoteFile:
+    url = name if "://" in name else f"{scheme}://{name.lstrip('/') if scheme != 'file' else name}"
+    if info.get("size") is None:
+        info = _retried(lambda: fs.info(name), url, key, "while it was looked at")
+    size = info.get("size")
+    if size is None:
+        want, fix = "a server that says how large the file is", "copy the file to a disk or a bucket"
+        raise DataError.of("data", key, f"{redact_urls(url)!r}, whose size is not known", want, fix)
+    stamp = " ".join(f"{info[name]}" for name in _STAMPS if info.get(name))
+    number = int.from_bytes(hashlib.blake2b(stamp.encode(), digest_size=7).digest(), "big") if stamp else 0
+    return RemoteFile(url, key, RemoteStat(int(size), number))
+
+
+def _retried(action: Callable[[], T], url: str, key: str, where: str) -> T:
+    """Do something until it succeeds.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        DataError: it cannot be done, or fails again and again.
+    """
+    for pause in (*_PAUSES_S, None):
+        try:
+            return action()
+        except (FileNotFoundError, DataError):
+            raise
+        except Exception as e:  # each back end, and what it is made of, raises its own
+            if _is_final(e) or pause is None:
+                raise _refused(e, url, key) from e
+            _on_retry.get()(f"{redact_urls(url)}, {where}: {_in_one_line(e)}; trying again in {pause:g} s")
+            time.sleep(pause)
+    raise AssertionError  # the last try has returned or raised
+
+
+def _is_final(e: Exception) -> bool:
+    status = getattr(e, "status", None) or getattr(e, "code", None)
+    is_refusal = isinstance(status, int) and 400 <= status < 500 and status not in (408, 425, 429)
+    return isinstance(e, _IS_FINAL) or is_refusal or _lacks_credentials(e)
+
+
+def _lacks_credentials(e: BaseException | None) -> bool:
+    if e is None:
+        return False
+    status = getattr(e, "status", None) or getattr(e, "code", None)
+    is_so = isinstance(e, PermissionError) or type(e).__name__ in _NO_CREDENTIALS or status in (401, 403)
+    return is_so or _lacks_credentials(e.__cause__)
+
+
+def _refused(e: Exception, url: str, key: str) -> DataError:
+    scheme = url.partition("://")[0]
+    want, fix = "files that can be read", "see whether the network and the server are there, and start again"
+    if _lacks_credentials(e):
+        want = "files that may be read, with the credentials that this process has"
+        scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
+        fix = _CREDENTIALS.get(
+            scheme, "give user and password, as https://USER:PASSWORD@HOST/, or what the server asks for"
+        )
+    return DataError.of("data", key, f"{redact_urls(url)!r}: {_in_one_line(e)}", want, fix)
+
+
+def _in_one_line(e: Exception) -> str:
+    return f"{type(e).__name__}: {str(e) or 'no more is known'}".splitlines()[0]
