@@ -151,7 +151,7 @@ def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) ->
         unknown = "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal"
         return f"{unknown} attention, and a run, which ends it with each document, takes less"
     looked_at = f"in {attended.samples} samples of its data, whose documents have {attended.mean:,.0f} tokens"
-    of_rate = "MFU counts what is attended"
+    of_rate = "it is timed as with documents of 1,000 tokens (longer ones take less), and MFU counts what is attended"
     if width not in rates.attention_documents:
         measured = ", ".join(map(str, rates.attention_documents))
         of_rate += f"; its kernel was timed with head width {measured}, not {width}"

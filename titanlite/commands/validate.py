@@ -113,7 +113,11 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     ids = f"tokenizer {config.data.tokenizer}" if inputs.is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
-        n_samples = sample_count(config.data.source, n_tokens, longest_seq_len(config))
+        unit_len = longest_seq_len(config)
+        if config.data.packing == "best_fit":  # at least; it is not packed yet
+            n_samples = -(-n_tokens // unit_len)
+        else:
+            n_samples = sample_count(config.data.source, n_tokens, unit_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
     shards, chosen = "(all remaining)" if shard == -1 else shard, config.activation_checkpoint

@@ -81,6 +81,17 @@ def test_best_fit_is_packed_ahead_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert len(list((tmp_path / "cache").glob("*.packed-6-0/spans.bin"))) == 1
 
 
+def test_a_source_of_one_sample_is_enough_if_it_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its 8 tokens are no sample of 8 and a target; packed, each document ends in it."""
+    argv = [*write_run(tmp_path), "--training.seq_len=8", "--validation.enable=false"]
+    argv += ["--training.steps=2", "--lr_scheduler.warmup_steps=1"]
+    assert main(["validate", *argv]) == 2
+    assert "want: at least 9 tokens" in capsys.readouterr().err
+    for command in ("validate", "prepare"):
+        assert main([command, *argv, "--data.packing=best_fit"]) == 0
+        assert "2 epochs in 2 steps" in capsys.readouterr().out
+
+
 def test_documents_of_token_files_are_not_known_without_a_separator(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

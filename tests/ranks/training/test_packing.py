@@ -35,7 +35,7 @@ def corpus(folder: Path, repeats: int = 1) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["llama3", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama3", "gpt2"])
 def test_bins_have_the_loss_of_their_documents_alone(tmp_path: Path, name: str) -> None:
     model = build_model(Model(name=name), recipes.load("model", f"{name}-debug"), S)  # type: ignore[arg-type]
     model.to_empty(device="cpu")
@@ -77,8 +77,5 @@ def test_a_run_on_packed_documents(desk: Desk) -> None:
         "padded": applied["padded"],
     }
     assert 0 <= applied["padded"] < S
-    resumed = desk.run("one", 1, *flags[:-1])
-    straight = desk.run("straight", 1, *flags[:-1])
-    assert resumed.trained() == straight.trained()
-    other = desk.run("one", 1, *flags[:1], *flags[2:-1], "--training.steps=9", ends=2)
+    other = desk.run("one", 1, *flags[:1], *flags[2:-1], ends=2)
     assert 'data.packing = "concat"' in other.output
