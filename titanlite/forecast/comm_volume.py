@@ -148,7 +148,7 @@ def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic
     if tensor_parallel > 1 and replicated:
         moves = "sum of gradients of whole weights"
         found.append(Traffic("all_reduce", "update", "", (replicated,), moves, tensor_parallel, 4 * replicated, 1))
-    numbers = {"number of targets": 1, "norm of gradients": 1, "loss, and whether to stop": 2}
+    numbers = {"number of targets": 1, "norm of gradients": 1, "loss, tokens attended to, and whether to stop": 3}
     return [
         *found,
         *(Traffic("all_reduce", "update", "", (n,), what, world, 4 * n, 1) for what, n in numbers.items() if world > 1),

@@ -147,15 +147,20 @@ class StepTimeModel:
 
     def _attended_flops(self, each: Operation | Activation) -> float:
         """FLOPs of attention, of the pairs of tokens that are in one document."""
-        window = max(self.run.windows, default=0) if each.op == ops.WINDOW_ATTENTION else 0
-        return each.flops * (1.0 if self.attended is None else self.attended.of(window))
+        return each.flops * (1.0 if self.attended is None else self.attended.of(self._window(each)))
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
         """TFLOP/s of forward and backward."""
-        rates, width, window = self.rates, self.memory.dims.head_width, self.rates.attention_window
-        forward, backward = window if each.op == ops.WINDOW_ATTENTION else rates.attention_of(width)
+        rates, width = self.rates, self.memory.dims.head_width
+        forward, backward = rates.attention_window if self._window(each) else rates.attention_of(width)
         shares = (1.0, 1.0) if self.attended is None else rates.documents_of(width)
         return forward * shares[0], backward * shares[1]
+
+    def _window(self, each: Operation | Activation) -> int:
+        """Tokens that attention sees; 0: all."""
+        if each.op == ops.DOCUMENT_ATTENTION:
+            return each.call[1][5]
+        return max(self.run.windows, default=0) if each.op == ops.WINDOW_ATTENTION else 0
 
     def _product(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of a product, alone."""

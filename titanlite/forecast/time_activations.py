@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from titanlite.activation_checkpoint import operations as ops
@@ -23,7 +23,7 @@ from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.lowering import lowered
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 from titanlite.observe.memory import restart_peak
 
 _REPEATS = 5
@@ -69,11 +69,22 @@ def _operation(activation: Activation, device: torch.device) -> Callable[[], obj
         q, k, v = args[:3]
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+    if activation.op == ops.DOCUMENT_ATTENTION:
+        args = [*args[:3], _one_document_each(args[3], args[4]), *args[4:]]
     return lambda: func(*args, **kwargs)
+
+
+def _one_document_each(starts: Tensor, longest: int) -> Tensor:
+    """Say of samples that each is one document: the most that there is to attend to."""
+    places = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
+    return places - places % longest
 
 
 def _random(shapes: Any, device: torch.device) -> Any:
     def tensor(shape: object) -> object:
+        if isinstance(shape, Sequences):
+            starts = None if shape.starts is None else _one_document_each(tensor(shape.starts), shape.longest)  # type: ignore[arg-type]
+            return Sequences(shape.longest, starts)
         if not isinstance(shape, Shape):
             return device if isinstance(shape, torch.device) else shape
         memory = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=device)
@@ -81,7 +92,7 @@ def _random(shapes: Any, device: torch.device) -> Any:
             return memory.zero_()
         return memory.copy_(torch.randn(shape.size, device=device))
 
-    return pytree.tree_map(tensor, shapes, is_leaf=lambda x: isinstance(x, Shape))
+    return pytree.tree_map(tensor, shapes, is_leaf=lambda x: isinstance(x, (Shape, Sequences)))
 
 
 def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -239,9 +239,11 @@ def _cost(
     """
     moved = sum(t.nbytes for t in given) + sum(t.nbytes for t in results)
     if op in CLASSES["attention"]:
-        B, H, S, E = given[0].shape
         window = next(filter(None, windows), 0) if op == ops.WINDOW_ATTENTION else 0
-        return 2 * B * H * S * E * twice_attended(window, S), moved, 0
+        S = given[0].shape[2]
+        if op == ops.DOCUMENT_ATTENTION:  # as if each sample were one document: at most that
+            S, window = args[4:6]
+        return 2 * given[0].numel() * twice_attended(window, S), moved, 0
     if op == ops.GATHER_MATMUL:
         gathered, products = results[0], results[1 : 1 + len(args[1])]
         received = gathered.nbytes - given[0].nbytes

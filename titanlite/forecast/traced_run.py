@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from titanlite.config.documents import masks_documents
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, TitanliteError
@@ -22,7 +23,7 @@ from titanlite.forecast.rank_model import rank_model
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import TracedBlock
 from titanlite.models.block_kinds import kind_of
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -107,7 +108,7 @@ def traced_run(
     training, mesh = config.training, config.parallelism
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel
-    key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split
+    key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data)
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
     is_its_own = model is not None and (float8 is not None or mesh.tensor_parallel_degree > 1)
     if key not in _runs or is_its_own:
@@ -127,7 +128,8 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     units = {kind: _unit_size(list(block.parameters()), dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
-        traces = _traces(model, kinds, tokens, dtype)
+        starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
+        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own
@@ -180,7 +182,9 @@ def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return GatheredWeight(bits, unit, dtype)
 
 
-def _traces(model: nn.Module, kinds: list[str], tokens: int, dtype: torch.dtype) -> dict[str, TracedBlock]:
+def _traces(
+    model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype
+) -> dict[str, TracedBlock]:
     """Trace the first block of each kind, by its kind, and the head."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
@@ -201,7 +205,8 @@ def _traces(model: nn.Module, kinds: list[str], tokens: int, dtype: torch.dtype)
         module.forward = functools.partial(_run_once, module, module.forward, calls)
     try:
         with OneKernel():
-            fewer(torch.empty(tokens, dtype=torch.long, device="meta"))
+            given = {"sequences": sequences} if sequences.starts is not None else {}
+            fewer(torch.empty(tokens, dtype=torch.long, device="meta"), **given)
     finally:
         for module in watched:
             del module.forward

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
+from torch.utils import _pytree as pytree
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ConfigError, Problem, describe
@@ -111,6 +112,12 @@ class Sequences:
         if self.starts is not None:
             return table[self.positions(self.starts)]
         return table if self.longest == len(table) else table[: self.longest]
+
+
+# So that whoever looks for tensors among a block's arguments finds `starts`.
+pytree.register_pytree_node(
+    Sequences, lambda given: ([given.starts], given.longest), lambda starts, longest: Sequences(longest, *starts)
+)
 
 
 class CausalAttention(nn.Module):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Compile, Config, Model, Training
+from titanlite.config.schema import Compile, Config, Model, Parallelism, Training
 from titanlite.float8.convert import apply_float8
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.time_activations import time_block
@@ -28,12 +28,18 @@ DIMS = ModelDims("", 1, 128, 4, 2, 256, vocab_size=32, rope_theta=1e4, norm_eps=
 
 
 def traced(
-    model: nn.Module, dims: ModelDims = DIMS, float8: str | None = None, itemsize: int = 4, name: str = "llama3"
+    model: nn.Module,
+    dims: ModelDims = DIMS,
+    float8: str | None = None,
+    itemsize: int = 4,
+    name: str = "llama3",
+    ranks: int = 1,
 ) -> TracedRun:
     dtype = "bfloat16" if itemsize == 2 else "float32"
     training = Training(seq_len=64, local_batch_size=2, mixed_precision_param=dtype)
     own = Model(name=name)  # type: ignore[arg-type]
-    config = Config(model=own, training=training, compile=Compile(False))
+    mesh = Parallelism(tensor_parallel_degree=ranks)
+    config = Config(model=own, training=training, parallelism=mesh, compile=Compile(False))
     return traced_run(config, dims, recipes.load("float8", float8) if float8 else None, model)
 
 
@@ -81,7 +87,7 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         group = Group(mesh.get_group().group_name, 2, dist.get_rank())
         apply_tensor_parallel(model, plan_layers(model, 128, 2).layers, mesh, group, asynchronous=fused)
-        of = traced(model)
+        of = traced(model, ranks=2)
         check(time_block(model.layers[0], of, CPU), of)
 
     run_ranks(body, tmp_path)

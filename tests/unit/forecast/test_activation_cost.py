@@ -19,7 +19,7 @@ from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
-from titanlite.config.schema import Compile, Config, Float8, Model, Parallelism, Training
+from titanlite.config.schema import Compile, Config, Data, Float8, Model, Parallelism, Training
 from titanlite.forecast.activation_cost import costs, held_without_checkpointing
 from titanlite.forecast.traced_run import TracedRun, traced_run
 from titanlite.models.find import model_class
@@ -65,6 +65,7 @@ def measured(
     found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, dims.dim, dtype))
     config = Config(
         model=name,
+        data=Data(document_mask=False),
         compile=Compile(mode == "compiled"),
         float8=Float8(filter_fqns=("output",)),
         parallelism=Parallelism(tensor_parallel_degree=world, async_tensor_parallel=fused),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.support.held_for_backward import held_eager, stream
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Compile, Config, Float8, Model, Parallelism, Training
+from titanlite.config.schema import Compile, Config, Data, Float8, Model, Parallelism, Training
 from titanlite.forecast.activation_cost import activations, held_without_checkpointing
 from titanlite.forecast.choose_save_list import expensive
 from titanlite.forecast.memory import MemoryModel
@@ -69,7 +69,8 @@ def config(tmp_path: Path) -> Config:
     mine = tmp_path / f"{tmp_path.name}.py"
     mine.write_text(PARALLEL)
     training = Training(seq_len=S, local_batch_size=2, mixed_precision_param="float32")
-    return Config(model=Model(file=str(mine)), training=training, compile=Compile(False))
+    data = Data(document_mask=False)  # its forward takes no `sequences`
+    return Config(model=Model(file=str(mine)), data=data, training=training, compile=Compile(False))
 
 
 def test_a_parallel_block_holds_what_is_predicted(config: Config) -> None:
