@@ -16,7 +16,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
-from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm
+from titanlite.models.layers import CausalAttention, Embedding, Linear, RMSNorm, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel
 from titanlite.sharding.graph import export
@@ -104,8 +104,8 @@ class Scores(nn.Module):
         super().__init__()
         self.attend = attend
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.attend(q, k, v) * torch.arange(1, q.shape[1] + 1, device=q.device)[:, None, None]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> Tensor:
+        return self.attend(q, k, v, sequences) * torch.arange(1, q.shape[1] + 1, device=q.device)[:, None]
 
 
 REFUSED = {
