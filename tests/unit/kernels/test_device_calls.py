@@ -335,7 +335,10 @@ def test_documents(launches: Launches):
     ):
         q, k = (torch.zeros(M, n, E, dtype=dtype) for n in (H, K))
         starts, sums = torch.zeros(M, dtype=torch.int32), torch.zeros(M, H)
+        parts = torch.zeros(M, 3 * K, E, dtype=dtype)[:, :K]
         document_attention.attend(q, k, k.clone(), starts, 128, window)
+        document_attention.attend(q, k, parts, starts, 128, window)
+        document_attention_grad.attend_grad(q.clone(), q, k, parts, q.clone(), sums, starts, 128, window)
         document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 128, window)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     assert kernels == {"_attention_of_documents", "_row_dots", "_grad_of_queries", "_find_spans", "_grad_of_keys"}

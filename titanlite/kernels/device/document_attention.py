@@ -35,6 +35,7 @@ from titanlite.kernels.device.document_tiles import (
     read_word,
     stacked,
     tiles_of,
+    with_whole_rows,
 )
 from titanlite.kernels.device.launch import launch
 
@@ -184,12 +185,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window
     """Attend as the operator does, with heads that fit."""
     (M, H, E), K = q.shape, k.shape[1]
     R, window = H // K, window or longest
-    q, k, v = (t.contiguous() for t in (q, k, v))
-    out, sums = torch.empty_like(q), q.new_empty(M, H, dtype=torch.float32)
+    q, k, v = (with_whole_rows(t) for t in (q, k, v))
+    out, sums = q.new_empty(M, H, E), q.new_empty(M, H, dtype=torch.float32)
     counter, tokens = starts.new_zeros(1), ROWS // R
     launch(
         _attention_of_documents,
-        (M, H, K, E, window, q.dtype),
+        (q.shape, K, window, q.dtype, q.stride(), k.stride(), v.stride()),
         multiprocessors(q.device),
         (q, k, v, starts, out, sums, counter),
         lambda: (

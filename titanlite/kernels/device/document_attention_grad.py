@@ -45,6 +45,7 @@ from titanlite.kernels.device.document_tiles import (
     read_word,
     stacked,
     tiles_of,
+    with_whole_rows,
     write_words,
 )
 from titanlite.kernels.device.launch import cdiv, launch
@@ -354,9 +355,11 @@ def attend_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as the operator does, of heads that fit."""
     (M, H, E), K = q.shape, k.shape[1]
-    R, window, key = H // K, window or longest, (M, H, K, E, window, q.dtype)
-    grad, q, k, v = (t.contiguous() for t in (grad, q, k, v))
-    d_q, d_k, d_v, dots = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(sums)
+    R, window, grad = H // K, window or longest, grad.contiguous()
+    q, k, v = (with_whole_rows(t) for t in (q, k, v))
+    key = (q.shape, K, window, q.dtype, q.stride(), k.stride(), v.stride())
+    d_q, (d_k, d_v) = torch.empty_like(out), k.new_empty(2, M, K, E)
+    dots = torch.empty_like(sums)
     (counter, other_counter), blocks = starts.new_zeros(2, 4), multiprocessors(q.device)  # both of them aligned
     tokens, few = ROWS // R, QUERY_ROWS // R
     launch(

@@ -42,7 +42,13 @@ def head_blocks(x: Tensor, tokens: int, n: int) -> Blocks:
     """View [M, heads, E] in blocks of n heads of so many tokens."""
     box = (tokens, n, x.shape[2])
     layout = _layout_of_heads(box, x.dtype)
-    return Blocks(x, tuple(x.shape), (x.shape[1] * x.shape[2], x.shape[2]), box, layout)
+    return Blocks(x, tuple(x.shape), x.stride()[:2], box, layout)
+
+
+def with_whole_rows(x: Tensor) -> Tensor:
+    """Return [M, heads, E] as TMA reads it: copied, unless heads are runs of numbers at multiples of 16 bytes."""
+    places = [stride * x.itemsize for stride in x.stride()[:2]] + [x.data_ptr()]
+    return x if x.stride(2) == 1 and not any(place % 16 for place in places) else x.contiguous()
 
 
 @cache
