@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.kernels.flex_documents import attend_flexibly, flexible_grad
 from titanlite.kernels.operators import Split, device_code, operator
 
 _LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks of a sample
@@ -37,17 +38,18 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest:
     return _document_attention(q, k, v, starts, longest, window)[0]
 
 
-def document_kernel(q: Tensor, k: Tensor) -> str:
-    """Name the kernel that attends: "document_attention" on Hopper, where it takes such heads, or "math".
+def document_kernel(q: Tensor) -> str:
+    """Name the kernel that attends: "document_attention" on Hopper, "flex_attention" on other GPUs and for heads that
+    the former does not take, or "math".
 
     Args:
         q: [M, H, E].
-        k: [M, K, E].
     """
-    (M, H, E), K = q.shape, k.shape[1]
-    fits = q.dtype in (torch.bfloat16, torch.float16) and E in (64, 128) and M % 128 == 0 and 64 % (H // K) == 0
-    is_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
-    return "document_attention" if fits and is_hopper else "math"
+    if not q.is_cuda or q.dtype == torch.float64:
+        return "math"
+    is_hopper = torch.cuda.get_device_capability(q.device) == (9, 0)
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[2] in (64, 128) and len(q) % 128 == 0
+    return "document_attention" if is_hopper and fits else "flex_attention"
 
 
 _attend = device_code("document_attention.attend")
@@ -55,7 +57,10 @@ _attend_grad = device_code("document_attention_grad.attend_grad")
 
 
 def _fast(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
-    attend = _document_attention.definition if document_kernel(q, k) == "math" else _attend
+    kernel = document_kernel(q)
+    if kernel == "math":
+        return _document_attention.definition(q, k, v, starts, longest, window)
+    attend = _attend if kernel == "document_attention" else attend_flexibly
     return attend(q, k, v, starts, longest, window)
 
 
@@ -70,8 +75,12 @@ def _fast_grad(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    attend_grad = _document_attention_grad.definition if document_kernel(q, k) == "math" else _attend_grad
-    return attend_grad(grad, q, k, v, out, sums, starts, longest, window)
+    kernel = document_kernel(q)
+    if kernel == "math":
+        return _document_attention_grad.definition(grad, q, k, v, out, sums, starts, longest, window)
+    if kernel == "flex_attention":
+        return flexible_grad(grad, q, k, v, starts, longest, window)
+    return _attend_grad(grad, q, k, v, out, sums, starts, longest, window)
 
 
 # By heads, where those of queries and those of keys both divide. Not by tokens: `starts` are places among all of them.

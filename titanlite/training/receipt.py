@@ -155,5 +155,5 @@ def _attention_backend(run: Run, is_masked: bool) -> str:
     )
     windows = sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)})
     if is_masked:
-        return document_kernel(*(t.transpose(1, 2).flatten(0, 1) for t in (q, k))) if windows else ""
+        return document_kernel(q.transpose(1, 2).flatten(0, 1)) if windows else ""
     return ", ".join(dict.fromkeys(CausalAttention(window).kernel(q, k, v) for window in windows))

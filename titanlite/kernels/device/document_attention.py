@@ -30,11 +30,11 @@ from titanlite.kernels.device.document_tiles import (
     allocate_words,
     await_ready,
     head_blocks,
+    heads_of_tile,
     masked_scores,
     produce_query_tiles,
     read_word,
     stacked,
-    tiles_of,
     with_whole_rows,
 )
 from titanlite.kernels.device.launch import launch
@@ -98,7 +98,7 @@ def _attend_to(
 
 @gluon.jit
 def _attend_halves(
-    given, KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
+    given, HEADS: gl.constexpr, P: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Attend with half number W of each tile."""
@@ -116,11 +116,11 @@ def _attend_halves(
     t0 = read_word(words, 0)
     while t0 >= 0:
         slot = turn % TURNS
-        head = read_word(words, slot * 5 + 1)
+        group = read_word(words, slot * 5 + 1)
         n = read_word(words, slot * 5 + 2)
         free = read_word(words, slot * 5 + 3 + W)
         q = q_bufs.index(slot).reshape([2 * HALF, E]).slice(HALF * W, HALF, dim=0)
-        tokens = t0 + row // R
+        tokens = t0 + row // P
         rows = (tokens, gl.maximum(gl.load(starts + tokens), tokens - window + 1))
         k0 = t0 + TOKENS - BN
         s = gl.zeros((HALF, BN), gl.float32, layout)
@@ -142,14 +142,14 @@ def _attend_halves(
         )
         mbarrier.arrive(q_empty.index(slot), count=1)
         o = _start_sums(p, o, kv_bufs, ready, it - 1, BN, E, STAGES)
-        gl.store(sums + tokens * (KV_HEADS * R) + head * R + row % R, (m + gl.log2(total)) / LOG2E)
+        gl.store(sums + tokens * HEADS + group * P + row % P, (m + gl.log2(total)) / LOG2E)
         o, p = warpgroup_mma_wait(num_outstanding=0, deps=(o, p))
         mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
         o = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, o_layout))[:, None]
         tma.store_wait(pendings=0)
         o_buf.reshape([HALF, E]).store(o.to(o_buf.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [t0 + HALF * W // R, head * R, 0], o_buf)
+        tma.async_copy_shared_to_global(o_desc, [t0 + HALF * W // P, group * P, 0], o_buf)
         turn += 1
         await_ready(q_ready, turn, TURNS)
         t0 = read_word(words, turn % TURNS * 5)
@@ -159,8 +159,8 @@ def _attend_halves(
 @gluon.jit(do_not_specialize=["window"])
 def _attention_of_documents(
     q_desc, k_desc, v_desc, o_desc, sums, starts, counter, tiles, window, scale,
-    KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
-    STAGES: gl.constexpr,
+    HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
+    E: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write results and the logarithms of sums of exponentials. `scale` is of the scores, times log2(e)."""
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, stacked(TURNS, q_desc), q_desc.layout)
@@ -175,28 +175,29 @@ def _attention_of_documents(
     )  # fmt: skip
     consumer = (q_bufs, kv_bufs, o_bufs, words, q_ready, q_empty, ready, empty, starts, o_desc, sums, window, scale)
     gl.warp_specialize([
-        (_attend_halves, (consumer, KV_HEADS, R, TOKENS, BN, E, STAGES, 0)),
-        (_attend_halves, (consumer, KV_HEADS, R, TOKENS, BN, E, STAGES, 1)),
-        (produce_query_tiles, (producer, KV_HEADS, R, TOKENS, BN, TURNS, STAGES)),
+        (_attend_halves, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 0)),
+        (_attend_halves, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 1)),
+        (produce_query_tiles, (producer, HEADS, P, GROUPS, TOKENS, BN, TURNS, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
     """Attend as the operator does, with heads that fit."""
     (M, H, E), K = q.shape, k.shape[1]
-    R, window = H // K, window or longest
+    P, window = heads_of_tile(H, K), window or longest
     q, k, v = (with_whole_rows(t) for t in (q, k, v))
     out, sums = q.new_empty(M, H, E), q.new_empty(M, H, dtype=torch.float32)
-    counter, tokens = starts.new_zeros(1), ROWS // R
+    counter, tokens = starts.new_zeros(1), ROWS // P
     launch(
         _attention_of_documents,
         (q.shape, K, window, q.dtype, q.stride(), k.stride(), v.stride()),
         multiprocessors(q.device),
         (q, k, v, starts, out, sums, counter),
         lambda: (
-            head_blocks(q, tokens, R), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
-            head_blocks(out, tokens // 2, R), sums, starts, counter,
-            tiles_of(M, K, tokens), window, E**-0.5 * LOG2E.value, K, R, tokens, ROWS, E, STAGES,
+            head_blocks(q, tokens, P), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
+            head_blocks(out, tokens // 2, P), sums, starts, counter,
+            M // tokens * (H // P), window, E**-0.5 * LOG2E.value,
+            H, P, H // K // P, tokens, ROWS, E, STAGES,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -38,13 +38,13 @@ from titanlite.kernels.device.document_tiles import (
     await_empty,
     await_ready,
     head_blocks,
+    heads_of_tile,
     key_spans,
     load_block,
     masked_scores,
     produce_query_tiles,
     read_word,
     stacked,
-    tiles_of,
     with_whole_rows,
     write_words,
 )
@@ -60,7 +60,7 @@ _DOT_ROWS = 32
 
 
 @triton.jit
-def _row_dots(grad, out, dots, N, E: tl.constexpr, ROWS: tl.constexpr):
+def _attention_row_dots(grad, out, dots, N, E: tl.constexpr, ROWS: tl.constexpr):
     """Sum the products of each row of two [N, E], in float32."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at, inside = row[:, None] * E + tl.arange(0, E)[None, :], (row < N)[:, None]
@@ -104,7 +104,7 @@ def _queries_of_keys(
 
 @gluon.jit
 def _of_queries(
-    given, KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
+    given, HEADS: gl.constexpr, P: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
     STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of half number W of each tile of queries."""
@@ -122,12 +122,12 @@ def _of_queries(
     await_ready(q_ready, 0, 1)
     t0 = read_word(words, 0)
     while t0 >= 0:
-        head = read_word(words, 1)
+        group = read_word(words, 1)
         n = read_word(words, 2)
         free = read_word(words, 3 + W)
-        tokens = t0 + row // R
+        tokens = t0 + row // P
         rows = (tokens, gl.maximum(gl.load(starts + tokens), tokens - window + 1))
-        place = tokens * (KV_HEADS * R) + head * R + row % R
+        place = tokens * HEADS + group * P + row % P
         numbers = (gl.load(sums + place) * LOG2E, gl.load(dots + place))
         k0 = t0 + TOKENS - BN
         dq = gl.zeros((HALF, E), gl.float32, o_layout)
@@ -144,7 +144,7 @@ def _of_queries(
         tma.store_wait(pendings=0)
         o_buf.reshape([HALF, E]).store((dq * scale).to(o_buf.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o_desc, [t0 + HALF * W // R, head * R, 0], o_buf)
+        tma.async_copy_shared_to_global(o_desc, [t0 + HALF * W // P, group * P, 0], o_buf)
         turn += 1
         await_ready(q_ready, turn, 1)
         t0 = read_word(words, 0)
@@ -152,10 +152,10 @@ def _of_queries(
 
 
 @gluon.jit(do_not_specialize=["window"])
-def _grad_of_queries(
+def _attention_grad_of_queries(
     q_desc, g_desc, k_desc, v_desc, o_desc, sums, dots, starts, counter, tiles, window, scale,
-    KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
-    STAGES: gl.constexpr,
+    HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
+    E: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, stacked(1, q_desc), q_desc.layout)
     g_bufs = gl.allocate_shared_memory(q_desc.dtype, stacked(1, q_desc), q_desc.layout)
@@ -173,15 +173,21 @@ def _grad_of_queries(
         starts, o_desc, sums, dots, window, scale,
     )  # fmt: skip
     gl.warp_specialize([
-        (_of_queries, (consumer, KV_HEADS, R, TOKENS, BN, E, STAGES, 0)),
-        (_of_queries, (consumer, KV_HEADS, R, TOKENS, BN, E, STAGES, 1)),
-        (produce_query_tiles, (producer, KV_HEADS, R, TOKENS, BN, 1, STAGES)),
+        (_of_queries, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 0)),
+        (_of_queries, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 1)),
+        (produce_query_tiles, (producer, HEADS, P, GROUPS, TOKENS, BN, 1, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
 def _produce_key_blocks(
-    given, KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr
+    given,
+    HEADS: gl.constexpr,
+    P: gl.constexpr,
+    GROUPS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    BN: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """Claim blocks of keys, the longest work first; load each, its values, and the queries that see some of it."""
     q_desc, g_desc, k_desc, v_desc, k_buf, v_buf, q_bufs, words = given[:8]
@@ -191,8 +197,8 @@ def _produce_key_blocks(
     tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
     while tile < tiles:
         following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-        block = gl.load(order + tile // KV_HEADS)
-        head = tile % KV_HEADS
+        block = gl.load(order + tile // (HEADS // P // GROUPS))
+        head = tile % (HEADS // P // GROUPS)
         j0 = block * BN
         n = (gl.load(ends + block) - j0 + TOKENS - 1) // TOKENS
         await_empty(k_empty, turn, 1)
@@ -200,9 +206,10 @@ def _produce_key_blocks(
         mbarrier.expect(k_ready.index(0), 2 * k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [j0, head, 0], k_ready.index(0), k_buf)
         tma.async_copy_global_to_shared(v_desc, [j0, head, 0], k_ready.index(0), v_buf)
-        for i in range(n):
-            it = load_block(q_desc, [j0 + i * TOKENS, head * R, 0], q_bufs, ready, empty, it, STAGES)
-            it = load_block(g_desc, [j0 + i * TOKENS, head * R, 0], q_bufs, ready, empty, it, STAGES)
+        for group in range(head * GROUPS, (head + 1) * GROUPS):
+            for i in range(n):
+                it = load_block(q_desc, [j0 + i * TOKENS, group * P, 0], q_bufs, ready, empty, it, STAGES)
+                it = load_block(g_desc, [j0 + i * TOKENS, group * P, 0], q_bufs, ready, empty, it, STAGES)
         tile = following
         turn += 1
     await_empty(k_empty, turn, 1)
@@ -212,25 +219,25 @@ def _produce_key_blocks(
 
 @gluon.jit
 def _keys_of_queries(
-    count, k, v, dk, dv, it, t0, keys, head, numbers, buffers, scale,
-    MASK: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr, KV_HEADS: gl.constexpr, R: gl.constexpr,
+    count, k, v, dk, dv, it, t0, keys, group, numbers, buffers, scale,
+    MASK: gl.constexpr, layout: gl.constexpr, o_layout: gl.constexpr, HEADS: gl.constexpr, P: gl.constexpr,
     TOKENS: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Add what so many tiles of queries give, from token t0 on."""
     q_bufs, ready, empty = buffers
     sums, dots, starts, window = numbers
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    column = gl.arange(0, TOKENS * R, layout=gl.SliceLayout(0, layout))
+    column = gl.arange(0, TOKENS * P, layout=gl.SliceLayout(0, layout))
     for _ in range(count):
-        tokens = t0 + column // R
-        place = tokens * (KV_HEADS * R) + head * R + column % R
+        tokens = t0 + column // P
+        place = tokens * HEADS + group * P + column % P
         # What is subtracted is where the sums begin: it takes no registers of its own.
         less_sum = gl.load(sums + place) * (-LOG2E / scale)
         less_dot = -gl.load(dots + place)
-        q = q_bufs.index(it % STAGES).reshape([TOKENS * R, E])
-        g = q_bufs.index((it + 1) % STAGES).reshape([TOKENS * R, E])
-        s = gl.zeros((HALF, TOKENS * R), gl.float32, layout) + less_sum[None, :]
-        dp = gl.zeros((HALF, TOKENS * R), gl.float32, layout) + less_dot[None, :]
+        q = q_bufs.index(it % STAGES).reshape([TOKENS * P, E])
+        g = q_bufs.index((it + 1) % STAGES).reshape([TOKENS * P, E])
+        s = gl.zeros((HALF, TOKENS * P), gl.float32, layout) + less_sum[None, :]
+        dp = gl.zeros((HALF, TOKENS * P), gl.float32, layout) + less_dot[None, :]
         await_ready(ready, it, STAGES)
         s = warpgroup_mma(k, q.permute((1, 0)), s, use_acc=True, is_async=True)
         await_ready(ready, it + 1, STAGES)
@@ -256,13 +263,13 @@ def _keys_of_queries(
 
 @gluon.jit
 def _of_keys(
-    given, KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, E: gl.constexpr, STAGES: gl.constexpr,
-    W: gl.constexpr,
+    given, HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, E: gl.constexpr,
+    STAGES: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of half number W of each block of keys and values."""
     k_buf, v_buf, q_bufs, dk_bufs, dv_bufs, words, k_ready, k_empty, ready, empty = given[:10]
     starts, dk_desc, dv_desc, sums, dots, window, scale = given[10:]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS * R, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS * P, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     row = HALF * W + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     k = k_buf.reshape([2 * HALF, E]).slice(HALF * W, HALF, dim=0)
@@ -278,27 +285,28 @@ def _of_keys(
         n = read_word(words, 2)
         free = read_word(words, 3 + W)
         skipped = gl.minimum(HALF * W // TOKENS, n)  # queries before the keys of this half
-        for _ in range(2 * skipped):
-            await_ready(ready, it, STAGES)
-            mbarrier.arrive(empty.index(it % STAGES), count=1)
-            it += 1
-        t0 = j0 + skipped * TOKENS
         diagonal = gl.minimum(HALF // TOKENS, n - skipped)
-        middle = gl.minimum(gl.maximum(0, (free - t0) // TOKENS - diagonal), n - skipped - diagonal)
+        middle = gl.minimum(gl.maximum(0, (free - j0) // TOKENS - skipped - diagonal), n - skipped - diagonal)
         dk = gl.zeros((HALF, E), gl.float32, o_layout)
         dv = gl.zeros((HALF, E), gl.float32, o_layout)
-        dk, dv, it, t0 = _keys_of_queries(
-            diagonal, k, v, dk, dv, it, t0, j0 + row, head, numbers, buffers, scale * LOG2E,
-            True, layout, o_layout, KV_HEADS, R, TOKENS, E, STAGES,
-        )  # fmt: skip
-        dk, dv, it, t0 = _keys_of_queries(
-            middle, k, v, dk, dv, it, t0, j0 + row, head, numbers, buffers, scale * LOG2E,
-            False, layout, o_layout, KV_HEADS, R, TOKENS, E, STAGES,
-        )  # fmt: skip
-        dk, dv, it, t0 = _keys_of_queries(
-            n - skipped - diagonal - middle, k, v, dk, dv, it, t0, j0 + row, head, numbers, buffers, scale * LOG2E,
-            True, layout, o_layout, KV_HEADS, R, TOKENS, E, STAGES,
-        )  # fmt: skip
+        for group in range(head * GROUPS, (head + 1) * GROUPS):
+            for _ in range(2 * skipped):
+                await_ready(ready, it, STAGES)
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                it += 1
+            t0 = j0 + skipped * TOKENS
+            dk, dv, it, t0 = _keys_of_queries(
+                diagonal, k, v, dk, dv, it, t0, j0 + row, group, numbers, buffers, scale * LOG2E,
+                True, layout, o_layout, HEADS, P, TOKENS, E, STAGES,
+            )  # fmt: skip
+            dk, dv, it, t0 = _keys_of_queries(
+                middle, k, v, dk, dv, it, t0, j0 + row, group, numbers, buffers, scale * LOG2E,
+                False, layout, o_layout, HEADS, P, TOKENS, E, STAGES,
+            )  # fmt: skip
+            dk, dv, it, t0 = _keys_of_queries(
+                n - skipped - diagonal - middle, k, v, dk, dv, it, t0, j0 + row, group, numbers, buffers, scale * LOG2E,
+                True, layout, o_layout, HEADS, P, TOKENS, E, STAGES,
+            )  # fmt: skip
         mbarrier.arrive(k_empty.index(0), count=1)
         tma.store_wait(pendings=0)
         dv_bufs.index(W).reshape([HALF, E]).store(dv.to(v.dtype))
@@ -313,11 +321,11 @@ def _of_keys(
 
 
 @gluon.jit(do_not_specialize=["window"])
-def _grad_of_keys(
+def _attention_grad_of_keys(
     q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, sums, dots, starts, ends, frees, order, counter,
     tiles, window, scale,
-    KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr, E: gl.constexpr,
-    STAGES: gl.constexpr,
+    HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
+    E: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     k_buf = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
     v_buf = gl.allocate_shared_memory(k_desc.dtype, k_desc.block_type.shape, k_desc.layout)
@@ -336,9 +344,9 @@ def _grad_of_keys(
         starts, dk_desc, dv_desc, sums, dots, window, scale,
     )  # fmt: skip
     gl.warp_specialize([
-        (_of_keys, (consumer, KV_HEADS, R, TOKENS, E, STAGES, 0)),
-        (_of_keys, (consumer, KV_HEADS, R, TOKENS, E, STAGES, 1)),
-        (_produce_key_blocks, (producer, KV_HEADS, R, TOKENS, BN, STAGES)),
+        (_of_keys, (consumer, HEADS, P, GROUPS, TOKENS, E, STAGES, 0)),
+        (_of_keys, (consumer, HEADS, P, GROUPS, TOKENS, E, STAGES, 1)),
+        (_produce_key_blocks, (producer, HEADS, P, GROUPS, TOKENS, BN, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -355,35 +363,35 @@ def attend_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as the operator does, of heads that fit."""
     (M, H, E), K = q.shape, k.shape[1]
-    R, window, grad = H // K, window or longest, grad.contiguous()
+    P, window, grad = heads_of_tile(H, K), window or longest, grad.contiguous()
     q, k, v = (with_whole_rows(t) for t in (q, k, v))
     key = (q.shape, K, window, q.dtype, q.stride(), k.stride(), v.stride())
     d_q, (d_k, d_v) = torch.empty_like(out), k.new_empty(2, M, K, E)
     dots = torch.empty_like(sums)
     (counter, other_counter), blocks = starts.new_zeros(2, 4), multiprocessors(q.device)  # both of them aligned
-    tokens, few = ROWS // R, QUERY_ROWS // R
+    tokens, few = ROWS // P, QUERY_ROWS // P
     launch(
-        _row_dots, (M, H, E, q.dtype), cdiv(M * H, _DOT_ROWS), (grad, out, dots),
+        _attention_row_dots, (M, H, E, q.dtype), cdiv(M * H, _DOT_ROWS), (grad, out, dots),
         lambda: (grad, out, dots, M * H, E, _DOT_ROWS), num_warps=4,
     )  # fmt: skip
     launch(
-        _grad_of_queries, key, blocks, (q, grad, k, v, d_q, sums, dots, starts, counter),
+        _attention_grad_of_queries, key, blocks, (q, grad, k, v, d_q, sums, dots, starts, counter),
         lambda: (
-            head_blocks(q, tokens, R), head_blocks(grad, tokens, R), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
-            head_blocks(d_q, tokens // 2, R), sums, dots, starts, counter, tiles_of(M, K, tokens), window, E**-0.5,
-            K, R, tokens, ROWS, E, KEY_STAGES,
+            head_blocks(q, tokens, P), head_blocks(grad, tokens, P), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
+            head_blocks(d_q, tokens // 2, P), sums, dots, starts, counter, M // tokens * (H // P), window, E**-0.5,
+            H, P, H // K // P, tokens, ROWS, E, KEY_STAGES,
         ),
         num_warps=4,
     )  # fmt: skip
     ends, frees, order = key_spans(starts, window)
     launch(
-        _grad_of_keys, key, blocks,
+        _attention_grad_of_keys, key, blocks,
         (q, grad, k, v, d_k, d_v, sums, dots, starts, ends, frees, order, other_counter),
         lambda: (
-            head_blocks(q, few, R), head_blocks(grad, few, R), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
+            head_blocks(q, few, P), head_blocks(grad, few, P), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
             head_blocks(d_k, HALF.value, 1), head_blocks(d_v, HALF.value, 1),
             sums, dots, starts, ends, frees, order, other_counter,
-            tiles_of(M, K, ROWS), window, E**-0.5, K, R, few, ROWS, E, QUERY_STAGES,
+            M // ROWS * K, window, E**-0.5, H, P, H // K // P, few, ROWS, E, QUERY_STAGES,
         ),
         num_warps=4,
     )  # fmt: skip

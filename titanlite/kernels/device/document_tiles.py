@@ -1,8 +1,8 @@
 """Cut the work of document attention, for all of its kernels; and load, by one warp, for those that compute.
 
-A tile is 128 rows of queries: the heads that share a head of keys, token by token. So 32 tokens of 4 heads each read
-the same keys, and little of a tile lies beyond the end of a document. Its keys are those from the beginning of its
-first token's document to its last token, in blocks of 128 that end with the tile:
+A tile is 128 rows of queries: heads that share a head of keys, token by token, as many as there are by a power of two.
+So 32 tokens of 4 heads each read the same keys, and little of a tile lies beyond the end of a document. Its keys are
+those from the beginning of its first token's document to its last token, in blocks of 128 that end with the tile:
 
     documents         | a a a a a a a | b b b b b b b b b b b b b |
     tile of queries                                       * * * *
@@ -24,7 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from titanlite.kernels.device.launch import Blocks, cdiv, launch
+from titanlite.kernels.device.launch import Blocks, launch
 from titanlite.kernels.device.specialised_protocol import barrier
 
 ROWS = 128
@@ -35,7 +35,7 @@ CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 _DTYPES: Mapping[torch.dtype, gl.dtype] = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 _SPANS = 128
-"""Blocks of keys whose spans `_find_spans` finds at once."""
+"""Blocks of keys whose spans `_attention_spans` finds at once."""
 
 
 def head_blocks(x: Tensor, tokens: int, n: int) -> Blocks:
@@ -124,12 +124,13 @@ def load_block(desc, at, bufs, ready, empty, it, N: gl.constexpr):
 
 @gluon.jit
 def produce_query_tiles(
-    given, KV_HEADS: gl.constexpr, R: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
+    given, HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
     TURNS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Claim tiles of queries; load each, its gradient too if there is one, and the blocks of keys and values it sees.
 
-    R: query heads of a head of keys. TURNS: buffers for tiles of queries. STAGES: for blocks of keys, or values.
+    HEADS: of queries, P to a tile, and GROUPS such groups to a head of keys. TURNS: buffers for tiles of queries.
+    STAGES: for blocks of keys, or values.
     """
     q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, kv_bufs, words = given[:8]
     q_ready, q_empty, ready, empty, starts, counter, tiles, window = given[8:]
@@ -138,11 +139,11 @@ def produce_query_tiles(
     tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
     while tile < tiles:
         following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-        t0 = (tiles // KV_HEADS - 1 - tile // KV_HEADS) * TOKENS
-        head = tile % KV_HEADS
+        t0 = ((tiles - 1 - tile) // (HEADS // P)) * TOKENS
+        group = tile % (HEADS // P)
         # What the first token sees begins first; a block is free for a half if it is behind where its last one's does.
         first = gl.maximum(gl.load(starts + t0), t0 - window + 1)
-        middle = t0 + (HALF - 1) // R
+        middle = t0 + (HALF - 1) // P
         middle_first = gl.maximum(gl.load(starts + middle), middle - window + 1)
         last = t0 + TOKENS - 1
         last_first = gl.maximum(gl.load(starts + last), last - window + 1)
@@ -152,16 +153,16 @@ def produce_query_tiles(
         other_free = gl.minimum(gl.maximum(0, (k0 - last_first) // BN), n - 1)
         slot = turn % TURNS
         await_empty(q_empty, turn, TURNS)
-        write_words(words, slot * 5, t0, head, n, free, other_free)
+        write_words(words, slot * 5, t0, group, n, free, other_free)
         if g_desc is None:
             mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
         else:
             mbarrier.expect(q_ready.index(slot), 2 * q_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(g_desc, [t0, head * R, 0], q_ready.index(slot), g_bufs.index(slot))
-        tma.async_copy_global_to_shared(q_desc, [t0, head * R, 0], q_ready.index(slot), q_bufs.index(slot))
+            tma.async_copy_global_to_shared(g_desc, [t0, group * P, 0], q_ready.index(slot), g_bufs.index(slot))
+        tma.async_copy_global_to_shared(q_desc, [t0, group * P, 0], q_ready.index(slot), q_bufs.index(slot))
         for _ in range(n):
-            it = load_block(k_desc, [k0, head, 0], kv_bufs, ready, empty, it, STAGES)
-            it = load_block(v_desc, [k0, head, 0], kv_bufs, ready, empty, it, STAGES)
+            it = load_block(k_desc, [k0, group // GROUPS, 0], kv_bufs, ready, empty, it, STAGES)
+            it = load_block(v_desc, [k0, group // GROUPS, 0], kv_bufs, ready, empty, it, STAGES)
             k0 -= BN
         tile = following
         turn += 1
@@ -191,7 +192,7 @@ def _document_end(starts, tokens, M, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _find_spans(
+def _attention_spans(
     starts, ends, frees, order, M, N, window, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr
 ):
     """Find, of each block of keys, the tokens that see some; of each half of it, those behind that see all; its rank.
@@ -240,12 +241,12 @@ def key_spans(starts: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     N = M // ROWS
     ends, frees, order = (starts.new_empty(n) for n in (N, 2 * N, N))
     launch(
-        _find_spans, (M, window), 1, (starts, ends, frees, order),
+        _attention_spans, (M, window), 1, (starts, ends, frees, order),
         lambda: (starts, ends, frees, order, M, N, window, ROWS, _SPANS, M.bit_length()), num_warps=8,
     )  # fmt: skip
     return ends, frees, order
 
 
-def tiles_of(M: int, K: int, tokens: int) -> int:
-    """Return how many tiles of so many tokens there are, of each of K heads."""
-    return cdiv(M, tokens) * K
+def heads_of_tile(H: int, K: int) -> int:
+    """Return how many heads of queries that share one of keys are in a tile: the power of two in their number."""
+    return min(HALF.value, (H // K) & -(H // K))

@@ -1,0 +1,79 @@
+"""Attend to documents by torch's FlexAttention, on GPUs and with heads that the kernels for Hopper do not take.
+
+It reaches about half of their rate (docs/performance.md), and compiles for each shape. Its blocks are found anew at
+each call, from `starts`, on the device.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+
+_MOST_SHAPES = 64
+"""That are compiled for: of layers with and without a window, in training, evaluation and each stage of the data."""
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(function, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES):
+            return compiled(*args, **kwargs)
+
+    return call
+
+
+def attend_flexibly(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Attend as `document_attention`'s operator does."""
+    in_rows = [_in_rows(t, longest) for t in (q, k, v)]
+    out, aux = _flex(*in_rows, _block_mask(starts, longest, window), return_aux=AuxRequest(lse=True))
+    return _packed_rows(out), aux.lse.transpose(1, 2).flatten(0, 1).contiguous()
+
+
+def flexible_grad(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values; the result is computed again for it."""
+    with torch.enable_grad():
+        in_rows = [_in_rows(t.detach(), longest).requires_grad_() for t in (q, k, v)]
+        out = _flex(*in_rows, _block_mask(starts, longest, window))
+        d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, longest))
+    return _packed_rows(d_q), _packed_rows(d_k), _packed_rows(d_v)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **asked: Any) -> Any:
+    return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1], **asked)
+
+
+def _block_mask(starts: Tensor, longest: int, window: int) -> BlockMask:
+    begins = starts.unflatten(0, (-1, longest))  # [B, S], places among all tokens
+
+    def is_seen(sample: Tensor, head: Tensor, token: Tensor, key: Tensor) -> Tensor:
+        seen = (key <= token) & (sample * longest + key >= begins[sample, token])
+        return seen & (token - key < window) if window else seen
+
+    of = {"B": len(begins), "H": None, "Q_LEN": longest, "KV_LEN": longest, "device": starts.device}
+    return _compiled(create_block_mask)(is_seen, **of)
+
+
+def _in_rows(x: Tensor, longest: int) -> Tensor:
+    """View [M, heads, E] as [B, heads, S, E]."""
+    return x.unflatten(0, (-1, longest)).transpose(1, 2)
+
+
+def _packed_rows(x: Tensor) -> Tensor:
+    """[B, heads, S, E] → [M, heads, E], contiguous."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
