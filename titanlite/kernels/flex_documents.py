@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
-
 _MOST_SHAPES = 64
 """That are compiled for: of layers with and without a window, in training, evaluation and each stage of the data."""
 
@@ -33,7 +32,7 @@ def attend_flexibly(
 ) -> tuple[Tensor, Tensor]:
     """Attend as `document_attention`'s operator does."""
     in_rows = [_in_rows(t, longest) for t in (q, k, v)]
-    out, aux = _flex(*in_rows, _block_mask(starts, longest, window), return_aux=AuxRequest(lse=True))
+    out, aux = _flex(in_rows, _block_mask(starts, longest, window), return_aux=AuxRequest(lse=True))
     return _packed_rows(out), aux.lse.transpose(1, 2).flatten(0, 1).contiguous()
 
 
@@ -49,12 +48,13 @@ def flexible_grad(
     """Return the gradients of queries, keys and values; the result is computed again for it."""
     with torch.enable_grad():
         in_rows = [_in_rows(t.detach(), longest).requires_grad_() for t in (q, k, v)]
-        out = _flex(*in_rows, _block_mask(starts, longest, window))
+        out = _flex(in_rows, _block_mask(starts, longest, window))
         d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, longest))
     return _packed_rows(d_q), _packed_rows(d_k), _packed_rows(d_v)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, **asked: Any) -> Any:
+def _flex(in_rows: list[Tensor], mask: BlockMask, **asked: Any) -> Any:
+    q, k, v = in_rows
     return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1], **asked)
 
 
