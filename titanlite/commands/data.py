@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         from titanlite.preflight.output_file import require_picture
 
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
-    checked = checked_run(arguments.flags, arguments.world, has_weights=False)
+    checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
     config = checked.config
     trained = RunSamples(config, checked.table, open_sources(config, checked.dims.vocab_size, progress=True))
     tokenizer = checked.inputs.tokenizer

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tests.support.launched import Desk
 from titanlite import recipes
+from titanlite.commands import main
 from titanlite.config.schema import Data, Model
 from titanlite.data.document_starts import document_starts
 from titanlite.data.packing import open_packed
@@ -63,7 +64,7 @@ def test_bins_have_the_loss_of_their_documents_alone(tmp_path: Path, name: str) 
     assert abs(packed - alone) <= 1e-12 * alone
 
 
-def test_a_run_on_packed_documents(desk: Desk) -> None:
+def test_a_run_on_packed_documents(desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (f"--data.source={corpus(desk.folder, 10)}", "--data.packing=best_fit", "--training.steps=8")
     flags += ("--checkpoint.interval=4", "--job.stop_after=4")
     one, two = desk.run("one", 1, *flags), desk.run("two", 2, *flags, "--training.local_batch_size=1")
@@ -79,3 +80,10 @@ def test_a_run_on_packed_documents(desk: Desk) -> None:
     assert 0 <= applied["padded"] < S
     other = desk.run("one", 1, *flags[:1], *flags[2:-1], ends=2)
     assert 'data.packing = "concat"' in other.output
+    # With half the batch it goes on from step 5, and what was trained is shown as it was.
+    assert main(["data", *desk.flags("one", *flags, "--training.global_batch_size=2"), "--sample=15"]) == 0
+    assert "sample 15, of step 4: " in capsys.readouterr().out
+    assert main(["data", *desk.flags("one", *flags, "--training.global_batch_size=2")]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1", "0", "64", "4", "data.source"] in rows
+    assert ["5", f"{4 * 4 * 64:,}", "64", "2", "data.source"] in rows
