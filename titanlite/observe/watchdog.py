@@ -85,6 +85,7 @@ class Watchdog:
         stall_report: StallReport | None = None,
         on_stall: Callable[[str], object] | None = None,
         guard: Guard | None = None,
+        is_excused: Callable[[float], bool] | None = None,
     ) -> None:
         """Start watching.
 
@@ -96,12 +97,14 @@ class Watchdog:
             stall_report: how ranks say where they are.
             on_stall: called with that, on one rank, as `Status.stalled`.
             guard: the process that ends this one when the watchdog cannot.
+            is_excused: called with the limit before the process is ended; returns whether it goes on: another rank
+                waits for something that comes.
         """
         self._log = append_plain(log)
         self._rank = rank
         self._on_timeout = on_timeout
         self._stall_report, self._on_stall = stall_report, on_stall
-        self._guard = guard
+        self._guard, self._is_excused = guard, is_excused
         self._main = threading.get_ident()
         now = time.monotonic()
         self._seen = _Seen(now, now, timeout_s, math.inf, 0, "start-up")
@@ -149,7 +152,10 @@ class Watchdog:
             seen = self._seen
             timeout_s, idle = seen.timeout_s, clock.idle_s(seen, time.monotonic())
             if idle >= timeout_s:
-                self._end(idle, seen.step, seen.phase)
+                if self._is_excused is None or not self._is_excused(timeout_s):
+                    self._end(idle, seen.step, seen.phase)
+                self._seen = self._seen._replace(since=time.monotonic())
+                continue
             if self._stall_report and asked_since != seen.since and idle >= max(seen.ask_s, 2 * clock.longest_s):
                 asked_since = seen.since
                 threading.Thread(target=self._ask, args=(self._stall_report, seen, idle), daemon=True).start()

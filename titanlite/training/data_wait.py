@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from titanlite.data.growing import GrowingShards
 from titanlite.observe.console import Console
+from titanlite.observe.shared_wait import SharedWait
 from titanlite.receipt import Receipt
 from titanlite.training.data import Corpora, add_data, require_same_data
 
@@ -19,9 +20,13 @@ class DataWait:
         vocab_size: of the model.
         console: of this rank.
         is_first: whether this is rank 0, which warns.
+        shared: by which the other ranks learn of a wait; None: there are none.
     """
 
-    def __init__(self, data: Corpora, vocab_size: int, console: Console, is_first: bool) -> None:
+    def __init__(
+        self, data: Corpora, vocab_size: int, console: Console, is_first: bool, shared: SharedWait | None
+    ) -> None:
+        self._shared = shared
         self._data, self._vocab_size, self._console, self._is_first = data, vocab_size, console, is_first
         self._activity: dict[str, tuple[int, int]] = {}
         self._told, self._since = 0.0, time.monotonic()
@@ -38,6 +43,8 @@ class DataWait:
         if activity != self._activity:
             self._activity = activity
             alive()
+            if self._shared is not None:
+                self._shared.tell()
         if growing and seconds >= _TELL_SECONDS and time.monotonic() - self._told >= _TELL_AGAIN_SECONDS:
             self._told = time.monotonic()
             there = "; ".join(f"{key}: {_how_far(shards)}" for key, shards in growing.items())

@@ -23,6 +23,7 @@ from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import token_flops_of
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
+from titanlite.observe.shared_wait import SharedWait
 from titanlite.observe.stall_report import StallReport
 from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
 from titanlite.observe.trace_spans import ProfiledRun
@@ -137,7 +138,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
             console.notice(line)
         for line in table.notes:
             console.notice(line)
-    watchdog = cleanup.enter_context(_watchdog(session))
+    shared_wait = SharedWait(dist.distributed_c10d._get_default_store()) if data.growing and world > 1 else None
+    watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
     profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
     cleanup.enter_context(profiler)
     background = None
@@ -162,7 +164,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         folder=folder,
         data_check=data_check,
         data=data,
-        data_wait=DataWait(data, run.dims.vocab_size, console, session.rank == 0),
+        data_wait=DataWait(data, run.dims.vocab_size, console, session.rank == 0, shared_wait),
     )
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     session.stop.begin_steps()
@@ -260,12 +262,13 @@ def _profiled(run: Run) -> ProfiledRun:
     )
 
 
-def _watchdog(session: Session) -> Watchdog:
+def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
     """Watch this rank; of several, all say where they are before one is ended."""
     world, status = dist.get_world_size(), session.status
     stall_report = StallReport(dist.distributed_c10d._get_default_store(), session.rank, world) if world > 1 else None
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"
-    return Watchdog(limit, log, session.rank, status.failed, stall_report, status.stalled, session.guard)
+    is_excused = shared_wait.is_on if shared_wait else None
+    return Watchdog(limit, log, session.rank, status.failed, stall_report, status.stalled, session.guard, is_excused)
 
 
 def _say_end(session: Session, start: int, last: int) -> None:
