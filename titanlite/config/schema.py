@@ -92,7 +92,7 @@ class Data:
     """The text to train on. It is tokenized once into token shards, which every run memory-maps."""
 
     source: str = "python_stdlib"
-    """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl (also .gz, .zst), .parquet or token (.bin) files, or `hf:<dataset>[:<config>[:<split>]]`."""
+    """`python_stdlib` (the interpreter's own library), a path or glob of .txt, .jsonl (also .gz, .zst), .parquet or token (.bin) files, the same but for token files behind a URL (`s3://`, `gs://`, `https://`), or `hf:<dataset>[:<config>[:<split>]]`."""
     tokenizer: str = "bytes"
     """`bytes` (256 ids, NUL separates documents) or the path of a tokenizer.json."""
     add_bos_token: bool = False

@@ -79,7 +79,7 @@ def open_growing(source: str, data: Data, vocab_size: int, key: str) -> TokenSha
         DataError: as `prepare` says, of what is seen beforehand.
     """
     planned = plan_preparation(source, data, vocab_size, key)
-    if planned.tokenizer is None:
+    if planned.tokenizer is None or source.startswith("memory://"):  # which is of this process
         planned.make(Progress(f"reading {source}", enable=False))
     return planned.open() if planned.folder.exists() else GrowingShards(planned)
 

@@ -39,6 +39,7 @@ from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
 """Time between two looks at which what was made is put on disk to stay: a restart repeats that much."""
+_LARGE_BYTES = 1 << 26  # of a held-out source that is told of where others are tokenized in the background
 _PAUSE_SECONDS = 0.2  # between looks at how far training is
 
 
@@ -161,7 +162,11 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     planned = plan_preparation(source, data, vocab_size, key)
     max_tokens = max_tokens_of(planned.source, data)
     title = f"preparing {source}" + (f", data.max_tokens {max_tokens:,}" if max_tokens else "")
-    planned.make(Progress(title, progress, whole_from_hub(planned.source, data)))
+    notice = whole_from_hub(planned.source, data)
+    n_bytes = 0 if planned.source.key.startswith("data.") else planned.source.n_bytes() or 0
+    if data.prepare == "background" and n_bytes >= _LARGE_BYTES:
+        notice = f"{key} = {source!r} has {n_bytes / 1e6:,.0f} MB, which are tokenized before the first step"
+    planned.make(Progress(title, progress, notice))
     return planned.open()
 
 
