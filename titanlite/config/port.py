@@ -30,6 +30,7 @@ from titanlite.config.torchtitan import (
 
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
 BOS = "data.add_bos_token"
+_MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")  # a flavor that masks other documents
 SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
@@ -227,6 +228,8 @@ class TorchtitanConfig:
             found["lr_scheduler.warmup_steps"] = show(self("training.steps"))
         if self("model.name") == "qwen3":  # whose tokenizers have no bos_token
             del found[BOS]
+        if _MASKS.fullmatch(str(self("model.flavor"))):
+            del found["data.document_mask"]
         here = Config()
         order = [f"{part.name}.{f.name}" for part in fields(here) for f in fields(getattr(here, part.name))]
         return {k: found[k] for k in order if k in found and k not in given and found[k] != show(attrgetter(k)(here))}
@@ -243,9 +246,9 @@ def flavor(architecture: str, name: str) -> str | None:
         base, over = FLAVORS[architecture, name]
         dimensions = (f"model.{key} = {value}" for key, value in over.items())
         return f"use model.flavor = {show(base)}, {', '.join(dimensions)}"
-    if mask := re.fullmatch(r"(.+?)_(flex|varlen)(_attn)?", name):
+    if mask := _MASKS.fullmatch(name):
         plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
-        return f"{plain}; titanlite has no mask between the documents of a sequence"
+        return f"{plain}; documents are masked where data.document_mask is true, which it is by default"
     if re.search(r"moe|-A\d+B$", name):
         return "choose one of these: titanlite has no mixture of experts"
     return None

@@ -251,7 +251,11 @@ DATASETS = {
 }
 """Sources that its names of datasets load."""
 
-UNSAID: dict[str, Any] = {"optimizer.weight_decay_exclude": [], "data.add_bos_token": True}
+UNSAID: dict[str, Any] = {
+    "optimizer.weight_decay_exclude": [],
+    "data.add_bos_token": True,
+    "data.document_mask": False,
+}
 """Values that it uses without a key for them."""
 
 VALUES: dict[str, dict[object, str]] = {

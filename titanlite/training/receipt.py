@@ -139,7 +139,11 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
     if not backend:
         skipped = (Skipped("attention", "it is no CausalAttention: its kernel is not known"),)
     count = len(run.model.layers) if fused or skipped else 0  # type: ignore[arg-type]
-    return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, key="model.n_heads")
+    missed, key = (), "model.n_heads"
+    if is_masked and not count:
+        why = f"no fused kernel attends to documents in {dtype} with such heads; data.document_mask = false needs none"
+        missed, key = (Skipped("attention", why),), "data.document_mask"
+    return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, missed=missed, key=key)
 
 
 def _attention_backend(run: Run, is_masked: bool) -> str:

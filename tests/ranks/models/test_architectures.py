@@ -32,6 +32,7 @@ from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
+from titanlite.models.layers import Sequences
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -146,6 +147,23 @@ def test_logits_are_those_that_transformers_gave(case: str) -> None:
     with torch.no_grad():
         got = in_one_process(case, torch.float32)(tokens_of(case)[0])[::7, ::11]
     assert (got - truth).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_packed_documents_have_the_logits_that_transformers_gave(case: str) -> None:
+    """Each is the beginning of a text that transformers saw by itself; they are packed into one sample."""
+    truth = torch.tensor(json.loads(GOLDEN.read_text())[case])
+    kept = torch.arange(B * S) % S < torch.tensor([S - 3 * n for n in range(B)]).repeat_interleave(S)
+    starts = torch.zeros(int(kept.sum()), dtype=torch.int32)
+    first = (torch.arange(B * S) % S == 0)[kept]
+    starts[first] = torch.arange(len(starts), dtype=torch.int32)[first]
+    documents = Sequences(len(starts), starts.cummax(0).values.int())
+    got = torch.full((B * S, CASES[case][1].vocab_size), torch.nan)
+    with torch.no_grad():
+        got[kept] = in_one_process(case, torch.float32)(tokens_of(case)[0][kept], sequences=documents)
+    compared = kept[::7]
+    assert compared.sum() >= B
+    assert (got[::7, ::11][compared] - truth[compared]).abs().max() <= 1e-4
 
 
 def loaded(case: str, folder: Path) -> nn.Module:
