@@ -21,6 +21,7 @@ from titanlite.redact import redact_urls
 
 _BLOCK_BYTES = 1 << 23
 _PAUSES_S = (0.5, 1, 2, 4, 8, 15, 30, 60, 60, 60)  # between tries: four minutes in all
+_TRIES_AT_START = 3
 _STAMPS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "last_modified", "updated")
 _STAMPS += ("Last-Modified", "created")
 _CREDENTIALS = {
@@ -163,13 +164,16 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
         raise _refused(e, url, key) from e
 
 
-def list_files(source: str, key: str, endings: tuple[str, ...]) -> tuple[list[RemoteFile], list[str]]:
+def list_files(
+    source: str, key: str, endings: tuple[str, ...], is_start: bool = False
+) -> tuple[list[RemoteFile], list[str]]:
     """Find the files of a URL: one, those that a pattern matches, or those below a folder.
 
     Args:
         source: the URL.
         key: the config key it is from, for messages.
         endings: of the files that are taken of a folder, in lower case.
+        is_start: whether somebody waits for the answer: it is not tried for long.
 
     Returns:
         The files, sorted; and the names of those of a folder that are passed over.
@@ -195,7 +199,9 @@ def list_files(source: str, key: str, endings: tuple[str, ...]) -> tuple[list[Re
 
     below: dict[str, Any] = {}
     try:
-        named = _retried(find, source, key, "while it was listed")
+        named = _retried(
+            find, source, key, "while it was listed", _PAUSES_S[:_TRIES_AT_START] if is_start else _PAUSES_S
+        )
     except FileNotFoundError:
         named = {}
     fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0]) if named or below else 0
@@ -228,24 +234,33 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
     return RemoteFile(url, key, RemoteStat(int(size), number))
 
 
-def _retried(action: Callable[[], T], url: str, key: str, where: str) -> T:
+def _retried(action: Callable[[], T], url: str, key: str, where: str, pauses: tuple[float, ...] | None = None) -> T:
     """Do something until it succeeds.
 
     Raises:
         FileNotFoundError: it is not there.
         DataError: it cannot be done, or fails again and again.
     """
-    for pause in (*_PAUSES_S, None):
+    for pause in (*(_PAUSES_S if pauses is None else pauses), None):
         try:
             return action()
-        except (FileNotFoundError, DataError):
+        except DataError:
             raise
         except Exception as e:  # each back end, and what it is made of, raises its own
-            if _is_final(e) or pause is None:
-                raise _refused(e, url, key) from e
-            _on_retry.get()(f"{redact_urls(url)}, {where}: {_in_one_line(e)}; trying again in {pause:g} s")
+            failure = _cause_over_http(e) if url.startswith("http") else e
+            if isinstance(failure, FileNotFoundError):
+                raise
+            if _is_final(failure) or pause is None:
+                raise _refused(failure, url, key) from e
+            _on_retry.get()(f"{redact_urls(url)}, {where}: {_in_one_line(failure)}; trying again in {pause:g} s")
             time.sleep(pause)
     raise AssertionError  # the last try has returned or raised
+
+
+def _cause_over_http(e: Exception) -> Exception:
+    """Return why fsspec did not find a file: it says of a server that is away, too, that the file is not there."""
+    cause = e.__cause__ if isinstance(e, FileNotFoundError) else None
+    return cause if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410) else e
 
 
 def _is_final(e: Exception) -> bool:

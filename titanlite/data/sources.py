@@ -142,7 +142,7 @@ def _resolve_url(source: str, key: str) -> Source:
     Raises:
         DataError: as `resolve` and `list_files` say, or for token files: they are read where they lie, at random.
     """
-    files, passed = list_files(source, key, SUFFIXES)
+    files, passed = list_files(source, key, SUFFIXES, is_start=True)
     name = redact_urls(source)
     if unknown := [f for f in files if not ending(f.name)]:
         saw = f"{name!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"

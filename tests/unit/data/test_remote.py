@@ -274,3 +274,7 @@ def test_an_http_server_that_fails_every_third_request_loses_nothing(tmp_path: P
     finally:
         server.shutdown()
         server.server_close()
+    with pytest.raises(
+        DataError, match=r"Cannot connect to host(.|\n)*see whether the network and the server are there"
+    ):
+        resolve(f"http://127.0.0.1:{server.server_port}/a.jsonl")
