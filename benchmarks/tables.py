@@ -161,7 +161,18 @@ def kernels() -> str:
     return table("kernel | of | ms | the compiler's or torch's | of a copy's speed | GPU | commit", lines)
 
 
-TABLES = [figures, layouts, save_lists, steps, loss, float8_layers, collective_matmuls, kernels]
+def documents() -> str:
+    """Return the rates of attention to documents, of what is attended."""
+    columns = [f"{kernel}{way}_tflops" for kernel in ("", "flex_", "flash_") for way in ("forward", "backward")]
+    lines = [
+        [row["documents"], *map(row.get, columns), row["gpu"], row["commit"]]
+        for row in rows("kernels", kernel="document_attention")
+    ]
+    head = "documents | forward | backward | FlexAttention, forward | backward | torch's flash, forward | backward"
+    return table(f"{head} | GPU | commit", lines)
+
+
+TABLES = [figures, layouts, save_lists, steps, loss, float8_layers, collective_matmuls, documents, kernels]
 
 
 def filled(page: str) -> str:

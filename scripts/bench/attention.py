@@ -96,8 +96,8 @@ def documents(mean: int, batches: int = 12) -> dict[str, tuple[float, float]]:
             ),
         }
         for kernel, (forward, backward) in calls.items():
-            ms[kernel][0] += do_bench(forward, return_mode="median")
-            ms[kernel][1] += do_bench(backward, return_mode="median")
+            for way, call in enumerate((forward, backward)):
+                ms[kernel][way] += do_bench(call, return_mode="median")
     return {kernel: (flops / there / 1e9, 2.5 * flops / back / 1e9) for kernel, (there, back) in ms.items()}
 
 

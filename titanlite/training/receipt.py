@@ -133,17 +133,11 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
     backend, dtype = _attention_backend(run, is_masked), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", ()
     if not fused and dtype == "float32":
-        skipped = (
-            Skipped("attention", "no fused kernel supports float32 with grouped-query heads, a window or documents"),
-        )
+        skipped = (Skipped("attention", "no fused kernel supports float32 with grouped-query heads or a window"),)
     if not backend:
         skipped = (Skipped("attention", "it is no CausalAttention: its kernel is not known"),)
     count = len(run.model.layers) if fused or skipped else 0  # type: ignore[arg-type]
-    missed, key = (), "model.n_heads"
-    if is_masked and not count:
-        why = f"no fused kernel attends to documents in {dtype} with such heads; data.document_mask = false needs none"
-        missed, key = (Skipped("attention", why),), "data.document_mask"
-    return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, missed=missed, key=key)
+    return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, key="model.n_heads")
 
 
 def _attention_backend(run: Run, is_masked: bool) -> str:
