@@ -284,8 +284,8 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
         raise CheckpointError(describe(str(folder), problems))
     unit_len = longest_seq_len(config)
     cut = state.get("unit_len") or state.get("training", {}).get("seq_len", unit_len)
-    if cut != unit_len:
-        want = f"{cut}, the samples that the sources were cut into from the start: others would not be where they were"
+    if cut % unit_len:
+        want = f"a divisor of {cut}: the samples that the sources were cut into would not be where they were"
         fix = "begin anew from its weights: titanlite export, checkpoint.initial_load_path"
         raise CheckpointError.of(str(folder), "the longest seq_len of all stages", str(unit_len), want, fix)
     batch, given = state.get("sequences_per_step"), [stage.global_batch_size for stage in config.data.stage]

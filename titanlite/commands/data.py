@@ -57,7 +57,8 @@ def run(argv: Sequence[str]) -> int:
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
     checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
     config = checked.config
-    trained = RunSamples(config, checked.table, open_sources(config, checked.dims.vocab_size, progress=True))
+    sources = open_sources(config, checked.dims.vocab_size, progress=True, unit_len=checked.table.unit_len)
+    trained = RunSamples(config, checked.table, sources)
     tokenizer = checked.inputs.tokenizer
     if sample is not None:
         _check_within(_SAMPLE, sample, 0, trained.table.samples(trained.table.steps) - 1)

@@ -170,9 +170,9 @@ def _mixture(checked: CheckedRun) -> str:
     config, table = checked.config, checked.table
     if not config.data.mixture:
         return ""
-    tokens, unit_len = checked.inputs.tokens, longest_seq_len(config)
+    tokens, unit_len = checked.inputs.tokens, table.unit_len
     keys = {name: key for name, (key, _) in source_keys(config).items() if key in tokens}
-    mixture = Mixture(table, {name: max(1, (tokens[key] - 1) // unit_len) for name, key in keys.items()}, unit_len)
+    mixture = Mixture(table, {name: max(1, (tokens[key] - 1) // unit_len) for name, key in keys.items()})
     taken, passes, total = mixture.tokens(table.steps), mixture.epochs(table.steps), max(1, table.tokens(table.steps))
     return ", ".join(
         f"{source.name} {taken[source.name] / total:.2%}"

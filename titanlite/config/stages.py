@@ -150,8 +150,8 @@ def _check_mixture(config: Config, problems: Problems) -> None:
     """Check names, and that there is something to mix."""
     mixture, seen = config.data.mixture, set[str]()
     # That of a file which is extended is replaced, as any key is.
-    place, is_flag = problems.origin.places.get("data.source"), problems.origin.of("data.source") == COMMAND_LINE
-    is_replaced = problems.is_own("data.mixture") and not problems.is_own("data.source") and not is_flag
+    place, other = problems.origin.places.get("data.source"), problems.origin.of("data.mixture")
+    is_replaced = place is not None and place.source not in (other.source, problems.origin.source, COMMAND_LINE.source)
     if mixture and place is not None and not is_replaced:
         want = "not given with [[data.mixture]], which takes its place"
         problems.add("data.source", show(config.data.source), want, "remove it, or make it a source of the mixture")

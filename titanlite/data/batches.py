@@ -43,7 +43,7 @@ class TrainBatches:
     """The micro-batches of one rank in training, without end: epochs follow each other, each in its own order.
 
     Args:
-        sources: samples of each source by name, all of one length: the longest seq_len of all stages.
+        sources: samples of each source by name, each of `table.unit_len` tokens.
         table: the stages of the run.
         seed: of the order.
         dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
@@ -67,8 +67,8 @@ class TrainBatches:
         window: int = 0,
         separators: Mapping[str, int | None] | None = None,
     ) -> None:
-        (unit_len,) = {samples.seq_len for samples in sources.values()}
-        self.mixture = Mixture(table, SampleCounts(sources), unit_len)
+        unit_len = table.unit_len
+        self.mixture = Mixture(table, SampleCounts(sources))
         self.names = self.mixture.names if len(sources) > 1 else ()  # of the sources that losses are told apart by
         self.step = step  # the last one whose batches were given
         self.wait_seconds = 0.0  # that the last `next` waited for the thread

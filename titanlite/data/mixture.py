@@ -26,7 +26,6 @@ from functools import lru_cache
 import numpy as np
 
 from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len
 from titanlite.data.stages import StageRow, StageTable
 from titanlite.errors import DataError, Problem, describe
 
@@ -116,8 +115,8 @@ def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | No
     Raises:
         DataError: with every such source.
     """
-    unit_len, problems = longest_seq_len(config), list[Problem]()
-    mixture = Mixture(table, units, unit_len)
+    unit_len, problems = table.unit_len, list[Problem]()
+    mixture = Mixture(table, units)
     epochs, taken = mixture.epochs(table.steps), mixture.tokens(table.steps)
     for n, source in enumerate(config.data.mixture):
         if source.max_epochs is not None and epochs.get(source.name, 0) > source.max_epochs:
@@ -152,14 +151,13 @@ class Mixture:
 
     Args:
         table: the stage table.
-        units: of each source by name, of `unit_len` tokens, at least one; None: not known yet.
-        unit_len: the longest seq_len of all stages.
+        units: of each source by name, of `table.unit_len` tokens, at least one; None: not known yet.
     """
 
-    def __init__(self, table: StageTable, units: Mapping[str, int | None], unit_len: int) -> None:
+    def __init__(self, table: StageTable, units: Mapping[str, int | None]) -> None:
         # Sorted, so that the turns do not depend on the order in the file; some may be of the past alone.
         self.names = tuple(sorted({*units, *(name for row in table.rows for name in row.asked.weights)}))
-        self.table, self.units, self.unit_len = table, units, unit_len
+        self.table, self.units, self.unit_len = table, units, table.unit_len
         self.rounded: list[tuple[StageRow, dict[str, Fraction]]] = []  # rows, and the shares that are taken instead
         self._turns: list[Turns] = []
         self._cursors: list[np.ndarray] = []  # tokens of each source that are behind at the start of each row

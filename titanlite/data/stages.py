@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.schema import Config
-from titanlite.config.stages import AskedStage, asked_stages
+from titanlite.config.stages import AskedStage, asked_stages, longest_seq_len
 from titanlite.errors import ConfigError, Problem, describe
 
 
@@ -61,11 +61,13 @@ class Past:
         step: the last step done.
         samples: sequences trained on.
         rows: of the stage table, up to there.
+        unit_len: tokens of the samples that sources are cut into; 0: nothing was trained.
     """
 
     step: int = 0
     samples: int = 0
     rows: tuple[StageRow, ...] = ()
+    unit_len: int = 0
 
     @property
     def tokens(self) -> int:
@@ -80,11 +82,12 @@ class StageTable:
     Args:
         rows: by their first step.
         steps: of the run.
+        unit_len: tokens of the samples that sources are cut into: the longest seq_len of all stages that there were.
         notes: what was changed at this start, a line each.
     """
 
-    def __init__(self, rows: Sequence[StageRow], steps: int, notes: Sequence[str] = ()) -> None:
-        self.rows, self.steps, self.notes = tuple(rows), steps, tuple(notes)
+    def __init__(self, rows: Sequence[StageRow], steps: int, unit_len: int, notes: Sequence[str] = ()) -> None:
+        self.rows, self.steps, self.unit_len, self.notes = tuple(rows), steps, unit_len, tuple(notes)
         self._from_step = [row.from_step for row in rows]
         self.first_steps = frozenset(row.from_step + 1 for row in rows)
 
@@ -111,7 +114,8 @@ def past_of(step: int, state: Mapping[str, Any], seq_len: int) -> Past:
     """Return what a checkpoint says of its past; of a version without stages, one source and one seq_len."""
     samples = int(state.get("samples", 0))
     if "stages" in state:
-        return Past(step, samples, tuple(StageRow.from_json(row) for row in state["stages"]))
+        rows = tuple(StageRow.from_json(row) for row in state["stages"])
+        return Past(step, samples, rows, state.get("unit_len", 0))
     if not step:
         return Past()
     saved = state.get("training", {}).get("seq_len", seq_len)
@@ -120,7 +124,7 @@ def past_of(step: int, state: Mapping[str, Any], seq_len: int) -> Past:
     rows = [StageRow(0, 0, 0, asked)]
     if each * step != samples:  # it had another batch before
         rows.append(StageRow(step, samples, samples * saved, asked))
-    return Past(step, samples, tuple(rows))
+    return Past(step, samples, tuple(rows), saved)
 
 
 def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
@@ -136,6 +140,7 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
     """
     asked, past = asked_stages(config, world_size), past or Past()
     rows, notes = list(past.rows), list[str]()
+    unit_len = max(past.unit_len, longest_seq_len(config))
     if rows:
         _check_past(config, asked, past)
     step, samples, tokens = past.step, past.samples, past.tokens
@@ -170,10 +175,12 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
         for row in rows[1:]:
             if row.from_step >= steps and row.from_step > past.step:
                 notes.append(f"data.stage[{row.asked.at}] is not reached: it begins with step {row.from_step + 1}")
-        return StageTable([row for row in rows if row.from_step < steps or row.from_step <= past.step], steps, notes)
+        return StageTable(
+            [row for row in rows if row.from_step < steps or row.from_step <= past.step], steps, unit_len, notes
+        )
     last = rows[-1]
     left = -(-(config.training.tokens - last.from_tokens) // last.asked.tokens_per_step)
-    return StageTable(rows, max(past.step, last.from_step + left, 1), notes)
+    return StageTable(rows, max(past.step, last.from_step + left, 1), unit_len, notes)
 
 
 def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None:

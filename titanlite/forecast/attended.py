@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len
 from titanlite.data.mixture import Mixture
 from titanlite.data.run_samples import prepared_sources
 from titanlite.data.shards import TokenShards
@@ -57,7 +56,7 @@ def attended_share(config: Config, table: StageTable, shards: Mapping[str, Token
     if sources is None:
         return None
     units = {name: source.samples.n for name, source in sources.items()}
-    asked, total = Mixture(table, units, longest_seq_len(config)).asked(table.steps), table.tokens(table.steps)
+    asked, total = Mixture(table, units).asked(table.steps), table.tokens(table.steps)
     samples, lengths = 0, list[int]()
     for name, source in sources.items():
         count = math.ceil(_SAMPLES * asked[name] / total)

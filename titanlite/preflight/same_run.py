@@ -110,8 +110,16 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
         else:
-            flat[prefix + key] = list(cast(tuple[object, ...], value)) if isinstance(value, tuple) else value
+            flat[prefix + key] = [_given_alone(v) for v in value] if isinstance(value, tuple | list) else value
     return flat
+
+
+def _given_alone(value: object) -> object:
+    """Return a table of a list without what is not given, which a file does not say, and in one order of keys."""
+    if not isinstance(value, Mapping):
+        return value
+    given = cast("Mapping[str, Any]", value)
+    return {key: given[key] for key in sorted(given) if given[key] not in (None, {})}
 
 
 def _toml(value: object) -> str:

@@ -10,7 +10,7 @@ from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len, source_keys
+from titanlite.config.stages import source_keys
 from titanlite.data.inputs import Inputs
 from titanlite.data.mixture import check_epochs
 from titanlite.data.stages import StageTable, past_of, stage_table
@@ -52,7 +52,7 @@ def planned_stages(config: Config, world_size: int | None, has_weights: bool) ->
 
 def check_sources(config: Config, inputs: Inputs, table: StageTable) -> None:
     """Refuse a run that goes through a source more often than it may, as far as lengths are known."""
-    unit_len, tokens = longest_seq_len(config), inputs.tokens
+    unit_len, tokens = table.unit_len, inputs.tokens
     known = {name: tokens[key] for name, (key, _) in source_keys(config).items() if key in tokens}
     check_epochs(config, table, {name: max(1, (n - 1) // unit_len) for name, n in known.items()})
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.schema import Config
-from titanlite.config.stages import SOLE, key_of_source, least_samples, longest_seq_len, source_keys
+from titanlite.config.stages import SOLE, key_of_source, least_samples, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.growing import GrowingShards
@@ -237,11 +237,11 @@ def open_batches(
         DataError: a source has too few tokens.
     """
     config, training = asked.config, asked.config.training
-    unit_len, per_step = longest_seq_len(config), training.global_batch_size or training.local_batch_size * mesh.dp_size
+    unit_len, per_step = table.unit_len, training.global_batch_size or training.local_batch_size * mesh.dp_size
     sources: dict[str, Samples] = {}
     counts = SampleCounts(sources)
     for name, shards in data.train.items():
-        check = partial(_check_length, shards, config, least_samples(config, per_step), key_of_source(name))
+        check = partial(_check_length, shards, unit_len, least_samples(config, per_step), key_of_source(name))
         sources[name] = data.packed.get(name) or ConcatenatedSamples(
             shards, unit_len, lambda check=check: (check(), check_epochs(config, table, counts))
         )
@@ -265,12 +265,12 @@ def open_batches(
     return train, held_out
 
 
-def _check_length(shards: TokenShards | GrowingShards, config: Config, least: int, key: str) -> None:
+def _check_length(shards: TokenShards | GrowingShards, unit_len: int, least: int, key: str) -> None:
     """Raise if a source has fewer samples than a step takes, where that is known."""
     finished = shards if isinstance(shards, TokenShards) else shards.finished
     if finished is not None:
         meta = finished.meta
-        sample_count(meta.source, meta.tokens, longest_seq_len(config), least, key, meta.max_tokens)
+        sample_count(meta.source, meta.tokens, unit_len, least, key, meta.max_tokens)
 
 
 def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:

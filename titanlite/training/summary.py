@@ -41,7 +41,8 @@ def first_lines(
     config = run.config
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
     steps, at, table = config.training.steps, position, position.table
-    each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in table.rows if row.from_step < steps)
+    ahead = [table.row(step) for step in sorted({at.start + 1, *table.first_steps}) if at.start < step <= steps]
+    each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in ahead or table.rows[-1:])
     n_tokens = [source.tokens for source in sources.values()]
     has = "more, which are counted as they are tokenized"
     if None not in n_tokens:
@@ -96,7 +97,8 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> 
     elif saved:
         lines.append(_line("longer", _resume(config, folder, last)))
         longer = replace(config, training=replace(config.training, steps=2 * config.training.steps))
-        if text := change_of_rate(longer, last, learning_rate(last, config), last + 1):
+        counts_steps = not config.training.tokens and not config.data.stage  # else the next start says it
+        if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config), last + 1)):
             lines.append(_line("", text))
     lines.append(_line("compare", f"titanlite compare {path}"))
     if saved and not config.model.file:  # there is no layout of Hugging Face's for a user's own architecture

@@ -69,8 +69,8 @@ def samples_of(mixture: Mixture, row: StageRow, samples: np.ndarray, seed: int) 
     return found
 
 
-def step_of(table: StageTable, units: dict[str, int], unit_len: int, step: int) -> list[Sample]:
-    mixture, row = Mixture(table, units, unit_len), table.row(step)
+def step_of(table: StageTable, units: dict[str, int], step: int) -> list[Sample]:
+    mixture, row = Mixture(table, units), table.row(step)
     return samples_of(mixture, row, np.arange(table.samples(step - 1), table.samples(step)), seed=0)
 
 
@@ -115,7 +115,7 @@ def test_three_changes_of_weights_lose_and_repeat_nothing(batch: int) -> None:
         weights = {name: WEIGHTS[now].get(name, 0.0) for name in ("a", "b", "c")}
         table = stage_table(config_of(weights, steps=steps, batch=batch), 1, past)
         assert bool(table.notes) == (step in changes and step > 0)
-        got = step_of(table, UNITS, 8, step + 1)
+        got = step_of(table, UNITS, step + 1)
         assert got == [oracle.next() for _ in range(batch)]
         seen += got
         state = {"samples": table.samples(step + 1), "stages": table.past(step + 1)}
@@ -132,7 +132,7 @@ def test_three_changes_of_weights_lose_and_repeat_nothing(batch: int) -> None:
 def test_realised_shares_at_every_step() -> None:
     stages = (Stage(160, {"a": 0.2, "b": 0.5, "c": 0.3}), Stage(640, {"c": 1.0, "a": 3.0}))
     table = stage_table(config_of({"a": 0.7, "b": 0.3, "c": 0.0}, stages), 1)
-    mixture = Mixture(table, UNITS, 8)
+    mixture = Mixture(table, UNITS)
     for before, row in enumerate(table.rows):
         end = table.rows[before + 1].from_step if before + 1 < len(table.rows) else 40
         at_start = mixture.tokens(row.from_step), mixture.asked(row.from_step)
@@ -162,12 +162,12 @@ def test_a_ramp_of_batch_and_length_is_what_the_oracle_says() -> None:
         rows = [[row.to_json() for row in of.rows] for of in (table, whole)]
         assert rows[0] == rows[1]
         assert (table.steps, table.notes) == (60, ())
-        assert step_of(table, units, 32, step) == [oracle.next() for _ in range(batch)]
+        assert step_of(table, units, step) == [oracle.next() for _ in range(batch)]
         tokens, samples = tokens + batch * seq_len, samples + batch
         assert (table.tokens(step), table.samples(step)) == (tokens, samples)
         past = past_of(step, {"samples": samples, "stages": table.past(step)}, 8)
         assert (past.tokens, past.samples) == (tokens, samples)
-        skipped = Mixture(table, units, 32).skipped(step)
+        skipped = Mixture(table, units).skipped(step)
         assert skipped == {name: oracle.skipped[name] for name in units}
     assert sum(skipped.values()) > 0  # else the case is not there
     assert len(whole.rows) == 4
@@ -186,7 +186,7 @@ def test_tokens_end_a_run() -> None:
 def test_one_source_of_a_mixture_is_in_the_order_of_a_source() -> None:
     """Bit for bit, apart from the seed."""
     table = stage_table(config_of({"a": 5.0}), 1)
-    taken = Mixture(table, {"a": 13}, 8).taken(table.rows[0], np.arange(200))
+    taken = Mixture(table, {"a": 13}).taken(table.rows[0], np.arange(200))
     assert taken.unit.tolist() == list(range(200))
     assert not taken.piece.any()
     assert seed_of(3, "") == 3
@@ -198,7 +198,7 @@ def test_the_order_in_the_file_does_not_matter() -> None:
         stage_table(config_of(weights), 1) for weights in ({"a": 1, "b": 1, "c": 1}, {"c": 1, "b": 1, "a": 1})
     )
     for step in (1, 7, 40):
-        assert step_of(one, UNITS, 8, step) == step_of(other, dict(reversed(UNITS.items())), 8, step)
+        assert step_of(one, UNITS, step) == step_of(other, dict(reversed(UNITS.items())), step)
 
 
 def trained(config: Config, step: int) -> Past:
@@ -246,7 +246,7 @@ def test_a_checkpoint_without_stages_goes_on() -> None:
         assert (past.samples, past.tokens) == (state["samples"], 8 * state["samples"])
         table = stage_table(config, 1, past)
         assert not table.notes
-        mixture = Mixture(table, {"": 13}, 8)
+        mixture = Mixture(table, {"": 13})
         for before, after in pairwise(range(10, 16)):
             first = state["samples"] + 4 * (before - 10)
             assert table.samples(before) == first

@@ -53,7 +53,7 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
     with closing(console), closing(metrics):
         state = {"samples": samples_before, "sequences_per_step": BATCH}
         table = stage_table(config, 1, past_of(start, state, S))
-        position = Position(start, Mixture(table, {"": EPOCH}, S), WORLD)
+        position = Position(start, Mixture(table, {"": EPOCH}), WORLD)
         yield Report(config, position, OF_TOKEN, CPU, console, status, [console, metrics])
 
 
