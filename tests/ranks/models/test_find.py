@@ -24,7 +24,10 @@ DEBUG = str(Path(__file__).parents[3] / "configs" / "debug.toml")
 @pytest.fixture
 def mine(tmp_path: Path) -> list[str]:
     """Flags for a copy of GPT-2's file, with a class by another name."""
-    (tmp_path / "mine.py").write_text(inspect.getsource(gpt2).replace("GPT2", "Mine"))
+    text = (
+        inspect.getsource(gpt2).replace("GPT2", "Mine").replace("import torch.nn", "import torch\nimport torch.nn", 1)
+    )
+    (tmp_path / "mine.py").write_text(text)  # where tests add code that uses torch
     (tmp_path / "model").mkdir()
     recipe = (Path(__file__).parents[3] / "recipes" / "model" / "gpt2-debug.toml").read_text()
     (tmp_path / "model" / "mine-small.toml").write_text(recipe)
