@@ -5,6 +5,7 @@ over ranks: what is left is the rounding of sums in another order.
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.support.own_model import mine
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, checked, whole
+from tests.support.short_run import assemble, batches_of, checked, whole
 from titanlite.config.schema import Config
 from titanlite.data import batches
 from titanlite.data.batches import Batch
@@ -29,6 +30,7 @@ from titanlite.models.find import build_model
 from titanlite.models.layers import Sequences
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.training import build
+from titanlite.training.state import take_first_weights
 from titanlite.training.step import train_step
 
 ARCHITECTURES = ["llama3", "qwen3", "gemma3", "gpt2", "mine"]
@@ -232,3 +234,32 @@ def test_layouts_and_save_lists_compute_the_same(
     assert grads.keys() == {key[9:] for key in found if key.startswith("gradient/")}
     errors = [((found[f"gradient/{key}"] - t).abs().max() / t.abs().max()).item() for key, t in grads.items()]
     assert max([abs(found["loss"] - loss).item(), *errors]) <= 1e-12
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_steps_neither_wait_for_the_gpu_nor_compile_again(tmp_path: Path) -> None:
+    """Over other documents in each: after the first steps torch raises where the host waits or a graph is compiled."""
+    heads = ["--model.n_heads=4", "--model.n_kv_heads=2"]  # 64 wide
+    shape = ["--training.seq_len=512", "--training.local_batch_size=2", "--compile.enable=true"]
+    asked = checked(tmp_path, 1, [*heads, *shape, "--data.document_mask=true"])
+    steps, documents_of_steps = 100, set[int]()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        run = build.build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cuda", 0))
+        take_first_weights(run)
+        with closing(batches_of(run)) as found, build.fastest_attention():
+            for step in range(steps):
+                micro_batches = found.next()
+                documents_of_steps.add(sum(len(batch.sequences.starts.unique()) for batch in micro_batches))
+                if step >= 3:
+                    torch.cuda.set_sync_debug_mode("error")
+                    torch._dynamo.config.error_on_recompile = True
+                result = train_step(run, micro_batches, 1e-4, False)
+                torch.cuda.set_sync_debug_mode("default")
+        assert torch.isfinite(result).all()
+        assert len(documents_of_steps) > 3
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch._dynamo.config.error_on_recompile = False
+        dist.destroy_process_group()
