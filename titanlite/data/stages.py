@@ -10,6 +10,7 @@ A stage begins with the first step that has its tokens behind it. Nothing here n
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from titanlite.config.schema import Config
@@ -158,9 +159,7 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
         at = row.from_tokens + (start - row.from_step) * row.asked.tokens_per_step
         begins = start + -(-(stage.from_tokens - at) // row.asked.tokens_per_step)
         if begins <= start:
-            key, each = f"data.stage[{stage.at}].from_tokens", row.asked.tokens_per_step
-            want = f"at least a step, of {each:,} tokens, after the stage before it begins"
-            raise ConfigError.of("data.stage", key, str(stage.from_tokens), want, "a larger from_tokens")
+            raise ConfigError(describe("data.stage", [_without_step(stage, row.asked)]))
         done = begins - row.from_step
         rows.append(
             StageRow(
@@ -170,17 +169,17 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
                 stage,
             )
         )
-    if not config.training.tokens:
-        steps = config.training.steps
-        for row in rows[1:]:
-            if row.from_step >= steps and row.from_step > past.step:
-                notes.append(f"data.stage[{row.asked.at}] is not reached: it begins with step {row.from_step + 1}")
-        return StageTable(
-            [row for row in rows if row.from_step < steps or row.from_step <= past.step], steps, unit_len, notes
-        )
-    last = rows[-1]
-    left = -(-(config.training.tokens - last.from_tokens) // last.asked.tokens_per_step)
-    return StageTable(rows, max(past.step, last.from_step + left, 1), unit_len, notes)
+    end, reached = config.training.tokens, list[StageRow]()
+    for row in rows:
+        if row.from_step <= past.step or (row.from_tokens < end if end else row.from_step < config.training.steps):
+            reached.append(row)
+        else:
+            notes.append(f"data.stage[{row.asked.at}] is not reached: it begins with step {row.from_step + 1}")
+    steps, last = config.training.steps, reached[-1]
+    if end:
+        left = -(-(end - last.from_tokens) // last.asked.tokens_per_step)
+        steps = max(past.step, last.from_step + left, 1)
+    return StageTable(reached, steps, unit_len, notes)
 
 
 def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None:
@@ -204,8 +203,16 @@ def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None
         if start not in trained and start <= done:
             want = f"at least {tokens}, the tokens that are behind: the past cannot be trained otherwise"
             problems.append(Problem(f"data.stage[{stage.at}].from_tokens", str(start), want, f"from_tokens = {tokens}"))
+    new = [stage for start, stage in by_start.items() if start not in trained and done < start <= tokens]
+    problems += [_without_step(stage, passed) for passed, stage in pairwise(new)]
     if problems:
         raise ConfigError(describe("data.stage", problems))
+
+
+def _without_step(stage: AskedStage, before: AskedStage) -> Problem:
+    """Return the problem of a stage that begins in the first step of the one before it."""
+    want = f"at least a step, of {before.tokens_per_step:,} tokens, after the stage before it begins"
+    return Problem(f"data.stage[{stage.at}].from_tokens", str(stage.from_tokens), want, "a larger from_tokens")
 
 
 def _takes_same(a: AskedStage, b: AskedStage, is_past: bool = False) -> bool:

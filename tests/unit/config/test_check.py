@@ -13,7 +13,7 @@ from titanlite.config.problems import Origin, Place
 from titanlite.config.ranges import RANGES
 from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Stage
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
@@ -358,3 +358,11 @@ def test_a_shuffle_window_holds_a_sample() -> None:
     said = message(changed(Config(), data__shuffle_window=2047))
     assert "data.shuffle_window" in said
     assert "at least the 2048 tokens of a sample" in said
+
+
+def test_a_shuffle_window_holds_a_sample_of_the_longest_stage() -> None:
+    config = changed(Config(), data__stage=(Stage(1 << 30, seq_len=4096),), data__shuffle_window=4096)
+    check_config(config, None, None)
+    said = message(changed(config, data__shuffle_window=2048))
+    assert "at least the 4096 tokens of a sample (the longest seq_len of data.stage)" in said
+    assert said.count("want:") == 1

@@ -183,6 +183,18 @@ def test_tokens_end_a_run() -> None:
     assert stage_table(config, 1, done).steps == table.steps
 
 
+@pytest.mark.parametrize("from_tokens", [95, 85, 65])
+def test_a_stage_whose_step_is_past_the_end_cuts_nothing_off(from_tokens: int) -> None:
+    config = config_of({"a": 1.0}, (Stage(from_tokens, global_batch_size=1),), batch=3, seq_len=10)
+    table = stage_table(replace(config, training=replace(config.training, tokens=100)), 1)
+    reached = [row.from_tokens for row in table.rows]
+    if from_tokens > 90:
+        assert (reached, table.notes) == ([0], ("data.stage[0] is not reached: it begins with step 5",))
+    else:
+        assert (reached, table.notes) == ([0, 90], ())
+    assert table.tokens(table.steps - 1) < 100 <= table.tokens(table.steps)
+
+
 def test_one_source_of_a_mixture_is_in_the_order_of_a_source() -> None:
     """Bit for bit, apart from the seed."""
     table = stage_table(config_of({"a": 5.0}), 1)
@@ -237,6 +249,17 @@ def test_a_stage_without_a_step_is_refused() -> None:
     stages = (Stage(321, global_batch_size=64), Stage(322))
     with pytest.raises(ConfigError, match="at least a step, of 512 tokens"):
         stage_table(config_of({"a": 1.0}, stages), 1)
+
+
+def test_a_stage_that_a_resume_would_pass_over_is_refused() -> None:
+    """As at a fresh start; else the next resume would miss it in what was trained."""
+    config = config_of({"a": 1.0}, batch=3, seq_len=10)
+    past = trained(config, 3)
+    assert past.tokens == 90
+    two = replace(config, data=replace(config.data, stage=(Stage(85, seq_len=10), Stage(90, global_batch_size=6))))
+    for before in (past, None):
+        with pytest.raises(ConfigError, match=r"stage\[1\].from_tokens = 90\n.*at least a step, of 30 tokens"):
+            stage_table(two, 1, before)
 
 
 def test_a_checkpoint_without_stages_goes_on() -> None:
