@@ -12,16 +12,20 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from titanlite.config.schema import Data
+from titanlite.data.cache import say_failed
 from titanlite.data.growing import GrowingShards, read_wanted, wait_for
 from titanlite.data.prepare import plan_preparation
 from titanlite.data.progress import Progress
 from titanlite.data.shards import TokenShards
-from titanlite.errors import TitanliteError
+from titanlite.errors import DataError, TitanliteError
+from titanlite.redact import redact
 
 _PROGRAM = "from titanlite.data.background import prepare_for_run; sys.exit(prepare_for_run())"
 _END_SECONDS = 5.0  # after which a process that was asked to end is killed
@@ -40,7 +44,10 @@ class BackgroundPreparation:
         asked = {
             "data": asdict(data),
             "vocab_size": vocab_size,
-            "sources": {key: shards.planned.source.name for key, shards in corpora.items()},
+            "sources": [
+                [key, shards.planned.source.name, str(shards.folder), shards.planned.terms]
+                for key, shards in corpora.items()
+            ],
         }
         start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
         # A session of its own: Ctrl-C, and a launcher that ends the run's processes, are the run's to answer.
@@ -88,20 +95,24 @@ def prepare_for_run() -> int:
     """Tokenize what standard input asks for, until that is closed.
 
     Returns:
-        0 where all is done, 2 where a source cannot be used: the lock file of its folder says why.
+        0 where all is done. Where a source cannot be used the lock file of its folder says why, and the process ends
+        with 2 at once, as the run does.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the run saves a checkpoint meanwhile, and closes the pipe
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         asked = json.loads(pipe.readline())
-    data, failed, threads = Data(**asked["data"]), list[str](), list[threading.Thread]()
+    data, threads = Data(**asked["data"]), list[threading.Thread]()
 
-    def tokenize(key: str, source: str) -> None:
+    def tokenize(key: str, source: str, folder: str, terms: str) -> None:
         try:
             planned = plan_preparation(source, data, asked["vocab_size"], key)
+            if planned.folder != Path(folder):
+                saw = f"{source!r}, whose files changed meanwhile"
+                raise DataError.of("data", key, saw, "files that do not change", "run again")
             planned.make(Progress(f"preparing {source}", enable=True, is_quiet=True), _lead(data))
-        except TitanliteError as error:
-            failed.append(str(error))
+        except BaseException as error:
+            _end_for(error, Path(folder), terms)
 
     def end_with_the_run() -> None:
         while os.read(0, 1):
@@ -109,12 +120,25 @@ def prepare_for_run() -> int:
         os._exit(0)
 
     threading.Thread(target=end_with_the_run, daemon=True).start()
-    for key, source in asked["sources"].items():
-        threads.append(threading.Thread(target=tokenize, args=(key, source)))
+    for source in asked["sources"]:
+        threads.append(threading.Thread(target=tokenize, args=source))
         threads[-1].start()
     for thread in threads:
         thread.join()
-    return 2 if failed else 0
+    return 0
+
+
+def _end_for(error: BaseException, folder: Path, terms: str) -> NoReturn:
+    """End this process for an error, of which those who wait for a folder are to know."""
+    said = f"{error}"
+    if not isinstance(error, TitanliteError):
+        traceback.print_exc()
+        said = f"the process that tokenizes failed: {type(error).__name__}: {error}"
+    try:
+        say_failed(folder, terms, said)
+    except OSError:  # as where nothing can be written: the message still shows
+        sys.stderr.write(f"{redact(said)}\n")
+    os._exit(2)
 
 
 def _lead(data: Data) -> Callable[[Path], int] | None:

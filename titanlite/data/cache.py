@@ -73,9 +73,8 @@ def make_once(
             make(unfinished, report)
             unfinished.rename(folder)
         except DataError as e:
-            said = redact(f"{failed}{e}").encode(errors="backslashreplace")
             with suppress(OSError):
-                os.pwrite(lock, said.ljust(_SAID_BYTES), 0)
+                _write_failure(lock, terms, e)
             raise
         finally:
             if read_made(unfinished) is None:
@@ -95,6 +94,23 @@ def lock_of(folder: Path) -> Path:
 def failed_start(terms: str) -> str:
     """Return what the lock file begins with where a folder could not be made; the message follows."""
     return redact(f"failed, {terms}: ")
+
+
+def say_failed(folder: Path, terms: str, error: object) -> None:
+    """Say in the lock file why a folder could not be made, unless somebody makes it.
+
+    Raises:
+        OSError: the lock file cannot be written.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    file = open_plain(lock_of(folder), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _write_failure(file, terms, error)
+    except BlockingIOError:
+        return
+    finally:
+        os.close(file)
 
 
 def maker_failed(folder: Path, terms: str) -> str | None:
@@ -146,6 +162,11 @@ def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, boo
         yield file, has_waited
     finally:
         os.close(file)
+
+
+def _write_failure(lock: int, terms: str, error: object) -> None:
+    said = redact(f"{failed_start(terms)}{error}").encode(errors="backslashreplace")
+    os.pwrite(lock, said.ljust(_SAID_BYTES), 0)
 
 
 def _read_lock(lock: int) -> str:

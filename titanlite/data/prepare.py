@@ -111,7 +111,6 @@ class Preparation:
                     empty(unfinished)
                     want = "files that do not change meanwhile"
                     raise DataError.of("data", self.source.key, saw, want, "run again")
-                end(unfinished)
                 meta.write(unfinished)
             except OSError as e:  # those who wait for it are to know why
                 raise unusable_cache(self.data, e) from e
@@ -119,6 +118,7 @@ class Preparation:
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
             make_once(self.folder, make, self.terms, progress, total)
+            end(self.folder)  # once it has its name: until then, a restart needs these files
         except OSError as e:
             raise unusable_cache(self.data, e) from e
 

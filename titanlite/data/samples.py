@@ -63,7 +63,7 @@ class ConcatenatedSamples:
     Args:
         shards: the source.
         seq_len: tokens of a sample (S).
-        check: called when it turns out how many samples there are, if that is not known from the start.
+        check: called once by `wait`, when it is known how many samples there are; not of shards that are whole.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class ConcatenatedSamples:
     ) -> None:
         self.seq_len = seq_len
         self._shards, self._check = shards, check
+        self._is_checked = isinstance(shards, TokenShards)
 
     @property
     def n(self) -> int | None:
@@ -80,8 +81,9 @@ class ConcatenatedSamples:
 
     def wait(self, samples: int) -> None:
         """Wait for samples; see `Samples.wait`."""
-        if self._shards.tokens is None and self._shards.wait(samples * self.seq_len + 1) is not None:
-            self._check()
+        if not self._is_checked and self._shards.wait(samples * self.seq_len + 1) is not None:
+            self._check()  # whoever has found the end
+            self._is_checked = True
 
     def read(self, sample: int) -> np.ndarray:
         """Read a sample; see `Samples.read`."""
@@ -125,6 +127,5 @@ def samples_in_order(source: Samples, places: np.ndarray, seed: int, window: int
     Raises:
         DataError: as `Samples.wait` says.
     """
-    if source.n is None:
-        source.wait(units_needed(places, window))
+    source.wait(units_needed(places, window) if window else 0)
     return units_at(places, source.n, seed, window)

@@ -3,8 +3,8 @@
 Beside the shards lies `progress.json`, replaced as a whole: which tokens are there to stay, and what reading the source
 had met by then. Each shard that is full has a `.json` of its own beside it, with its hashes. What `progress.json` says
 is on disk before it says so, and is never taken back: it ends with a document, and only good documents are counted.
-What lies behind it is not looked at, and is written again after a restart. All these files are gone when the folder
-gets its name.
+What lies behind it is not looked at, and is written again after a restart. All these files are gone soon after
+the folder got its name.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def empty(folder: Path) -> None:
 
 
 def end(folder: Path) -> None:
-    """Delete what only a folder that is still being made has."""
+    """Delete what only a folder that is still being made has. Any number of processes may do this at once."""
     for path in folder.glob("shard-*.json"):
-        path.unlink()
+        path.unlink(missing_ok=True)
     (folder / PROGRESS).unlink(missing_ok=True)

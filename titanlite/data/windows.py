@@ -10,6 +10,7 @@ The trade-off: text is not mixed over more than a window. A source that is sorte
 import numpy as np
 
 from titanlite.data.order import mix, samples_at
+from titanlite.errors import DataError
 
 _MASK = (1 << 64) - 1
 
@@ -19,18 +20,24 @@ def units_at(positions: np.ndarray, n_units: int | None, seed: int, window: int 
 
     Args:
         positions: [N] integers from 0 on; position // n_units is the epoch.
-        n_units: units of the source, at least 1. None: not known yet, but the source has at least `units_needed`.
+        n_units: units of the source. None: not known yet, but the source has at least `units_needed`.
         seed: any integer.
         window: units of a window; the last one may have fewer. 0: one window, the whole source.
 
     Returns:
         [N] int64, units in 0 … n_units - 1. Over the positions of one epoch each occurs once.
+
+    Raises:
+        DataError: the source has none.
     """
+    if n_units is not None and n_units < 1:
+        saw, want = "a source with fewer tokens than one sample", "at least one sample of each source"
+        raise DataError.of("data", "data", saw, want, "give a source with more text, or a smaller seq_len")
     if not window:
         assert n_units is not None  # noqa: S101  # the order within a window depends on its length
         return samples_at(positions, n_units, seed)
     positions = np.asarray(positions, np.int64)
-    epochs, places = np.divmod(positions, n_units) if n_units else (np.zeros_like(positions), positions)
+    epochs, places = np.divmod(positions, n_units) if n_units is not None else (np.zeros_like(positions), positions)
     windows, places = np.divmod(places, window)
     units = np.empty_like(positions)
     for epoch, number in {*zip(epochs.tolist(), windows.tolist(), strict=True)}:

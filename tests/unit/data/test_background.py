@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.cache import unfinished_of
 from titanlite.data.growing import GrowingShards
 from titanlite.data.prepare import prepare
+from titanlite.data.samples import ConcatenatedSamples, samples_in_order
 from titanlite.data.shards import TokenShards
 from titanlite.data.unfinished import read_made
 from titanlite.errors import DataError
@@ -47,7 +49,8 @@ def started() -> Iterator[list[BackgroundPreparation]]:
     processes: list[BackgroundPreparation] = []
     yield processes
     for process in processes:
-        os.kill(process.pid, signal.SIGCONT)
+        with suppress(ProcessLookupError):  # that has ended
+            os.kill(process.pid, signal.SIGCONT)
         process.close()
 
 
@@ -252,3 +255,81 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
     go_on.set()
     thread.join()
     assert np.array_equal(shards.read(150_000, 200_000), text)
+
+
+def fail_in_the_child(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Run some code in the process that tokenizes before it begins."""
+    popen = subprocess.Popen
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+
+    def changed(command: list[str], **more: object) -> "subprocess.Popen[bytes]":
+        return popen([sys.executable, "-c", f"import sys\n{code}\n{command[2]}"], **more)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(subprocess, "Popen", changed)
+
+
+PLAN_FAILS = """
+from titanlite.data import background
+from titanlite.errors import DataError
+plan = background.plan_preparation
+def fails(source, data, vocab_size, key):
+    if source.endswith("b.jsonl"):
+        raise DataError("the server is away")
+    return plan(source, data, vocab_size, key)
+background.plan_preparation = fails
+"""
+
+
+def test_a_source_that_fails_at_once_ends_the_start(
+    tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another source goes on: nobody may wait for the one that failed before anybody saw it begin."""
+    corpora = {}
+    for name in "ab":
+        shards, data = open_data(write_records(tmp_path / f"{name}.jsonl", 30), tmp_path / "cache", prepare_lead=1)
+        corpora[name] = shards
+    fail_in_the_child(monkeypatch, PLAN_FAILS)
+    began = threading.Thread(target=lambda: started.append(BackgroundPreparation(corpora, data, 256)), daemon=True)
+    began.start()
+    began.join(20)
+    assert not began.is_alive()
+    with pytest.raises(DataError, match="the server is away"):
+        corpora["b"].wait(1)
+
+
+def test_a_bug_of_the_maker_is_told_by_its_name(
+    tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, data = open_data(write_records(tmp_path / "b.jsonl", 3), tmp_path / "cache")
+    fail_in_the_child(monkeypatch, PLAN_FAILS.replace("DataError(", "KeyError("))
+    start(shards, data, started)
+    with pytest.raises(DataError, match="the process that tokenizes failed: KeyError: 'the server is away'"):
+        shards.wait(1)
+
+
+def test_a_source_that_changes_between_two_looks_is_told_of(
+    tmp_path: Path, started: list[BackgroundPreparation]
+) -> None:
+    source = write_records(tmp_path / "a.jsonl", 3)
+    shards, data = open_data(source, tmp_path / "cache")
+    os.utime(source, (1, 1))
+    start(shards, data, started)
+    with pytest.raises(DataError, match="files changed meanwhile"):
+        shards.wait(1)
+
+
+@pytest.mark.parametrize("poller", ["who reads", "another thread"])
+def test_the_end_of_a_source_is_checked_whoever_finds_it(tmp_path: Path, poller: str) -> None:
+    source = write_records(tmp_path / "a.jsonl", 1, 50)
+    shards, data = open_data(source, tmp_path / "cache")
+    checked: list[int | None] = []
+    samples = ConcatenatedSamples(shards, 64, lambda: checked.append(shards.tokens))
+    prepare(source, data, 256, progress=False)
+    if poller != "who reads":
+        shards.poll()
+        assert shards.finished is not None
+    with pytest.raises(DataError, match="fewer tokens than one sample"):
+        samples_in_order(samples, np.arange(4), seed=0, window=2)
+    assert checked == [shards.tokens]
+    samples.wait(1)
+    assert len(checked) == 1

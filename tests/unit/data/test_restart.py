@@ -1,5 +1,6 @@
 """A preparation that was cut off goes on where it was, and what comes of it is what it would have been."""
 
+import errno
 import gzip
 import json
 import random
@@ -173,3 +174,31 @@ def test_what_is_not_as_it_was_is_made_anew(damage: str, tmp_path: Path, monkeyp
     whole = prepare(source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
     assert content(again.folder) == content(whole.folder)
     assert Meta.read(again.folder).tokens == whole.tokens
+
+
+@pytest.mark.parametrize("failing", ["write", "rename"])
+def test_what_fails_at_the_last_file_loses_nothing(
+    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full where the folder is to be ended, or the process is killed there."""
+    source = write("jsonl", tmp_path / "in")
+    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
+
+    def full(*args: object) -> None:
+        if failing == "rename":
+            raise Killed
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Meta if failing == "write" else Path, failing, full)
+        with pytest.raises(DataError if failing == "write" else Killed):
+            prepare(source, data, 256, progress=False)
+    (folder,) = (tmp_path / "cache").glob("*.unfinished")
+    made = read_made(folder)
+    assert made is not None
+    assert made.n_shards > 0
+    again = prepare(source, data, 256, progress=False)
+    whole = prepare(source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    assert content(again.folder) == content(whole.folder)
+    assert sorted({path.suffix for path in again.folder.iterdir()}) == [".bin", ".json"]
+    assert [path.name for path in again.folder.glob("*.json")] == ["meta.json"]

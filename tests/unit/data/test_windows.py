@@ -5,6 +5,7 @@ import pytest
 
 from titanlite.data.order import samples_at
 from titanlite.data.windows import units_at, units_needed
+from titanlite.errors import DataError
 
 
 def test_without_a_window_it_is_the_order_of_the_whole_source() -> None:
@@ -54,3 +55,9 @@ def test_windows_seeds_and_epochs_have_unrelated_orders() -> None:
 def test_the_order_in_windows_never_changes() -> None:
     """Old runs resume: these values are part of the format of a checkpoint."""
     assert units_at(np.arange(12), 10, 0, 4).tolist() == [1, 3, 2, 0, 7, 6, 4, 5, 9, 8, 1, 2]
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_source_without_a_unit_is_an_error(window: int) -> None:
+    with pytest.raises(DataError, match="fewer tokens than one sample"):
+        units_at(np.arange(3), 0, 1, window)
