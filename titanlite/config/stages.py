@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from operator import attrgetter
 
 from titanlite.config.build import show
 from titanlite.config.check_mesh import data_ranks
@@ -114,9 +115,23 @@ def largest_stage(config: Config) -> Config:
     return max(shapes, key=lambda now: (now.training.seq_len * now.training.local_batch_size, now.training.seq_len))
 
 
+def replaced_keys(config: Config) -> dict[str, str]:
+    """Return the keys that have no effect, as another key takes the place of each: that one by the key."""
+    found: dict[str, str] = {}
+    if config.data.mixture:
+        found["data.source"] = "data.mixture"
+    if config.lr_scheduler.warmup_tokens is not None:
+        found["lr_scheduler.warmup_steps"] = "lr_scheduler.warmup_tokens"
+    if any(stage.lr_decay_to is not None for stage in config.data.stage):
+        found["lr_scheduler.min_lr_factor"] = "data.stage"
+    return found
+
+
 def check_stages(config: Config, problems: Problems) -> None:
     """Refuse mixtures and stages that cannot be: nothing of them needs data or torch."""
     _check_mixture(config, problems)
+    for key, by in replaced_keys(config).items():
+        _check_replaced(config, key, by, problems)
     schedule = config.lr_scheduler
     if schedule.warmup_tokens is not None and not config.training.tokens:
         want = "not given without training.tokens: the learning rate follows steps"
@@ -146,15 +161,18 @@ def check_stages(config: Config, problems: Problems) -> None:
         problems.add("training.seq_len", str(config.training.seq_len), want, "powers of 2 divide each other")
 
 
+def _check_replaced(config: Config, key: str, by: str, problems: Problems) -> None:
+    """Refuse a key that is given though another takes its place; of a file that is extended it is replaced."""
+    place, other = problems.origin.places.get(key), problems.origin.of(by)
+    if place is not None and place.source in (other.source, problems.origin.source, COMMAND_LINE.source):
+        shown = {"data.mixture": "[[data.mixture]]", "data.stage": "lr_decay_to in [[data.stage]]"}.get(by, by)
+        fix = "remove it, or make it a source of the mixture" if by == "data.mixture" else f"remove it, or {shown}"
+        problems.add(key, show(attrgetter(key)(config)), f"not given with {shown}, which takes its place", fix)
+
+
 def _check_mixture(config: Config, problems: Problems) -> None:
     """Check names, and that there is something to mix."""
     mixture, seen = config.data.mixture, set[str]()
-    # That of a file which is extended is replaced, as any key is.
-    place, other = problems.origin.places.get("data.source"), problems.origin.of("data.mixture")
-    is_replaced = place is not None and place.source not in (other.source, problems.origin.source, COMMAND_LINE.source)
-    if mixture and place is not None and not is_replaced:
-        want = "not given with [[data.mixture]], which takes its place"
-        problems.add("data.source", show(config.data.source), want, "remove it, or make it a source of the mixture")
     for n, source in enumerate(mixture):
         key = f"data.mixture[{n}].name"
         if not _NAME.fullmatch(source.name):

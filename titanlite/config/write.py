@@ -5,6 +5,9 @@ from typing import Any, cast
 
 import tomli_w
 
+from titanlite.config.schema import Config
+from titanlite.config.stages import replaced_keys
+
 
 def to_toml(config: Any) -> str:
     """Return a config, or a recipe, as TOML, with every value that it resolved to but None, which TOML has not."""
@@ -14,8 +17,9 @@ def to_toml(config: Any) -> str:
 def toml_table(config: Any) -> dict[str, Any]:
     """Return a config, or a recipe, as the table that its TOML says."""
     table = _toml_value(dataclasses.asdict(config))
-    if table.get("data", {}).get("mixture"):
-        del table["data"]["source"]  # which a mixture takes the place of
+    for replaced in replaced_keys(config) if isinstance(config, Config) else ():  # which reading would refuse
+        section, _, key = replaced.partition(".")
+        del table[section][key]
     return table
 
 

@@ -23,6 +23,7 @@ from titanlite.data.cache_folder import (
 )
 from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
+from titanlite.data.packing import PackedSamples, index_folder
 from titanlite.data.prepare import check_meta, check_used_whole, check_vocabulary, id_dtype, new_tally, no_text
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
@@ -119,8 +120,14 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         if counted is not None:
             tokens[key], max_tokens = counted
             seq_len = config.training.seq_len if key.startswith("validation.") else longest_seq_len(config)
-            is_enough = config.data.packing == "best_fit" and tokens[key] > seq_len * ((at_least or 1) - 1)
-            if at_least is not None and not is_enough:
+            if config.data.packing == "best_fit" and not key.startswith("validation."):
+                # How many samples it makes is known once it is packed; until then, its start says so.
+                own = shards.get(key)
+                if own is not None and own.separator is not None and at_least is not None:
+                    index = index_folder(own, seq_len, own.separator)
+                    if index.is_dir():
+                        PackedSamples(own, index).require(at_least, key)
+            elif at_least is not None:
                 sample_count(source.name, tokens[key], seq_len, at_least, key, max_tokens)
 
     for key, (name, _) in sources.items():

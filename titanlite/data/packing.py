@@ -111,6 +111,14 @@ class PackedSamples:
             raise _unusable_index(folder, f"{type(e).__name__}: {e}") from e
         self.n, self.seq_len = self.counts.bins, self.counts.seq_len
 
+    def require(self, least: int, key: str) -> None:
+        """Raise if there are fewer than a run needs; `key` is that of the source, for the message."""
+        if self.n < least:
+            meta = self._shards.meta
+            saw = f"{meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
+            fix = "give more text, or a smaller training.seq_len or batch"
+            raise DataError.of("data", key, saw, f"at least {least:,} samples, those of a step", fix)
+
     def wait(self, samples: int) -> None:
         """Return at once: all are there."""
 

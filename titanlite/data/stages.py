@@ -188,15 +188,16 @@ def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None
     tokens = past.tokens
     trained = {row.asked.from_tokens: row.asked for row in past.rows}  # the last of each
     by_start = {stage.from_tokens: stage for stage in asked}
+    goes_on = max(start for start in by_start if start <= tokens)
     for start, was in trained.items():
         stage = by_start.get(start)
         if stage is None:
             want = f"a stage from {start:,} tokens on, which was trained; {tokens:,} tokens are behind"
             problems.append(Problem("data.stage", "no such stage", want, f"from_tokens = {start}, as before"))
-        elif start != last.asked.from_tokens and not _takes_same(was, stage, is_past=True):
+        elif start != goes_on and not _takes_same(was, stage, is_past=True):
             where = "data.mixture and training" if stage.at is None else f"data.stage[{stage.at}]"
             want = f"what was trained, for {tokens:,} tokens are behind: {_difference(stage, was)}"
-            fix = f"change a stage that goes on: one from {last.asked.from_tokens} tokens, or from {tokens} tokens on"
+            fix = f"change a stage that goes on: one from {goes_on} tokens, or from {tokens} tokens on"
             problems.append(Problem(where, f"another stage from {start:,} tokens on", want, fix))
     done = tokens - last.asked.tokens_per_step if past.samples > last.from_sample else tokens
     for start, stage in by_start.items():

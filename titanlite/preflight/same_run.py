@@ -13,6 +13,7 @@ from typing import Any, cast
 import tomli
 
 from titanlite.config.schema import Config, Model
+from titanlite.config.write import toml_table
 from titanlite.durable import read_plain
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.recipes import model_dims
@@ -54,12 +55,18 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         want, fix = "the config of this run", "restore it, or choose another job.name"
         raise ConfigError.of(str(recorded.parent), "config.toml", str(e), want, fix) from None
     # A key that a former version did not know had, in effect, its default.
-    default, now = dotted(asdict(Config())), dotted(redact_tree(asdict(config), redact_urls))
-    was = default | before
+    default = dotted(asdict(Config()))
+    was, now = default | before, default | dotted(redact_tree(toml_table(config), redact_urls))
     changed = [key for key in was if was[key] != now.get(key)]
     identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
     dims_was, dims_now = _dims(was, config), _dims(now, config)
     problems: list[Problem] = []
+    if bool(was["data.mixture"]) != bool(now["data.mixture"]):  # neither has what the other says of its data
+        identity = [key for key in identity if key != "data.source"]
+        sole = [f"data.source = {_toml(of['data.source'])}" for of in (now, was)]
+        saw, want = ("[[data.mixture]]", sole[1]) if now["data.mixture"] else (sole[0], "[[data.mixture]]")
+        fix = "the old one, or another job.name: with checkpoint.initial_load_path = this run, it goes on from there"
+        problems.append(Problem("data", saw, f"{want}, as in {recorded}", fix))
     for key in identity:
         # A dimension that is not given is the flavor's, and another flavor may have the same ones.
         name = key.removeprefix("model.")

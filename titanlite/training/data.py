@@ -245,8 +245,10 @@ def open_batches(
         sources[name] = data.packed.get(name) or ConcatenatedSamples(
             shards, unit_len, lambda check=check: (check(), check_epochs(config, table, counts))
         )
-        if name not in data.packed:  # of which there never are fewer
+        if (packed := data.packed.get(name)) is None:
             check()
+        else:
+            packed.require(least_samples(config, per_step), key_of_source(name))
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}

@@ -172,6 +172,19 @@ MIXED = {"a": 1.0, "b": 1.0}
             {"lr_scheduler": {"decay_ratio": 0.5}},
             "lr_scheduler.decay_ratio = 0.5",
         ),
+        (
+            {"stage": [{"from_tokens": 64, "lr_decay_to": 0.0}]},
+            {"lr_scheduler": {"min_lr_factor": 0.2}},
+            "lr_scheduler.min_lr_factor = 0.2\n      want: not given with lr_decay_to in [[data.stage]]",
+        ),
+        (
+            {},
+            {
+                "lr_scheduler": {"warmup_tokens": 64, "warmup_steps": 9},
+                "training": {"tokens": 2560, "seq_len": 16, "local_batch_size": 2, "global_batch_size": 8},
+            },
+            "lr_scheduler.warmup_steps = 9\n      want: not given with lr_scheduler.warmup_tokens",
+        ),
     ],
 )
 def test_bad_input_is_refused(

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+from titanlite.config.check import check_config
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
@@ -29,3 +30,17 @@ def test_round_trip(tmp_path: Path) -> None:
         path = tmp_path / "config.toml"
         path.write_text(to_toml(written), encoding="utf-8")
         assert read_config(path)[0] == written
+
+
+def test_what_another_key_takes_the_place_of_is_not_written(tmp_path: Path) -> None:
+    """Reading it back would refuse it: a file that is extended may have it."""
+    (tmp_path / "base.toml").write_text("[lr_scheduler]\nwarmup_steps = 9\n")
+    (tmp_path / "own.toml").write_text(
+        'extends = ["base.toml"]\n[lr_scheduler]\nwarmup_tokens = 64\n[training]\ntokens = 4096\n'
+    )
+    config, origin = read_config(tmp_path / "own.toml")
+    check_config(config, None, None, origin)
+    assert config.lr_scheduler.warmup_steps == 9
+    (tmp_path / "written.toml").write_text(to_toml(config))
+    again, origin = read_config(tmp_path / "written.toml")
+    check_config(again, None, None, origin)

@@ -245,6 +245,14 @@ def test_weights_of_a_stage_that_is_over_cannot_change() -> None:
     assert [row.from_step for row in table.rows] == [0, 10, 20]
 
 
+def test_weights_that_a_new_stage_ends_before_their_first_step_cannot_change() -> None:
+    """They would not be trained with, and the next resume would refuse them."""
+    past = trained(config_of({"a": 0.75, "b": 0.25}, (Stage(320, {"a": 1.0, "b": 1.0}),)), 20)
+    stages = (Stage(320, {"a": 2.0, "b": 3.0}), Stage(640, {"a": 1.0, "b": 4.0}))
+    with pytest.raises(ConfigError, match="another stage from 320 tokens on"):
+        stage_table(config_of({"a": 0.75, "b": 0.25}, stages), 1, past)
+
+
 def test_a_stage_without_a_step_is_refused() -> None:
     stages = (Stage(321, global_batch_size=64), Stage(322))
     with pytest.raises(ConfigError, match="at least a step, of 512 tokens"):

@@ -225,3 +225,11 @@ def test_the_standard_library_is_padded_by_less_than_three_percent(tmp_path: Pat
     assert counts.whole == counts.documents - counts.longer
     assert counts.padded <= 0.03 * counts.bins * counts.seq_len
     assert counts.crossing > 50  # which `concat` cuts
+
+
+def test_bins_that_are_too_few_for_a_step_are_refused_and_enough_are_taken(tmp_path: Path) -> None:
+    """Documents of 6 of 10 tokens fill a bin each: more samples than their tokens would make."""
+    packed = pack_documents(shards_of(tmp_path, row_of([6] * 10)), 10, SEPARATOR, progress=False)
+    packed.require(10, "data.source")
+    with pytest.raises(DataError, match=r"makes 10 samples of 10 tokens\n.*at least 11 samples"):
+        packed.require(11, "data.source")

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
-from titanlite.config.schema import Config, Data
+from titanlite.config.schema import Config, Data, MixtureSource
 from titanlite.data.prepare import prepare
 from titanlite.errors import ConfigError, DataError, FolderLostError
 from titanlite.observe.status import Status
@@ -113,6 +113,17 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     with pytest.raises(ConfigError, match="2 problems"):
         claim(tmp_path, change(other, "optimizer.name", "Other"))
     claim(tmp_path, Config())  # a refused claim holds no lock
+
+
+def test_a_mixture_in_place_of_a_source_is_another_run(tmp_path: Path) -> None:
+    mixed = change(Config(), "data.mixture", (MixtureSource("a", "a.txt", 1.0, 2.0),))
+    for n, (first, second) in enumerate([(Config(), mixed), (mixed, Config())]):
+        claim(tmp_path / str(n), first)
+        with pytest.raises(ConfigError, match=r"\[\[data.mixture\]\]") as e:
+            claim(tmp_path / str(n), second)
+        assert str(e.value).count("want:") == 1
+    # What a file that is extended says of a source is replaced, at each start.
+    assert claim(tmp_path / "1", change(mixed, "data.source", "x.txt")) == []
 
 
 SIZES = """help = "width {dim} of {flavor}"
