@@ -20,10 +20,11 @@ from typing import NoReturn
 
 from titanlite.config.schema import Data
 from titanlite.data.cache import say_failed
-from titanlite.data.growing import GrowingShards, read_wanted, wait_for
+from titanlite.data.growing import GrowingShards, wait_for
 from titanlite.data.prepare import plan_preparation
 from titanlite.data.progress import Progress
 from titanlite.data.shards import TokenShards
+from titanlite.data.unfinished import read_wanted
 from titanlite.errors import DataError, TitanliteError
 from titanlite.redact import redact
 

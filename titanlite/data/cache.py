@@ -33,6 +33,7 @@ def make_once(
     terms: str,
     progress: Progress,
     total: int | None,
+    on_wait: Callable[[], object] = lambda: None,
 ) -> None:
     """Make a folder if it is not there, or wait until another process has.
 
@@ -43,6 +44,7 @@ def make_once(
         terms: what decides whether `make` fails; a failure is shared by those who waited on equal ones.
         progress: shows the work, of this process or of the one that is waited for.
         total: bytes to read, if known.
+        on_wait: called again and again while another process works.
 
     Raises:
         DataError: raised by `make`, here or in the process that was waited for.
@@ -51,7 +53,13 @@ def make_once(
     if folder.exists():
         return
     failed = failed_start(terms)
-    with progress, _lock(lock_of(folder), lambda done: progress.update(done, total)) as (lock, has_waited):
+
+    def waiting(done: int | None) -> None:
+        on_wait()
+        if done is not None:
+            progress.update(done, total)
+
+    with progress, _lock(lock_of(folder), waiting) as (lock, has_waited):
         if folder.exists():
             return
         if has_waited and (received := _read_lock(lock)).startswith(failed):
@@ -146,7 +154,7 @@ def _is_free(lock: int) -> bool:
 
 
 @contextmanager
-def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, bool]]:
+def _lock(path: Path, waiting: Callable[[int | None], None]) -> Iterator[tuple[int, bool]]:
     file = open_plain(path, os.O_RDWR | os.O_CREAT)
     has_waited = False
     try:
@@ -156,8 +164,8 @@ def _lock(path: Path, waiting: Callable[[int], None]) -> Iterator[tuple[int, boo
                 break
             except BlockingIOError:
                 has_waited |= not _is_free(file)
-                if (received := _read_lock(file).strip()).isdigit():
-                    waiting(int(received))
+                received = _read_lock(file).strip()
+                waiting(int(received) if received.isdigit() else None)
                 time.sleep(_POLL_SECONDS)
         yield file, has_waited
     finally:

@@ -172,6 +172,8 @@ def _record_lines(file: SourceFile, tally: Tally, passed: int) -> Iterator[tuple
                 tally.unpack(len(piece))
                 if not is_rest:
                     yield number, None if is_large else piece
+            else:
+                tally.pass_over(len(piece))
             is_rest = is_large
 
 

@@ -9,17 +9,17 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from titanlite.data.cache import lock_of, maker_failed, unfinished_of
+from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.prepare import Preparation
 from titanlite.data.shards import BLOCK_BYTES, Shard, TokenShards, block_hash
-from titanlite.data.unfinished import read_made, read_shard, shard_name
-from titanlite.durable import read_plain, write_durably
+from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
 from titanlite.errors import DataError
 
 _POLL_SECONDS = 0.1
@@ -90,6 +90,7 @@ class GrowingShards:
                 break
             if self._closed.is_set():
                 raise DataError(f"{self.planned.source.name!r}: closed while token {tokens:,} was waited for")
+            self._wanted = 0  # look again: another reader may have written a smaller number over this one's
             self._want(tokens)
             time.sleep(_POLL_SECONDS)
         if self.finished is None:
@@ -107,7 +108,7 @@ class GrowingShards:
             DataError: a shard has changed, cannot be read, or will not come.
         """
         self.wait(start + count)
-        with self._lock:
+        with self._lock, self._explained():
             if self.finished is None:
                 try:
                     return self._read(start, count)
@@ -121,9 +122,9 @@ class GrowingShards:
         """Look how far it is.
 
         Raises:
-            DataError: nobody makes it any more.
+            DataError: nobody makes it any more, or the cache cannot be read.
         """
-        with self._lock:
+        with self._lock, self._explained():
             if self.finished is not None:
                 return
             self._made = read_made(self._unfinished) or self._made
@@ -133,7 +134,7 @@ class GrowingShards:
             said = maker_failed(self.folder, self.planned.terms)  # before: who has ended has given it its name
             if self.folder.exists():
                 self.finished = self.planned.open()
-                _wanted_of(self._unfinished).unlink(missing_ok=True)
+                wanted_of(self._unfinished).unlink(missing_ok=True)
             elif said:
                 raise DataError(said)
             elif said is None:
@@ -149,9 +150,18 @@ class GrowingShards:
 
     def _want(self, tokens: int) -> None:
         """Tell who makes it how many tokens are needed: he does not go too far ahead."""
-        if tokens > self._wanted and read_wanted(self._unfinished) < tokens:
-            write_durably(_wanted_of(self._unfinished), str(tokens), by=f".{os.getpid()}", on_disk=False)
+        if tokens > self._wanted:
+            with self._explained():
+                want(self._unfinished, tokens)
         self._wanted = max(tokens, self._wanted)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Make what the system says of the cache the error that all ranks are told of."""
+        try:
+            yield
+        except OSError as e:
+            raise unusable_cache(self.planned.data, e) from e
 
     def _read(self, start: int, count: int) -> np.ndarray:
         assert self._made is not None  # noqa: S101  # or there would be no token
@@ -184,7 +194,11 @@ class GrowingShards:
 
     def _shard(self, number: int) -> Shard:
         if number not in self._full:
-            self._full[number] = read_shard(self._unfinished, number)
+            try:
+                self._full[number] = read_shard(self._unfinished, number)
+            except (ValueError, TypeError, KeyError) as e:
+                path = (self._unfinished / shard_name(number)).with_suffix(".json")
+                raise self._damaged(path, f"{path}, which is damaged: {e}") from e
         return self._full[number]
 
     def _damaged(self, path: Path, saw: str) -> DataError:
@@ -195,19 +209,6 @@ class GrowingShards:
         saw = f"{self.planned.source.name!r}: the process that tokenizes it has ended without a word, killed perhaps"
         fix = f"look for what ended it, such as a lack of memory; the next start goes on from {self.there:,} tokens"
         return DataError.of("data", self.planned.source.key, saw, "one that goes on to the end of the source", fix)
-
-
-def read_wanted(unfinished: Path) -> int:
-    """Return how many tokens of an unfinished folder readers have asked for so far."""
-    try:
-        return int(read_plain(_wanted_of(unfinished)))
-    except (OSError, ValueError):
-        return 0
-
-
-def _wanted_of(unfinished: Path) -> Path:
-    """Return the file beside a folder that says how many tokens readers have asked for."""
-    return unfinished.with_name(f"{unfinished.name}.wanted")
 
 
 def wait_for(corpora: "dict[str, GrowingShards]", is_held: Callable[[], bool]) -> None:

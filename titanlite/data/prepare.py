@@ -10,13 +10,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from titanlite.config.schema import Data
-from titanlite.data.cache import lock_of, make_once
+from titanlite.data.cache import lock_of, make_once, unfinished_of
 from titanlite.data.cache_folder import (
     Stamps,
     check_cache_is_outside,
@@ -34,12 +35,13 @@ from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
-from titanlite.data.unfinished import empty, end
+from titanlite.data.unfinished import empty, end, read_wanted, want, wanted_of
 from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
 """Time between two looks at which what was made is put on disk to stay: a restart repeats that much."""
 _LARGE_BYTES = 1 << 26  # of a held-out source that is told of where others are tokenized in the background
+_ALL = 1 << 62  # tokens to ask for, of who needs all there are
 _PAUSE_SECONDS = 0.2  # between looks at how far training is
 
 
@@ -101,6 +103,7 @@ class Preparation:
                 os.utime(lock_of(self.folder))
 
             try:
+                wanted_of(unfinished).unlink(missing_ok=True)  # of an earlier start; who waits asks again
                 if self.tokenizer is None:
                     meta = scan(self.source, self.dtype, report)
                 else:
@@ -115,10 +118,18 @@ class Preparation:
             except OSError as e:  # those who wait for it are to know why
                 raise unusable_cache(self.data, e) from e
 
+        def on_wait() -> None:  # who makes it may wait for readers, and this is none
+            if lead is None and (wanted := read_wanted(unfinished_of(self.folder))) < _ALL:
+                want(unfinished_of(self.folder), _ALL)
+                if wanted:
+                    progress.say(f"{self.source.name}: a run tokenizes it in the background; now to its end")
+
         try:
             self.folder.parent.mkdir(parents=True, exist_ok=True)
-            make_once(self.folder, make, self.terms, progress, total)
-            end(self.folder)  # once it has its name: until then, a restart needs these files
+            make_once(self.folder, make, self.terms, progress, total, on_wait)
+            with suppress(OSError):  # of a cache that may only be read
+                end(self.folder)  # once it has its name: until then, a restart needs these files
+                wanted_of(unfinished_of(self.folder)).unlink(missing_ok=True)
         except OSError as e:
             raise unusable_cache(self.data, e) from e
 
@@ -251,7 +262,7 @@ class _Tokenizing:
         max_tokens, self._tally = max_tokens_of(source, data), new_tally(source, data, self.progress.say)
         self._tally.on_progress = self._on_progress
         with ShardWriter(self.folder, self.planned.dtype) as self._writer:
-            if (kept := self._writer.go_on()) is not None:
+            if (kept := self._writer.go_on(lambda: self.report(0))) is not None:
                 there = f"{self._writer.tokens:,} tokens are there from an earlier start, and it goes on from them"
                 self.progress.say(f"{source.name}: {there}")
                 self._tally.go_on(kept)

@@ -7,6 +7,7 @@ they are used; without a URL, nothing is.
 """
 
 import hashlib
+import importlib
 import io
 import re
 import time
@@ -22,6 +23,7 @@ from titanlite.redact import redact_urls
 _BLOCK_BYTES = 1 << 23
 _PAUSES_S = (0.5, 1, 2, 4, 8, 15, 30, 60, 60, 60)  # between tries: four minutes in all
 _TRIES_AT_START = 3
+_REQUEST_S = 120  # of one request over http: less than a watchdog lets a run be silent (comm.train_timeout)
 _STAMPS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "last_modified", "updated")
 _STAMPS += ("Last-Modified", "created")
 _CREDENTIALS = {
@@ -32,6 +34,7 @@ _CREDENTIALS = {
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
+_IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # no network's
 
 T = TypeVar("T")
 _on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=lambda line: None)
@@ -81,6 +84,7 @@ class _Blocks(io.RawIOBase):
         self._file, self._at = file, 0
         self._start, self._block = 0, b""
         self._fs, self._path = filesystem(file.url, file.key)
+        self._on_retry = _on_retry.get()  # of who opens it: pyarrow reads in threads of its own
 
     def readable(self) -> bool:
         return True
@@ -120,7 +124,8 @@ class _Blocks(io.RawIOBase):
                 raise ConnectionError(f"{len(block)} bytes in place of {end - start}")
             return block
 
-        return _retried(fetch, url, self._file.key, f"at byte {start:,}")
+        with telling(self._on_retry):
+            return _retried(fetch, url, self._file.key, f"at byte {start:,}")
 
 
 @contextmanager
@@ -148,8 +153,12 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     import fsspec.core
 
     scheme, shown = url.partition("://")[0], redact_urls(url)
-    options: dict[str, Any] = {"client_kwargs": {"trust_env": True}} if scheme in ("http", "https") else {}
+    options: dict[str, Any] = {}
     try:
+        if scheme in ("http", "https"):
+            aiohttp: Any = importlib.import_module("aiohttp")
+            silence = aiohttp.ClientTimeout(total=_REQUEST_S, sock_connect=30, sock_read=60)
+            options = {"client_kwargs": {"trust_env": True, "timeout": silence}}
         return fsspec.core.url_to_fs(url, **options)
     except ImportError as e:
         package = _PACKAGES.get(scheme)

@@ -1,6 +1,7 @@
 """Write token ids to shards, durably, and hash them meanwhile."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -98,8 +99,11 @@ class ShardWriter:
         )
         made.write(self.folder)
 
-    def go_on(self) -> dict[str, Any] | None:
+    def go_on(self, alive: Callable[[], object] = lambda: None) -> dict[str, Any] | None:
         """Go on from what the folder says that it has.
+
+        Args:
+            alive: called again and again while that is held against its hashes.
 
         Returns:
             What `publish` was told last; None if that was nothing, or is not what is there: the folder is then empty.
@@ -107,7 +111,7 @@ class ShardWriter:
         made = unfinished.read_made(self.folder)
         try:
             shards = [unfinished.read_shard(self.folder, n) for n in range(made.n_shards)] if made else []
-            hashes = made and unfinished.hashes_of(self.folder, made, shards)
+            hashes = made and unfinished.hashes_of(self.folder, made, shards, alive)
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             hashes = None
         if not made or not hashes or made.dtype != self._dtype.name:

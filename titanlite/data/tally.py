@@ -50,6 +50,7 @@ class Tally:
     is_ended: bool = False  # by a record that is too large, and one too many
     _file: object = None  # that is read, until the user is notified of it
     _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
+    _passed: int = 0  # bytes since `on_progress` was called
     _reported: int = 0  # n_unpacked when `on_progress` was called
 
     def kept(self) -> dict[str, Any]:
@@ -109,6 +110,13 @@ class Tally:
             what = f"{packed / 1e6:.2f} MB are {unpacked / 1e6:,.0f} MB unpacked so far, as no real text is"
             self.notify(f"{self._file}: {what}; if it is not what you meant, interrupt this or set data.max_tokens")
             self._file = None
+
+    def pass_over(self, n_bytes: int) -> None:
+        """Show that reading goes on, every few MB of what a restart reads again without counting it."""
+        self._passed += n_bytes
+        if self._passed >= _REPORT_BYTES:
+            self._passed = 0
+            self.on_progress()
 
     def take_back(self, first: int, end: int) -> bool:
         """Forget the bad records with numbers from `first` up to `end`. Returns whether there were any."""

@@ -10,7 +10,9 @@ the folder got its name.
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,8 +76,10 @@ def read_made(folder: Path) -> Made | None:
     return made if made.version == VERSION else None
 
 
-def hashes_of(folder: Path, made: Made, shards: list[Shard]) -> "tuple[hashlib.blake2b, xxhash.xxh3_64] | None":
-    """Hold what a folder has against what it says; what lies behind that is cut off.
+def hashes_of(
+    folder: Path, made: Made, shards: list[Shard], alive: Callable[[], object]
+) -> "tuple[hashlib.blake2b, xxhash.xxh3_64] | None":
+    """Hold what a folder has against what it says; what lies behind that is cut off; `alive` is called meanwhile.
 
     Returns:
         The hash of all its tokens, and that of the bytes of its last shard; None if they are not those it says.
@@ -88,6 +92,7 @@ def hashes_of(folder: Path, made: Made, shards: list[Shard]) -> "tuple[hashlib.b
         with (folder / shard.path).open("rb") as file:
             for wanted in shard.hashes:
                 block = file.read(BLOCK_BYTES)
+                alive()
                 if block_hash(block) != wanted:
                     return None
                 tokens.update(block)
@@ -95,11 +100,31 @@ def hashes_of(folder: Path, made: Made, shards: list[Shard]) -> "tuple[hashlib.b
         with (folder / shard_name(made.n_shards)).open("r+b") as file:
             file.truncate(made.tokens * item)  # of a file that is shorter, zeros are added, which are found
             for block in iter(lambda: file.read(BLOCK_BYTES), b""):
+                alive()
                 tokens.update(block)
                 content.update(block)
         if content.hexdigest() != made.content:
             return None
     return tokens, content
+
+
+def read_wanted(unfinished: Path) -> int:
+    """Return how many tokens of an unfinished folder readers have asked for so far."""
+    try:
+        return int(read_plain(wanted_of(unfinished)))
+    except (OSError, ValueError):
+        return 0
+
+
+def want(unfinished: Path, tokens: int) -> None:
+    """Ask whoever makes an unfinished folder for so many tokens: a maker with a limited lead waits for that."""
+    if read_wanted(unfinished) < tokens:
+        write_durably(wanted_of(unfinished), str(tokens), by=f".{os.getpid()}", on_disk=False)
+
+
+def wanted_of(unfinished: Path) -> Path:
+    """Return the file beside a folder that says how many tokens readers have asked for."""
+    return unfinished.with_name(f"{unfinished.name}.wanted")
 
 
 def clear(folder: Path, n_shards: int = 0, is_begun: bool = False) -> None:

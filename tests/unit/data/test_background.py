@@ -1,5 +1,6 @@
 """A corpus is read while a process of its own makes it: what is read is what comes of it, and a failure is told."""
 
+import errno
 import json
 import os
 import resource
@@ -21,9 +22,10 @@ from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.cache import unfinished_of
 from titanlite.data.growing import GrowingShards
 from titanlite.data.prepare import prepare
+from titanlite.data.progress import Progress
 from titanlite.data.samples import ConcatenatedSamples, samples_in_order
 from titanlite.data.shards import TokenShards
-from titanlite.data.unfinished import read_made
+from titanlite.data.unfinished import read_made, read_wanted, want, wanted_of
 from titanlite.errors import DataError
 
 KEY = "data.source"
@@ -239,8 +241,6 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
             go_on.wait(60)
         return 10**12
 
-    from titanlite.data.progress import Progress
-
     thread = threading.Thread(target=lambda: shards.planned.make(Progress("", enable=False), pause))
     thread.start()
     assert is_there.wait(60)
@@ -333,3 +333,65 @@ def test_the_end_of_a_source_is_checked_whoever_finds_it(tmp_path: Path, poller:
     assert checked == [shards.tokens]
     samples.wait(1)
     assert len(checked) == 1
+
+
+def test_what_the_system_says_of_the_cache_names_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of another type would reach one rank alone, as one of the run's folder."""
+    shards, _ = open_data(write_records(tmp_path / "a.jsonl", 1, 50), tmp_path / "cache")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("titanlite.data.growing.want", full)
+    with pytest.raises(DataError, match=r"data\.cache_dir = .*No space left(.|\n)*make room"):
+        shards.wait(1)
+
+
+def test_what_a_reader_needs_is_asked_for_again_where_another_wrote_less(tmp_path: Path) -> None:
+    shards, _ = open_data(write_records(tmp_path / "a.jsonl", 1, 50), tmp_path / "cache")
+    shards.folder.parent.mkdir()
+    unfinished = unfinished_of(shards.folder)
+
+    def reader() -> None:
+        with suppress(DataError):
+            shards.wait(100)
+
+    waiting = threading.Thread(target=reader)
+    waiting.start()
+    found = []
+    for _ in range(2):
+        for _ in range(30):
+            if read_wanted(unfinished) == 100:
+                break
+            time.sleep(0.05)
+        found.append(read_wanted(unfinished))
+        wanted_of(unfinished).write_text("5")
+    shards.close()
+    waiting.join()
+    assert found == [100, 100]
+
+
+def test_who_needs_all_is_not_held_up_by_a_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As validation on a source that is trained on, before the first step."""
+    monkeypatch.setattr("titanlite.data.prepare.PUBLISH_SECONDS", -1.0)
+    source = write_records(tmp_path / "a.jsonl", 3, 50)
+    shards, data = open_data(source, tmp_path / "cache")
+    begun = threading.Event()
+
+    def lead(unfinished: Path) -> int:
+        begun.set()
+        return read_wanted(unfinished)
+
+    (tmp_path / "cache").mkdir()
+    want(unfinished_of(shards.folder), 10**12)  # of an earlier run: not this one's
+    makers = [threading.Thread(target=shards.planned.make, args=(Progress("", enable=False), lead), daemon=True)]
+    makers[0].start()
+    assert begun.wait(10)
+    time.sleep(0.3)
+    assert makers[0].is_alive()  # paused
+    makers.append(threading.Thread(target=prepare, args=(source, data, 256, False), daemon=True))
+    makers[1].start()
+    for maker in makers:
+        maker.join(10)
+        assert not maker.is_alive()
+    assert [path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file()] == [".lock"]

@@ -278,3 +278,26 @@ def test_an_http_server_that_fails_every_third_request_loses_nothing(tmp_path: P
         DataError, match=r"Cannot connect to host(.|\n)*see whether the network and the server are there"
     ):
         resolve(f"http://127.0.0.1:{server.server_port}/a.jsonl")
+
+
+def test_a_retry_in_a_thread_of_the_reader_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is a sign of life, too, and pyarrow reads in threads of its own."""
+    tries: list[int] = []
+    lines: list[str] = []
+
+    class Away:
+        def cat_file(self, path: str, start: int, end: int) -> bytes:
+            tries.append(start)
+            if len(tries) == 1:
+                raise ConnectionError("away")
+            return b"abc"
+
+    monkeypatch.setattr(remote, "filesystem", lambda url, key: (Away(), "x"))
+    monkeypatch.setattr(remote, "_PAUSES_S", (0.01,))
+    with remote.telling(lines.append):
+        file = remote.RemoteFile("memory://x", "data.source", remote.RemoteStat(3, 0)).open()
+    reader = Thread(target=file.read)
+    reader.start()
+    reader.join()
+    assert len(tries) == 2
+    assert ["away; trying again" in line for line in lines] == [True]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.unit.data.test_sources import write_parquet
@@ -16,9 +17,13 @@ from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Data
 from titanlite.data import prepare as module
 from titanlite.data.cache import unfinished_of
+from titanlite.data.documents import documents
 from titanlite.data.encode import Encoded, encode
 from titanlite.data.prepare import prepare
+from titanlite.data.shard_writer import ShardWriter
 from titanlite.data.shards import Meta
+from titanlite.data.sources import resolve
+from titanlite.data.tally import Tally
 from titanlite.data.unfinished import read_made
 from titanlite.errors import DataError
 
@@ -202,3 +207,22 @@ def test_what_fails_at_the_last_file_loses_nothing(
     assert content(again.folder) == content(whole.folder)
     assert sorted({path.suffix for path in again.folder.iterdir()}) == [".bin", ".json"]
     assert [path.name for path in again.folder.glob("*.json")] == ["meta.json"]
+
+
+def test_a_restart_gives_signs_of_life_before_it_has_caught_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the watchdog of a run that waits takes it for dead: re-hashing, and what is read again, may take long."""
+    (tmp_path / "shards").mkdir()
+    with ShardWriter(tmp_path / "shards", "uint16") as writer:
+        writer.write(np.arange(700))
+        writer.keep()
+        writer.publish({})
+    signs: list[int] = []
+    with ShardWriter(tmp_path / "shards", "uint16") as writer:
+        assert writer.go_on(lambda: signs.append(0)) == {}
+    assert len(signs) == 3  # shards
+    monkeypatch.setattr("titanlite.data.tally._REPORT_BYTES", 100)
+    source = resolve(write("jsonl", tmp_path / "in"), "data.source")
+    tally = Tally("in", "data.source", 9, file=1, record=7, on_progress=lambda: signs.append(1))
+    next(documents(source, "text", tally), None)
+    assert signs.count(1) >= 2
+    assert tally.n_unpacked == 0
