@@ -142,7 +142,7 @@ def check_stages(config: Config, problems: Problems) -> None:
     longest, before = longest_seq_len(config), -1
     for n, stage in enumerate(config.data.stage):
         key = f"data.stage[{n}]"
-        if stage.from_tokens <= before:
+        if 0 <= stage.from_tokens <= before:  # below, its range says so
             want = f"more than {before:,}, where the stage before it begins"
             problems.add(f"{key}.from_tokens", str(stage.from_tokens), want, "write stages in the order of training")
         if config.training.tokens and stage.from_tokens >= config.training.tokens:

@@ -155,6 +155,7 @@ MIXED = {"a": 1.0, "b": 1.0}
         ),
         ({"stage": [{"from_tokens": 64, "weights": {"a": 0.0}}]}, {}, "weights that sum to 0"),
         ({"stage": [{"from_tokens": 640}, {"from_tokens": 64}]}, {}, "data.stage[1].from_tokens = 64"),
+        ({"stage": [{"from_tokens": -5}]}, {}, "data.stage[0].from_tokens = -5"),
         ({"stage": [{"from_tokens": 64, "seq_len": 24}]}, {}, "training.seq_len = 16\n      want: a divisor of 24"),
         ({"stage": [{"from_tokens": 64, "global_batch_size": 3}]}, {}, "data.stage[0].global_batch_size = 3"),
         (
