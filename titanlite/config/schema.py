@@ -290,7 +290,7 @@ class Checkpoint:
     resume: Literal["auto", "never"] | int = "auto"
     """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A number: the checkpoint of that step."""
     initial_load_path: str = ""
-    """Folder in Hugging Face's layout (config.json, safetensors) from which a fresh run loads its weights; ignored when resuming. Empty: random weights from `training.seed`."""
+    """Folder that a fresh run begins from; ignored when resuming. In Hugging Face's layout (config.json, safetensors): its weights. A run of titanlite, or one of its checkpoints: weights, optimizer and place in the data, to go on from as a branch. Empty: random weights from `training.seed`."""
 
 
 @dataclass(frozen=True)
