@@ -22,7 +22,7 @@ from titanlite.commands import main
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [*(DOCS / f"{name}.md" for name in ("index", "first_run", "concepts", "data", "when_it_fails"))]
-PAGES += sorted((DOCS / "how_to").glob("*.md"))
+PAGES += sorted(page for page in (DOCS / "how_to").glob("*.md") if "\n```" in page.read_text())
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 STARTS = "train", "prepare", "verify-resume"  # validate sees what they would start
 SLOW = {"outputs/first", "outputs/first/config.toml", "layout.toml"}  # those that a run has made; a search of layouts

@@ -97,6 +97,7 @@ def test_what_may_be_absent_or_somebody_elses_is_left_alone(tmp_path: Path) -> N
 
 def test_files_are_read_as_damaged_ones_must_be() -> None:
     others = {p.name for p in PACKAGE.rglob("*.py") if re.search(r"\bjson\.loads?\(", p.read_text())}
+    others -= {"background.py"}  # which reads a pipe that its own process writes
     assert others <= {*OWN, "tokenizer.py", "hugging_face.py"}  # of a tokenizer that its library has accepted
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(DEEP)

@@ -74,7 +74,6 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", f
     assert back.trained() == first.trained()
     assert back.content(26) == first.content(26)
     assert files(folder) == prepared
-    assert "training has caught up with the tokenization, and waits for it: data.source: " in back.output
     assert "data.source is tokenized to its end: " in back.output
     assert back.losses("epoch")[0] is None
     assert back.losses("epoch")[-1] == first.losses("epoch")[-1]

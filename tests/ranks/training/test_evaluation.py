@@ -64,8 +64,8 @@ def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
     def plant() -> None:
         step = loop.train_step
 
-        def asked_to_stop(run: Any, batches: Any, lr: float, stop: bool) -> Any:
-            return step(run, batches, lr, stop or asked_to_stop.calls == 3)
+        def asked_to_stop(run: Any, batches: Any, lr: float, stop: bool, *others: Any) -> Any:
+            return step(run, batches, lr, stop or asked_to_stop.calls == 3, *others)
 
         def counted(*args: Any) -> Any:
             result = asked_to_stop(*args)

@@ -385,7 +385,7 @@ def test_one_job_in_a_folder(desk: Desk) -> None:
     finally:
         os.kill(job.pids[0], signal.SIGTERM)
     assert "in use" in second.output
-    assert f'"pid": {job.pids[0]}' in second.output
+    assert f"held by process {job.pids[0]} " in second.output
     assert job.wait() == [0], job.output()  # and was not disturbed
 
 
