@@ -203,10 +203,8 @@ def trained(folder: Path, ranks: int, flags: list[str]) -> dict[str, Tensor]:
 TP_2 = "--parallelism.tensor_parallel_degree=2"
 TWO, LAYOUTS = "--training.local_batch_size=2", {"fsdp2": (2, []), "tp2": (2, [TP_2]), "fsdp2-tp2": (4, [TP_2])}
 SAVE_LISTS = ["none", "full", "attention", "balanced", "balanced_tight", "matmuls", "every_second_matmul"]
-DEFAULT = {  # of each architecture a layout, and of each layout and save-list an architecture
+DEFAULT = {  # of each layout an architecture
     ("llama3", "fsdp2-tp2", "balanced"),
-    ("qwen3", "tp2", "attention"),
-    ("gemma3", "tp2", "full"),
     ("gpt2", "tp2", "matmuls"),
     ("mine", "fsdp2", "every_second_matmul"),
 }

@@ -83,6 +83,7 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", f
     assert "in the background" not in again.output  # it is there
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_the_middle_goes_on_as_if_it_had_not_been(desk: "Desk", flags: list[str]) -> None:
     first = desk.run("whole", 1, *flags)
     shutil.rmtree(cache_of(flags))
@@ -99,6 +100,7 @@ def test_a_run_stopped_in_the_middle_goes_on_as_if_it_had_not_been(desk: "Desk",
     assert (state["corpus"], len(state["inputs"][""])) == ("", 16)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_run_and_the_next_goes_on(desk: "Desk", flags: list[str]) -> None:
     first = desk.run("unharmed", 2, *flags)
     shutil.rmtree(cache_of(flags))
