@@ -2,7 +2,8 @@
 
 The docstring under a field is its help text (`--help SECTION`), and its default is what runs if nothing is said.
 Types are kept to what a TOML file can say: bool, int, float, str, tuples of str or of tables, tables of numbers,
-`Literal` choices, and `| None` for "not given". `config/read.py` checks each value against its type, `config/check.py` checks values against each other.
+`Literal` choices, and `| None` for "not given". `config/read.py` checks each value against its type,
+`config/check.py` checks values against each other.
 
 Most keys have the names of torchtitan's last TOML release; `config/torchtitan.py` has its keys, and what they are here.
 """

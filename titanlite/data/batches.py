@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.data.document_starts import document_lengths, document_starts
+from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, mask_documents
 from titanlite.data.mixture import Mixture, Taken, seed_of
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
 from titanlite.data.shards import TokenShards, sample_count
@@ -136,14 +136,14 @@ class TrainBatches:
         places = np.arange(row.asked.sequences).reshape(-1, self._size, row.asked.local_batch_size)[:, self._rank]
         taken = self.mixture.taken(row, self._table.samples(step - 1) + places.ravel())
         pair = np.empty((2, places.size, taken.seq_len), np.int64)
-        separators = np.full(places.size, -1)  # which is no id
+        separators = np.full(places.size, NO_SEPARATOR)
         for n, name in enumerate(self.mixture.names):
             own = np.flatnonzero(taken.source == n)
             if own.size:
                 pair[:, own] = self._pieces(name, taken, own)
-                separators[own] = -1 if (separator := self._separators.get(name)) is None else separator
+                separators[own] = NO_SEPARATOR if (separator := self._separators.get(name)) is None else separator
         pair, separators = pair.reshape(2, *places.shape, -1), separators.reshape(places.shape)
-        starts = _mask_documents(pair, separators) if self.is_masked else None
+        starts = mask_documents(pair, separators) if self.is_masked else None
         lengths = np.full(places.size, taken.seq_len) if starts is None else document_lengths(starts)
         sources = torch.from_numpy(taken.source.reshape(places.shape)) if self.names else None
         of_tokens = None if starts is None else torch.from_numpy(starts).flatten(-2)
@@ -232,7 +232,7 @@ class ValidationBatches:
             pair[:, : len(has)] = _tokens_and_targets(self._samples, has)
             pair[1, len(has) :] = IGNORE_INDEX
             separator = self._separator
-            starts = None if separator is None else _mask_documents(pair, np.full(len(samples), separator))
+            starts = None if separator is None else mask_documents(pair, np.full(len(samples), separator))
             tokens, targets = torch.from_numpy(pair).flatten(-2).to(self._device)
             of_samples = None if starts is None else torch.from_numpy(starts).flatten().to(self._device)
             yield Batch(tokens, targets, Sequences(seq_len, of_samples))
@@ -247,16 +247,6 @@ def _padding(samples: int, seq_len: int, device: torch.device, is_masked: bool) 
     places = torch.arange(len(tokens), dtype=torch.int32, device=device)
     starts = places - places % seq_len if is_masked else None
     return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len, starts))
-
-
-def _mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
-    """Leave the target of each separator out, in tokens and targets [2, …, B, S], and say where documents start.
-
-    `separators` is the id that ends documents in each sequence, [… , B].
-    """
-    tokens, targets = pair
-    targets[tokens == separators[..., None]] = IGNORE_INDEX
-    return document_starts(tokens, separators)
 
 
 def _tokens_and_targets(source: Samples, samples: np.ndarray) -> np.ndarray:

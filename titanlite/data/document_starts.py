@@ -6,6 +6,8 @@ is cut from; there is no index beside them.
 
 import numpy as np
 
+from titanlite.kernels.ignore_index import IGNORE_INDEX
+
 NO_SEPARATOR = -1
 """In the place of a separator's id, of a sample whose documents are not known: it counts as one."""
 
@@ -26,6 +28,16 @@ def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
     begins = np.ones(tokens.shape, bool)
     begins[..., 1:] = tokens[..., :-1] == separators[..., None]
     return np.maximum.accumulate(np.where(begins, places, 0), axis=-1)
+
+
+def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
+    """Leave the target of each separator out, in tokens and targets [2, …, B, S], and say where documents start.
+
+    `separators` is the id that ends documents in each sequence, [… , B].
+    """
+    tokens, targets = pair
+    targets[tokens == separators[..., None]] = IGNORE_INDEX
+    return document_starts(tokens, separators)
 
 
 def document_lengths(starts: np.ndarray) -> np.ndarray:

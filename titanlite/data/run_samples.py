@@ -9,6 +9,7 @@ import numpy as np
 
 from titanlite.config.schema import Config
 from titanlite.config.stages import longest_seq_len, source_keys
+from titanlite.data.document_starts import mask_documents
 from titanlite.data.mixture import Mixture, seed_of
 from titanlite.data.packing import PackedSamples, index_folder, open_packed
 from titanlite.data.prepare import prepare
@@ -18,7 +19,6 @@ from titanlite.data.shards import TokenShards
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import units_at
 from titanlite.errors import DataError
-from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class TrainedSample:
         pair = self.source.samples.read(self.sample)[:, self.first : self.first + self.seq_len]
         separator = self.source.shards.separator
         if self.is_masked and separator is not None:
-            pair[1][pair[0] == separator] = IGNORE_INDEX
+            mask_documents(pair[:, None], np.array([separator]))
         return pair
 
     @cached_property

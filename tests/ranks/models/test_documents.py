@@ -21,9 +21,8 @@ from tests.support.own_model import mine
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, whole
 from titanlite.config.schema import Config
-from titanlite.data import batches
 from titanlite.data.batches import Batch
-from titanlite.data.document_starts import document_starts
+from titanlite.data.document_starts import document_starts, mask_documents
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 from titanlite.models import own_model
 from titanlite.models.find import build_model
@@ -65,7 +64,7 @@ def documents(seed: int) -> Documents:
     row[0], row[long] = row[long], row[0]  # within the first B samples
     ids = np.concatenate(row)[: B * S + 1]
     pair = np.stack((ids[:-1], ids[1:])).reshape(2, B, S).copy()
-    starts = batches._mask_documents(pair, np.full(B, SEPARATOR))
+    starts = mask_documents(pair, np.full(B, SEPARATOR))
     return Documents(*pair, starts)
 
 
