@@ -66,7 +66,7 @@ def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
         [M, 2F] in `x.dtype`.
     """
     gate, up = gate_and_up(x)
-    grad = grad.unflatten(-1, (-1, BLOCK)).float()
+    grad = grad.unflatten(-1, (-1, BLOCK)).to(gate.dtype)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     parts = grad * up * sigmoid * (1 + gate * (1 - sigmoid)), grad * silu
@@ -112,9 +112,10 @@ def swiglu_grad_cast(
 
 
 def gate_and_up(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gate and up, [M, F/128, 128] float32 each."""
+    """Return gate and up, [M, F/128, 128] float32 each, of float64 in that."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
     gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)
-    return gate.float(), up.float()
+    return gate.to(dtype), up.to(dtype)
 
 
 def _cast_gated(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:

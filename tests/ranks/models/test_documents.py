@@ -241,9 +241,11 @@ def test_steps_neither_wait_for_the_gpu_nor_compile_again(tmp_path: Path) -> Non
     shape = ["--training.seq_len=512", "--training.local_batch_size=2", "--compile.enable=true"]
     asked = checked(tmp_path, 1, [*heads, *shape, "--data.document_mask=true"])
     steps, documents_of_steps = 100, set[int]()
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)  # as the trainer's own process group does
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        run = build.build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cuda", 0))
+        run = build.build(asked.config, asked.dims, asked.save_list, asked.float8, device)
         take_first_weights(run)
         with closing(batches_of(run)) as found, build.fastest_attention():
             for step in range(steps):

@@ -1,0 +1,130 @@
+"""Products of groups of rows against a mask over all rows and groups, in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.needs import DEVICES
+from titanlite.kernels.grouped_matmul import grouped_kernel, grouped_matmul, grouped_weight_gradient
+
+COUNTS = [[5, 2, 0, 4], [0, 0, 7], [1, 1, 1, 1], [9], [0, 0]]
+ON_GPUS = [  # of Hopper's kernel: less than half a tile, ends at and beside a half, no row, all rows
+    [1, 63, 64, 65, 127, 128, 129, 0, 1000],
+    [0, 2048, 0],
+    [700, 0, 0, 0, 1348],
+    [16] * 128,
+]
+
+
+def offsets_of(counts: list[int], device: str = "cpu") -> Tensor:
+    return torch.tensor([0, *counts], device=device).cumsum(0).int()
+
+
+def random(*shape: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(device)
+
+
+def masked(a: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """Multiply all rows with all weights, and keep of each row what its own group gives."""
+    group = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(a.device)
+    every = torch.einsum("rk,gnk->rgn", a[: len(group)].double(), weight.double())
+    return every[torch.arange(len(group), device=a.device), group]
+
+
+def masked_gradient(grad: Tensor, x: Tensor, counts: list[int]) -> Tensor:
+    group = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).to(x.device)
+    own = torch.nn.functional.one_hot(group, len(counts)).double()
+    weighed = own.t()[:, :, None] * grad[: len(group)].double()  # [G, R, N]
+    return weighed.mT @ x[: len(group)].double()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_row_meets_the_weight_of_its_group(counts: list[int], transposed: bool, device: str) -> None:
+    """In float64: sums of 6 products of up to 16, exact within 6 · 16 · 6 · 1.1e-16."""
+    R, G, N, K = sum(counts), len(counts), 5, 6
+    a, weight = random(R, K, seed=0, device=device), random(G, N, K, seed=1, device=device)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    got = grouped_matmul(a, weight, offsets_of(counts, device))
+    assert got.shape == (R, N)
+    assert torch.allclose(got, masked(a, weight, counts), rtol=0, atol=7e-14)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_each_weight_has_the_gradient_of_its_rows(counts: list[int], device: str) -> None:
+    """Rows behind the last group add nothing."""
+    R, N, K = sum(counts) + 3, 5, 6
+    grad, x = random(R, N, seed=0, device=device), random(R, K, seed=1, device=device)
+    got = grouped_weight_gradient(grad, x, offsets_of(counts, device))
+    assert got.shape == (len(counts), N, K)
+    assert torch.allclose(got, masked_gradient(grad, x, counts), rtol=0, atol=1e-13)
+
+
+def test_shapes_are_known_without_numbers() -> None:
+    a, weight, offsets = torch.empty(8, 6), torch.empty(3, 5, 6), torch.empty(4, dtype=torch.int32)
+    a, weight, offsets = (t.to("meta") for t in (a, weight, offsets))
+    assert grouped_matmul(a, weight, offsets).shape == (8, 5)
+    assert grouped_weight_gradient(a, a, offsets).shape == (3, 6, 6)
+
+
+def within_bfloat16(got: Tensor, truth: Tensor, sizes: Tensor, terms: int) -> bool:
+    """Check a product of bfloat16: its sum is off by 2^-22 of the sizes of its terms each time that one is added (what
+    tensor cores keep), and rounded to 8 bits."""
+    bound = sizes * (terms * 2.0**-22) + truth.abs() * 2.0**-8 + 1e-30
+    return bool(((got.double() - truth).abs() <= bound).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", ON_GPUS)
+@pytest.mark.parametrize(("N", "K"), [(256, 128), (1536, 2048), (640, 384), (128, 1024)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_kernel_of_hopper_multiplies_as_the_definition(counts: list[int], N: int, K: int, transposed: bool) -> None:
+    R, G = sum(counts), len(counts)
+    a = random(R, K, seed=0, device="cuda", dtype=torch.bfloat16)
+    weight = random(G, N, K, seed=1, device="cuda", dtype=torch.bfloat16)
+    weight = weight.mT.contiguous().mT if transposed else weight
+    assert grouped_kernel(a, weight) == "grouped_matmul"
+    offsets = offsets_of(counts, "cuda")
+    got = grouped_matmul(a, weight, offsets)
+    truth = torch.cat([a[i:j].double() @ w.double().t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)])
+    sizes = torch.cat(
+        [a[i:j].double().abs() @ w.double().abs().t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)]
+    )
+    assert within_bfloat16(got, truth, sizes, K)
+    assert torch.equal(got, grouped_matmul(a, weight, offsets))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", ON_GPUS)
+@pytest.mark.parametrize(("N", "K"), [(256, 128), (1536, 2048), (640, 384), (128, 1024)])
+def test_the_kernel_of_hopper_has_the_gradient_of_the_definition(counts: list[int], N: int, K: int) -> None:
+    """Rows of nobody are there, and add nothing."""
+    R = sum(counts) + 100
+    grad = random(R, N, seed=0, device="cuda", dtype=torch.bfloat16)
+    x = random(R, K, seed=1, device="cuda", dtype=torch.bfloat16)
+    offsets = offsets_of(counts, "cuda")
+    got = grouped_weight_gradient(grad, x, offsets)
+    for i, j, own in zip(offsets, offsets[1:], got, strict=False):
+        truth, sizes = grad[i:j].double().t() @ x[i:j].double(), grad[i:j].double().abs().t() @ x[i:j].double().abs()
+        assert within_bfloat16(own, truth, sizes, int(j - i))
+    assert torch.equal(got, grouped_weight_gradient(grad, x, offsets))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_launches_follows_the_groups() -> None:
+    """Captured once, replayed with other groups: nothing about them is known to the host."""
+    counts, others = ON_GPUS[0], [200] * 7 + [177, 0]
+    assert sum(counts) == sum(others)
+    a = random(sum(counts), 256, seed=0, device="cuda", dtype=torch.bfloat16)
+    weight = random(len(counts), 256, 256, seed=1, device="cuda", dtype=torch.bfloat16)
+    offsets = offsets_of(counts, "cuda")
+    grouped_matmul(a, weight, offsets), grouped_weight_gradient(a, a, offsets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        product, gradient = grouped_matmul(a, weight, offsets), grouped_weight_gradient(a, a, offsets)
+    offsets.copy_(offsets_of(others, "cuda"))
+    graph.replay()
+    assert torch.equal(product, grouped_matmul(a, weight, offsets))
+    assert torch.equal(gradient, grouped_weight_gradient(a, a, offsets))
