@@ -9,7 +9,6 @@ checkpoint, as far as that takes no time. The rules are chosen so that no work i
 - a folder that is only part of a checkpoint stops the run, it is not skipped.
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Literal, cast
 
 import titanlite
 from titanlite.checkpoint import publish
+from titanlite.checkpoint.branch import branch_point
 from titanlite.config.build import from_table, show
 from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
@@ -76,34 +76,6 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
     return resume
 
 
-def branch_point(path: str) -> tuple[Path, int] | None:
-    """Return what a run that starts from a run of titanlite goes on from: its checkpoints, and the step of one.
-
-    Args:
-        path: `checkpoint.initial_load_path`: the folder of a run or of its checkpoints, whose newest complete one is
-            taken, or of one checkpoint.
-
-    Returns:
-        None where it is no such folder, as one in Hugging Face's layout.
-
-    Raises:
-        CheckpointError: it is a run's, and has no complete checkpoint.
-    """
-    folder = Path(os.path.expanduser(path))
-    if not path or not folder.is_dir() or (folder / "config.json").exists():
-        return None
-    if (step := publish.step_of(folder)) is not None:
-        return folder.parent, step
-    is_run = (folder / "checkpoints").is_dir()
-    root = folder / "checkpoints" if is_run else folder
-    if steps := publish.complete_steps(root):
-        return root, steps[-1]
-    if not is_run:
-        return None
-    want, fix = "a run with a complete checkpoint", "let it save one, or name another run"
-    raise CheckpointError.of(str(folder), "checkpoint.initial_load_path", show(path), want, fix)
-
-
 def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
     """Return the checkpoint that a start goes on from, its folder of checkpoints and step; None if there is none.
 
@@ -115,7 +87,7 @@ def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
         CheckpointError: as `step_to_resume` and `branch_point` say.
     """
     step = step_to_resume(root, config.checkpoint.resume) if config.checkpoint.enable else None
-    return branch_point(config.checkpoint.initial_load_path) if step is None else (root, step)
+    return branch_point(config.checkpoint.initial_load_path, root.parent) if step is None else (root, step)
 
 
 def check_quickly(

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import branch_point, check_quickly, nothing_to_do, other_text, step_to_resume
+from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, read_state, step_to_resume
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import n_parameters
 from titanlite.config.check import sequences_per_step
@@ -27,6 +27,8 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.start import branch_of
+from titanlite.training.schedule import change_of_rate
 
 _COMMAND = Command(
     "validate",
@@ -75,10 +77,13 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         corpora = {name: shards[key].fingerprint for name, key in keys.items()}
         tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
         warnings.append(other_text(at, state, corpora, tokenizer, strict))
-        notices += [idle] if (idle := nothing_to_do(config, step)) else []
-    elif branch := branch_point(config.checkpoint.initial_load_path):
+        change = change_of_rate(config, step, state.get("learning_rate"), checked.table)
+        notices += filter(None, [nothing_to_do(config, step) or change])
+    elif branch := branch_of(config):
         notices.append(f"goes on from {step_folder(*branch)}: weights, optimizer and place in the data")
-        notices += [idle] if (idle := nothing_to_do(config, branch[1])) else []
+        state = read_state(step_folder(*branch), branch[1])["state"]
+        change = change_of_rate(config, branch[1], state.get("learning_rate"), checked.table)
+        notices += [change] if change else []
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
 

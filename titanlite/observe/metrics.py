@@ -121,7 +121,7 @@ class MetricsFile:
         """Open the file, drop what will be trained again, and go to its end.
 
         Where a start at step 0 finds rows, `earlier` is the file that has them from now on; else it is None.
-        `last_step` is the last training step whose row is kept, 0 if there is none, and `last_rate` its learning rate.
+        `last_step` is the last training step whose row is kept, 0 if there is none.
 
         Args:
             path: the file; created, with its folder, if it does not exist.
@@ -137,7 +137,7 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._warn, self._is_ours = path, warn, is_ours
         self.earlier: Path | None = None
-        self.last_step, self.last_rate = 0, 0.0
+        self.last_step = 0
         self._looked = time.monotonic()
         has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
@@ -147,8 +147,7 @@ class MetricsFile:
             if validates_again:
                 again = {"validation_loss", "evaluation_seconds"}
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
-            trained = [(row["step"], row.get("lr") or 0.0) for row in kept if "loss" in row]
-            self.last_step, self.last_rate = max(trained, default=(0, 0.0))
+            self.last_step = max((row["step"] for row in kept if "loss" in row), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._open()
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
-from titanlite.checkpoint.resume import branch_point, saved_dims
+from titanlite.checkpoint.resume import saved_dims
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
@@ -35,7 +35,14 @@ from titanlite.preflight.hints import (
     unaligned_vocabulary,
 )
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.preflight.start import check_first_state, check_sources, check_tokenizer, planned_stages
+from titanlite.preflight.start import (
+    branch_of,
+    check_branch_trains,
+    check_first_state,
+    check_sources,
+    check_tokenizer,
+    planned_stages,
+)
 
 T = TypeVar("T")
 
@@ -130,6 +137,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if table is not None and config.training.tokens:
         config = replace(config, training=replace(config.training, steps=table.steps))
         attempt(lambda: check_last_steps(config, origin), "profiling")
+    if given and table is not None:
+        attempt(lambda: _resumes(config) or check_branch_trains(config), "training", "checkpoint", "job")
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation"), None
@@ -152,7 +161,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
     warnings = [not_chosen(config, not few, origin), few, *trained_on(config, inputs)]
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
-    if given and not _resumes(config) and branch_point(config.checkpoint.initial_load_path) is None:
+    if given and not _resumes(config) and branch_of(config) is None:
         warnings += [other_tokenizer(config, inputs), *other_training(config)]
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
@@ -205,6 +214,6 @@ def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
     """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
     if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
         return saved_dims(RunFolder.of(config).checkpoints, config.checkpoint.resume)
-    if config.model.flavor == FROM_CHECKPOINT and (branch := branch_point(config.checkpoint.initial_load_path)):
+    if config.model.flavor == FROM_CHECKPOINT and (branch := branch_of(config)):
         return saved_dims(*branch)
     return recipes.model_dims(config, origin)

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.branch import branch_point
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import branch_point, check_quickly, other_text, read_state, start_of
-from titanlite.config.check import sequences_per_step
+from titanlite.checkpoint.resume import check_quickly, other_text, read_state, start_of
+from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
@@ -14,8 +15,33 @@ from titanlite.config.stages import source_keys
 from titanlite.data.inputs import Inputs
 from titanlite.data.mixture import check_epochs
 from titanlite.data.stages import StageTable, past_of, stage_table
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.preflight.run_folder import RunFolder
+
+
+def branch_of(config: Config) -> tuple[Path, int] | None:
+    """Return the checkpoint of another run that a fresh run goes on from; see `branch_point`."""
+    return branch_point(config.checkpoint.initial_load_path, RunFolder.of(config).path)
+
+
+def check_branch_trains(config: Config) -> None:
+    """Refuse a branch that has no step to train.
+
+    Args:
+        config: of a fresh run, its steps known.
+
+    Raises:
+        ConfigError: it ends where the other run's checkpoint is, or before.
+    """
+    if (branch := branch_of(config)) is None or branch[1] < (last := last_step(config)):
+        return
+    key, value = "training.steps", str(last)
+    if last < config.training.steps:
+        key = "job.stop_after"
+    elif config.training.tokens:
+        key, value = "training.tokens", f"{config.training.tokens}, which takes {last} steps"
+    want = f"more than the {branch[1]} steps behind {step_folder(*branch)}: nothing is left for this branch to train"
+    raise ConfigError.of("branch", key, value, want, f"a larger {key}, or an earlier checkpoint of that run")
 
 
 def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_size: int | None) -> None:
@@ -24,7 +50,7 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
     Raises:
         TitanliteError: it cannot be read, or is of another model.
     """
-    if (branch := branch_point(config.checkpoint.initial_load_path)) is None:
+    if (branch := branch_of(config)) is None:
         check_initial_load_path(config, dims, origin)
         return
     root, step = branch

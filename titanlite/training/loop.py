@@ -226,6 +226,7 @@ class Loop:
         state = {"samples": self.batches.position, "validation_due": validation_due} | self.data.identity
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
         table = self.report.position.table
+        state["learning_rate"] = learning_rate(step, self.run.config, table)
         state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
         state["unit_len"] = self.batches.mixture.unit_len
         state |= identity_of(self.run.config, self.run.dims)

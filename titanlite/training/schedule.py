@@ -6,19 +6,18 @@ from titanlite.config.schema import Config
 from titanlite.data.stages import StageTable
 
 
-def change_of_rate(config: Config, last: int, was: float, step: int, table: StageTable | None = None) -> str | None:
+def change_of_rate(config: Config, step: int, was: float | None, table: StageTable | None = None) -> str | None:
     """Say where the learning rate goes from another schedule's to this one's; None if it goes on as this one says.
 
     Args:
         config: with the schedule from now on.
-        last: the last step that was logged.
-        was: its learning rate.
-        step: the next one to be trained.
+        step: the last one that was trained, of this run or of that off which it branches.
+        was: its learning rate; None: not known, as of a checkpoint that does not say it.
         table: the stages of the run.
     """
-    if was == learning_rate(last, config, table):
+    if was is None or was == learning_rate(step, config, table):
         return None
-    now = learning_rate(step, config, table)
+    now = learning_rate(step + 1, config, table)
     return f"by a schedule of {config.training.steps:,} steps the learning rate goes from {was:.3g} to {now:.3g}"
 
 

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import branch_point, check_state
+from titanlite.checkpoint.resume import check_state
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
@@ -101,7 +102,8 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     if asked.enable:
         checkpoints.check_shared()
         step = checkpoints.choose(asked.resume)
-    branch = branch_of_all(path) if step is None and path else None
+    run_folder = checkpoints.root.parent
+    branch = _branch_of_all(path, run_folder) if step is None and path else None
     if step is None and branch is None:
         if n := take_first_weights(run):
             run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
@@ -126,15 +128,15 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     said = f"resumed from step {step}"
     if branch is not None:
         samples = int(state["samples"])
-        said = (
-            f"branches off {folder}: weights, optimizer and place in the data, after step {step}, {samples:,} samples"
-        )
+        as_before = ", as at its first start" * (remembered_step(path, run_folder) is not None)
+        what = f"weights, optimizer and place in the data, after step {step}, {samples:,} samples"
+        said = f"branches off {folder}{as_before}: {what}"
         run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
     for notice in (said, *notices):
         console.notice(notice)
     return Start(step, state, folder, branch is not None)
 
 
-def branch_of_all(path: str) -> tuple[Path, int] | None:
+def _branch_of_all(path: str, run: Path) -> tuple[Path, int] | None:
     """Return what `branch_point` finds on rank 0, for all ranks: the newest may have changed in between; collective."""
-    return on_rank_0(lambda: branch_point(path))
+    return on_rank_0(lambda: branch_point(path, run))

@@ -98,7 +98,7 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> 
         lines.append(_line("longer", _resume(config, folder, last)))
         longer = replace(config, training=replace(config.training, steps=2 * config.training.steps))
         counts_steps = not config.training.tokens and not config.data.stage  # else the next start says it
-        if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config), last + 1)):
+        if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config))):
             lines.append(_line("", text))
     lines.append(_line("compare", f"titanlite compare {path}"))
     if saved and not config.model.file:  # there is no layout of Hugging Face's for a user's own architecture

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint.background import Background
+from titanlite.checkpoint.branch import remember_branch
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
@@ -204,6 +205,8 @@ def _open_metrics(
             opened.append(MetricsFile(folder.metrics, start, validates_first, console.warning, lambda: folder.is_ours))
             # A start that has nothing to train leaves the config that the run was trained with.
             if start < last_step(run.config) or not folder.config.exists():
+                if restored.is_branch:
+                    remember_branch(run.config.checkpoint.initial_load_path, folder.path, start)
                 kept = folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
                 if kept is not None:
                     console.notice(f"the config that was in the folder is kept in {kept}")
@@ -217,8 +220,8 @@ def _open_metrics(
     # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
     if not restored.is_branch and metrics.last_step < start - start % run.config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-    goes_on = metrics.last_step > 0 and start < last_step(run.config)
-    if goes_on and (text := change_of_rate(run.config, metrics.last_step, metrics.last_rate, start + 1, table)):
+    was = restored.state.get("learning_rate")
+    if start < last_step(run.config) and (text := change_of_rate(run.config, start, was, table)):
         console.notice(text)
     return metrics
 

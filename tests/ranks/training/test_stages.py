@@ -114,7 +114,7 @@ def test_a_run_that_is_resumed_at_each_boundary_is_the_same(desk: "Desk", ramp: 
     assert states[0] == states[1]
 
 
-def test_new_weights_begin_a_stage_and_a_branch_goes_on(desk: "Desk") -> None:
+def test_new_weights_begin_a_stage_and_a_branch_goes_on(desk: "Desk", capsys: pytest.CaptureFixture[str]) -> None:
     other = {"args": 0.25, "diff": 0.75}
     desk.rerun(write(desk, "weights", stages=[], tokens=1024), "--job.stop_after", "3")
     changed = write(desk, "weights", other, [], 1024)
@@ -125,18 +125,34 @@ def test_new_weights_begin_a_stage_and_a_branch_goes_on(desk: "Desk") -> None:
     assert run.steps[-1]["share.args"] == 0.5  # 18 of 24, then 6 of 24
     path = str(run.folder / "checkpoints" / "step-00000006")
     anneal = [{"from_tokens": 768, "weights": {"diff": 1.0}, "lr_decay_to": 0.0}]
-    desk.rerun(write(desk, "branch", other, anneal, 1024, path))
+    branch = write(desk, "branch", other, anneal, 1024, path)
+    assert main(["validate", str(branch)]) == 0
+    desk.rerun(branch)
     annealed = ended(desk, "branch")
+    # The run's own rate fell from 300 tokens on to a tenth of the peak at 1,024; the branch's is still the peak.
+    jump = f"by a schedule of 8 steps the learning rate goes from {2e-3 * (1 - 0.9 * 340 / 724):.3g} to 0.002"
+    assert jump in capsys.readouterr().out
+    assert annealed.output.count(jump) == 1
     assert f"branches off {path}: weights, optimizer and place in the data, after step 6" in annealed.output
     assert [row["step"] for row in annealed.steps] == [7, 8]
     assert [row["lr"] for row in annealed.steps] == pytest.approx([2e-3, 1e-3])
     assert annealed.steps[-1]["tokens"] == 1024
     assert annealed.steps[-1]["share.args"] == 24 / 64
     assert annealed.receipt["branch"]["applied"]["step"] == 6
-    # With an unchanged config, a branch takes the next step of the run itself.
-    desk.rerun(changed, "--job.stop_after", "7")
-    desk.rerun(write(desk, "same", other, [], 1024, path), "--job.stop_after", "7")
-    assert ended(desk, "same").trained() == ended(desk, "weights").trained()[-1:]
+    assert main(["validate", str(write(desk, "late", other, [], 768, path))]) == 2
+    late = capsys.readouterr().err
+    assert "training.tokens = 768, which takes 6 steps" in late
+    assert "nothing is left for this branch to train" in late
+    # With an unchanged config, a branch takes the next step of the run itself; without a checkpoint of its own it does
+    # so again, though that run has gone on meanwhile.
+    same = write(desk, "same", other, [], 1024, str(run.folder))
+    desk.rerun(same, "--job.stop_after", "7", "--checkpoint.enable", "false")
+    desk.rerun(changed, "--job.stop_after", "8")
+    assert ended(desk, "same").trained() == ended(desk, "weights").trained()[-2:-1]
+    assert "learning rate goes" not in ended(desk, "same").output
+    desk.rerun(same, "--job.stop_after", "7")
+    assert ended(desk, "same").trained() == ended(desk, "weights").trained()[-2:-1]
+    assert f"branches off {path}, as at its first start: weights" in ended(desk, "same").output
 
 
 MIXED = {"a": 1.0, "b": 1.0}

@@ -54,9 +54,9 @@ def test_a_schedule_of_more_steps_says_where_the_rate_goes():
         Config(training=Training(steps=steps), optimizer=Optimizer(lr=PEAK), lr_scheduler=keys) for steps in (100, 180)
     )
     was = learning_rate(100, short)
-    assert change_of_rate(short, 100, was, 101) is None
+    assert change_of_rate(short, 100, was) is None
     text = "by a schedule of 180 steps the learning rate goes from 0.000771 to 1"
-    assert change_of_rate(long, 100, was, 101) == text
+    assert change_of_rate(long, 100, was) == text
 
 
 @pytest.mark.parametrize("keys", [COSINE, LINEAR, SQRT, SQRT | STABLE])

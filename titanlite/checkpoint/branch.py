@@ -1,0 +1,140 @@
+"""Find the checkpoint of another run that a run branches off; no torch here.
+
+`checkpoint.initial_load_path` may name a run, which goes on training and saving meanwhile. A branch begins from its
+newest checkpoint, and `branch.json` in the branch's own folder says of which step: a start before the branch has a
+checkpoint of its own begins there again, not where the other run is by then.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from titanlite.checkpoint.publish import complete_steps, step_folder, step_of
+from titanlite.config.build import show
+from titanlite.durable import write_durably
+from titanlite.errors import CheckpointError, nearest
+from titanlite.json_file import read_json
+
+_KEY = "checkpoint.initial_load_path"
+_RECORD = "branch.json"
+_LISTED = 8  # runs or checkpoints that a message lists at most
+
+
+def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
+    """Return what a run that starts from a run of titanlite goes on from: its checkpoints, and the step of one.
+
+    Args:
+        path: `checkpoint.initial_load_path`: the folder of a run or of its checkpoints, of which the newest complete
+            one is taken, or of one checkpoint.
+        run: folder of the run that branches off. Where it has done so before, it does so at the same step.
+
+    Returns:
+        None where it is no such folder, as one in Hugging Face's layout.
+
+    Raises:
+        CheckpointError: it is a run's, and has no complete checkpoint, or not that step's any more; or it is not
+            there, and others beside it are.
+    """
+    folder = Path(os.path.expanduser(path))
+    if not path or os.path.exists(folder / "config.json"):
+        return None
+    if not os.path.isdir(folder):
+        if not os.path.exists(folder):
+            _refuse_missing(path, folder)
+        return None
+    if (step := step_of(folder)) is not None:
+        return folder.parent, step
+    if _is_of_checkpoints(folder.parent):
+        _refuse_checkpoint(path, folder)
+    is_run = _is_run(folder)
+    root = folder / "checkpoints" if is_run else folder
+    if not (steps := complete_steps(root)):
+        if is_run or _is_of_checkpoints(folder):
+            _refuse_run(path, folder if is_run else folder.parent)
+        return None
+    if (step := remembered_step(path, run)) is None:
+        return root, steps[-1]
+    if step not in steps:
+        saw = f"{show(path)}, whose checkpoint of step {step} is gone"
+        want = f"that checkpoint, off which this run branched at its first start; there are {_list_of(steps)}"
+        fix = f"put it back; or another job.name, or delete {run / _RECORD}, to branch off another step"
+        raise CheckpointError.of(str(run), _KEY, saw, want, fix)
+    return root, step
+
+
+def remembered_step(path: str, run: Path) -> int | None:
+    """Return the step at which a run has branched off what a path names; None if it has not.
+
+    Raises:
+        CheckpointError: the file that says it is damaged.
+    """
+    try:
+        said = read_json(run / _RECORD)
+        of, step = said["initial_load_path"], int(said["step"])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        want, fix = "what titanlite writes", "delete it, and the branch begins at the newest checkpoint"
+        raise CheckpointError.of(str(run), _RECORD, f"{type(e).__name__}: {e}", want, fix) from None
+    return step if of == os.path.normpath(path) else None
+
+
+def remember_branch(path: str, run: Path, step: int) -> None:
+    """Write down at which step a run has branched off what a path names."""
+    write_durably(run / _RECORD, json.dumps({"initial_load_path": os.path.normpath(path), "step": step}) + "\n")
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a folder is that of a run, which may have saved nothing yet."""
+    is_begun = all(os.path.exists(folder / name) for name in ("status.json", "config.toml"))
+    return is_begun or os.path.isdir(folder / "checkpoints")
+
+
+def _is_of_checkpoints(folder: Path) -> bool:
+    """Return whether a folder is, or would be, that of a run's checkpoints."""
+    return folder.name == "checkpoints" and _is_run(folder.parent)
+
+
+def _refuse_missing(path: str, folder: Path) -> None:
+    """Refuse what is not there, if there are checkpoints or runs beside it: it was to be one of these."""
+    if _is_of_checkpoints(folder.parent) or complete_steps(folder.parent):
+        _refuse_checkpoint(path, folder)
+    if _is_of_checkpoints(folder):
+        _refuse_run(path, folder.parent)
+    missing = [each for each in (folder, *folder.parents[:2]) if not os.path.exists(each)][-1]
+    if folder.relative_to(missing).parts[:1] not in ((), ("checkpoints",)) or not os.path.isdir(missing.parent):
+        return
+    try:
+        runs = {each.name: each.stat().st_mtime for each in missing.parent.iterdir() if _is_run(each)}
+    except OSError:  # whose folder it is says what it wants
+        return
+    if not runs:
+        return
+    newest = sorted(runs, key=runs.__getitem__, reverse=True)
+    more = f" and {len(newest) - _LISTED} more" * (len(newest) > _LISTED)
+    want = f"a run that is there ({', '.join(newest[:_LISTED])}{more}), or a folder in Hugging Face's layout"
+    raise _not_there(path, want, missing.parent / (nearest(missing.name, runs) or newest[0]))
+
+
+def _refuse_checkpoint(path: str, folder: Path) -> None:
+    """Refuse what was to be a checkpoint of a run, and is none."""
+    if not (steps := complete_steps(folder.parent)):
+        _refuse_run(path, folder.parent.parent)
+    want = f"a complete checkpoint of the run: of step {_list_of(steps)}"
+    raise _not_there(path, want, step_folder(folder.parent, steps[-1]))
+
+
+def _refuse_run(path: str, run: Path) -> None:
+    want, fix = "a run with a complete checkpoint: this one has none", "let it save one, or name another run"
+    raise CheckpointError.of(str(run), _KEY, show(path), want, fix)
+
+
+def _not_there(path: str, want: str, instead: Path) -> CheckpointError:
+    is_part = os.path.exists(os.path.expanduser(path))
+    saw = f"{show(path)}, which is {'no complete checkpoint' if is_part else 'not there'}"
+    return CheckpointError.of(str(instead.parent), _KEY, saw, want, f"initial_load_path = {show(str(instead))}")
+
+
+def _list_of(steps: list[int]) -> str:
+    more = [f"{len(steps) - _LISTED} earlier ones"] * (len(steps) > _LISTED)
+    return ", ".join([*more, *map(str, steps[-_LISTED:])])
