@@ -32,7 +32,8 @@ class Split(NamedTuple):
     """One way to compute parts of an operator's results from parts of its inputs, on each rank alone.
 
     Attributes:
-        inputs: for each tensor among its arguments the dim that is split; None for one that every rank has whole.
+        inputs: for each tensor among its arguments the dim that is split; None for one that every rank has whole. Of a
+            call with other numbers of tensors, where one is None, other splits serve.
         output: the dim by which its results, all of them, are split.
     """
 

@@ -103,7 +103,8 @@ def own_rules(
         size: ranks along the axis.
     """
     if op in SPLITS:
-        return [Rule(tuple(_shard(d) for d in split.inputs), Shard(split.output)) for split in SPLITS[op]]
+        fitting = [split for split in SPLITS[op] if len(split.inputs) == len(inputs)]
+        return [Rule(tuple(_shard(d) for d in split.inputs), Shard(split.output)) for split in fitting]
     if op in _OWN:
         return _OWN[op](inputs, out, arguments, size)
     if op in _FACTORIES:

@@ -45,11 +45,13 @@ from titanlite.kernels.device import (
     document_attention,
     document_attention_grad,
     document_tiles,
+    expert_rows,
     float8_cast,
     gather_plan,
     norm_rope,
     rms_norm,
     rope,
+    routing,
     specialised_producer,
     swiglu,
     tiles,
@@ -57,6 +59,7 @@ from titanlite.kernels.device import (
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
 from titanlite.kernels.products import NOTHING, SLOWER, out_shapes, scales_travel
+from titanlite.kernels.routing import SCORES
 
 GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus
 SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus
@@ -122,7 +125,7 @@ class Launches:
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
     documents = document_attention, document_attention_grad, document_tiles
-    for module in (block_cast, float8_cast, norm_rope, rms_norm, rope, swiglu, *documents):
+    for module in (block_cast, expert_rows, float8_cast, norm_rope, rms_norm, rope, routing, swiglu, *documents):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
@@ -302,7 +305,7 @@ def test_device_code_takes_the_arguments_of_its_operator():
             assert given[: len(wanted)] == wanted, name
             assert all(default is None for _, default in given[len(wanted) :]), name
             launched += 1
-    assert launched == 12
+    assert launched == 19
 
 
 def test_casts(launches: Launches):
@@ -348,6 +351,37 @@ def test_documents(launches: Launches):
         "_attention_spans",
         "_attention_grad_of_keys",
     }
+
+
+def test_routing(launches: Launches):
+    for M, E, K, scale, (score, normalised) in product(
+        (12, 24), (16, 20), (1, 3), (1.0, 2.5), product(SCORES, (False, True))
+    ):
+        logits, grad = torch.zeros(M, E), torch.zeros(M, K)
+        for bias in (None, torch.zeros(E)):
+            routing.launch_route(logits, bias, K, score, normalised, scale)
+        choices = torch.zeros(M, K, dtype=torch.int32)
+        routing.launch_route_grad(grad, logits, choices, score, normalised, scale)
+        for first, count in ((0, E), (4, 4), (4, 1)):
+            routing.launch_expert_rows(choices, first, count)
+    names = "_route", "_route_grad", "_expert_counts", "_expert_begins", "_expert_places"
+    assert {name for name, *_ in launches.by_key} == {*names}  # type: ignore[misc]
+
+
+def test_rows_of_experts(launches: Launches):
+    for M, K, D, dtype in product((12, 24), (1, 3), (16, 48, 2560), (BF16, torch.float32)):
+        x, o, rows = torch.zeros(M, D, dtype=dtype), torch.zeros(M * K, D, dtype=dtype), torch.zeros(M, K).int()
+        for slots in (torch.zeros(M * K).int(), torch.zeros(7).int()):
+            expert_rows.launch_gather_rows(x, slots, K)
+            expert_rows.launch_gather_rows(x.to(E4M3), slots, K)
+        for weights in (None, torch.zeros(M, K)):
+            expert_rows.launch_combine(o, rows, weights)
+            expert_rows.launch_spread_rows(x, rows, weights, M * K)
+        expert_rows.launch_spread_rows(x.to(E4M3), rows, None, M * K)
+        for other in (o, torch.zeros(M * K, D)):
+            expert_rows.launch_row_dots(x, other, rows)
+    kernels = {"_gather_rows", "_combine_rows", "_spread_rows", "_row_dots"}
+    assert {name for name, *_ in launches.by_key} == kernels  # type: ignore[misc]
 
 
 def test_heads(launches: Launches):

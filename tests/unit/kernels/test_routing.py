@@ -1,0 +1,400 @@
+"""Routing against a loop over tokens and experts in float64."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.needs import DEVICES, slow
+from titanlite.kernels.operators import SPLITS
+from titanlite.kernels.routing import (
+    SCORES,
+    combine,
+    expert_rows,
+    gather_rows,
+    route,
+    router_logits,
+    row_dots,
+    spread_rows,
+)
+
+F32 = torch.finfo(torch.float32).eps
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def leaf(t: Tensor, device: str = "cpu") -> Tensor:
+    return t.detach().to(device, copy=True).requires_grad_()
+
+
+# --- router_logits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("M", [0, 1, 37])
+def test_logits(M, dtypes, device):
+    x, weight = (randn(n, 96, seed=n).to(device, dtype) for n, dtype in zip((M, 12), dtypes, strict=True))
+    given = [leaf(t, device) for t in (x, weight)]
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    logits, truth = router_logits(*given), exact[0] @ exact[1].t()
+    assert logits.dtype == torch.float32
+    sizes = exact[0].abs() @ exact[1].abs().t()  # a sum of D products errs by D roundings of its terms at worst
+    assert ((logits - truth).abs() <= 96 * F32 * sizes).all()
+    upstream = randn(M, 12, seed=1).to(device)
+    wide = torch.promote_types(*dtypes)
+    logits.backward(upstream)
+    truth.backward(upstream.to(wide).double())
+    for own, other, of, wanted in ((upstream, weight, given[0], exact[0]), (upstream.t(), x, given[1], exact[1])):
+        assert of.grad.dtype == of.dtype
+        sizes = own.abs().double() @ other.abs().double()
+        bound = torch.finfo(of.dtype).eps / 2 * wanted.grad.abs() + (torch.finfo(wide).eps / 2 + 96 * F32) * sizes
+        assert ((of.grad - wanted.grad).abs() <= bound).all()
+
+
+# --- route -------------------------------------------------------------------------------------------------------
+
+
+def loop_route(
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, normalised: bool, scale: float
+) -> tuple[Tensor, list[list[int]]]:
+    """Token by token; the weights with their gradient."""
+    weights, choices = [], []
+    for row in logits:
+        highest = row.max()
+        of_all = [torch.exp(x - highest) for x in row]
+        score_of = {
+            "softmax": [x / sum(of_all) for x in of_all],
+            "softmax_of_chosen": list(row),
+            "sigmoid": [1 / (1 + torch.exp(-x)) for x in row],
+        }[score]
+        by = list(row) if bias is None else [s + b for s, b in zip(score_of, bias, strict=True)]
+        chosen = sorted(range(len(row)), key=lambda e: (-float(by[e].detach()), e))[:top_k]
+        own = [score_of[e] for e in chosen]
+        if score == "softmax_of_chosen":
+            exps = [torch.exp(x - highest) for x in own]
+            own = [x / sum(exps) for x in exps]
+        if normalised:
+            own = [x / sum(own) for x in own]
+        weights.append(torch.stack(own) * scale)
+        choices.append(chosen)
+    return torch.stack(weights), choices
+
+
+WAYS = list(product(SCORES, (False, True)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize(("score", "normalised"), WAYS)
+@pytest.mark.parametrize(
+    ("M", "E", "top_k"),
+    [(1, 1, 1), (7, 8, 2), (3, 9, 8), *slow((13, 20, 3), (5, 9, 4), (5, 9, 5), (5, 9, 6), (5, 9, 7), (9, 130, 8))],
+)
+def test_weights_choices_and_gradient(M, E, top_k, score, normalised, with_bias, device):
+    logits = 3 * randn(M, E, seed=E)
+    bias = 0.3 * randn(E, seed=1) if with_bias else None
+    exact = logits.double().requires_grad_()
+    truth, wanted = loop_route(exact, bias, top_k, score, normalised, 2.5)
+    given = leaf(logits, device)
+    on_device = bias if bias is None else bias.to(device)
+    weights, choices = route(given, on_device, top_k, score, normalised, 2.5)
+    assert weights.dtype == torch.float32
+    assert choices.dtype == torch.int32
+    assert not choices.requires_grad
+    assert choices.tolist() == wanted
+    # Exponentials err by (2 + |x|) roundings; sums of E terms of one sign, quotients and products by E + 8.
+    slack = (2 + 2 * float(logits.abs().max()) + E + 8) * F32
+    assert ((weights.cpu() - truth).abs() <= slack * truth.abs()).all()
+    upstream = randn(M, top_k, seed=2)
+    weights.backward(upstream.to(device))
+    truth.backward(upstream.double())
+    # The same of each term; terms are at most a weight by the largest gradient, once for itself and once for the sum.
+    sizes = 2.5 * float(upstream.abs().max()) * top_k
+    assert ((given.grad.cpu() - exact.grad).abs() <= 2 * slack * sizes).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_ties_go_to_the_lower_expert(with_bias, device):
+    logits = torch.tensor([[1.0, 2, 2, 0, 2, -1], [0.0, -0.0, 0, 0, -0.0, 0], [-1.0, -1, 5, 5, 5, 5]], device=device)
+    bias = torch.zeros(6, device=device) if with_bias else None
+    _, choices = route(logits, bias, 4, "sigmoid", True, 1.0)
+    assert choices.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("score", SCORES)
+def test_a_bias_shifts_the_choice_and_not_the_weight(score, device):
+    logits = randn(5, 8).to(device)
+    bias = torch.zeros(8, device=device)
+    bias[6] = 100
+    weights, choices = route(logits, bias, 1, score, False, 1.0)
+    assert (choices == 6).all()
+    own = {"softmax": logits.softmax(1), "sigmoid": logits.sigmoid(), "softmax_of_chosen": torch.ones(5, 8)}[score]
+    torch.testing.assert_close(weights[:, 0], own[:, 6].to(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("score", "normalised"), WAYS)
+def test_extreme_and_missing_numbers(score, normalised, device):
+    """Choices are experts, each once, whatever the logits are, and what is no number stays in sight."""
+    logits = torch.tensor([[3e38, -3e38, 0, 1], [-200.0, -200, -300, -300], [0, torch.nan, 1, torch.nan]])
+    weights, choices = route(logits.to(device), None, 2, score, normalised, 1.0)
+    assert choices.tolist() == [[0, 3], [0, 1], [1, 3]]
+    assert weights[:2].isfinite().all()
+    assert weights[2].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("top_k", "score", "message"),
+    [(9, "softmax", "top_k = 9; want 1 to .* 8"), (1, "tanh", 'score = "tanh"; want one')],
+)
+def test_what_does_not_fit_is_refused(top_k, score, message):
+    with pytest.raises(ValueError, match=message):
+        route(torch.ones(3, 8), None, top_k, score, True, 1.0)
+
+
+# --- expert_rows -------------------------------------------------------------------------------------------------
+
+
+def loop_rows(choices: Tensor, first: int, count: int) -> tuple[list[list[int]], list[int], list[int]]:
+    M, K = choices.shape
+    rows, slots, offsets = [[-1] * K for _ in range(M)], [], [0]
+    for expert in range(first, first + count):
+        for m in range(M):
+            for k in range(K):
+                if choices[m, k] == expert:
+                    rows[m][k] = len(slots)
+                    slots.append(m * K + k)
+        offsets.append(len(slots))
+    return rows, slots + [-1] * (M * K - len(slots)), offsets
+
+
+def some_choices(M: int, E: int, K: int) -> Tensor:
+    return torch.rand(M, E, generator=torch.Generator().manual_seed(M)).topk(K).indices.int()
+
+
+CHOICES = {
+    "ragged": (some_choices(37, 8, 2), 8),
+    "few tokens, empty experts": (some_choices(3, 20, 4), 20),
+    "one token": (some_choices(1, 1, 1), 1),
+    "no tokens": (torch.zeros(0, 2, dtype=torch.int32), 4),
+    "all on one expert": (torch.full((50, 1), 3, dtype=torch.int32), 8),
+    "all on the last": (torch.full((50, 1), 7, dtype=torch.int32), 8),
+    "more than one block": (some_choices(333, 5, 5), 5),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("part", [None, (0, 1), (1, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("case", CHOICES)
+def test_rows_lie_by_expert_token_and_slot(case, part, device):
+    choices, E = CHOICES[case]
+    first, count = part or (0, E)
+    wanted = loop_rows(choices, first, count)
+    for got, want in zip(expert_rows(choices.to(device), first, count), wanted, strict=True):
+        assert got.dtype == torch.int32
+        assert got.tolist() == want
+
+
+def test_parts_of_the_experts_are_the_whole_in_parts():
+    choices, E = CHOICES["ragged"]
+    whole, parts = expert_rows(choices, 0, E), [expert_rows(choices, first, 2) for first in range(0, E, 2)]
+    own = [slots[: offsets[-1]] for _, slots, offsets in parts]
+    assert torch.equal(torch.cat(own), whole[1])
+
+
+# --- rows of tokens ----------------------------------------------------------------------------------------------
+
+
+def rows_of(M: int, E: int, K: int, first: int, count: int) -> tuple[Tensor, Tensor, int]:
+    rows, slots, offsets = expert_rows(some_choices(M, E, K), first, count)
+    return rows, slots, int(offsets[-1])
+
+
+def loop_combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    total = []
+    for m, own in enumerate(rows.tolist()):
+        here = [(k, r) for k, r in enumerate(own) if r >= 0]
+        terms = [o[r] if weights is None else weights[m, k] * o[r] for k, r in here]
+        total.append(torch.stack(terms).sum(0) if terms else (o[0] * 0).nan_to_num())
+    return torch.stack(total)
+
+
+ROWS = [(37, 8, 2, 0, 8), (37, 8, 2, 2, 3), (11, 12, 8, 0, 12), (9, 4, 1, 3, 1)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weights"])
+@pytest.mark.parametrize("D", [48, *slow(129, 2048)])
+@pytest.mark.parametrize("routing", ROWS, ids=str)
+def test_combine(routing, D, is_weighted, dtype, device):
+    rows, _, n = rows_of(*routing)
+    M, K = rows.shape
+    o = randn(M * K, D, dtype=dtype)
+    o[n:] = torch.nan  # rows of no token
+    weights = randn(M, K, seed=1) if is_weighted else None
+    exact = [None if t is None else t.double().requires_grad_() for t in (o, weights)]
+    given = [None if t is None else leaf(t, device) for t in (o, weights)]
+    truth, got = loop_combine(exact[0], rows, exact[1]), combine(given[0], rows.to(device), given[1])
+    sizes = loop_combine(o.abs().double(), rows, None if weights is None else weights.abs().double())
+    # One rounding to dtype, and before it K products and sums of float32.
+    bound = torch.finfo(dtype).eps / 2 * truth.abs() + 2 * K * F32 * sizes
+    assert got.dtype == dtype
+    assert ((got.cpu() - truth).abs() <= bound).all()
+
+    upstream = randn(M, D, seed=2, dtype=dtype)
+    got.backward(upstream.to(device))
+    truth.backward(upstream.double())
+    wanted = exact[0].grad[:n]
+    assert ((given[0].grad[:n].cpu() - wanted).abs() <= (torch.finfo(dtype).eps / 2 + F32) * wanted.abs()).all()
+    if weights is not None:
+        sizes = row_dots(upstream.abs().double(), o.abs().double(), rows)  # a sum of D products
+        assert ((given[1].grad.cpu() - exact[1].grad).abs() <= D * F32 * sizes).all()
+        assert (given[1].grad.cpu()[rows < 0] == 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("routing", ROWS, ids=str)
+def test_each_row_is_given_its_token(routing, dtype, device):
+    """By slots, and by rows; the gradient adds up the rows of a token."""
+    rows, slots, n = rows_of(*routing)
+    M, K = rows.shape
+    x, upstream = randn(M, 48, dtype=dtype), randn(M * K, 48, seed=1, dtype=dtype)
+    upstream[n:] = torch.nan
+    wanted = [x[slot // K] for slot in slots[:n].tolist()]
+    of_x = loop_combine(upstream.double(), rows, None)
+    for way in ("slots", "rows"):
+        given = leaf(x, device)
+        on_device = [t.to(device) for t in (rows, slots)]
+        got = gather_rows(given, on_device[1], K) if way == "slots" else spread_rows(given, on_device[0], None, M * K)
+        assert got.shape == (M * K, 48)
+        assert got.dtype == dtype
+        assert got[:n].tolist() == [row.tolist() for row in wanted]
+        got.backward(upstream.to(device))
+        sizes = loop_combine(upstream.abs().double(), rows, None)
+        bound = torch.finfo(dtype).eps / 2 * of_x.abs() + K * F32 * sizes
+        assert ((given.grad.cpu() - of_x).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_gradients_of_rows_in_float64(is_weighted):
+    """Against differences, where each row has a token."""
+    rows, slots, _ = rows_of(5, 6, 3, 0, 6)
+    o, x, weights = (randn(n, d, seed=n, dtype=torch.float64).requires_grad_() for n, d in ((15, 4), (5, 4), (5, 3)))
+    of = weights if is_weighted else None
+    assert torch.autograd.gradcheck(lambda *given: combine(given[0], rows, given[1]), (o, of))
+    assert torch.autograd.gradcheck(lambda *given: spread_rows(given[0], rows, given[1], 15), (x, of))
+    assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots, 3), (x,))
+
+
+def test_no_tokens_at_all():
+    choices = torch.zeros(0, 2, dtype=torch.int32)
+    rows, slots, offsets = expert_rows(choices, 0, 4)
+    x = torch.ones(0, 8, requires_grad=True)
+    weights, chosen = route(router_logits(x, torch.ones(4, 8)), None, 2, "softmax", True, 1.0)
+    got = combine(gather_rows(x, slots, 2), rows, weights)
+    got.sum().backward()
+    assert got.shape == x.grad.shape == (0, 8)
+    assert chosen.shape == (0, 2)
+    assert offsets.tolist() == [0] * 5
+
+
+# --- as operators ------------------------------------------------------------------------------------------------
+
+
+def layer(x: Tensor, router: Tensor, bias: Tensor, score: str) -> Tensor:
+    """A mixture whose experts only scale."""
+    weights, choices = route(router_logits(x, router), bias, 2, score, True, 1.0)
+    rows, slots, offsets = expert_rows(choices, 0, len(router))
+    expert = torch.bucketize(torch.arange(len(slots), device=x.device), offsets[1:], right=True)
+    return combine(gather_rows(x, slots, 2) * (1 + expert[:, None]), rows, weights)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("score", ["softmax", *slow("softmax_of_chosen", "sigmoid")])
+def test_a_compiled_layer_is_the_plain_one(score, device):
+    x, router, bias = randn(24, 32).to(device), randn(6, 32, seed=1).to(device), randn(6, seed=2).to(device)
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    found = []
+    for run in (layer, compiled):
+        given = [leaf(t, device) for t in (x, router)]
+        y = run(*given, bias, score)
+        y.backward(x)
+        found.append((y.detach(), *(t.grad for t in given)))
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain)
+    experts = 1 + route(x @ router.t(), bias, 2, score, True, 1.0)[1]
+    wanted = x * (route(x @ router.t(), bias, 2, score, True, 1.0)[0] * experts).sum(1, keepdim=True)
+    torch.testing.assert_close(found[0][0], wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators(device):
+    """What a compiler is told of the results is what they are."""
+    ops, check = torch.ops.titanlite, torch.library.opcheck
+    rows, slots, _ = (t.to(device) if isinstance(t, Tensor) else t for t in rows_of(6, 8, 2, 0, 8))
+    x, o, router = (randn(n, 16, seed=n).to(device).requires_grad_() for n in (6, 12, 8))
+    logits, weights = randn(6, 8).to(device).requires_grad_(), randn(6, 2).to(device).requires_grad_()
+    check(ops.router_logits.default, (x, router))
+    for score, normalised in WAYS:
+        check(ops.route.default, (logits, None, 2, score, normalised, 2.0))
+    check(ops.route.default, (logits, torch.ones(8, device=device), 2, "sigmoid", True, 2.0))
+    choices = route(logits, None, 2, "softmax", False, 1.0)[1]
+    check(ops.route_grad.default, (weights.detach(), logits.detach(), choices, "softmax", False, 1.0))
+    check(ops.expert_rows.default, (choices, 0, 8))
+    check(ops.gather_rows.default, (x, slots, 2))
+    for given in (weights, None):
+        check(ops.combine.default, (o, rows, given))
+        check(ops.spread_rows.default, (x, rows, given, 12))
+    check(ops.row_dots.default, (x.detach(), o.detach(), rows))
+
+
+def test_ranks_may_share_the_work_as_the_rules_say():
+    rows, slots, _ = rows_of(6, 8, 2, 0, 8)
+    x, o, logits, weights = randn(6, 16), randn(12, 16), randn(6, 8), randn(6, 2)
+    calls = {
+        "router_logits": [(x, randn(8, 16))],
+        "route": [(logits, bias, 2, "softmax", True, 1.0) for bias in (None, torch.ones(8))],
+        "route_grad": [(weights, logits, route(logits, None, 2, "softmax", True, 1.0)[1], "softmax", True, 1.0)],
+        "gather_rows": [(x, slots, 2)],
+        "combine": [(o, rows, None), (o, rows, weights)],
+        "spread_rows": [(x, rows, None, 12), (x, rows, weights, 12)],
+    }
+    tried = 0
+    for name, given in calls.items():
+        op = getattr(torch.ops.titanlite, name).default
+        for arguments, split in product(given, SPLITS[op]):
+            tensors = [a for a in arguments if isinstance(a, Tensor)]
+            if len(tensors) == len(split.inputs):
+                parts = zip(*(_halves(t, d) for t, d in zip(tensors, split.inputs, strict=True)), strict=True)
+                found = [op(*_in_place_of_tensors(arguments, part)) for part in parts]
+                for whole, *halves in zip(*map(_several, (op(*arguments), *found)), strict=True):
+                    assert torch.equal(torch.cat(halves, split.output), whole), (name, split)
+                tried += 1
+    assert tried == 10
+
+
+def _halves(t: Tensor, dim: int | None) -> tuple[Tensor, ...]:
+    return (t, t) if dim is None else t.chunk(2, dim)
+
+
+def _in_place_of_tensors(arguments: tuple[object, ...], tensors: tuple[Tensor, ...]) -> list[object]:
+    left = iter(tensors)
+    return [next(left) if isinstance(a, Tensor) else a for a in arguments]
+
+
+def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def test_flops_of_the_router_are_counted():
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        router_logits(torch.ones(5, 16, dtype=torch.bfloat16), torch.ones(8, 16, dtype=torch.bfloat16))
+    assert counter.get_total_flops() == 2 * 5 * 16 * 8

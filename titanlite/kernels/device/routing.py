@@ -1,0 +1,263 @@
+"""Device code of `titanlite.kernels.routing`: the choice of experts and its gradient, and where the rows lie.
+
+The choice: a thread block holds the logits of a few tokens and takes the highest K times. A logit and its expert are
+one integer, so that one maximum finds both: as integers, floats of the same order, and below them the expert, counted
+from the last, so that a tie goes to the lower one.
+
+The rows, in three kernels: each thread block counts those of its choices by expert; one thread block adds up the counts
+of the blocks before, and the experts before; then each thread block places its choices behind those before it. Nothing
+depends on which thread block runs first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.launch import cdiv, launch
+from titanlite.kernels.routing import LEAST_SUM, check_route
+
+LOGITS = 2048
+"""Logits that a thread block holds, of whole tokens: 16 for each thread."""
+CHOICES = 512
+"""Choices that a thread block counts and places, COLUMNS of them at a time beside all experts or choices."""
+COLUMNS = 16
+COUNTS = 16384
+"""Counts that the thread block which adds them up has at a time."""
+
+_LOWEST = tl.constexpr(-(2**63))
+
+
+@triton.jit
+def _ordered(x):
+    """Return int32 of the same order as float32: both zeros are equal, and what is not a number comes after all."""
+    x = tl.where(x == 0.0, 0.0, x)
+    bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _softmax_sum(x, inside):
+    """Return the maximum of each row and the sum of exponentials below it."""
+    highest = tl.max(tl.where(inside, x, float("-inf")), 1)
+    return highest, tl.sum(tl.where(inside, tl.exp(x - highest[:, None]), 0.0), 1)
+
+
+@triton.jit
+def _weights_of_chosen(
+    chosen, inside, highest, total, SCORE: tl.constexpr, NORMALISED: tl.constexpr, LEAST_SUM: tl.constexpr
+):
+    """[ROWS, SLOTS] of the logits that were chosen. `highest` and `total` are of all logits, for "softmax" alone."""
+    if SCORE == "sigmoid":
+        weights = tl.where(inside, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
+        if NORMALISED:
+            weights = weights / (tl.sum(weights, 1)[:, None] + LEAST_SUM)
+    elif SCORE == "softmax" and not NORMALISED:
+        weights = tl.where(inside, tl.exp(chosen - highest[:, None]) / total[:, None], 0.0)
+    else:
+        own_highest, own_total = _softmax_sum(chosen, inside)
+        weights = tl.where(inside, tl.exp(chosen - own_highest[:, None]) / own_total[:, None], 0.0)
+    return weights
+
+
+@triton.jit
+def _route(
+    logits, bias, weights, choices, M, scale,
+    E: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, SCORE: tl.constexpr, NORMALISED: tl.constexpr,
+    LEAST_SUM: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    m, e, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    inside = (m < M)[:, None] & (e < E)[None, :]
+    x = tl.load(logits + m.to(tl.int64)[:, None] * E + e[None, :], mask=inside, other=0.0)
+    here = (e < E)[None, :] & (m >= 0)[:, None]
+    highest, total = _softmax_sum(x, here)
+    scored = x
+    if HAS_BIAS:
+        if SCORE == "softmax":
+            scored = tl.exp(x - highest[:, None]) / total[:, None]
+        elif SCORE == "sigmoid":
+            scored = 1.0 / (1.0 + tl.exp(-x))
+        scored += tl.load(bias + e, mask=e < E, other=0.0)[None, :]
+    left = (_ordered(scored).to(tl.int64) << 32) | (WIDTH - 1 - e)[None, :].to(tl.int64)
+    left = tl.where(here, left, _LOWEST)
+    chosen = tl.zeros((ROWS, SLOTS), tl.float32)
+    experts = tl.zeros((ROWS, SLOTS), tl.int32)
+    for slot in tl.static_range(K):
+        best = tl.max(left, 1)
+        expert = WIDTH - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        if HAS_BIAS:
+            logit = tl.sum(tl.where(e[None, :] == expert[:, None], x, 0.0), 1)
+        else:
+            bits = (best >> 32).to(tl.int32)
+            logit = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        left = tl.where(left == best[:, None], _LOWEST, left)
+        chosen = tl.where(k[None, :] == slot, logit[:, None], chosen)
+        experts = tl.where(k[None, :] == slot, expert[:, None], experts)
+    of_slots = (k < K)[None, :] & (m >= 0)[:, None]
+    found = _weights_of_chosen(chosen, of_slots, highest, total, SCORE, NORMALISED, LEAST_SUM) * scale
+    at, wanted = m.to(tl.int64)[:, None] * K + k[None, :], (m < M)[:, None] & (k < K)[None, :]
+    tl.store(weights + at, found, mask=wanted)
+    tl.store(choices + at, experts, mask=wanted)
+
+
+@triton.jit
+def _route_grad(
+    grad, logits, choices, out, M, scale,
+    E: tl.constexpr, K: tl.constexpr, SCORE: tl.constexpr, NORMALISED: tl.constexpr, LEAST_SUM: tl.constexpr,
+    WIDTH: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    m, e, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    row = m.to(tl.int64)[:, None]
+    inside, of_slots = (m < M)[:, None] & (e < E)[None, :], (m < M)[:, None] & (k < K)[None, :]
+    g = tl.load(grad + row * K + k[None, :], mask=of_slots, other=0.0) * scale
+    experts = tl.load(choices + row * K + k[None, :], mask=of_slots, other=-1)
+    chosen = tl.load(logits + row * E + experts, mask=of_slots, other=0.0)
+    DENSE: tl.constexpr = SCORE == "softmax" and not NORMALISED
+    highest, total = tl.zeros((ROWS,), tl.float32), tl.full((ROWS,), 1.0, tl.float32)
+    of_all = tl.zeros((ROWS, WIDTH), tl.float32)
+    if DENSE:
+        x = tl.load(logits + row * E + e[None, :], mask=inside, other=0.0)
+        highest, total = _softmax_sum(x, (e < E)[None, :] & (m >= 0)[:, None])
+        of_all = tl.exp(x - highest[:, None]) / total[:, None]
+    slots = (k < K)[None, :] & (m >= 0)[:, None]
+    weights = _weights_of_chosen(chosen, slots, highest, total, SCORE, NORMALISED, LEAST_SUM)
+    shared = tl.sum(g * weights, 1)[:, None]
+    if SCORE == "sigmoid":
+        sigmoid = tl.where(slots, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
+        if NORMALISED:
+            g = (g - shared) / (tl.sum(sigmoid, 1)[:, None] + LEAST_SUM)
+        of_chosen = g * sigmoid * (1.0 - sigmoid)
+    else:
+        of_chosen = weights * (g - shared)
+        of_all *= -shared
+    for slot in tl.static_range(K):
+        expert = tl.sum(tl.where(k[None, :] == slot, experts, 0), 1)
+        own = tl.sum(tl.where(k[None, :] == slot, of_chosen, 0.0), 1)
+        of_all = tl.where(e[None, :] == expert[:, None], own[:, None], of_all)
+    tl.store(out + row * E + e[None, :], of_all, mask=inside)
+
+
+@triton.jit
+def _expert_counts(
+    choices, slots, counts, n, first,
+    G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """counts: [blocks, G] of the choices of each thread block. All slots are set to -1 meanwhile."""
+    block, g = tl.program_id(0), tl.arange(0, WIDTH)
+    own = tl.zeros((COLUMNS, WIDTH), tl.int32)
+    for start in range(0, CHOICES, COLUMNS):
+        i = block * CHOICES + start + tl.arange(0, COLUMNS)
+        expert = tl.load(choices + i, mask=i < n, other=-1) - first
+        own += ((expert[:, None] == g[None, :]) & (i < n)[:, None]).to(tl.int32)
+    tl.store(counts + block * G + g, tl.sum(own, 0), mask=g < G)
+    i = block * CHOICES + tl.arange(0, CHOICES)
+    tl.store(slots + i, tl.full((CHOICES,), -1, tl.int32), mask=i < n)
+
+
+@triton.jit
+def _expert_begins(counts, begins, offsets, blocks, G: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """begins: [blocks, G], the row at which each thread block's rows of each expert begin."""
+    g = tl.arange(0, WIDTH)
+    sums = tl.zeros((ROWS, WIDTH), tl.int32)
+    for start in range(0, blocks, ROWS):
+        b = start + tl.arange(0, ROWS)
+        sums += tl.load(counts + b[:, None] * G + g[None, :], mask=(b < blocks)[:, None] & (g < G)[None, :], other=0)
+    totals = tl.sum(sums, 0)
+    next_row = tl.cumsum(totals, 0) - totals
+    tl.store(offsets + g, next_row, mask=g < G)
+    tl.store(offsets + 1 + g, next_row + totals, mask=g == G - 1)
+    for start in range(0, blocks, ROWS):
+        b = start + tl.arange(0, ROWS)
+        at, inside = b[:, None] * G + g[None, :], (b < blocks)[:, None] & (g < G)[None, :]
+        own = tl.load(counts + at, mask=inside, other=0)
+        tl.store(begins + at, next_row[None, :] + tl.cumsum(own, 0) - own, mask=inside)
+        next_row += tl.sum(own, 0)
+
+
+@triton.jit
+def _expert_places(
+    choices, begins, rows, slots, n, first, G: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Place each choice behind those of the same expert before it."""
+    block = tl.program_id(0)
+    i = block * CHOICES + tl.arange(0, CHOICES)
+    expert = tl.load(choices + i, mask=i < n, other=-1) - first
+    before = tl.zeros((CHOICES, COLUMNS), tl.int32)
+    for start in range(0, CHOICES, COLUMNS):
+        j = block * CHOICES + start + tl.arange(0, COLUMNS)
+        other = tl.load(choices + j, mask=j < n, other=-1) - first
+        before += ((expert[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32)
+    here = (expert >= 0) & (expert < G) & (i < n)
+    row = tl.load(begins + block * G + expert, mask=here, other=0) + tl.sum(before, 1)
+    tl.store(rows + i, tl.where(here, row, -1), mask=i < n)
+    tl.store(slots + row, i, mask=here)
+
+
+def launch_route(
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, normalised: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Launch the operator's kernel."""
+    check_route(logits, top_k, score)
+    logits, bias = _float32(logits), None if bias is None else _float32(bias)
+    M, E = logits.shape
+    weights, choices = logits.new_empty(M, top_k), logits.new_empty(M, top_k, dtype=torch.int32)
+    if M:
+        width, slots, rows = _route_tile(E, top_k)
+        tensors, how = (logits, logits if bias is None else bias, weights, choices), (score, normalised, LEAST_SUM)
+        launch(
+            _route, (M, E, top_k, bias is None, scale, *how), cdiv(M, rows), tensors,
+            lambda: (*tensors, M, scale, E, top_k, bias is not None, *how, width, slots, rows), num_warps=4,
+        )  # fmt: skip
+    return weights, choices
+
+
+def launch_route_grad(
+    grad: Tensor, logits: Tensor, choices: Tensor, score: str, normalised: bool, scale: float
+) -> Tensor:
+    """Launch the operator's kernel."""
+    grad, logits, choices = _float32(grad), _float32(logits), choices.contiguous()
+    (M, E), K, out = logits.shape, choices.shape[1], torch.empty_like(logits)
+    if M:
+        width, slots, rows = _route_tile(E, K)
+        tensors, how = (grad, logits, choices, out), (score, normalised, LEAST_SUM)
+        launch(
+            _route_grad, (M, E, K, scale, *how), cdiv(M, rows), tensors,
+            lambda: (*tensors, M, scale, E, K, *how, width, slots, rows), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def launch_expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the operator's kernels."""
+    choices, n = choices.contiguous(), choices.numel()
+    rows, slots, offsets = torch.empty_like(choices), choices.new_empty(n), choices.new_empty(count + 1)
+    if not n:
+        return rows, slots, offsets.zero_()
+    width, blocks = max(16, triton.next_power_of_2(count)), cdiv(n, CHOICES)
+    counts, begins = choices.new_empty(blocks, count), choices.new_empty(blocks, count)
+    at_once = min(max(1, COUNTS // width), triton.next_power_of_2(blocks))
+    launch(
+        _expert_counts, (n, first, count), blocks, (choices, slots, counts),
+        lambda: (choices, slots, counts, n, first, count, width, CHOICES, COLUMNS), num_warps=8,
+    )  # fmt: skip
+    launch(
+        _expert_begins, (blocks, count), 1, (counts, begins, offsets),
+        lambda: (counts, begins, offsets, blocks, count, width, at_once), num_warps=16,
+    )  # fmt: skip
+    launch(
+        _expert_places, (n, first, count), blocks, (choices, begins, rows, slots),
+        lambda: (choices, begins, rows, slots, n, first, count, CHOICES, COLUMNS), num_warps=8,
+    )  # fmt: skip
+    return rows, slots, offsets
+
+
+def _route_tile(E: int, K: int) -> tuple[int, int, int]:
+    """Return the columns of logits and of choices, and the tokens of a thread block."""
+    width = max(16, triton.next_power_of_2(E))
+    return width, triton.next_power_of_2(K), max(1, LOGITS // width)
+
+
+def _float32(x: Tensor) -> Tensor:
+    if x.dtype != torch.float32:
+        raise TypeError(f"route: {x.dtype} on a GPU; want float32")
+    return x.contiguous()

@@ -1,0 +1,299 @@
+"""Routing of a mixture of experts: which experts a token goes to, with what weights, and where its rows lie.
+
+A row is one token at one of its experts; rows lie sorted by expert, so that a grouped matmul finds those of each expert
+together. All sizes are known before the values are: M·K rows whatever the router says, so the host waits for nothing
+and no shape changes. Equal logits give equal rows in every run: ties go to the lower expert, rows of an expert lie by
+token, and a token's rows are added up in the order of its choices.
+
+M tokens, D width, E experts, K experts of a token, G experts here, R rows.
+
+Source: Shazeer et al. 2017, "Outrageously Large Neural Networks", eq. 1 to 5; DeepSeek-AI 2024, "DeepSeek-V3 Technical
+Report", eq. 12 to 16, for sigmoid scores and the bias.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.kernels.operators import Split, operator
+
+SCORES = ("softmax", "softmax_of_chosen", "sigmoid")
+LEAST_SUM = 1e-20
+"""Added to the sum of chosen sigmoids, which may all be zero."""
+
+
+def _logits_on_gpus(x: Tensor, weight: Tensor) -> Tensor:
+    if x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return router_logits.definition(x, weight)
+
+
+@operator("router_logits", _logits_on_gpus, splits=(Split((0, None), 0), Split((None, 0), 1)))
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply tokens by the router's weight; sums are of float32.
+
+    Gradients are formed in the wider of both dtypes, with sums of float32.
+
+    Args:
+        x: [M, D].
+        weight: [E, D].
+
+    Returns:
+        [M, E] float32, or float64 of such.
+    """
+    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    return x.to(dtype) @ weight.to(dtype).t()
+
+
+def _save_router(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _router_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    grad = grad.to(dtype)
+    of_x = (grad @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
+    of_weight = (grad.t() @ x.to(dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    return of_x, of_weight
+
+
+torch.library.register_autograd("titanlite::router_logits", _router_backward, setup_context=_save_router)
+
+
+@register_flop_formula(torch.ops.titanlite.router_logits)
+def _router_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+@operator("route", "routing.launch_route", splits=(Split((0,), 0), Split((0, None), 0)))
+def route(
+    logits: Tensor, bias: Tensor | None, top_k: int, score: str, normalised: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token.
+
+    Args:
+        logits: [M, E] float32.
+        bias: [E] float32, added to scores for the choice alone; None: logits are compared, whose order is that of their
+            scores.
+        top_k: K, at most E.
+        score: "softmax" over all experts, "softmax_of_chosen" or "sigmoid". With a bias, "softmax_of_chosen" adds it to
+            logits.
+        normalised: whether the weights of a token are divided by their sum.
+        scale: of the weights.
+
+    Returns:
+        Weights [M, K] in `logits.dtype` and choices [M, K] int32, highest first, ties to the lower expert; what is not
+        a number counts as highest.
+
+    Raises:
+        ValueError: for another score, or more experts of a token than there are.
+    """
+    check_route(logits, top_k, score)
+    scored = logits if bias is None else _scores_of_all(logits, score) + bias
+    choices = scored.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    return _chosen_weights(logits, choices, score, normalised) * scale, choices.to(torch.int32)
+
+
+@operator("route_grad", "routing.launch_route_grad", splits=(Split((0, 0, 0), 0),))
+def route_grad(grad: Tensor, logits: Tensor, choices: Tensor, score: str, normalised: bool, scale: float) -> Tensor:
+    """Return the gradient of the logits, [M, E]; `grad` is that of the weights, [M, K]."""
+    at, grad = choices.long(), grad * scale
+    weights = _chosen_weights(logits, at, score, normalised)
+    if score == "softmax" and not normalised:
+        of_all = torch.zeros_like(logits).scatter(1, at, grad) - (grad * weights).sum(1, keepdim=True)
+        return logits.softmax(1) * of_all
+    if score != "sigmoid":
+        of_chosen = weights * (grad - (grad * weights).sum(1, keepdim=True))
+    else:
+        chosen = logits.gather(1, at).sigmoid()
+        if normalised:
+            grad = (grad - (grad * weights).sum(1, keepdim=True)) / (chosen.sum(1, keepdim=True) + LEAST_SUM)
+        of_chosen = grad * chosen * (1 - chosen)
+    return torch.zeros_like(logits).scatter(1, at, of_chosen)
+
+
+def _save_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits, _, _, *ctx.how = inputs
+    ctx.save_for_backward(logits, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _route_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return torch.ops.titanlite.route_grad(grad, *ctx.saved_tensors, *ctx.how), None, None, None, None, None
+
+
+torch.library.register_autograd("titanlite::route", _route_backward, setup_context=_save_route)
+
+
+def check_route(logits: Tensor, top_k: int, score: str) -> None:
+    """Raise ValueError for arguments that do not fit."""
+    if score not in SCORES:
+        raise ValueError(f'route: score = "{score}"; want one of {", ".join(SCORES)}')
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"route: top_k = {top_k}; want 1 to the number of experts, {logits.shape[1]}")
+
+
+def _scores_of_all(logits: Tensor, score: str) -> Tensor:
+    if score == "softmax_of_chosen":
+        return logits
+    return logits.softmax(1) if score == "softmax" else logits.sigmoid()
+
+
+def _chosen_weights(logits: Tensor, choices: Tensor, score: str, normalised: bool) -> Tensor:
+    """Return the weights before they are scaled. A softmax divided by its sum is one of the chosen."""
+    if score == "sigmoid":
+        chosen = logits.gather(1, choices).sigmoid()
+        return chosen / (chosen.sum(1, keepdim=True) + LEAST_SUM) if normalised else chosen
+    if score == "softmax" and not normalised:
+        return logits.softmax(1).gather(1, choices)
+    return logits.gather(1, choices).softmax(1)
+
+
+@operator("expert_rows", "routing.launch_expert_rows")
+def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort rows by expert, those of one expert by token and then by slot.
+
+    Args:
+        choices: [M, K] int32.
+        first: the first expert here.
+        count: G, experts here.
+
+    Returns:
+        Of each token and slot the row, [M, K] int32, -1 if its expert is not here; of each row m·K + k, [M·K] int32, -1
+        beyond the last; and where each expert's rows begin and the last one's end, [G + 1] int32.
+    """
+    own = choices.flatten() - first
+    own = torch.where((own >= 0) & (own < count), own, count)
+    experts, order = own.sort(stable=True)
+    begins = torch.arange(count + 1, dtype=torch.int32, device=choices.device)
+    offsets = torch.searchsorted(experts, begins, out_int32=True)
+    places = torch.arange(len(own), dtype=torch.int32, device=choices.device)
+    slots = torch.where(experts < count, order.to(torch.int32), -1)
+    rows = torch.empty_like(places).scatter(0, order, torch.where(experts < count, places, -1))
+    return rows.view_as(choices), slots, offsets
+
+
+@operator("gather_rows", "expert_rows.launch_gather_rows", splits=(Split((1, None), 1),))
+def gather_rows(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
+    """Give each row its token.
+
+    Args:
+        x: [M, D].
+        slots: [R] int32, m·K + k of each row; a row of -1 is not written.
+        top_k: K.
+
+    Returns:
+        [R, D] in `x.dtype`.
+    """
+    found = x.index_select(0, slots.clamp(min=0) // top_k) if len(x) else x.new_empty(len(slots), x.shape[1])
+    return found.masked_fill(slots[:, None] < 0, torch.nan)
+
+
+@operator("combine", "expert_rows.launch_combine", splits=(Split((1, None), 1), Split((1, None, None), 1)))
+def combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
+    """Add up the rows of each token in the order of its slots, in float32.
+
+    Args:
+        o: [R, D].
+        rows: [M, K] int32; one of -1 adds nothing.
+        weights: [M, K] float32; None: all are 1.
+
+    Returns:
+        [M, D] in `o.dtype`, rounded once.
+    """
+    dtype = torch.promote_types(o.dtype, torch.float32)
+    total = o.new_zeros(len(rows), o.shape[1], dtype=dtype)
+    for k in range(rows.shape[1]):
+        row = _rows_at(o, rows[:, k], dtype)
+        total += row if weights is None else row * weights[:, k, None]
+    return total.to(o.dtype)
+
+
+@operator("spread_rows", "expert_rows.launch_spread_rows", splits=(Split((1, None), 1), Split((1, None, None), 1)))
+def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int) -> Tensor:
+    """Write each token to its rows: the gradient of `combine`. Without weights it is `gather_rows` that reads `x` once.
+
+    Args:
+        x: [M, D].
+        rows: [M, K] int32, -1 for none.
+        weights: [M, K] float32; None: all are 1.
+        n_rows: R; rows of no token are not written.
+
+    Returns:
+        [R, D] in `x.dtype`.
+    """
+    at = torch.where(rows < 0, n_rows, rows).flatten().long()
+    spread = x[:, None].expand(-1, rows.shape[1], -1)
+    if weights is not None:
+        spread = (spread.to(torch.promote_types(x.dtype, torch.float32)) * weights[:, :, None]).to(x.dtype)
+    return x.new_full((n_rows + 1, x.shape[1]), torch.nan).index_copy(0, at, spread.flatten(0, 1))[:-1]
+
+
+@operator("row_dots", "expert_rows.launch_row_dots")
+def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
+    """Return <grad[m], o[rows[m, k]]>, the gradient of the weights of `combine`.
+
+    Args:
+        grad: [M, D].
+        o: [R, D].
+        rows: [M, K] int32, -1 for none.
+
+    Returns:
+        [M, K] float32, or float64 of such; 0 where there is no row.
+    """
+    dtype = torch.promote_types(o.dtype, torch.float32)
+    dots = [(_rows_at(o, row, dtype) * grad.to(dtype)).sum(1) for row in rows.unbind(1)]
+    return torch.stack(dots, 1)
+
+
+def _rows_at(o: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
+    """[M, D] of `o` at [M] rows; zeros for -1."""
+    if not len(o):
+        return o.new_zeros(len(row), o.shape[1], dtype=dtype)
+    return o.index_select(0, row.clamp(min=0)).to(dtype).masked_fill(row[:, None] < 0, 0)
+
+
+def _save_gather_rows(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    x, slots, ctx.top_k = inputs
+    ctx.tokens = len(x)
+    ctx.save_for_backward(slots)
+
+
+def _gather_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    (slots,) = ctx.saved_tensors
+    n = ctx.tokens * ctx.top_k
+    rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
+    places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
+    rows = rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)
+    return combine(grad.contiguous(), rows[:-1].view(ctx.tokens, ctx.top_k), None), None, None
+
+
+def _save_combine(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+    o, rows, weights = inputs
+    ctx.n_rows = len(o)
+    ctx.save_for_backward(o if ctx.needs_input_grad[2] else None, rows, weights)
+
+
+def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    o, rows, weights = ctx.saved_tensors
+    of_o = spread_rows(grad, rows, weights, ctx.n_rows) if ctx.needs_input_grad[0] else None
+    return of_o, None, None if o is None else row_dots(grad, o, rows).to(weights.dtype)
+
+
+def _save_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, rows, weights, _ = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, rows, weights)
+
+
+def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, rows, weights = ctx.saved_tensors
+    of_x = combine(grad, rows, weights) if ctx.needs_input_grad[0] else None
+    return of_x, None, None if x is None else row_dots(x, grad, rows).to(weights.dtype), None
+
+
+torch.library.register_autograd("titanlite::gather_rows", _gather_rows_backward, setup_context=_save_gather_rows)
+torch.library.register_autograd("titanlite::combine", _combine_backward, setup_context=_save_combine)
+torch.library.register_autograd("titanlite::spread_rows", _spread_backward, setup_context=_save_spread)
