@@ -203,7 +203,9 @@ def _tyro(args: list[str], config: Config) -> Config | None:
     """Let tyro parse the flags; None if it refuses them. What it prints is replaced by our message."""
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
-        read = tyro.cli(Config, args=args, default=config, config=(tyro.conf.FlagConversionOff,), use_underscores=True)
+        # Help pages are ours: to look for comments in the schema's source would take a third of the time.
+        how = tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff
+        read = tyro.cli(Config, args=args, default=config, config=how, use_underscores=True)
         numbers = (n for key in schema_keys() if type(n := attrgetter(key)(read)) is int)
         return None if any(n.bit_length() > 63 for n in numbers) else read  # as a file may say no more
     return None

@@ -28,7 +28,8 @@ def publish(self):
     before(self)
 prepare._Tokenizing._publish = publish
 """
-SIZE = ["--training.global_batch_size=16", "--training.steps=26", "--validation.enable=false"]
+SIZE = ["--training.global_batch_size=16", "--training.local_batch_size=8", "--training.steps=26"]
+SIZE += ["--validation.enable=false"]
 WINDOW = ["--data.shuffle_window=1024", "--data.prepare_lead=3000"]  # 16 samples, a step
 
 

@@ -84,9 +84,9 @@ def test_all_bad_records_are_named_if_they_are_few() -> None:
 
 def test_token_files_with_few_ids_of_the_model(desk: Desk) -> None:
     source = desk.folder / "ids.bin"
-    source.write_bytes(bytes(range(200)) * 40)  # as uint16, the largest is 199 · 256 + 198
-    flags = [f"--data.source={source}", "--model.vocab_size=65536", "--job.stop_after=1"]
-    said = f"warning: data.source = {source} has 51,143 ids and model.vocab_size is 65,536: 78.0% of"
+    source.write_bytes(bytes(range(50)) * 160)  # as uint16, the largest is 49 · 256 + 48
+    flags = [f"--data.source={source}", "--model.vocab_size=16384", "--job.stop_after=1"]
+    said = f"warning: data.source = {source} has 12,593 ids and model.vocab_size is 16,384: 76.9% of"
     assert desk.run("few ids", 2, *flags).output.count(said) == 1
 
 

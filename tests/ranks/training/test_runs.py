@@ -48,28 +48,29 @@ LAYOUTS = {
     # FSDP gathers float8, by scales that follow from the weights that were loaded.
     "float8": (2, ("--float8.recipe=tensorwise", "--training.mixed_precision_param=bfloat16")),
 }
+TEN_STEPS = "--training.steps=10"
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def undisturbed(request: pytest.FixtureRequest, desk: Desk) -> tuple[str, Ended]:
     world, flags = LAYOUTS[request.param]
-    return request.param, desk.run(f"undisturbed {request.param}", world, *flags)
+    return request.param, desk.run(f"undisturbed {request.param}", world, *flags, TEN_STEPS)
 
 
 def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbed: tuple[str, Ended]) -> None:
     layout, whole = undisturbed
     world, flags = LAYOUTS[layout]
-    half = desk.run(f"stopped {layout}", world, *flags, "--job.stop_after=10")
+    half = desk.run(f"stopped {layout}", world, *flags, TEN_STEPS, "--job.stop_after=5")
     assert half.status["state"] == "stopped"
     assert half.status["by"] == "job.stop_after"
-    assert half.status["step"] == 10
-    assert half.trained() == whole.trained()[:10]
-    rest = desk.run(f"stopped {layout}", world, *flags)
+    assert half.status["step"] == 5
+    assert half.trained() == whole.trained()[:5]
+    rest = desk.run(f"stopped {layout}", world, *flags, TEN_STEPS)
     assert rest.status["state"] == "finished"
     assert rest.trained() == whole.trained()
     assert [row["tokens"] for row in rest.rows] == [row["tokens"] for row in whole.rows]
-    assert rest.content(20) == whole.content(20)
-    assert "resumed from step 10" in rest.output
+    assert rest.content(10) == whole.content(10)
+    assert "resumed from step 5" in rest.output
     assert rest.output.count("learning rate goes") == 1  # in the hint for a longer run; this one goes on as it was
 
 
@@ -79,15 +80,15 @@ def test_checkpoints_written_in_the_background_are_those_that_training_waits_for
 ) -> None:
     layout, whole = undisturbed
     world, flags = LAYOUTS[layout]
-    beside = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=2"
-    half = desk.run(f"beside {layout}", world, *flags, *beside, "--job.stop_after=10")
-    assert half.checkpoints() == [8, 10]
+    beside = TEN_STEPS, "--checkpoint.async_mode=async", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=2"
+    half = desk.run(f"beside {layout}", world, *flags, *beside, "--job.stop_after=5")
+    assert half.checkpoints() == [4, 5]
     assert [line.split("step-")[1] for line in half.output.splitlines() if "saved " in line] == [
-        f"{step:08d}" for step in (4, 8, 10)
+        f"{step:08d}" for step in (2, 4, 5)
     ]
     rest = desk.run(f"beside {layout}", world, *flags, *beside)
     assert rest.trained() == whole.trained()
-    assert rest.content(20) == whole.content(20)
+    assert rest.content(10) == whole.content(10)
 
 
 def before_writing(at_step: int, does: Callable[[Path], object]) -> Callable[[], None]:
@@ -110,10 +111,11 @@ def test_training_goes_on_while_a_checkpoint_is_written(desk: Desk) -> None:
     folder = desk.folder / "runs" / "goes on"
     plant = before_writing(4, lambda _: wait_for_step(folder, 8))
     flags = "--checkpoint.async_mode=async", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"
-    ended = desk.run("goes on", 2, *flags, plant=plant)
-    assert ended.checkpoints() == [4, 8, 12, 16, 20]
+    ended = desk.run("goes on", 2, *flags, "--training.steps=12", plant=plant)
+    assert ended.checkpoints() == [4, 8, 12]
     assert ended.status["state"] == "finished"
-    assert ended.content(4) == desk.run("stops", 2, "--job.stop_after=4").content(4)  # though four steps followed
+    stopped = desk.run("stops", 2, "--training.steps=12", "--job.stop_after=4")
+    assert ended.content(4) == stopped.content(4)  # though four steps followed
 
 
 def saves_before_the_next_step() -> None:
@@ -199,7 +201,7 @@ def test_a_run_starts_from_weights_in_hugging_faces_layout(
     # A step of so small a rate changes no weight by a bit.
     still = "--optimizer.lr=1e-30", f"--checkpoint.initial_load_path={tmp_path / 'out'}"
     began = desk.run(f"from {layout}", world, *flags, *still, "--job.stop_after=1")
-    weights = {name: digest for name, digest in whole.content(20).items() if name.startswith("model/")}
+    weights = {name: digest for name, digest in whole.content(10).items() if name.startswith("model/")}
     assert {name: began.content(1)[name] for name in weights} == weights
     assert "starts from the 21 weights of" in began.output
     assert began.receipt["initial_weights"]["applied"] == {"weights": 21}
@@ -285,8 +287,8 @@ def test_a_run_goes_on_under_another_layout(desk: Desk, undisturbed: tuple[str, 
     _, whole = undisturbed
     world, flags = LAYOUTS[layout]
     name = f"from FSDP 2 to {layout}"
-    desk.run(name, 2, "--job.stop_after=10")
-    rest = desk.run(name, world, *flags)
+    desk.run(name, 2, TEN_STEPS, "--job.stop_after=5")
+    rest = desk.run(name, world, *flags, TEN_STEPS)
     assert [row["tokens"] for row in rest.steps] == [row["tokens"] for row in whole.steps]  # the same samples,
     assert rest.losses() == pytest.approx(whole.losses(), rel=1e-6)  # or the losses would differ in the first digit
 
@@ -371,9 +373,9 @@ def test_a_corpus_may_have_more_files_than_a_process_descriptors(desk: Desk) -> 
     def plant() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 
-    given = f"--data.source={files}/*.bin", "--training.local_batch_size=5", "--training.global_batch_size=10"
+    given = f"--data.source={files}/*.bin", "--training.local_batch_size=25", "--training.global_batch_size=50"
     # Of 312 samples, each of one file or two, each rank reads 150: some 140 files.
-    run = desk.run("many files", 2, *given, "--training.steps=30", plant=plant)
+    run = desk.run("many files", 2, *given, "--training.steps=6", plant=plant)
     assert run.status["state"] == "finished"
 
 

@@ -254,16 +254,16 @@ HISTORIES: list[Callable[[History], None]] = [
     offline_and_both_synced,
     online_and_resumed,
     online_and_a_crash,
-    online_then_offline_then_online,
     no_answer_at_the_start,
-    an_error_at_the_start,
     no_answer_in_mid_run,
     a_fresh_start_offline,
     crashes_one_after_the_other,
     starts_without_wandb_and_other_rows,
 ]
 _MORE = slow(
+    online_then_offline_then_online,
     an_outage_at_the_start,
+    an_error_at_the_start,
     an_error_in_mid_run,
     offline_and_each_synced,
     online_and_a_crash_whose_lost_steps_are_not_reached_again,
