@@ -24,17 +24,17 @@ LEAST_SUM = 1e-20
 """Added to the sum of chosen sigmoids, which may all be zero."""
 
 
-def _logits_on_gpus(x: Tensor, weight: Tensor) -> Tensor:
-    if x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(x, weight.t(), out_dtype=torch.float32)
-    return router_logits.definition(x, weight)
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a @ b as float32, or float64 of such; 16-bit numbers are multiplied as they are, and summed in float32."""
+    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    if a.is_cuda and a.dtype == b.dtype and a.element_size() == 2:
+        return torch.mm(a, b, out_dtype=dtype)
+    return a.to(dtype) @ b.to(dtype)
 
 
-@operator("router_logits", _logits_on_gpus, splits=(Split((0, None), 0), Split((None, 0), 1)))
+@operator("router_logits", None, splits=(Split((0, None), 0), Split((None, 0), 1)))
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply tokens by the router's weight; sums are of float32.
-
-    Gradients are formed in the wider of both dtypes, with sums of float32.
+    """Multiply tokens by the router's weight.
 
     Args:
         x: [M, D].
@@ -43,21 +43,22 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [M, E] float32, or float64 of such.
     """
-    dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    return x.to(dtype) @ weight.to(dtype).t()
+    return _product(x, weight.t())
+
+
+@operator("router_logits_grad", None)
+def router_logits_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and `weight`; `grad`, [M, E], is rounded to the wider of their dtypes before."""
+    grad = grad.to(torch.promote_types(x.dtype, weight.dtype))
+    return _product(grad, weight).to(x.dtype), _product(grad.t(), x).to(weight.dtype)
 
 
 def _save_router(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _router_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x, weight = ctx.saved_tensors
-    dtype = torch.promote_types(x.dtype, weight.dtype)
-    grad = grad.to(dtype)
-    of_x = (grad @ weight.to(dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-    of_weight = (grad.t() @ x.to(dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
-    return of_x, of_weight
+def _router_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.titanlite.router_logits_grad(grad, *ctx.saved_tensors)
 
 
 torch.library.register_autograd("titanlite::router_logits", _router_backward, setup_context=_save_router)
@@ -66,6 +67,11 @@ torch.library.register_autograd("titanlite::router_logits", _router_backward, se
 @register_flop_formula(torch.ops.titanlite.router_logits)
 def _router_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
     return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+@register_flop_formula(torch.ops.titanlite.router_logits_grad)
+def _router_grad_flops(grad_shape: Any, *shapes: Any, **kwargs: Any) -> int:
+    return 2 * _router_flops(*shapes[:2])
 
 
 @operator("route", "routing.launch_route", splits=(Split((0,), 0), Split((0, None), 0)))
@@ -182,14 +188,14 @@ def gather_rows(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
 
     Args:
         x: [M, D].
-        slots: [R] int32, m·K + k of each row; a row of -1 is not written.
+        slots: [R] int32, m·K + k of each row; -1 for a row of zeros.
         top_k: K.
 
     Returns:
         [R, D] in `x.dtype`.
     """
     found = x.index_select(0, slots.clamp(min=0) // top_k) if len(x) else x.new_empty(len(slots), x.shape[1])
-    return found.masked_fill(slots[:, None] < 0, torch.nan)
+    return found.masked_fill(slots[:, None] < 0, 0)
 
 
 @operator("combine", "expert_rows.launch_combine", splits=(Split((1, None), 1), Split((1, None, None), 1)))
@@ -214,7 +220,8 @@ def combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 @operator("spread_rows", "expert_rows.launch_spread_rows", splits=(Split((1, None), 1), Split((1, None, None), 1)))
 def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int) -> Tensor:
-    """Write each token to its rows: the gradient of `combine`. Without weights it is `gather_rows` that reads `x` once.
+    """Write each token to its rows: the gradient of `combine`. Without weights, and where each row has a token, it is
+    `gather_rows`, and reads `x` once.
 
     Args:
         x: [M, D].

@@ -7,28 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import DEVICES, slow
+from tests.support.routed_rows import F32, leaf, randn, rows_of, some_choices
 from titanlite.kernels.operators import SPLITS
-from titanlite.kernels.routing import (
-    SCORES,
-    combine,
-    expert_rows,
-    gather_rows,
-    route,
-    router_logits,
-    row_dots,
-    spread_rows,
-)
-
-F32 = torch.finfo(torch.float32).eps
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def leaf(t: Tensor, device: str = "cpu") -> Tensor:
-    return t.detach().to(device, copy=True).requires_grad_()
-
+from titanlite.kernels.routing import SCORES, combine, expert_rows, gather_rows, route, router_logits
 
 # --- router_logits -----------------------------------------------------------------------------------------------
 
@@ -174,10 +155,6 @@ def loop_rows(choices: Tensor, first: int, count: int) -> tuple[list[list[int]],
     return rows, slots + [-1] * (M * K - len(slots)), offsets
 
 
-def some_choices(M: int, E: int, K: int) -> Tensor:
-    return torch.rand(M, E, generator=torch.Generator().manual_seed(M)).topk(K).indices.int()
-
-
 CHOICES = {
     "ragged": (some_choices(37, 8, 2), 8),
     "few tokens, empty experts": (some_choices(3, 20, 4), 20),
@@ -206,104 +183,6 @@ def test_parts_of_the_experts_are_the_whole_in_parts():
     whole, parts = expert_rows(choices, 0, E), [expert_rows(choices, first, 2) for first in range(0, E, 2)]
     own = [slots[: offsets[-1]] for _, slots, offsets in parts]
     assert torch.equal(torch.cat(own), whole[1])
-
-
-# --- rows of tokens ----------------------------------------------------------------------------------------------
-
-
-def rows_of(M: int, E: int, K: int, first: int, count: int) -> tuple[Tensor, Tensor, int]:
-    rows, slots, offsets = expert_rows(some_choices(M, E, K), first, count)
-    return rows, slots, int(offsets[-1])
-
-
-def loop_combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    total = []
-    for m, own in enumerate(rows.tolist()):
-        here = [(k, r) for k, r in enumerate(own) if r >= 0]
-        terms = [o[r] if weights is None else weights[m, k] * o[r] for k, r in here]
-        total.append(torch.stack(terms).sum(0) if terms else (o[0] * 0).nan_to_num())
-    return torch.stack(total)
-
-
-ROWS = [(37, 8, 2, 0, 8), (37, 8, 2, 2, 3), (11, 12, 8, 0, 12), (9, 4, 1, 3, 1)]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_weighted", [False, True], ids=["", "weights"])
-@pytest.mark.parametrize("D", [48, *slow(129, 2048)])
-@pytest.mark.parametrize("routing", ROWS, ids=str)
-def test_combine(routing, D, is_weighted, dtype, device):
-    rows, _, n = rows_of(*routing)
-    M, K = rows.shape
-    o = randn(M * K, D, dtype=dtype)
-    o[n:] = torch.nan  # rows of no token
-    weights = randn(M, K, seed=1) if is_weighted else None
-    exact = [None if t is None else t.double().requires_grad_() for t in (o, weights)]
-    given = [None if t is None else leaf(t, device) for t in (o, weights)]
-    truth, got = loop_combine(exact[0], rows, exact[1]), combine(given[0], rows.to(device), given[1])
-    sizes = loop_combine(o.abs().double(), rows, None if weights is None else weights.abs().double())
-    # One rounding to dtype, and before it K products and sums of float32.
-    bound = torch.finfo(dtype).eps / 2 * truth.abs() + 2 * K * F32 * sizes
-    assert got.dtype == dtype
-    assert ((got.cpu() - truth).abs() <= bound).all()
-
-    upstream = randn(M, D, seed=2, dtype=dtype)
-    got.backward(upstream.to(device))
-    truth.backward(upstream.double())
-    wanted = exact[0].grad[:n]
-    assert ((given[0].grad[:n].cpu() - wanted).abs() <= (torch.finfo(dtype).eps / 2 + F32) * wanted.abs()).all()
-    if weights is not None:
-        sizes = row_dots(upstream.abs().double(), o.abs().double(), rows)  # a sum of D products
-        assert ((given[1].grad.cpu() - exact[1].grad).abs() <= D * F32 * sizes).all()
-        assert (given[1].grad.cpu()[rows < 0] == 0).all()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("routing", ROWS, ids=str)
-def test_each_row_is_given_its_token(routing, dtype, device):
-    """By slots, and by rows; the gradient adds up the rows of a token."""
-    rows, slots, n = rows_of(*routing)
-    M, K = rows.shape
-    x, upstream = randn(M, 48, dtype=dtype), randn(M * K, 48, seed=1, dtype=dtype)
-    upstream[n:] = torch.nan
-    wanted = [x[slot // K] for slot in slots[:n].tolist()]
-    of_x = loop_combine(upstream.double(), rows, None)
-    for way in ("slots", "rows"):
-        given = leaf(x, device)
-        on_device = [t.to(device) for t in (rows, slots)]
-        got = gather_rows(given, on_device[1], K) if way == "slots" else spread_rows(given, on_device[0], None, M * K)
-        assert got.shape == (M * K, 48)
-        assert got.dtype == dtype
-        assert got[:n].tolist() == [row.tolist() for row in wanted]
-        got.backward(upstream.to(device))
-        sizes = loop_combine(upstream.abs().double(), rows, None)
-        bound = torch.finfo(dtype).eps / 2 * of_x.abs() + K * F32 * sizes
-        assert ((given.grad.cpu() - of_x).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("is_weighted", [False, True])
-def test_gradients_of_rows_in_float64(is_weighted):
-    """Against differences, where each row has a token."""
-    rows, slots, _ = rows_of(5, 6, 3, 0, 6)
-    o, x, weights = (randn(n, d, seed=n, dtype=torch.float64).requires_grad_() for n, d in ((15, 4), (5, 4), (5, 3)))
-    of = weights if is_weighted else None
-    assert torch.autograd.gradcheck(lambda *given: combine(given[0], rows, given[1]), (o, of))
-    assert torch.autograd.gradcheck(lambda *given: spread_rows(given[0], rows, given[1], 15), (x, of))
-    assert torch.autograd.gradcheck(lambda x: gather_rows(x, slots, 3), (x,))
-
-
-def test_no_tokens_at_all():
-    choices = torch.zeros(0, 2, dtype=torch.int32)
-    rows, slots, offsets = expert_rows(choices, 0, 4)
-    x = torch.ones(0, 8, requires_grad=True)
-    weights, chosen = route(router_logits(x, torch.ones(4, 8)), None, 2, "softmax", True, 1.0)
-    got = combine(gather_rows(x, slots, 2), rows, weights)
-    got.sum().backward()
-    assert got.shape == x.grad.shape == (0, 8)
-    assert chosen.shape == (0, 2)
-    assert offsets.tolist() == [0] * 5
 
 
 # --- as operators ------------------------------------------------------------------------------------------------
@@ -343,6 +222,7 @@ def test_operators(device):
     x, o, router = (randn(n, 16, seed=n).to(device).requires_grad_() for n in (6, 12, 8))
     logits, weights = randn(6, 8).to(device).requires_grad_(), randn(6, 2).to(device).requires_grad_()
     check(ops.router_logits.default, (x, router))
+    check(ops.router_logits_grad.default, (logits.detach(), x.detach(), router.detach()))
     for score, normalised in WAYS:
         check(ops.route.default, (logits, None, 2, score, normalised, 2.0))
     check(ops.route.default, (logits, torch.ones(8, device=device), 2, "sigmoid", True, 2.0))
@@ -395,6 +275,7 @@ def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def test_flops_of_the_router_are_counted():
+    x, weight = (torch.ones(n, 16, requires_grad=True) for n in (5, 8))
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        router_logits(torch.ones(5, 16, dtype=torch.bfloat16), torch.ones(8, 16, dtype=torch.bfloat16))
-    assert counter.get_total_flops() == 2 * 5 * 16 * 8
+        router_logits(x, weight).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 5 * 16 * 8

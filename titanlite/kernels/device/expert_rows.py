@@ -22,9 +22,9 @@ NUMBERS = 8192
 def _gather_rows(x, slots, out, R, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
     slot = tl.load(slots + r, mask=r < R, other=-1)
-    inside = (slot >= 0)[:, None] & (d < D)
-    found = tl.load(x + (slot // K).to(tl.int64)[:, None] * D + d, mask=inside)
-    tl.store(out + r.to(tl.int64)[:, None] * D + d, found, mask=inside)
+    token = (slot // K).to(tl.int64)[:, None]
+    found = tl.load(x + token * D + d, mask=(slot >= 0)[:, None] & (d < D), other=0)
+    tl.store(out + r.to(tl.int64)[:, None] * D + d, found, mask=(r < R)[:, None] & (d < D))
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def launch_row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
 def _launch_by_token(kernel: JITFunction, given: Tensor, rows: Tensor, weights: Tensor | None, out: Tensor) -> None:
     (M, K), D, rows = rows.shape, given.shape[1], rows.contiguous()
     if weights is not None and weights.dtype != torch.float32:
-        raise TypeError(f"{kernel.__name__}: weights are {weights.dtype} on a GPU; want float32")
+        raise TypeError(f"rows of experts: weights are {weights.dtype} on a GPU; want float32")
     if M * D == 0:
         return
     width, tokens = _tile_of(D, WIDEST)
@@ -155,5 +155,5 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 def _plain_rows(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
-        raise TypeError("rows of float64 on a GPU; want at most float32, of which sums are")
+        raise TypeError("rows of experts: float64 on a GPU; want at most float32, of which sums are")
     return x.contiguous()

@@ -21,9 +21,9 @@ LOGITS = 2048
 """Logits that a thread block holds, of whole tokens: 16 for each thread."""
 CHOICES = 512
 """Choices that a thread block counts and places, COLUMNS of them at a time beside all experts or choices."""
-COLUMNS = 16
+COLUMNS = 8
 COUNTS = 16384
-"""Counts that the thread block which adds them up has at a time."""
+"""Counts that the thread block which adds them up has at a time, 16 for each thread."""
 
 _LOWEST = tl.constexpr(-(2**63))
 
@@ -129,7 +129,8 @@ def _route_grad(
         of_chosen = g * sigmoid * (1.0 - sigmoid)
     else:
         of_chosen = weights * (g - shared)
-        of_all *= -shared
+        if DENSE:
+            of_all *= -shared
     for slot in tl.static_range(K):
         expert = tl.sum(tl.where(k[None, :] == slot, experts, 0), 1)
         own = tl.sum(tl.where(k[None, :] == slot, of_chosen, 0.0), 1)
@@ -242,7 +243,7 @@ def launch_expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor,
     )  # fmt: skip
     launch(
         _expert_begins, (blocks, count), 1, (counts, begins, offsets),
-        lambda: (counts, begins, offsets, blocks, count, width, at_once), num_warps=16,
+        lambda: (counts, begins, offsets, blocks, count, width, at_once), num_warps=32,
     )  # fmt: skip
     launch(
         _expert_places, (n, first, count), blocks, (choices, begins, rows, slots),

@@ -1,0 +1,27 @@
+"""Numbers and routings that tests of routing share."""
+
+import torch
+from torch import Tensor
+
+from titanlite.kernels.routing import expert_rows
+
+F32 = torch.finfo(torch.float32).eps
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def leaf(t: Tensor, device: str = "cpu") -> Tensor:
+    return t.detach().to(device, copy=True).requires_grad_()
+
+
+def some_choices(M: int, E: int, K: int) -> Tensor:
+    """Draw different experts for each token, [M, K] int32."""
+    return torch.rand(M, E, generator=torch.Generator().manual_seed(M)).topk(K).indices.int()
+
+
+def rows_of(M: int, E: int, K: int, first: int, count: int) -> tuple[Tensor, Tensor, int]:
+    """Return the rows of each token and slot, the slots of each row, and how many rows have one."""
+    rows, slots, offsets = expert_rows(some_choices(M, E, K), first, count)
+    return rows, slots, int(offsets[-1])
