@@ -30,7 +30,7 @@ aten = torch.ops.aten
 
 _NO_RESULT = {
     *(aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default),
-    *(aten.result_type.Tensor, aten.result_type.Scalar),
+    *(aten.result_type.Tensor, aten.result_type.Scalar, aten.promote_types.default),
 }
 
 
