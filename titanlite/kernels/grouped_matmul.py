@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.operators import device_code, operator
+from titanlite.kernels.products import FLOAT8
 
 _multiply = device_code("grouped_matmul.launch_grouped_matmul")
 _weight_gradient = device_code("grouped_gradient.launch_grouped_gradient")
+_multiply_scaled = device_code("grouped_matmul.launch_scaled_grouped_matmul")
+_scaled_gradient = device_code("grouped_gradient.launch_scaled_grouped_gradient")
 
 
 def grouped_kernel(a: Tensor, weight: Tensor) -> str:
@@ -28,7 +31,7 @@ def grouped_kernel(a: Tensor, weight: Tensor) -> str:
         a: [R, K].
         weight: [G, N, K].
     """
-    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16):
+    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
         return "loop"
     is_hopper = torch.cuda.get_device_capability(a.device) == (9, 0)
     return "grouped_matmul" if is_hopper and not any(n % 128 for n in weight.shape[1:]) else "loop"
@@ -81,6 +84,98 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return gradient
 
 
+def _multiply_scaled_groups(
+    a: Tensor,
+    weight: Tensor,
+    scale_inv: Tensor,
+    weight_scale_inv: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    is_slow = grouped_kernel(a, weight) == "loop"
+    multiply = scaled_grouped_matmul.definition if is_slow else _multiply_scaled
+    return multiply(a, weight, scale_inv, weight_scale_inv, offsets, out_dtype, fast_accum)
+
+
+@operator("scaled_grouped_matmul", _multiply_scaled_groups)
+def scaled_grouped_matmul(
+    a: Tensor,
+    weight: Tensor,
+    scale_inv: Tensor,
+    weight_scale_inv: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Multiply the rows of each group with the group's weight, both in float8, summed in float32 and rounded once.
+
+    Args:
+        a: [R, K] float8.
+        weight: [G, N, K] float8, rows contiguous: those of a group lie together, or beside those of the others.
+        scale_inv: [R, 1] float32, of the rows of `a`.
+        weight_scale_inv: [G, N] float32, or [1, N] for all groups.
+        offsets: as of `grouped_matmul`.
+        out_dtype: of the result.
+        fast_accum: sums may be left to tensor cores, which keep about 14 bits.
+
+    Returns:
+        [R, N].
+    """
+    y = a.new_zeros(len(a), weight.shape[1], dtype=out_dtype)
+    for group, rows in _groups_with_rows(offsets):
+        product = a[rows].float() @ weight[group].float().t()
+        y[rows] = (product * scale_inv[rows] * weight_scale_inv[group % len(weight_scale_inv)]).to(out_dtype)
+    return y
+
+
+def _scaled_gradient_of_groups(
+    grad: Tensor,
+    x: Tensor,
+    grad_scale_inv: Tensor | None,
+    x_scale_inv: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    shape = x.new_empty(1, len(grad), len(x), device="meta", dtype=torch.uint8)
+    is_slow = grouped_kernel(x, shape) == "loop" or x.shape[1] % 16
+    gradient = scaled_grouped_gradient.definition if is_slow else _scaled_gradient
+    return gradient(grad, x, grad_scale_inv, x_scale_inv, offsets, out_dtype, fast_accum)
+
+
+@operator("scaled_grouped_gradient", _scaled_gradient_of_groups)
+def scaled_grouped_gradient(
+    grad: Tensor,
+    x: Tensor,
+    grad_scale_inv: Tensor | None,
+    x_scale_inv: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Return the gradient of each group's weight from both operands in float8, transposed; zeros without rows.
+
+    Args:
+        grad: [N, R] float8, contiguous, of the product.
+        x: [K, R] float8, contiguous, that was multiplied.
+        grad_scale_inv: [N, 1] float32; None for one.
+        x_scale_inv: [K, 1] float32, or None.
+        offsets: as of `grouped_matmul`.
+        out_dtype: of the result.
+        fast_accum: sums may be left to tensor cores, which keep about 14 bits.
+
+    Returns:
+        [G, N, K].
+    """
+    gradient = x.new_zeros(len(offsets) - 1, len(grad), len(x), dtype=out_dtype)
+    for group, rows in _groups_with_rows(offsets):
+        product = grad[:, rows].float() @ x[:, rows].float().t()
+        product = product if grad_scale_inv is None else product * grad_scale_inv
+        gradient[group] = (product if x_scale_inv is None else product * x_scale_inv.t()).to(out_dtype)
+    return gradient
+
+
 def _groups_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     """Give each group that has rows, with them; none without numbers, on the meta device."""
     if offsets.is_meta:
@@ -91,8 +186,20 @@ def _groups_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
             yield group, slice(first, end)
 
 
-@register_flop_formula([torch.ops.titanlite.grouped_matmul, torch.ops.titanlite.grouped_weight_gradient])
+@register_flop_formula(
+    [
+        torch.ops.titanlite.grouped_matmul,
+        torch.ops.titanlite.scaled_grouped_matmul,
+        torch.ops.titanlite.grouped_weight_gradient,
+    ]
+)
 def _grouped_flops(left_shape, right_shape, *args, **kwargs) -> int:
     """As if every row had its group."""
     R, K = left_shape
-    return 2 * R * K * (right_shape[1])
+    return 2 * R * K * right_shape[1]
+
+
+@register_flop_formula(torch.ops.titanlite.scaled_grouped_gradient)
+def _scaled_gradient_flops(grad_shape, x_shape, *args, **kwargs) -> int:
+    N, R = grad_shape
+    return 2 * N * R * x_shape[0]

@@ -4,16 +4,13 @@ A tile of a group's gradient runs over the rows of the group. Its last step read
 operand they are set to zero where they lie.
 """
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.document_tiles import (
@@ -26,18 +23,20 @@ from titanlite.kernels.device.document_tiles import (
     write_words,
 )
 from titanlite.kernels.device.grouped_tiles import (
-    COLUMNS,
     ROWS,
     SHARE,
-    STAGES,
-    STEP,
     WORDS,
+    TileShape,
     allocate_tiles,
     begin_load,
+    finish_product,
+    finish_sum,
     half_tiles,
+    start_product,
     store_half,
+    tile_shape,
 )
-from titanlite.kernels.device.launch import launch
+from titanlite.kernels.device.launch import Blocks, launch
 from titanlite.kernels.device.operands import aligned
 from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position
@@ -45,8 +44,9 @@ from titanlite.kernels.device.specialised_producer import tile_position
 
 @gluon.jit
 def _produce_contracted(
-    given, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr
-):
+    given, BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """Claim tiles of all groups, one after the other; say where each lies, and load its rows."""
     a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K = given
     it = 0
@@ -67,9 +67,11 @@ def _produce_contracted(
         for row in range(first, first + n, BK):
             slot = begin_load(a_desc, b_desc, ready, empty, it, 2, STAGES)
             for half in gl.static_range(2):
-                at = [row, x * BM + half * (BM // 2)]
+                feature = x * BM + half * (BM // 2)
+                at = [feature, row] if BY_ROWS else [row, feature]
                 tma.async_copy_global_to_shared(a_desc, at, ready.index(slot), a_bufs.index(2 * slot + half))
-            tma.async_copy_global_to_shared(b_desc, [row, y * BN], ready.index(slot), b_bufs.index(slot))
+            at = [y * BN, row] if BY_ROWS else [row, y * BN]
+            tma.async_copy_global_to_shared(b_desc, at, ready.index(slot), b_bufs.index(slot))
             it += 1
     await_empty(empty, it, STAGES)
     write_words(words, it % STAGES * WORDS, -1, 0, 0, 0, 0)
@@ -77,20 +79,26 @@ def _produce_contracted(
 
 
 @gluon.jit
-def _clear_rows(buffer, n):
-    """Set to zero the rows of a block from number n on."""
+def _clear_behind(buffer, n, BY_ROWS: gl.constexpr):
+    """Set to zero what a block has of rows from number n on; with BY_ROWS they lie along its columns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = buffer.load(layout)
-    row = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, layout))
-    buffer.store(gl.where((row < n)[:, None], x, gl.zeros_like(x)))
+    if BY_ROWS:
+        row = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    else:
+        row = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
+    buffer.store(gl.where(row < n, x, gl.zeros_like(x)))
     fence_async_shared()
 
 
 @gluon.jit
-def _contract_rows(given, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr):
+def _contract_rows(
+    given, BY_ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr,
+):  # fmt: skip
     """Compute half number W of each tile."""
-    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc = given
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, N, K = given
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
     c_buf = c_bufs.index(W)
     it = 0
     await_ready(ready, 0, STAGES)
@@ -99,23 +107,30 @@ def _contract_rows(given, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constex
         at = it % STAGES * WORDS
         column = read_word(words, at + 1)
         n = read_word(words, at + 2)
+        row += HALF * W
         acc = gl.zeros((HALF, BN), gl.float32, layout)
         for k in range(0, n, BK):
             slot = it % STAGES
             await_ready(ready, it, STAGES)
             a = a_bufs.index(2 * slot + W)
             if n - k < BK:
-                _clear_rows(a, n - k)
-            acc = warpgroup_mma(a.permute((1, 0)), b_bufs.index(slot), acc, use_acc=True, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            if k > 0:
-                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+                _clear_behind(a, n - k, BY_ROWS)
+            b = b_bufs.index(slot)
+            sums = start_product(acc, a if BY_ROWS else a.permute((1, 0)), b.permute((1, 0)) if BY_ROWS else b, SPLIT)
+            acc = finish_product(acc, sums, it, empty, k > 0, SPLIT, STAGES)
             it += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         if n == 0:  # the words alone
             it += 1
-        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-        store_half(acc, c_desc, c_buf, row + HALF * W, column)
+            if SPLIT:
+                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+        acc = finish_sum(acc, it, empty, SPLIT, STAGES)
+        if row_scales is not None:
+            rows = row % N + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+            acc = acc * gl.load(row_scales + rows)[:, None]
+        if column_scales is not None:
+            columns = column + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            acc = acc * gl.load(column_scales + columns, mask=columns < K, other=0.0)[None, :]
+        store_half(acc, c_desc, c_buf, row, column)
         await_ready(ready, it, STAGES)
         row = read_word(words, it % STAGES * WORDS)
     tma.store_wait(pendings=0)
@@ -123,29 +138,71 @@ def _contract_rows(given, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constex
 
 @gluon.jit
 def _grouped_weight_gradient(
-    a_desc, b_desc, c_desc, offsets, counter, G, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr,
+    a_desc, b_desc, c_desc, row_scales, column_scales, offsets, counter, G, N, K,
+    BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr,
+    SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """BY_ROWS: whether what is contracted lies along the rows of both operands, as float8 must."""
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 2, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
-    consumer = (a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc)
+    consumer = (a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, N, K)
     gl.warp_specialize([
-        (_contract_rows, (consumer, BN, BK, STAGES, 0)),
-        (_contract_rows, (consumer, BN, BK, STAGES, 1)),
-        (_produce_contracted, (producer, BM, BN, BK, SHARE, STAGES)),
+        (_contract_rows, (consumer, BY_ROWS, BN, BK, SPLIT, STAGES, 0)),
+        (_contract_rows, (consumer, BY_ROWS, BN, BK, SPLIT, STAGES, 1)),
+        (_produce_contracted, (producer, BY_ROWS, BM, BN, BK, SHARE, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def launch_grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """Launch the operator's kernel."""
-    (R, N), K, G = grad.shape, x.shape[1], len(offsets) - 1
-    grad, x = aligned(grad.contiguous()), aligned(x.contiguous())
-    out, counter = x.new_empty(G, N, K), offsets.new_zeros(1)
+    (R, N), K = grad.shape, x.shape[1]
+    tile = tile_shape(x.dtype, True)
+
+    def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
+        return blocks(grad, (R, N), N, (tile.step, ROWS // 2)), blocks(x, (R, K), K, (tile.step, tile.columns))
+
+    return _launch_gradient(grad, x, None, None, offsets, x.new_empty(len(offsets) - 1, N, K), (tile, operands))
+
+
+def launch_scaled_grouped_gradient(
+    grad: Tensor,
+    x: Tensor,
+    grad_scale_inv: Tensor | None,
+    x_scale_inv: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Launch the operator's kernel."""
+    (N, R), K = grad.shape, len(x)
+    tile = tile_shape(x.dtype, fast_accum)
+
+    def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
+        return blocks(grad, (N, R), R, (ROWS // 2, tile.step)), blocks(x, (K, R), R, (tile.columns, tile.step))
+
+    out = x.new_empty(len(offsets) - 1, N, K, dtype=out_dtype)
+    return _launch_gradient(grad, x, grad_scale_inv, x_scale_inv, offsets, out, (tile, operands))
+
+
+def _launch_gradient(
+    grad: Tensor,
+    x: Tensor,
+    grad_scale_inv: Tensor | None,
+    x_scale_inv: Tensor | None,
+    offsets: Tensor,
+    out: Tensor,
+    how: tuple[TileShape, Callable[[Tensor, Tensor], tuple[Blocks, Blocks]]],
+) -> Tensor:
+    (G, N, K), (tile, operands), counter = out.shape, how, offsets.new_zeros(1)
+    grad, x, by_rows = aligned(grad.contiguous()), aligned(x.contiguous()), x.dtype.itemsize == 1
     launch(
-        _grouped_weight_gradient, (R, G, N, K, x.dtype), multiprocessors(x.device), (grad, x, out, offsets, counter),
+        _grouped_weight_gradient,
+        (grad.shape, G, N, K, x.dtype, out.dtype, tile.split, grad_scale_inv is None, x_scale_inv is None),
+        multiprocessors(x.device),
+        (grad, x, out, grad_scale_inv, x_scale_inv, offsets, counter),
         lambda: (
-            blocks(grad, (R, N), N, (STEP, ROWS // 2)), blocks(x, (R, K), K, (STEP, COLUMNS)),
-            half_tiles(out, COLUMNS), offsets, counter, G, N, K, ROWS, COLUMNS, STEP, SHARE, STAGES,
+            *operands(grad, x), half_tiles(out, tile.columns), grad_scale_inv, x_scale_inv, offsets, counter,
+            G, N, K, by_rows, ROWS, tile.columns, tile.step, tile.split, SHARE, tile.stages,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -4,10 +4,11 @@ The tiles of a group begin at its first row; its last one reads rows of the next
 The producer walks along the groups as the numbers of the tiles that it claims grow.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.document_tiles import (
@@ -20,18 +21,19 @@ from titanlite.kernels.device.document_tiles import (
     write_words,
 )
 from titanlite.kernels.device.grouped_tiles import (
-    COLUMNS,
     ROWS,
     SHARE,
-    STAGES,
-    STEP,
     WORDS,
     allocate_tiles,
     begin_load,
+    finish_product,
+    finish_sum,
     half_tiles,
+    start_product,
     store_half,
+    tile_shape,
 )
-from titanlite.kernels.device.launch import Blocks, launch
+from titanlite.kernels.device.launch import launch
 from titanlite.kernels.device.operands import aligned
 from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position
@@ -39,8 +41,8 @@ from titanlite.kernels.device.specialised_producer import tile_position
 
 @gluon.jit
 def _produce_rows(
-    given, B_K_MAJOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr,
-    STAGES: gl.constexpr,
+    given, B_K_MAJOR: gl.constexpr, BESIDE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Claim tiles of all groups, one after the other; say where each lies, and load its operands."""
     a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K = given
@@ -62,7 +64,12 @@ def _produce_rows(
             for k in range(0, K, BK):
                 slot = begin_load(a_desc, b_desc, ready, empty, it, 1, STAGES)
                 tma.async_copy_global_to_shared(a_desc, [row, k], ready.index(slot), a_bufs.index(slot))
-                at = [group * N + y * BN, k] if B_K_MAJOR else [group * K + k, y * BN]
+                if BESIDE:
+                    at = [y * BN, group * K + k]
+                elif B_K_MAJOR:
+                    at = [group * N + y * BN, k]
+                else:
+                    at = [group * K + k, y * BN]
                 tma.async_copy_global_to_shared(b_desc, at, ready.index(slot), b_bufs.index(slot))
                 it += 1
         else:
@@ -78,11 +85,11 @@ def _produce_rows(
 
 @gluon.jit
 def _multiply_rows(
-    given, B_K_MAJOR: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr,
-):  # fmt: skip
+    given, B_K_MAJOR: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr
+):
     """Compute half number W of each tile."""
-    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out, N, steps = given
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
+    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out, row_scales, column_scales, of_group, N, steps = given
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
     c_buf = c_bufs.index(W)
     it = 0
     await_ready(ready, 0, STAGES)
@@ -91,6 +98,7 @@ def _multiply_rows(
         at = it % STAGES * WORDS
         end = read_word(words, at + 1)
         column = read_word(words, at + 2)
+        group = read_word(words, at + 3)
         row += HALF * W
         if row < end:
             acc = gl.zeros((HALF, BN), gl.float32, layout)
@@ -99,18 +107,18 @@ def _multiply_rows(
                 await_ready(ready, it, STAGES)
                 a = a_bufs.index(slot).slice(HALF * W, HALF, dim=0)
                 b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
-                acc = warpgroup_mma(a, b, acc, use_acc=True, is_async=True)
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-                if k > 0:
-                    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+                sums = start_product(acc, a, b, SPLIT)
+                acc = finish_product(acc, sums, it, empty, k > 0, SPLIT, STAGES)
                 it += 1
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
+            acc = finish_sum(acc, it, empty, SPLIT, STAGES)
+            rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
+            columns = column + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            if row_scales is not None:
+                acc = acc * gl.load(row_scales + rows, mask=rows < end, other=0.0)[:, None]
+                acc = acc * gl.load(column_scales + group * of_group + columns, mask=columns < N, other=0.0)[None, :]
             if row + HALF <= end:
                 store_half(acc, c_desc, c_buf, row, column)
             else:
-                rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-                columns = column + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
                 is_own = (rows < end)[:, None] & (columns < N)[None, :]
                 gl.store(out + rows.to(gl.int64)[:, None] * N + columns[None, :], acc.to(c_buf.dtype), mask=is_own)
         else:
@@ -125,42 +133,76 @@ def _multiply_rows(
 
 @gluon.jit
 def _grouped_matmul(
-    a_desc, b_desc, c_desc, out, offsets, counter, G, N, K,
-    B_K_MAJOR: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr,
-    STAGES: gl.constexpr,
+    a_desc, b_desc, c_desc, out, row_scales, column_scales, offsets, counter, of_group, G, N, K,
+    B_K_MAJOR: gl.constexpr, BESIDE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    SPLIT: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
+    """B_K_MAJOR: whether rows of weights lie along K. BESIDE: whether groups' lie beside each other, else below.
+
+    of_group: scales of a group's columns; 0 if all have the same.
+    """
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 1, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
-    consumer = (a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out, N, (K + BK - 1) // BK)
+    steps = (K + BK - 1) // BK
+    consumer = (a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out, row_scales, column_scales, of_group, N, steps)
     gl.warp_specialize([
-        (_multiply_rows, (consumer, B_K_MAJOR, BN, BK, STAGES, 0)),
-        (_multiply_rows, (consumer, B_K_MAJOR, BN, BK, STAGES, 1)),
-        (_produce_rows, (producer, B_K_MAJOR, BM, BN, BK, SHARE, STAGES)),
+        (_multiply_rows, (consumer, B_K_MAJOR, BN, SPLIT, STAGES, 0)),
+        (_multiply_rows, (consumer, B_K_MAJOR, BN, SPLIT, STAGES, 1)),
+        (_produce_rows, (producer, B_K_MAJOR, BESIDE, BM, BN, BK, SHARE, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def launch_grouped_matmul(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Launch the operator's kernel."""
-    (R, K), (G, N, _) = a.shape, weight.shape
-    a = aligned(a.contiguous())
     by_k = weight.is_contiguous()
-    weight = aligned(weight if by_k or weight.mT.is_contiguous() else weight.contiguous())
-    by_k = weight.is_contiguous()
-    out, counter = a.new_empty(R, N), offsets.new_zeros(1)
+    weight = weight if by_k or weight.mT.is_contiguous() else weight.contiguous()
+    return _launch_product(a, weight, None, None, offsets, a.dtype, True)
+
+
+def launch_scaled_grouped_matmul(
+    a: Tensor,
+    weight: Tensor,
+    scale_inv: Tensor,
+    weight_scale_inv: Tensor,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Launch the operator's kernel."""
+    G, _, K = weight.shape
+    weight = weight if weight.stride() == (K, G * K, 1) else weight.contiguous()
+    return _launch_product(a, weight, scale_inv, weight_scale_inv, offsets, out_dtype, fast_accum)
+
+
+def _launch_product(
+    a: Tensor,
+    weight: Tensor,
+    scale_inv: Tensor | None,
+    weight_scale_inv: Tensor | None,
+    offsets: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool,
+) -> Tensor:
+    (R, K), (G, N, _), tile = a.shape, weight.shape, tile_shape(a.dtype, fast)
+    beside = not weight.is_contiguous() and weight.stride(2) == 1
+    by_k, of_group = (
+        beside or weight.is_contiguous(),
+        N if weight_scale_inv is not None and len(weight_scale_inv) > 1 else 0,
+    )
+    a, weight = aligned(a.contiguous()), aligned(weight)
+    out, counter = a.new_empty(R, N, dtype=out_dtype), offsets.new_zeros(1)
+    shape = (N, G * K) if beside else (G * N, K) if by_k else (G * K, N)
+    box = (tile.columns, tile.step) if by_k else (tile.step, tile.columns)
     launch(
-        _grouped_matmul, (R, G, N, K, by_k, a.dtype), multiprocessors(a.device), (a, weight, out, offsets, counter),
+        _grouped_matmul,
+        (R, G, N, K, by_k, beside, of_group, a.dtype, out_dtype, tile.split),
+        multiprocessors(a.device),
+        (a, weight, out, scale_inv, weight_scale_inv, offsets, counter),
         lambda: (
-            blocks(a, (R, K), K, (ROWS, STEP)), _weight_blocks(weight, by_k), half_tiles(out, COLUMNS),
-            out, offsets, counter, G, N, K, by_k, ROWS, COLUMNS, STEP, SHARE, STAGES,
+            blocks(a, (R, K), K, (ROWS, tile.step)), blocks(weight, shape, shape[1], box),
+            half_tiles(out, tile.columns), out, scale_inv, weight_scale_inv, offsets, counter,
+            of_group, G, N, K, by_k, beside, ROWS, tile.columns, tile.step, tile.split, SHARE, tile.stages,
         ),
         num_warps=4,
     )  # fmt: skip
     return out
-
-
-def _weight_blocks(weight: Tensor, by_k: bool) -> Blocks:
-    """View the weights of all groups as one matrix in blocks of a step."""
-    G, N, K = weight.shape
-    if by_k:
-        return blocks(weight, (G * N, K), K, (COLUMNS, STEP))
-    return blocks(weight, (G * K, N), N, (STEP, COLUMNS))

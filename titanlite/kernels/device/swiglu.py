@@ -20,7 +20,7 @@ PART, ROWS = 16, 16
 
 
 @triton.jit
-def _gate(x, blocks, first, BLOCKS: tl.constexpr):
+def gate_blocks(x, blocks, first, BLOCKS: tl.constexpr):
     """Load gate and up, [BLOCKS, 128] float32 each, of blocks from `first` on; zeros beyond the end of the row."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     at = x + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -30,7 +30,7 @@ def _gate(x, blocks, first, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def _sigmoid(x):
+def fast_sigmoid(x):
     """Return the sigmoid, off by at most (2 + |x|) units in the last place, as its argument is rounded.
 
     It is zero where float32 has no normal number: `tl.sigmoid` takes twice the instructions to tell subnormal ones.
@@ -47,7 +47,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
+def rounded(x, dtype: tl.constexpr):
     """Round, two numbers with one instruction to bfloat16; one by one each would cost as much as an exponential."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
@@ -58,17 +58,17 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def _result(x, blocks, first, BLOCKS: tl.constexpr):
-    gate, up = _gate(x, blocks, first, BLOCKS)
-    return gate * _sigmoid(gate) * up
+    gate, up = gate_blocks(x, blocks, first, BLOCKS)
+    return gate * fast_sigmoid(gate) * up
 
 
 @triton.jit
 def _gradients(grad, x, blocks, first, BLOCKS: tl.constexpr):
     """Return the gradients of gate and up, and the result."""
     n = first + tl.arange(0, BLOCKS)[:, None]
-    gate, up = _gate(x, blocks, first, BLOCKS)
+    gate, up = gate_blocks(x, blocks, first, BLOCKS)
     d = tl.load(grad + n * BLOCK + tl.arange(0, BLOCK)[None, :], mask=n < blocks, other=0.0).to(tl.float32)
-    sigmoid = _sigmoid(gate)
+    sigmoid = fast_sigmoid(gate)
     silu = gate * sigmoid
     return d * up * sigmoid * (1 + gate * (1 - sigmoid)), d * silu, silu * up
 
@@ -79,24 +79,25 @@ def _swiglu_grad(grad, x, out, blocks, BLOCKS: tl.constexpr):
     a, b, _ = _gradients(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     n = first + tl.arange(0, BLOCKS)[:, None]
     at = out + row * blocks * 2 * BLOCK + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
-    tl.store(at, _rounded(a, x.dtype.element_ty), mask=n < blocks)
-    tl.store(at + BLOCK, _rounded(b, x.dtype.element_ty), mask=n < blocks)
+    tl.store(at, rounded(a, x.dtype.element_ty), mask=n < blocks)
+    tl.store(at + BLOCK, rounded(b, x.dtype.element_ty), mask=n < blocks)
 
 
 @triton.jit
-def _larger_or_nan(a, b):
+def larger_or_nan(a, b):
+    """Take the larger of two numbers; NaN if either is."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _most(a, dtype: tl.constexpr):
+def greatest_size(a, dtype: tl.constexpr):
     """Return the greatest size once rounded, as the bits of a float32: those of NaN are the greatest."""
-    most = tl.reduce(tl.reduce(tl.abs(a), 1, _larger_or_nan), 0, _larger_or_nan)
+    most = tl.reduce(tl.reduce(tl.abs(a), 1, larger_or_nan), 0, larger_or_nan)
     return most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _store_blocks(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
+def store_blocks(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
     """Store blocks of a row as bytes, `STEP` blocks apart."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     byte = to_bytes(a.to(tl.float32) * scale, out.dtype.element_ty)
@@ -110,17 +111,17 @@ def _swiglu_rows(x, out, scale_invs, blocks, most, POW2: tl.constexpr, BLOCKS: t
     x += row * blocks * 2 * BLOCK
     out += row * blocks * BLOCK
     a = _result(x, blocks, 0, BLOCKS)
-    amax = _most(a, dtype)
-    a = _rounded(a, dtype)
+    amax = greatest_size(a, dtype)
+    a = rounded(a, dtype)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            amax = tl.maximum(amax, _most(_result(x, blocks, first, BLOCKS), dtype))
+            amax = tl.maximum(amax, greatest_size(_result(x, blocks, first, BLOCKS), dtype))
     scale, scale_inv = scale_from_amax(amax, most, POW2)
-    _store_blocks(out, a, scale, blocks, 0, 1, BLOCKS)
+    store_blocks(out, a, scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
-            a = _rounded(_result(x, blocks, first, BLOCKS), dtype)
-            _store_blocks(out, a, scale, blocks, first, 1, BLOCKS)
+            a = rounded(_result(x, blocks, first, BLOCKS), dtype)
+            store_blocks(out, a, scale, blocks, first, 1, BLOCKS)
     tl.store(scale_invs + row, scale_inv)
 
 
@@ -136,24 +137,24 @@ def _swiglu_grad_rows(
     grad += row * blocks * BLOCK
     h += row * blocks * BLOCK
     a, b, c = _gradients(grad, x, blocks, 0, BLOCKS)
-    amax, h_amax = _most(_larger_or_nan(tl.abs(a), tl.abs(b)), dtype), _most(c, dtype)
-    a, b, c = _rounded(a, dtype), _rounded(b, dtype), _rounded(c, dtype)
+    amax, h_amax = greatest_size(larger_or_nan(tl.abs(a), tl.abs(b)), dtype), greatest_size(c, dtype)
+    a, b, c = rounded(a, dtype), rounded(b, dtype), rounded(c, dtype)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
             d, e, f = _gradients(grad, x, blocks, first, BLOCKS)
-            amax = tl.maximum(amax, _most(_larger_or_nan(tl.abs(d), tl.abs(e)), dtype))
-            h_amax = tl.maximum(h_amax, _most(f, dtype))
+            amax = tl.maximum(amax, greatest_size(larger_or_nan(tl.abs(d), tl.abs(e)), dtype))
+            h_amax = tl.maximum(h_amax, greatest_size(f, dtype))
     scale, scale_inv = scale_from_amax(amax, most, POW2)
     h_scale, h_scale_inv = scale_from_amax(h_amax, h_most, POW2)
-    _store_blocks(out, a, scale, blocks, 0, 2, BLOCKS)
-    _store_blocks(out + BLOCK, b, scale, blocks, 0, 2, BLOCKS)
-    _store_blocks(h, c, h_scale, blocks, 0, 1, BLOCKS)
+    store_blocks(out, a, scale, blocks, 0, 2, BLOCKS)
+    store_blocks(out + BLOCK, b, scale, blocks, 0, 2, BLOCKS)
+    store_blocks(h, c, h_scale, blocks, 0, 1, BLOCKS)
     if not WHOLE:
         for first in range(BLOCKS, blocks, BLOCKS):
             d, e, f = _gradients(grad, x, blocks, first, BLOCKS)
-            _store_blocks(out, _rounded(d, dtype), scale, blocks, first, 2, BLOCKS)
-            _store_blocks(out + BLOCK, _rounded(e, dtype), scale, blocks, first, 2, BLOCKS)
-            _store_blocks(h, _rounded(f, dtype), h_scale, blocks, first, 1, BLOCKS)
+            store_blocks(out, rounded(d, dtype), scale, blocks, first, 2, BLOCKS)
+            store_blocks(out + BLOCK, rounded(e, dtype), scale, blocks, first, 2, BLOCKS)
+            store_blocks(h, rounded(f, dtype), h_scale, blocks, first, 1, BLOCKS)
     tl.store(scale_invs + row, scale_inv)
     tl.store(h_scale_invs + row, h_scale_inv)
 
@@ -168,10 +169,10 @@ def _swiglu_amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.co
         at = x + row * blocks * 2 * BLOCK
         if BACKWARD:
             a, b, c = _gradients(grad + row * blocks * BLOCK, at, blocks, first, BLOCKS)
-            gradient = tl.maximum(gradient, _most(_larger_or_nan(tl.abs(a), tl.abs(b)), dtype))
+            gradient = tl.maximum(gradient, greatest_size(larger_or_nan(tl.abs(a), tl.abs(b)), dtype))
         else:
             c = _result(at, blocks, first, BLOCKS)
-        result = tl.maximum(result, _most(c, dtype))
+        result = tl.maximum(result, greatest_size(c, dtype))
     tl.atomic_max(amax, result, sem="relaxed")
     if BACKWARD:
         tl.atomic_max(amax + 1, gradient, sem="relaxed")
@@ -182,7 +183,7 @@ def _swiglu_by(x, amax, out, scale_inv, blocks, most, POW2: tl.constexpr, BLOCKS
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCKS
     scale, one = scale_from_amax(tl.load(amax), most, POW2)
     a = _result(x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
-    _store_blocks(out + row * blocks * BLOCK, _rounded(a, x.dtype.element_ty), scale, blocks, first, 1, BLOCKS)
+    store_blocks(out + row * blocks * BLOCK, rounded(a, x.dtype.element_ty), scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
         tl.store(scale_inv, one)
 
@@ -197,9 +198,9 @@ def _swiglu_grad_by(
     a, b, c = _gradients(grad + row * blocks * BLOCK, x + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
     dtype: tl.constexpr = x.dtype.element_ty
     out += row * blocks * 2 * BLOCK
-    _store_blocks(out, _rounded(a, dtype), scale, blocks, first, 2, BLOCKS)
-    _store_blocks(out + BLOCK, _rounded(b, dtype), scale, blocks, first, 2, BLOCKS)
-    _store_blocks(h + row * blocks * BLOCK, _rounded(c, dtype), h_scale, blocks, first, 1, BLOCKS)
+    store_blocks(out, rounded(a, dtype), scale, blocks, first, 2, BLOCKS)
+    store_blocks(out + BLOCK, rounded(b, dtype), scale, blocks, first, 2, BLOCKS)
+    store_blocks(h + row * blocks * BLOCK, rounded(c, dtype), h_scale, blocks, first, 1, BLOCKS)
     if (row == 0) & (first == 0):
         tl.store(scale_inv, one)
         tl.store(h_scale_inv, h_one)

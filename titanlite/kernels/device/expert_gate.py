@@ -1,0 +1,170 @@
+"""Device code of the gates of `titanlite.kernels.experts`: rows of experts, a row at a time."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.float8_cast import scale_from_amax
+from titanlite.kernels.device.launch import launch
+from titanlite.kernels.device.swiglu import (
+    BLOCK,
+    PART,
+    fast_sigmoid,
+    gate_blocks,
+    greatest_size,
+    larger_or_nan,
+    rounded,
+    store_blocks,
+)
+
+
+@triton.jit
+def _expert_gate(a, slots, out, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    is_row = tl.load(slots + row) >= 0
+    for first in range(0, blocks, BLOCKS):
+        n = first + tl.arange(0, BLOCKS)[:, None]
+        gate, up = gate_blocks(a + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+        h = gate * fast_sigmoid(gate) * up
+        at = out + row * blocks * BLOCK + n * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(at, rounded(tl.where(is_row, h, 0.0), out.dtype.element_ty), mask=n < blocks)
+
+
+@triton.jit
+def _expert_gate_grad(grad, a, weights, slots, d_a, h, d_weights, blocks, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    is_row = slot >= 0
+    weight = tl.load(weights + slot, mask=is_row, other=0.0)
+    dots = tl.zeros((BLOCKS, BLOCK), tl.float32)
+    dtype: tl.constexpr = a.dtype.element_ty
+    for first in range(0, blocks, BLOCKS):
+        n = first + tl.arange(0, BLOCKS)[:, None]
+        column = tl.arange(0, BLOCK)[None, :]
+        inside = n < blocks
+        at = row * blocks * BLOCK + n * BLOCK + column
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        gate, up = gate_blocks(a + row * blocks * 2 * BLOCK, blocks, first, BLOCKS)
+        sigmoid = fast_sigmoid(gate)
+        silu = gate * sigmoid
+        result = rounded(silu * up, dtype).to(tl.float32)
+        dots += g * result
+        g = rounded(g * weight, dtype).to(tl.float32)
+        d_gate = g * up * sigmoid * (1 + gate * (1 - sigmoid))
+        of_a = d_a + row * blocks * 2 * BLOCK + n * 2 * BLOCK + column
+        tl.store(of_a, rounded(tl.where(is_row, d_gate, 0.0), dtype), mask=inside)
+        tl.store(of_a + BLOCK, rounded(tl.where(is_row, g * silu, 0.0), dtype), mask=inside)
+        tl.store(h + at, rounded(tl.where(is_row, result * weight, 0.0), dtype), mask=inside)
+    tl.store(d_weights + slot, tl.sum(tl.sum(dots, 1), 0), mask=is_row)
+
+
+@triton.jit
+def _expert_gate_cast(a, slots, out, scale_invs, blocks, most, BLOCKS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = a.dtype.element_ty
+    gate, up = gate_blocks(a + row * blocks * 2 * BLOCK, blocks, 0, BLOCKS)
+    h = tl.where(tl.load(slots + row) >= 0, gate * fast_sigmoid(gate) * up, 0.0)
+    scale, scale_inv = scale_from_amax(greatest_size(h, dtype), most, True)
+    store_blocks(out + row * blocks * BLOCK, rounded(h, dtype), scale, blocks, 0, 1, BLOCKS)
+    tl.store(scale_invs + row, scale_inv)
+
+
+@triton.jit
+def _expert_gate_grad_cast(
+    grad, a, weights, slots, d_a, d_a_scale_invs, h, h_scale_invs, d_weights, blocks, most, BLOCKS: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = a.dtype.element_ty
+    slot = tl.load(slots + row)
+    is_row = slot >= 0
+    weight = tl.load(weights + slot, mask=is_row, other=0.0)
+    n = tl.arange(0, BLOCKS)[:, None]
+    at = row * blocks * BLOCK + n * BLOCK + tl.arange(0, BLOCK)[None, :]
+    g = tl.load(grad + at, mask=n < blocks, other=0.0).to(tl.float32)
+    gate, up = gate_blocks(a + row * blocks * 2 * BLOCK, blocks, 0, BLOCKS)
+    sigmoid = fast_sigmoid(gate)
+    silu = gate * sigmoid
+    result = tl.where(is_row, silu * up, 0.0)
+    h_scale, h_scale_inv = scale_from_amax(greatest_size(result, dtype), most, True)
+    result = rounded(result, dtype)
+    tl.store(d_weights + slot, tl.sum(tl.sum(g * result.to(tl.float32), 1), 0), mask=is_row)
+    store_blocks(h + row * blocks * BLOCK, result, h_scale, blocks, 0, 1, BLOCKS)
+    g = rounded(g * weight, dtype).to(tl.float32)
+    d_gate = tl.where(is_row, g * up * sigmoid * (1 + gate * (1 - sigmoid)), 0.0)
+    d_up = tl.where(is_row, g * silu, 0.0)
+    amax = greatest_size(larger_or_nan(tl.abs(d_gate), tl.abs(d_up)), dtype)
+    scale, scale_inv = scale_from_amax(amax, most, True)
+    d_a += row * blocks * 2 * BLOCK
+    store_blocks(d_a, rounded(d_gate, dtype), scale, blocks, 0, 2, BLOCKS)
+    store_blocks(d_a + BLOCK, rounded(d_up, dtype), scale, blocks, 0, 2, BLOCKS)
+    tl.store(d_a_scale_invs + row, scale_inv)
+    tl.store(h_scale_invs + row, h_scale_inv)
+
+
+def launch_expert_gate(a: Tensor, slots: Tensor) -> Tensor:
+    """Launch the operator's kernel."""
+    a, R, blocks = a.contiguous(), len(a), a.shape[1] // (2 * BLOCK.value)
+    out, n = a.new_empty(R, blocks * BLOCK.value), min(triton.next_power_of_2(blocks), PART)
+    launch(
+        _expert_gate,
+        (blocks, a.dtype),
+        R,
+        (a, slots, out),
+        lambda: (a, slots, out, blocks, n),
+        num_warps=_gate_warps(n),
+    )
+    return out
+
+
+def launch_expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the operator's kernel."""
+    grad, a, weights = grad.contiguous(), a.contiguous(), weights.contiguous()
+    R, blocks = len(a), a.shape[1] // (2 * BLOCK.value)
+    d_a, h, d_weights = torch.empty_like(a), torch.empty_like(grad), torch.zeros_like(weights)
+    n, tensors = min(triton.next_power_of_2(blocks), PART), (grad, a, weights, slots, d_a, h, d_weights)
+    launch(
+        _expert_gate_grad, (blocks, a.dtype, grad.dtype), R, tensors, lambda: (*tensors, blocks, n),
+        num_warps=_gate_warps(n),
+    )  # fmt: skip
+    return d_a, h, d_weights
+
+
+def launch_expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Launch the operator's kernel."""
+    a, R, blocks = a.contiguous(), len(a), a.shape[1] // (2 * BLOCK.value)
+    out, scale_inv = a.new_empty(R, blocks * BLOCK.value, dtype=dtype), a.new_empty(R, 1, dtype=torch.float32)
+    n, tensors, most = triton.next_power_of_2(blocks), (a, slots, out, scale_inv), torch.finfo(dtype).max
+    launch(
+        _expert_gate_cast, (blocks, a.dtype, dtype), R, tensors, lambda: (*tensors, blocks, most, n),
+        num_warps=_row_warps(n),
+    )  # fmt: skip
+    return out, scale_inv
+
+
+def launch_expert_gate_grad_cast(
+    grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the operator's kernel."""
+    grad, a, weights = grad.contiguous(), a.contiguous(), weights.contiguous()
+    R, blocks = len(a), a.shape[1] // (2 * BLOCK.value)
+    d_a, h = a.new_empty(a.shape, dtype=dtype), a.new_empty(grad.shape, dtype=dtype)
+    scale_inv, h_scale_inv = (a.new_empty(R, 1, dtype=torch.float32) for _ in range(2))
+    d_weights = torch.zeros_like(weights)
+    n, most = triton.next_power_of_2(blocks), torch.finfo(dtype).max
+    tensors = grad, a, weights, slots, d_a, scale_inv, h, h_scale_inv, d_weights
+    launch(
+        _expert_gate_grad_cast, (blocks, a.dtype, grad.dtype, dtype), R, tensors, lambda: (*tensors, blocks, most, n),
+        num_warps=_row_warps(n),
+    )  # fmt: skip
+    return d_a, scale_inv, h, h_scale_inv, d_weights
+
+
+def _row_warps(blocks: int) -> int:
+    """Return the warps for a row of so many blocks that is held whole: 16 numbers a thread."""
+    return max(1, min(32, blocks // 4))
+
+
+def _gate_warps(blocks: int) -> int:
+    """Return the warps for so many blocks: 8 numbers a thread and more."""
+    return max(1, min(8, blocks // 2))

@@ -1,0 +1,102 @@
+"""The experts of a layer: each token through those that it chose, and their results weighed and summed.
+
+A row is one token at one of its experts: R = M·K rows for M tokens of K experts each, sorted by expert. Backward keeps
+x, the gate and up projections of each row, and which row is whose; the rest is formed again or not needed:
+
+    forward    a = x[token] W13ᵀ      h = swiglu(a)      o = h W2ᵀ      y = Σ weight · o, over the slots of a token
+    backward   g = dy[token] W2       d_weight = g · h   dW2 = dy[token]ᵀ (weight · h)
+               d_a = swiglu'(weight · g, a)              dW13 = d_aᵀ x[token]          dx = Σ d_a W13
+
+So the results o of single experts, the largest of all, are kept nowhere.
+
+Source: Guo et al. 2025, "SonicMoE", section 3, for the gradient of a weight without o.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titanlite.kernels.grouped_matmul import grouped_matmul, grouped_weight_gradient
+from titanlite.kernels.operators import operator
+from titanlite.kernels.routing import combine, expert_rows, gather_rows
+from titanlite.kernels.swiglu import gated, swiglu_grad
+
+
+@operator("expert_gate", "expert_gate.launch_expert_gate")
+def expert_gate(a: Tensor, slots: Tensor) -> Tensor:
+    """Return `swiglu` of each row, zeros for a row that is nobody's.
+
+    Args:
+        a: [R, 2F], blocks of 128 columns of gate and up in turn.
+        slots: [R] int32, of each row its slot among all tokens'; -1: nobody's.
+
+    Returns:
+        [R, F] in `a.dtype`.
+    """
+    return torch.where((slots >= 0)[:, None], gated(a), 0)
+
+
+@operator("expert_gate_grad", "expert_gate.launch_expert_gate_grad")
+def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient of `expert_gate` where its result is weighed, and what comes of the same numbers.
+
+    Args:
+        grad: [R, F], of the weighed result.
+        a: [R, 2F].
+        weights: [M, K] float32.
+        slots: as of `expert_gate`.
+
+    Returns:
+        The gradient of a, [R, 2F] in its dtype; the results, each times its weight, [R, F]: both zeros for a row that
+        is nobody's; and the gradient of the weights, [M, K], zeros for a slot without a row.
+    """
+    is_row, at = slots >= 0, slots.clamp(min=0).long()
+    weight = torch.where(is_row, weights.flatten()[at], 0)[:, None]
+    h = torch.where(is_row[:, None], gated(a), 0)
+    weighed = (grad * weight).to(grad.dtype)
+    d_a = torch.where(is_row[:, None], swiglu_grad.definition(weighed, a), 0)
+    dots = torch.where(is_row, (grad.to(weights.dtype) * h.to(weights.dtype)).sum(1), 0)
+    d_weights = torch.zeros_like(weights).flatten().index_add(0, at, dots).view_as(weights)
+    return d_a, (h * weight).to(h.dtype), d_weights
+
+
+def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Send each token through its experts.
+
+    Args:
+        x: [M, D].
+        weights: [M, K] float32, of a token's experts.
+        choices: [M, K] int32, their numbers.
+        w13: [E, 2F, D], blocks of 128 rows of gate and up in turn.
+        w2: [E, D, F].
+
+    Returns:
+        [M, D] in `x.dtype`: for each token the sum of its experts' results, each rounded, times their weights, in the
+        order of the slots, in float32.
+    """
+    return _Experts.apply(x, weights, choices, w13, w2)  # type: ignore[no-any-return]
+
+
+@torch._dynamo.allow_in_graph
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        rows, slots, offsets = expert_rows(choices, 0, len(w13))
+        a = grouped_matmul(gather_rows(x, slots, choices.shape[1]), w13, offsets)
+        ctx.save_for_backward(x, weights, a, rows, slots, offsets, w13, w2)
+        return combine(grouped_matmul(expert_gate(a, slots), w2, offsets), rows, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, a, rows, slots, offsets, w13, w2 = ctx.saved_tensors
+        K = weights.shape[1]
+        grad_rows = gather_rows(grad.contiguous(), slots, K)
+        g = grouped_matmul(grad_rows, w2.mT, offsets)
+        d_a, h, d_weights = expert_gate_grad(g, a, weights, slots)
+        d_w2 = grouped_weight_gradient(grad_rows, h, offsets)
+        d_w13 = grouped_weight_gradient(d_a, gather_rows(x, slots, K), offsets)
+        d_x = combine(grouped_matmul(d_a, w13.mT, offsets), rows, None)
+        return d_x, d_weights, None, d_w13, d_w2
