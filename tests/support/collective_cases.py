@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.support.needs import slow
 from titanlite.kernels import all_gather_matmul as gather_stem
 from titanlite.kernels import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.lowering import lowered
@@ -310,12 +309,6 @@ def families(cases: list) -> dict[str, list]:
     return found
 
 
-def quick_and_slow(families: dict[str, list]) -> list:
-    """Parameters of a test on CPUs: there, float64 takes the same code as what is rounded."""
-    rounded = [name for name in families if name.endswith("float16")]
-    return [*(name for name in families if name not in rounded), *slow(*rounded)]
-
-
 class Ranks(NamedTuple):
     """A process group: its name, the global ranks in it, and the index of this process among them."""
 
@@ -445,10 +438,15 @@ def rolled(x: Tensor, dim: int) -> Tensor:
     return x.roll(x.shape[dim] // 2, dim)
 
 
-def check_cases(cases: Sequence[Case], world: int) -> None:
-    """Check cases on CPUs, in every group of a world of so many; by each of its ranks."""
-    own = groups(world)
-    runs = [(case, name, group) for case in cases for name, group in own.items()]
+def check_cases(cases: Sequence[Case], world: int, everywhere: bool = True) -> None:
+    """Check cases on CPUs, in every group of a world of so many, or in the world and one other kind of group in turn.
+
+    All ranks must call this together.
+    """
+    own, (whole, *parts) = groups(world), partitions(world)
+    in_turn = [[whole, part] for part in parts] or [[whole]]
+    kinds = [[whole, *parts] if everywhere else in_turn[n % len(in_turn)] for n in range(len(cases))]
+    runs = [(case, name, own[name]) for case, names in zip(cases, kinds, strict=True) for name in names if name in own]
     problems = [f"{c.id}, {name}: {text}" for c, name, group in runs for text in check_case(c, "cpu", group)]
     assert not problems, "\n".join(problems)
 

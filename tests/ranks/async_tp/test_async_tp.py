@@ -89,8 +89,8 @@ def check(model: nn.Module, batch: int, dtype: torch.dtype, collectives: int) ->
 
 @pytest.mark.parametrize(
     ("bias", "dtype", "batches"),
-    [(True, torch.bfloat16, (1, 2, 3)), *slow((False, torch.float32, (2,)))],
-    ids=["bias-bfloat16", "plain-float32"],
+    [(True, torch.bfloat16, (1, 2)), *slow((True, torch.bfloat16, (3,)), (False, torch.float32, (2,)))],
+    ids=["bias-bfloat16", "bias-bfloat16-3", "plain-float32"],
 )
 def test_block_of_dtensors(bias, dtype, batches, tmp_path):
     def body() -> None:

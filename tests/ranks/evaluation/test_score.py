@@ -26,7 +26,7 @@ ROUNDING = 60 * 4 * 2.0**-22
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_questions(tmp_path_factory.mktemp("task") / "lines.jsonl", 24)
+    return write_questions(tmp_path_factory.mktemp("task") / "lines.jsonl", 12)
 
 
 def evaluation_of(task: Path, local_batch_size: int = 2) -> Evaluator:

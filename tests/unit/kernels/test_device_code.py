@@ -321,7 +321,11 @@ def check_resources(compiled: dict[str, triton.compiler.CompiledKernel], folder:
 
 @pytest.mark.parametrize(
     ("call", "ranks"),
-    [(call, RANKS) for call in CALLS] + [(f"specialised {op}", n) for op in ("gather", "scatter") for n in (2, 8)],
+    [
+        *((call, RANKS) for call in CALLS),
+        *((f"specialised {op}", 8) for op in ("gather", "scatter")),
+        *slow(*((f"specialised {op}", 2) for op in ("gather", "scatter"))),
+    ],
 )
 def test_orderings(call: str, ranks: int, tmp_path: Path) -> None:
     compiled = kernels(call, ranks)
