@@ -5,8 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from titanlite.data.document_starts import twice_attended
 from titanlite.data.run_samples import RunSamples, TrainedSample
-from titanlite.data.sample_documents import SampleDocument, attended
+from titanlite.data.sample_documents import SampleDocument
 from titanlite.data.stages import weights_in_words
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.kernels.ignore_index import IGNORE_INDEX
@@ -80,7 +81,7 @@ def step_text(samples: Sequence[TrainedSample], tokenizer: Tokenizer | None) -> 
 
 def share_of_causal(sample: TrainedSample) -> float:
     """Return the share of causal attention's pairs of tokens that attention forms in a sample."""
-    return attended(sample.attends_within) / attended([sample.seq_len])
+    return twice_attended(np.array(sample.attends_within)) / sample.seq_len**2
 
 
 def _count_line(sample: TrainedSample, targets: np.ndarray) -> str:

@@ -63,17 +63,6 @@ class ModelDims:
         return [self.window if local else 0 for local in is_local]
 
 
-def twice_attended(window: int, seq_len: int) -> int:
-    """Twice the tokens that a query sees on average, its own counted by half: S, or W·(2·S − W) / S with a window.
-
-    Args:
-        window: W; 0: all.
-        seq_len: S.
-    """
-    W = window if 0 < window < seq_len else seq_len
-    return W * (2 * seq_len - W) // seq_len
-
-
 @dataclass(frozen=True)
 class SaveRule:
     """One line of a save-list; the first rule that matches an operation decides."""

@@ -49,3 +49,16 @@ def document_lengths(starts: np.ndarray) -> np.ndarray:
     packed = starts.reshape(-1, starts.shape[-2] * starts.shape[-1])
     begins = packed == np.arange(packed.shape[1])
     return np.diff(np.append(np.flatnonzero(begins), packed.size))
+
+
+def twice_attended(lengths: np.ndarray, window: int = 0) -> int:
+    """Return twice the pairs of tokens that attention forms in documents, a token's with itself counted by half.
+
+    That is W·(2·n − W) for each document of n tokens, with W its window or n: n² without one.
+
+    Args:
+        lengths: [n], tokens of each document.
+        window: tokens back that a token attends to, itself counted; 0: all before it.
+    """
+    W = np.minimum(window or lengths, lengths)
+    return int((W * (2 * lengths - W)).sum())

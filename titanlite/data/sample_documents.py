@@ -3,7 +3,6 @@
 For people who look at data, and for forecasts; training finds documents in whole batches (`document_starts.py`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -70,16 +69,3 @@ def _cut(tokens: np.ndarray, at: int, start: int, separator: int | None, before:
         SampleDocument(at + a, b - a, start + a, bool(a or not start or before == separator), n < n_ended)
         for n, (a, b) in enumerate(pairwise(borders))
     ]
-
-
-def attended(documents: Sequence[int], window: int = 0) -> int:
-    """Return the pairs of tokens that attention forms in documents of these lengths.
-
-    Args:
-        documents: tokens of each.
-        window: tokens back that a token attends to, itself counted; 0: all before it.
-    """
-    lengths = np.asarray(documents, np.int64)
-    full = lengths * (lengths + 1) // 2
-    beyond = np.maximum(0, lengths - window) if window else np.zeros_like(lengths)
-    return int((full - beyond * (beyond + 1) // 2).sum())

@@ -10,6 +10,7 @@ What is kept and what is computed again under a save-list is in `activation_cost
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
-from titanlite.config.recipe_schema import twice_attended
+from titanlite.data.document_starts import twice_attended
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
 from titanlite.kernels.products import FLOAT8
 from titanlite.models.layers import CausalAttention, Linear
@@ -243,7 +244,7 @@ def _cost(
         S = given[0].shape[2]
         if op == ops.DOCUMENT_ATTENTION:  # as if each sample were one document: at most that
             S, window = args[4:6]
-        return 2 * given[0].numel() * twice_attended(window, S), moved, 0
+        return 2 * given[0].numel() * (twice_attended(np.array([S]), window) // S), moved, 0
     if op == ops.GATHER_MATMUL:
         gathered, products = results[0], results[1 : 1 + len(args[1])]
         received = gathered.nbytes - given[0].nbytes

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from titanlite.config.recipe_schema import ModelDims, twice_attended
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.data.document_starts import twice_attended
 from titanlite.models.layers import CausalAttention, Linear
 
 # First match wins: the special board before the general one.
@@ -75,7 +76,15 @@ def dense_bf16_flops(name: str) -> float | None:
 
 
 class TokenFlops(NamedTuple):
-    """The FLOPs of forward and backward for one token.
+    """The FLOPs of forward and backward for one token, as MFU counts them.
+
+    Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
+    two gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and
+    does not; nor do norms, RoPE and the loss.
+
+    Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
+    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. What lies outside a
+    layer's window, or in another document, does not count (`mean_attended` in the place of S).
 
     Attributes:
         matmul: of the linear layers.
@@ -113,35 +122,8 @@ def mean_attended(windows: list[int], lengths: np.ndarray) -> float:
         windows: of each layer.
         lengths: [n], tokens of each document.
     """
-    total = 0.0
-    for window in set(windows):
-        W = np.minimum(window or lengths, lengths)
-        total += windows.count(window) * float((W * (2 * lengths - W)).sum())
+    total = sum(windows.count(window) * twice_attended(lengths, window) for window in set(windows))
     return total / float(lengths.sum())
-
-
-def flops_per_token(model: nn.Module, dims: ModelDims, seq_len: int) -> int:
-    """Count the FLOPs of forward and backward for one token, as MFU counts them where each sample is one document.
-
-    Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
-    two gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and
-    does not; nor do norms, RoPE and the loss.
-
-    Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
-    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. What lies outside a
-    layer's window does not count (`twice_attended` in the place of S). The boundaries of documents, which reduce the
-    work further, are known of a batch alone (`mean_attended`).
-
-    Args:
-        model: its linear layers hold the matmul parameters, on the meta device or anywhere.
-        dims: its dimensions.
-        seq_len: tokens per sequence (S).
-
-    Returns:
-        FLOPs per token of a training step.
-    """
-    of_token = token_flops_of(model, dims)
-    return of_token.matmul + of_token.per_attended * sum(twice_attended(w, seq_len) for w in windows_of(model))
 
 
 def _measured_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, int]:

@@ -4,14 +4,16 @@ import inspect
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from tests.cli.commands.conftest import Call
 from titanlite.activation_checkpoint.operations import CLASSES, OWN_ATTENTION
 from titanlite.commands import main
 from titanlite.commands.price_list import Totals, totals
-from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import RecipeError
@@ -20,7 +22,7 @@ from titanlite.forecast.traced_run import TracedRun, traced_run
 from titanlite.models import llama3
 from titanlite.models.find import model_class
 from titanlite.models.llama3 import Llama3
-from titanlite.observe.peak_flops import flops_per_token
+from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recipes import load, names
 
@@ -82,6 +84,10 @@ def test_rules_and_inputs_add_up_to_the_total(name: str, flags: list[str], compi
     assert totals_of(run).held == pytest.approx(kept + inputs)
 
 
+def flops_of(model: nn.Module, dims: ModelDims, seq_len: int) -> float:
+    return token_flops_of(model, dims).total(mean_attended(windows_of(model), np.array([seq_len])))
+
+
 def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
     """Forward is a third of a step; the head, 6·D·V a token, is not in a block. t ranks share the work evenly."""
     for degree in ("1", "2", "4"):
@@ -89,7 +95,7 @@ def test_all_matmuls_and_attention_are_what_mfu_counts() -> None:
         dims, blocks_of = run.dims, traced(run)
         dear = [a for a in activations(blocks_of.blocks[0]) if "mm" in a.op or "attention" in a.op]
         with torch.device("meta"):
-            flops = flops_per_token(Llama3(dims, 8), dims, blocks_of.seq_len)
+            flops = flops_of(Llama3(dims, 8), dims, blocks_of.seq_len)
         step = (flops - 6 * dims.dim * dims.vocab_size) * blocks_of.tokens
         assert 3 * dims.n_layers * sum(a.flops for a in dear) * int(degree) == step
 
@@ -106,7 +112,7 @@ def test_other_architectures_have_one(name: str) -> None:
     dear = [a for a in listed if "mm" in a.op or "attention" in a.op]
     with torch.device("meta"):
         model = model_class(Model(name=name))(dims, 256)  # type: ignore[arg-type]
-    step = (flops_per_token(model, dims, 256) - 6 * dims.dim * dims.vocab_size) * blocks_of.tokens
+    step = (flops_of(model, dims, 256) - 6 * dims.dim * dims.vocab_size) * blocks_of.tokens
     assert 3 * sum(a.flops for a in dear) == step
 
 

@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_packing import SEPARATOR, row_of, shards_of
+from titanlite.data.document_starts import twice_attended
 from titanlite.data.packing import pack_documents
-from titanlite.data.sample_documents import SampleDocument, attended, documents_of
+from titanlite.data.sample_documents import SampleDocument, documents_of
 from titanlite.data.samples import ConcatenatedSamples
 
 
@@ -62,5 +63,9 @@ def test_without_a_separator_a_sample_is_one_part(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 25))
 def test_attended_pairs_are_counted(lengths: list[int], window: int) -> None:
-    pairs = [(q, k) for n in lengths for q in range(n) for k in range(q + 1) if not window or q - k < window]
-    assert attended(lengths, window) == len(pairs)
+    """Each query sees its last W keys, and half a pair is taken off for each of W tokens."""
+    twice = 0
+    for n in lengths:
+        W = min(window or n, n)
+        twice += 2 * sum(min(q + 1, W) for q in range(n)) - W
+    assert twice_attended(np.array(lengths), window) == twice

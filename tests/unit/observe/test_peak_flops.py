@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
@@ -13,7 +14,6 @@ from titanlite.models.llama3 import Llama3
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.peak_flops import (
     dense_bf16_flops,
-    flops_per_token,
     mean_attended,
     peak_flops,
     token_flops_of,
@@ -94,9 +94,14 @@ def test_matmul_flops_agree_with_counting_the_operations():
     assert counter.get_total_flops() == B * S * (flops_of_llama(TINY, S) + other_half)
 
 
-def flops_of_llama(dims: ModelDims, seq_len: int) -> int:
+def flops_of_llama(dims: ModelDims, seq_len: int) -> float:
     with torch.device("meta"):
-        return flops_per_token(Llama3(dims, seq_len), dims, seq_len)
+        return flops_of_samples(Llama3(dims, seq_len), dims, seq_len)
+
+
+def flops_of_samples(model: nn.Module, dims: ModelDims, seq_len: int) -> float:
+    """Of a token where each sample is one document."""
+    return token_flops_of(model, dims).total(mean_attended(windows_of(model), np.array([seq_len] * 3)))
 
 
 @pytest.mark.parametrize("seq_len", [16, 32, 64])
@@ -109,9 +114,7 @@ def test_layers_with_a_window_count_what_they_see(seq_len):
     expected = 6 * matmul + 12 * sum(seen) / seq_len * 8 * 32
     # MFU takes half of S for (S + 1) / 2 and leaves out the diagonal's half, in a window as in the whole.
     diagonal = sum(0.5 * min(window, seq_len) / seq_len for window in (32, 32, seq_len, 32))
-    assert flops_per_token(model, dims, seq_len) == expected - 12 * diagonal * 8 * 32
-    attended = mean_attended(windows_of(model), np.array([seq_len] * 3))
-    assert token_flops_of(model, dims).total(attended) == flops_per_token(model, dims, seq_len)
+    assert flops_of_samples(model, dims, seq_len) == expected - 12 * diagonal * 8 * 32
 
 
 def test_documents_count_what_they_see():

@@ -20,7 +20,7 @@ from titanlite.data.stages import past_of, stage_table
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
-from titanlite.observe.peak_flops import flops_per_token, mean_attended, token_flops_of, windows_of
+from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 from titanlite.observe.status import Status
 from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
 
@@ -28,8 +28,8 @@ SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD, EPOCH = torch.device("cpu"), 64, 8, 2, 44
 with torch.device("meta"):
     MODEL = Llama3(SIZES, S)
-FLOPS, OF_TOKEN = flops_per_token(MODEL, SIZES, S), token_flops_of(MODEL, SIZES)
-ATTENDED = mean_attended(windows_of(MODEL), np.array([S] * BATCH))
+OF_TOKEN, ATTENDED = token_flops_of(MODEL, SIZES), mean_attended(windows_of(MODEL), np.array([S] * BATCH))
+FLOPS = OF_TOKEN.total(ATTENDED)
 
 
 @dataclass
