@@ -44,6 +44,10 @@ class DataError(TitanliteError):
     """A source, record, token shard or tokenizer cannot be used."""
 
 
+class NoMoreDataError(DataError):
+    """A source gives no more; what was read of it by then is right, and so are the weights."""
+
+
 class CheckpointError(TitanliteError):
     """A checkpoint is missing, incomplete, damaged or of another run."""
 

@@ -79,6 +79,7 @@ class Receipt:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._later: list[Callable[[], Entry]] = []
+        self._file: Path | None = None  # that was written
 
     def add(self, entry: Entry) -> None:
         """Add what a feature has done."""
@@ -93,8 +94,15 @@ class Receipt:
         self.entries += [entry() for entry in self._later]
         self._later.clear()
 
+    def replace(self, entry: Entry) -> None:
+        """Put an entry in the place of the one of its feature, in the file too if that is written."""
+        self.entries = [entry if there.feature == entry.feature else there for there in self.entries]
+        if self._file is not None:
+            self.write(self._file)
+
     def write(self, path: Path) -> None:
         """Write the file, replacing it as a whole."""
+        self._file = path
         rows = [
             {
                 "feature": entry.feature,

@@ -113,9 +113,9 @@ class TrainBatches:
             found.append(Batch(tokens, targets, Sequences(seq_len, starts), sources))
         return found
 
-    def padding(self) -> list[Batch]:
-        """Return as many micro-batches without a target, for a rank that must take part in a step and has no data."""
-        asked = self._table.row(self.step + 1).asked
+    def padding(self, step: int) -> list[Batch]:
+        """Return the micro-batches of a step without a target, for a rank that must take part and has no data."""
+        asked = self._table.row(step).asked
         n_micro = asked.sequences // (asked.local_batch_size * self._size)
         batch = _padding(asked.local_batch_size, asked.seq_len, self._device, self.is_masked)
         if self.names:

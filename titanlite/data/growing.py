@@ -20,7 +20,7 @@ from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.prepare import Preparation
 from titanlite.data.shards import BLOCK_BYTES, Shard, TokenShards, block_hash
 from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
-from titanlite.errors import DataError
+from titanlite.errors import DataError, NoMoreDataError
 
 _POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0  # between looks at whether somebody still works
@@ -82,14 +82,14 @@ class GrowingShards:
             The number of all tokens; None if it is not known yet.
 
         Raises:
-            DataError: they will not come: the process that makes them has failed, or this is closed.
+            NoMoreDataError: they will not come: the process that makes them has failed, or this is closed.
         """
         while self.finished is None:
             self.poll()
             if self.finished is not None or self.there >= tokens:
                 break
             if self._closed.is_set():
-                raise DataError(f"{self.planned.source.name!r}: closed while token {tokens:,} was waited for")
+                raise NoMoreDataError(f"{self.planned.source.name!r}: closed while token {tokens:,} was waited for")
             self._wanted = 0  # look again: another reader may have written a smaller number over this one's
             self._want(tokens)
             time.sleep(_POLL_SECONDS)
@@ -105,7 +105,8 @@ class GrowingShards:
 
         Raises:
             IndexError: there are no such tokens.
-            DataError: a shard has changed, cannot be read, or will not come.
+            NoMoreDataError: they cannot be read, or will not come.
+            DataError: a shard has changed.
         """
         self.wait(start + count)
         with self._lock, self._explained():
@@ -122,7 +123,7 @@ class GrowingShards:
         """Look how far it is.
 
         Raises:
-            DataError: nobody makes it any more, or the cache cannot be read.
+            NoMoreDataError: nobody makes it any more, or the cache cannot be read.
         """
         with self._lock, self._explained():
             if self.finished is not None:
@@ -136,7 +137,7 @@ class GrowingShards:
                 self.finished = self.planned.open()
                 wanted_of(self._unfinished).unlink(missing_ok=True)
             elif said:
-                raise DataError(said)
+                raise NoMoreDataError(said)
             elif said is None:
                 self._alone_since = math.inf
             else:
@@ -161,7 +162,7 @@ class GrowingShards:
         try:
             yield
         except OSError as e:
-            raise unusable_cache(self.planned.data, e) from e
+            raise NoMoreDataError(*unusable_cache(self.planned.data, e).args) from e
 
     def _read(self, start: int, count: int) -> np.ndarray:
         assert self._made is not None  # noqa: S101  # or there would be no token
@@ -205,10 +206,12 @@ class GrowingShards:
         fix = f"delete {self._unfinished}; it is made again at the next start"
         return DataError.of(str(path), "token shards", saw, "the content that was written", fix)
 
-    def _abandoned(self) -> DataError:
+    def _abandoned(self) -> NoMoreDataError:
         saw = f"{self.planned.source.name!r}: the process that tokenizes it has ended without a word, killed perhaps"
         fix = f"look for what ended it, such as a lack of memory; the next start goes on from {self.there:,} tokens"
-        return DataError.of("data", self.planned.source.key, saw, "one that goes on to the end of the source", fix)
+        return NoMoreDataError.of(
+            "data", self.planned.source.key, saw, "one that goes on to the end of the source", fix
+        )
 
 
 def wait_for(corpora: "dict[str, GrowingShards]", is_held: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from titanlite.data.growing import GrowingShards
 from titanlite.data.shards import TokenShards
 from titanlite.data.windows import units_at, units_needed
+from titanlite.errors import DataError, NoMoreDataError
 
 
 class Samples(Protocol):
@@ -35,7 +36,7 @@ class Samples(Protocol):
         """Wait until so many are there, or until it is known how many there are.
 
         Raises:
-            DataError: they will not come, or are too few for the run.
+            NoMoreDataError: they will not come, or are too few for the run.
         """
         ...
 
@@ -82,7 +83,10 @@ class ConcatenatedSamples:
     def wait(self, samples: int) -> None:
         """Wait for samples; see `Samples.wait`."""
         if not self._is_checked and self._shards.wait(samples * self.seq_len + 1) is not None:
-            self._check()  # whoever has found the end
+            try:
+                self._check()  # whoever has found the end
+            except DataError as e:
+                raise NoMoreDataError(*e.args) from e
             self._is_checked = True
 
     def read(self, sample: int) -> np.ndarray:

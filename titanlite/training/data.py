@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -152,8 +152,7 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
         if isinstance(source, GrowingShards):
             is_ahead = f"{source.there:,} tokens are there already" if source.there else "none of it is there yet"
             console.notice(f"{key} is tokenized in the background; {is_ahead}")
-            applied = {"prepare": "background", "tokens_so_far": source.there}
-            receipt.add(Entry(key, source.planned.source.name, applied, count=1))
+            receipt.add(growing_entry(key, source))
             continue
         if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
             what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
@@ -163,7 +162,8 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
             if source.meta.tokenizer:
                 why = f"its token shards are of a version that did not count them; delete {source.folder}"
             console.notice(f"{key}: the bytes of its text are not known, nor bits per byte: {why}")
-        for text in add_data(receipt, key, source.meta, vocab_size):
+        receipt.add(data_entry(key, source.meta))
+        for text in data_warnings(key, source.meta, vocab_size):
             if rank == 0:
                 console.warning(text)
     for name, samples in data.packed.items():
@@ -172,29 +172,31 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
         receipt.add(Entry(feature, "best_fit", applied, count=counts.bins, key="data.packing"))
 
 
-def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[str]:
-    """Add what a source gave, and what of it is not trained on.
+def growing_entry(key: str, shards: GrowingShards) -> Entry:
+    """Return the receipt's entry of a source that is tokenized in the background: of all it gave, once it has ended."""
+    if shards.finished is None:
+        applied = {"prepare": "background", "tokens_so_far": shards.there}
+        return Entry(key, shards.planned.source.name, applied, count=1)
+    whole = data_entry(key, shards.finished.meta)
+    assert isinstance(whole.applied, dict)  # noqa: S101
+    return replace(whole, applied={"prepare": "background", **whole.applied})
+
+
+def data_entry(key: str, meta: Meta) -> Entry:
+    """Return the receipt's entry of what a source gave, and of what of it is not trained on.
 
     Args:
-        receipt: of the run.
         key: "data.source", or that of a held-out source.
         meta: of its shards.
-        vocab_size: of the model.
-
-    Returns:
-        Warnings: of bad records which were skipped, as many named as there are places kept of; of text that the
-        tokenizer does not know; and of token files with few of the model's ids.
     """
-    applied = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
+    applied: dict[str, object] = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
     if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # token files do not say where a document ends
         applied["documents"] = meta.documents
     if meta.text_bytes and key.startswith("validation"):  # of others no bits per byte are computed
         applied["text_bytes"] = meta.text_bytes
-    unnamed = meta.n_bad_records - len(meta.bad_records)
-    more = [f"and {unnamed:,} more"] * (unnamed > 0)
-    left_out = [Skipped(record, "a bad record", is_told=True) for record in (*meta.bad_records, *more)]
+    left_out = [Skipped(record, "a bad record", is_told=True) for record in _bad_records(meta)]
     rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
     left_out += [Skipped(what, rule) for what in meta.skipped]
     if meta.max_tokens:
@@ -202,11 +204,17 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
         left_out.append(Skipped("the rest of the source", f"data.max_tokens = {meta.max_tokens}", is_told=True))
     if meta.n_unknown:
         applied["unknown"] = meta.n_unknown
-    receipt.add(Entry(key, meta.source, applied, count=meta.tokens, skipped=tuple(left_out)))
+    return Entry(key, meta.source, applied, count=meta.tokens, skipped=tuple(left_out))
+
+
+def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
+    """Return warnings: of bad records which were skipped, of text that the tokenizer does not know, and of token files
+    with few of the model's ids.
+    """
     warnings: list[str] = []
     if meta.n_bad_records:
         count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
-        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *meta.bad_records, *more]))
+        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *_bad_records(meta)]))
     if meta.n_unknown:
         share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
         warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
@@ -216,6 +224,12 @@ def add_data(receipt: Receipt, key: str, meta: Meta, vocab_size: int) -> list[st
         if few := few_ids(n_ids, f"{key} = {meta.source}", vocab_size, fix):
             warnings.append(few)
     return warnings
+
+
+def _bad_records(meta: Meta) -> list[str]:
+    """Return the bad records, as many named as there are places kept of."""
+    unnamed = meta.n_bad_records - len(meta.bad_records)
+    return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
 def open_batches(

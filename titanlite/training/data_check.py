@@ -4,7 +4,8 @@ A thread checks this rank's share of the blocks, those of a host being shared ou
 rank is to read and has not checked, `TokenShards.read` checks first. So the first step waits for a few blocks, and not
 for the corpus. Ranks tell each other nothing: one that has found damage asks all to stop as a signal does, and where
 they then meet, all raise what it found. A rank that has no batch for it takes part in the steps until there with
-padding; nothing of them is kept. Damage, too, is that nobody makes a corpus any more that is still being made.
+padding; nothing of them is kept. That nobody makes a corpus any more that is still being made is found here too: it
+ends the run as well, but what was trained on was right, and is saved before.
 """
 
 import os
@@ -15,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.data.growing import GrowingShards
 from titanlite.data.shards import TokenShards
-from titanlite.errors import DataError
+from titanlite.errors import DataError, NoMoreDataError
 
 _LOOK_SECONDS = 0.5  # between looks at what is still being made
 
@@ -38,18 +39,24 @@ class DataCheck:
         """Return what this rank has found by now: a shard has changed or cannot be read."""
         return self.met or (self._checking.exception() if self._checking.done() else None)
 
-    def tell(self) -> None:
-        """Raise on every rank what one has found. Collective.
+    def tell(self) -> NoMoreDataError | None:
+        """Tell every rank what one has found. Collective.
+
+        Returns:
+            That there will be no more data; None if nothing is wrong.
 
         Raises:
             DataError: on all ranks, a shard has changed or cannot be read.
         """
 
-        def look() -> None:
-            if found := self.found:
+        def look() -> str:
+            found = self.found
+            if found is not None and not isinstance(found, NoMoreDataError):
                 raise found
+            return "" if found is None else str(found)
 
-        on_all_ranks(look)
+        said = [text for text in on_all_ranks(look) if text]
+        return NoMoreDataError("\n".join(dict.fromkeys(said))) if said else None
 
     def close(self) -> None:
         """End the thread."""

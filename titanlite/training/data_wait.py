@@ -7,7 +7,7 @@ from titanlite.data.growing import GrowingShards
 from titanlite.observe.console import Console
 from titanlite.observe.shared_wait import SharedWait
 from titanlite.receipt import Receipt
-from titanlite.training.data import Corpora, add_data, require_same_data
+from titanlite.training.data import Corpora, data_warnings, growing_entry, require_same_data
 
 _TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # of a wait, before it is told of; and between two lines of it
 
@@ -18,15 +18,22 @@ class DataWait:
     Args:
         data: the corpora.
         vocab_size: of the model.
+        receipt: that has what came of each.
         console: of this rank.
         is_first: whether this is rank 0, which warns.
         shared: by which the other ranks learn of a wait; None: there are none.
     """
 
     def __init__(
-        self, data: Corpora, vocab_size: int, console: Console, is_first: bool, shared: SharedWait | None
+        self,
+        data: Corpora,
+        vocab_size: int,
+        receipt: Receipt,
+        console: Console,
+        is_first: bool,
+        shared: SharedWait | None,
     ) -> None:
-        self._shared = shared
+        self._shared, self._receipt = shared, receipt
         self._data, self._vocab_size, self._console, self._is_first = data, vocab_size, console, is_first
         self._activity: dict[str, tuple[int, int]] = {}
         self._told, self._since = 0.0, time.monotonic()
@@ -58,9 +65,21 @@ class DataWait:
             shards.is_told_of = True
             meta = shards.finished.meta
             self._console.notice(f"{key} is tokenized to its end: {meta.tokens:,} tokens, {meta.documents:,} documents")
-            for text in add_data(Receipt(), key, meta, self._vocab_size):
+            self._receipt.replace(growing_entry(key, shards))
+            for text in data_warnings(key, meta, self._vocab_size):
                 if self._is_first:
                     self._console.warning(text)
+
+    def close(self) -> None:
+        """Say at the end of a run how far each corpus is: in the receipt, of one that is not whole yet."""
+        self.tell_of_ends()
+        for key, shards in self._data.growing.items():
+            if shards.finished is None:
+                self._receipt.replace(growing_entry(key, shards))
+
+    def others_stop(self) -> bool:
+        """Return whether a rank is asked to stop, which may have its data, and wait for this one in the step."""
+        return self._shared is not None and self._shared.is_stopped()
 
     def check_ranks(self) -> None:
         """Raise on every rank if hosts have made different tokens, as far as these are known. Collective."""

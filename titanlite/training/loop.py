@@ -40,6 +40,10 @@ STALL_REPORT_SHARE = 0.5
 """Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
 
 
+class _StopAskedError(Exception):
+    """This run is asked to stop, and waits for data."""
+
+
 @dataclass(kw_only=True)
 class Loop:
     """One run with everything around it."""
@@ -60,22 +64,26 @@ class Loop:
     data_check: DataCheck
     data: Corpora
     data_wait: DataWait
+    _lacks_data: bool = False  # from some step on, in which this rank has padding
 
     def train(self, start: int) -> int:
-        """Take the steps after `start` until the last one, `job.stop_after` or a signal.
+        """Take the steps after `start` until the last one, `job.stop_after`, a signal or the end of the data.
 
         Args:
             start: the last step done.
 
         Returns:
             The last step taken.
+
+        Raises:
+            NoMoreDataError: on all ranks, there is no more data; the steps that were taken are saved.
         """
         run, config, report = self.run, self.run.config, self.report
         last, table = last_step(config), report.position.table
         names = self.batches.names
         in_flight: deque[InFlight] = deque()
         windows = windows_of(run.model)
-        stopping, step = False, start
+        stopping, step, done, no_more = False, start, start, None
         if idle := nothing_to_do(config, start):
             report.console.notice(idle)
         self._limit(config.comm.init_timeout_seconds)
@@ -86,13 +94,9 @@ class Loop:
                 self._limit(config.comm.init_timeout_seconds)
             self.watchdog.progress(step, "step")
             self.profiler.begin(step)
-            micro_batches, lr = self._next_batches(), learning_rate(step, config, table)
-            asks_to_stop = self.stop.received is not None or (
-                self.background is not None and self.background.has_failed
-            )
-            asks_to_stop |= self._is_folder_lost() or self.data_check.found is not None
-            attended = mean_attended(windows, self.batches.lengths)
-            result = train_step(run, micro_batches, lr, asks_to_stop, attended, len(names))
+            micro_batches, lr = self._next_batches(step), learning_rate(step, config, table)
+            asks, attended = self._asks_to_stop(), mean_attended(windows, self.batches.lengths)
+            result = train_step(run, micro_batches, lr, asks, attended, len(names), self._lacks_data)
             in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names))
             self.profiler.end(step)
 
@@ -106,9 +110,13 @@ class Loop:
                 outcome = in_flight.popleft().read()
                 stopping |= outcome.stop_asked
                 if outcome.stop_asked:
-                    self.data_check.tell()
-                report.step(outcome)
+                    no_more = self.data_check.tell() or no_more
+                if not outcome.lacked_data:
+                    report.step(outcome)
+                    done = outcome.step
             self.data_wait.tell_of_ends()
+            if stopping and done < step:  # from the one after `done` on nothing was done in them
+                break
             if trace != "begin":
                 self._profile(step)
             if step == start + 1:
@@ -131,12 +139,23 @@ class Loop:
                 self._say_saved(self.background.written())
             if stopping:
                 break
+        self.data_wait.close()
+        # What a lack of data cut off before it was due is saved now.
+        self._end(done, save=start < done < step and done % config.checkpoint.interval > 0)
+        if no_more is not None and done < last:
+            raise no_more
+        return done
+
+    def _end(self, done: int, save: bool) -> None:
+        """Wait until all is written; save the last step that was done before, if it is not saved yet."""
+        config = self.run.config
+        if save and config.checkpoint.enable:
+            self._save(done, validation_due=False)
         if self.background is not None:
-            self.watchdog.progress(step, "checkpoint")
+            self.watchdog.progress(done, "checkpoint")
             self._limit(config.comm.init_timeout_seconds)
             self._say_saved(self.background.wait())
         on_rank_0(self._keep_folder)  # who has lost it has no last word there
-        return step
 
     def measures(self, step: int) -> list[Callable[[int], None]]:
         """Return what is to be measured after a step: the loss on held-out text, the accuracy in tasks."""
@@ -179,17 +198,29 @@ class Loop:
         with span(NUMERICS):
             self.report.float8(step, float8_numerics(self.run.model, batch.tokens, self.run.mesh.fsdp, batch.sequences))
 
-    def _next_batches(self) -> list[Batch]:
-        """Return those of the next step, or padding if they are damaged: the others do not know yet."""
-        try:
-            with span(DATA_WAIT):
-                return self.batches.next(lambda seconds: self.data_wait.wait(seconds, self._data_comes))
-        except DataError as damage:
-            self.data_check.met = damage
-            return self.batches.padding()
+    def _next_batches(self, step: int) -> list[Batch]:
+        """Return those of a step; padding if there are none in time, and in all that follow: the others do not know."""
+        if not self._lacks_data:
+            try:
+                with span(DATA_WAIT):
+                    return self.batches.next(self._while_waiting)
+            except _StopAskedError:
+                pass
+            except DataError as damage:
+                self.data_check.met = damage
+            self._lacks_data = True
+        return self.batches.padding(step)
 
-    def _data_comes(self) -> None:
-        self.watchdog.progress(self.batches.step + 1, "data")
+    def _while_waiting(self, seconds: float) -> None:
+        if self._asks_to_stop() or self.data_wait.others_stop():
+            raise _StopAskedError
+        self.data_wait.wait(seconds, lambda: self.watchdog.progress(self.batches.step + 1, "data"))
+
+    def _asks_to_stop(self) -> bool:
+        """Return whether this rank is asked to stop, or has found what ends the run."""
+        cannot_save = self.background is not None and self.background.has_failed
+        is_asked = self.stop.received is not None or cannot_save or self._is_folder_lost()
+        return is_asked or self._lacks_data or self.data_check.found is not None
 
     def _watched(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
         left = len(batches)
@@ -223,9 +254,9 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         on_rank_0(self._sync)
         self.data_wait.check_ranks()
-        state = {"samples": self.batches.position, "validation_due": validation_due} | self.data.identity
-        state["skipped_in_a_row"] = self.report.skipped_in_a_row
         table = self.report.position.table
+        state = {"samples": table.samples(step), "validation_due": validation_due} | self.data.identity
+        state["skipped_in_a_row"] = self.report.skipped_in_a_row
         state["learning_rate"] = learning_rate(step, self.run.config, table)
         state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
         state["unit_len"] = self.batches.mixture.unit_len

@@ -60,7 +60,7 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [5], or [5 + 2·sources], as `train_step` returns it.
+        result: [6], or [6 + 2·sources], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
         names: of the sources of which the losses are told apart.
     """
@@ -76,11 +76,11 @@ class InFlight:
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
         self._done.wait()
-        loss, norm, skipped, asked, attended, *of_sources = self._host.tolist()
+        loss, norm, skipped, asked, attended, lacking, *of_sources = self._host.tolist()
         n = len(self.names)
         sums = zip(self.names, of_sources[:n], of_sources[n:], strict=True)
         losses = {f"loss.{name}": total / targets for name, total, targets in sums if targets}
-        flags = skipped > 0, asked > 0
+        flags = skipped > 0, asked > 0, lacking > 0
         return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses)
 
 
@@ -94,6 +94,7 @@ class Outcome:
     grad_norm: float
     skipped: bool  # not finite: the update was left out
     stop_asked: bool  # some rank received a signal
+    lacked_data: bool  # some rank had none: the step was not taken
     attended: float  # as `mean_attended` counts it, of all ranks
     data_wait_s: float
     done: Moment

@@ -32,8 +32,9 @@ def train_step(
     stop_requested: bool,
     attended: float = 0.0,
     n_sources: int = 0,
+    lacks_data: bool = False,
 ) -> Tensor:
-    """Take one optimizer step, or none if the loss or a gradient is not finite.
+    """Take one optimizer step, or none if the loss or a gradient is not finite, or a rank has no data for it.
 
     Args:
         run: the built run.
@@ -42,12 +43,13 @@ def train_step(
         stop_requested: whether this process was asked to stop; every rank learns of it.
         attended: tokens that those of the batches see, as `mean_attended` counts them.
         n_sources: that losses are told apart by; 0: they are not.
+        lacks_data: whether the batches of this rank are padding.
 
     Returns:
-        [5] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
-        before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`.
-        Where batches say which source each sequence is from, [5 + 2·sources]: the sum of the loss of each, and its
-        number of targets.
+        [6] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
+        before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`,
+        number of ranks that had no data. Where batches say which source each sequence is from, [6 + 2·sources]: the sum
+        of the loss of each, and its number of targets.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -75,21 +77,21 @@ def train_step(
     gradients = run.optimizer.gradients()
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norm = run.optimizer.norm(gradients)
-    of_ranks = [torch.full_like(loss, n) for n in (float(stop_requested), attended / dist.get_world_size())]
-    totals = torch.stack((loss / run.mesh.tp_size, *of_ranks))
+    of_rank = float(stop_requested), attended / dist.get_world_size(), float(lacks_data)
+    totals = torch.stack((loss / run.mesh.tp_size, *(torch.full_like(loss, number) for number in of_rank)))
     dist.all_reduce(totals)
     if n_sources:
         dist.all_reduce(by_source)
 
-    # Both are reduced values, so every rank takes the same decision.
-    skip = (~torch.isfinite(totals[0] + norm)).float()
+    # All are reduced values, so every rank takes the same decision.
+    skip = (~torch.isfinite(totals[0] + norm) | (totals[3] > 0)).float()
     max_norm = run.config.training.max_norm
     divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     with span(OPTIMIZER):
         run.optimizer.step(gradients, lr, divisor, skip)
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
-    result = torch.stack((totals[0], norm, skip, totals[1], totals[2]))
+    result = torch.stack((totals[0], norm, skip, *totals[1:]))
     return torch.cat((result, (by_source / run.mesh.tp_size).flatten())) if n_sources else result
 
 

@@ -7,7 +7,8 @@ they come, or never. A thread therefore sees the signal too, and ends the proces
 In the steps the handler does nothing but note the signal and say so. The next step carries it, and is read while one
 more runs, so that a step at hand is followed by two at most. It may arrive at one rank or at all of them, in a step, in
 validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for another that
-has left.
+has left. A rank that waits for data still being made does not wait until they come: it takes part with padding in a
+step that no rank keeps (`loop.py`), and learns of a signal to another one by `tell_others`.
 
 One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
 The end of the launcher is a request as SIGTERM is, for nobody else would make one.
@@ -48,6 +49,7 @@ class StopSignals:
         self._does = "will save and stop" if saves else "will stop without saving (checkpoint.enable = false)"
         self._last_words = last_words
         self._launcher, self._launcher_is_gone = launcher, False
+        self.tell_others: Callable[[], object] = lambda: None  # called in the steps, whatever the main thread does
         self.received: str | None = None  # name of the first signal, or what it was sent for
         self.is_in_steps = False
         self._before: dict[int, object] = {}
@@ -127,6 +129,8 @@ class StopSignals:
             if number not in self._before:
                 continue
             is_again = first is not None and time.monotonic() - first > _ONE_REQUEST_S
+            if first is None:
+                threading.Thread(target=self.tell_others, daemon=True).start()  # a store may not answer
             first = time.monotonic() if first is None else first
             if is_again or not (self.is_in_steps or self._taken_up.wait(_TAKEN_UP_S)):
                 self.received = self._name(number)

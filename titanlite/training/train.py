@@ -139,7 +139,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
             console.notice(line)
         for line in table.notes:
             console.notice(line)
-    shared_wait = SharedWait(dist.distributed_c10d._get_default_store()) if data.growing and world > 1 else None
+    shared_wait = _shared_wait(session) if data.growing and world > 1 else None
     watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
     profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
     cleanup.enter_context(profiler)
@@ -165,7 +165,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         folder=folder,
         data_check=data_check,
         data=data,
-        data_wait=DataWait(data, run.dims.vocab_size, console, session.rank == 0, shared_wait),
+        data_wait=DataWait(data, run.dims.vocab_size, run.receipt, console, session.rank == 0, shared_wait),
     )
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     session.stop.begin_steps()
@@ -263,6 +263,13 @@ def _profiled(run: Run) -> ProfiledRun:
         held={name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()},
         forecast=run.predicted.categories() if run.predicted is not None else {},
     )
+
+
+def _shared_wait(session: Session) -> SharedWait:
+    """Return what tells ranks of each other's waits, and of signals while they wait."""
+    shared_wait = SharedWait(dist.distributed_c10d._get_default_store())
+    session.stop.tell_others = shared_wait.stop
+    return shared_wait
 
 
 def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:

@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +15,7 @@ import pytest
 import titanlite.data.background
 import titanlite.data.growing
 import titanlite.training.data_wait
+from tests.support.launched import Ended
 
 if TYPE_CHECKING:
     from tests.support.launched import Desk
@@ -76,12 +80,41 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", f
     assert back.content(26) == first.content(26)
     assert files(folder) == prepared
     assert "data.source is tokenized to its end: " in back.output
+    told, of_prepared = back.receipt["data.source"], first.receipt["data.source"]
+    assert told == of_prepared | {"applied": {"prepare": "background"} | of_prepared["applied"]}
     assert back.losses("epoch")[0] is None
     assert back.losses("epoch")[-1] == first.losses("epoch")[-1]
     assert sum(back.losses("data_wait_seconds")) > sum(first.losses("data_wait_seconds"))
     again = desk.run("again", 1, *flags, "--data.prepare=background", "--job.stop_after=1")
     assert again.losses() == pytest.approx(first.losses()[:1], rel=1e-4)
     assert "in the background" not in again.output  # it is there
+
+
+def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(desk: "Desk", flags: list[str]) -> None:
+    begun = desk.folder / "waits"
+    wait = f"(self._writer.tokens > 9000 and (open({str(begun)!r}, 'w'), time.sleep(600)))"
+    flags.append("--data.prepare=background")
+    job = desk.start("signal", 2, *flags, plant=plan(wait))
+    deadline = time.monotonic() + 300
+    while "and waits for it" not in job.output() or not begun.exists():
+        assert time.monotonic() < deadline, job.output()
+        time.sleep(0.05)
+    time.sleep(3)  # until the last step that has its data is done
+    os.kill(job.pids[1], signal.SIGTERM)
+    sent = time.monotonic()
+    assert job.wait() == [0, 0], job.output()
+    assert time.monotonic() - sent < 60
+    stopped = Ended(desk.folder / "runs" / "signal", job.output())
+    assert stopped.status["state"] == "stopped"
+    assert stopped.status["by"] == "a signal to another rank"
+    assert stopped.checkpoints() == [stopped.status["step"]]
+    assert stopped.losses("step")[-1] == stopped.status["step"] > 0
+    assert 7000 < stopped.receipt["data.source"]["applied"]["tokens_so_far"] < 12_000
+    ended = desk.run("signal", 2, *flags)
+    shutil.rmtree(cache_of(flags))
+    first = desk.run("without a signal", 2, *flags[:-1])
+    assert ended.trained() == first.trained()
+    assert ended.content(26) == first.content(26)
 
 
 @pytest.mark.slow
@@ -107,12 +140,13 @@ def test_a_process_that_is_killed_ends_the_run_and_the_next_goes_on(desk: "Desk"
     shutil.rmtree(cache_of(flags))
     flags.append("--data.prepare=background")
     kill = "self._writer.tokens > 9000 and os.kill(os.getpid(), signal.SIGKILL)"
-    killed = desk.run("killed", 2, *flags, "--checkpoint.interval=2", plant=plan(kill), ends=2)
+    killed = desk.run("killed", 2, *flags, plant=plan(kill), ends=2)
     for of_rank in killed.output.split("--- rank ")[1:]:
         assert "the process that tokenizes it has ended without a word, killed perhaps" in of_rank
     assert killed.status["state"] == "failed"
-    assert killed.checkpoints()
-    ended = desk.run("killed", 2, *flags, "--checkpoint.interval=2", plant=plan())
+    assert killed.checkpoints() == [killed.status["step"]]
+    assert killed.status["step"] > 0
+    ended = desk.run("killed", 2, *flags, plant=plan())
     assert ended.trained() == first.trained()
     assert ended.content(26) == first.content(26)
 
@@ -129,6 +163,10 @@ def test_what_fails_there_is_said_by_all_ranks(desk: "Desk", flags: list[str]) -
         assert "data.max_bad_records" in of_rank
     ended = desk.run("bad", 2, *flags, "--data.max_bad_records=1", plant=plan())
     assert "1 bad record skipped (data.max_bad_records)" in ended.output
+    told = ended.receipt["data.source"]
+    assert told["applied"]["bad_records"] == 1
+    assert told["skipped"] == [{"what": told["skipped"][0]["what"], "why": "a bad record"}]
+    assert told["skipped"][0]["what"].startswith(f"{source}:41: not JSON")
     assert len(ended.trained()) == 26
 
 

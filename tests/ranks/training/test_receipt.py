@@ -34,7 +34,7 @@ from titanlite.parallel import tensor
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from titanlite.receipt import Entry, Receipt, Skipped
 from titanlite.training.build import Run
-from titanlite.training.data import add_data
+from titanlite.training.data import data_entry, data_warnings
 
 BALANCED = ["save attention", "save communication", "save matmul wqkv w1*"]
 
@@ -76,10 +76,10 @@ def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk)
 
 
 def test_all_bad_records_are_named_if_they_are_few() -> None:
-    receipt, meta = Receipt(), Meta("x", "bytes", "uint16", (), "", n_bad_records=1, bad_records=("x:2: no",))
-    (warning,) = add_data(receipt, "data.source", meta, 256)
+    meta = Meta("x", "bytes", "uint16", (), "", n_bad_records=1, bad_records=("x:2: no",))
+    (warning,) = data_warnings("data.source", meta, 256)
     assert warning == "data.source = x: 1 bad record skipped (data.max_bad_records):\n      x:2: no"
-    assert receipt.entries[0].skipped == (Skipped("x:2: no", "a bad record"),)
+    assert data_entry("data.source", meta).skipped == (Skipped("x:2: no", "a bad record"),)
 
 
 def test_token_files_with_few_ids_of_the_model(desk: Desk) -> None:

@@ -14,8 +14,7 @@ from titanlite.data.inputs import check_inputs
 from titanlite.data.prepare import prepare
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
-from titanlite.receipt import Receipt
-from titanlite.training.data import add_data
+from titanlite.training.data import data_warnings
 
 
 def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **extra: Any) -> Path:
@@ -232,7 +231,7 @@ def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
         assert load_tokenizer(data.tokenizer).unknown_id == 3
         meta = prepare(data.source, data, 4, progress=False).meta
         assert (meta.tokens, meta.n_unknown, meta.n_bad_records) == (8, 2, 1)  # a bad record's do not count
-        (_, warning) = add_data(Receipt(), "data.source", meta, 256)
+        (_, warning) = data_warnings("data.source", meta, 256)
         assert warning.endswith("2 tokens (25.00%) stand for text that " + data.tokenizer + " does not know")
     Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "t.json"))
     assert load_tokenizer(str(tmp_path / "t.json")).unknown_id is None

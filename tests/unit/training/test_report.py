@@ -65,6 +65,7 @@ def outcome(step: int, seconds: float, wait: float, attended: float = ATTENDED) 
         grad_norm=0.5,
         skipped=False,
         stop_asked=False,
+        lacked_data=False,
         attended=attended,
         data_wait_s=wait,
         done=At(seconds),
@@ -158,9 +159,9 @@ def test_a_moment_is_of_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> No
 def test_results_are_read_when_the_device_is_done() -> None:
     class Arrival(At):
         def wait(self) -> None:
-            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0, 7.0]))
+            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0, 7.0, 0.0]))
 
-    result = torch.zeros(5)
+    result = torch.zeros(6)
     in_flight = InFlight(11, 1e-3, result, 0.25)
     in_flight._done = done = Arrival(1.0)
-    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, 7.0, 0.25, done)
+    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, False, 7.0, 0.25, done)
