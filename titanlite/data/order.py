@@ -31,11 +31,16 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
     """
     epochs, places = np.divmod(np.asarray(positions, np.int64), n_samples)
     bits = max(2, (n_samples - 1).bit_length())
-    key = mix(mix(np.full(1, seed & _MASK, np.uint64)) + epochs.astype(np.uint64))
+    key = mix(seed_key(seed) + epochs.astype(np.uint64))
     samples = _permute(places.astype(np.uint64), key, bits)
     while (outside := samples >= n_samples).any():
         samples[outside] = _permute(samples[outside], key[outside], bits)
     return samples.astype(np.int64)
+
+
+def seed_key(seed: int) -> np.ndarray:
+    """Return what an epoch's number is added to: [1] uint64, of any integer."""
+    return mix(np.full(1, seed & _MASK, np.uint64))
 
 
 def epochs(count: float) -> str:

@@ -1,6 +1,6 @@
 """Find the documents of a sample: where each begins and ends, in the sample and in the row of tokens of its source.
 
-For people who look at data, and for forecasts; training finds documents in whole batches (`document_starts.py`).
+For people who look at data, and for forecasts.
 """
 
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, document_starts
 from titanlite.data.samples import Samples
 from titanlite.data.shards import TokenShards
 
@@ -60,12 +61,10 @@ def documents_of(
 
 def _cut(tokens: np.ndarray, at: int, start: int, separator: int | None, before: int) -> list[SampleDocument]:
     """Cut a run of tokens behind each separator; `before` is the token in front of it, if it has one."""
-    ends = np.array([], np.int64) if separator is None else np.flatnonzero(tokens == separator) + 1
-    borders = [0, *ends.tolist()]
-    if borders[-1] < len(tokens):
-        borders.append(len(tokens))
-    n_ended = len(ends)
+    starts = document_starts(tokens[None], np.array([NO_SEPARATOR if separator is None else separator]))
+    borders = np.append(0, document_lengths(starts).cumsum()).tolist()
+    ended = [int(tokens[b - 1]) == separator for b in borders[1:]]
     return [
-        SampleDocument(at + a, b - a, start + a, bool(a or not start or before == separator), n < n_ended)
-        for n, (a, b) in enumerate(pairwise(borders))
+        SampleDocument(at + a, b - a, start + a, bool(a or not start or before == separator), ends)
+        for (a, b), ends in zip(pairwise(borders), ended, strict=True)
     ]

@@ -9,10 +9,8 @@ The trade-off: text is not mixed over more than a window. A source that is sorte
 
 import numpy as np
 
-from titanlite.data.order import mix, samples_at
+from titanlite.data.order import mix, samples_at, seed_key
 from titanlite.errors import DataError
-
-_MASK = (1 << 64) - 1
 
 
 def units_at(positions: np.ndarray, n_units: int | None, seed: int, window: int = 0) -> np.ndarray:
@@ -44,7 +42,7 @@ def units_at(positions: np.ndarray, n_units: int | None, seed: int, window: int 
         first = number * window
         size = window if n_units is None else min(window, n_units - first)
         here = (epochs == epoch) & (windows == number)
-        key = mix(mix(np.full(1, seed & _MASK, np.uint64)) + np.uint64(epoch))
+        key = mix(seed_key(seed) + np.uint64(epoch))
         of_window = int((mix(key) + np.uint64(number)).item())
         units[here] = first + samples_at(places[here], size, of_window)
     return units
