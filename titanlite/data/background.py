@@ -64,11 +64,6 @@ class BackgroundPreparation:
         self._process.stdin.flush()
         wait_for(dict(corpora), lambda: self._process.poll() is None)
 
-    @property
-    def pid(self) -> int:
-        """Number of the process."""
-        return self._process.pid
-
     def close(self) -> None:
         """End the process. What it has put on disk is gone on from at the next start."""
         assert self._process.stdin is not None  # noqa: S101

@@ -47,17 +47,17 @@ class OpenSource:
         return [document.length for document in documents_of(self.samples, self.shards, sample, first, seq_len)]
 
 
-def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int = 0) -> dict[str, OpenSource]:
+def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int) -> dict[str, OpenSource]:
     """Open what a run trains on, by the name of each source; prepare what is not prepared yet.
 
-    `unit_len` is that of the stage table; 0: the longest seq_len of the config.
+    `unit_len` is that of the stage table.
 
     Raises:
         DataError: a source, the tokenizer or the cache cannot be used.
     """
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
-        shards, unit_len = prepare(asked, config.data, vocab_size, progress, key), unit_len or longest_seq_len(config)
+        shards = prepare(asked, config.data, vocab_size, progress, key)
         is_packed = config.data.packing == "best_fit"
         samples = open_packed(shards, config.data, unit_len, progress) if is_packed else None
         found[name] = OpenSource(name, asked, shards, samples or ConcatenatedSamples(shards, unit_len))

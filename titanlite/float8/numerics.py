@@ -120,9 +120,7 @@ def _looking(model: nn.Module, mesh: DeviceMesh) -> Iterator[dict[str, _Look]]:
 
 
 @torch.no_grad()
-def float8_numerics(
-    model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences | None = None
-) -> dict[str, float]:
+def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences) -> dict[str, float]:
     """Run a model forward and measure each layer whose output is a float8 product.
 
     Args:

@@ -72,7 +72,7 @@ def test_samples_are_those_of_training(tmp_path: Path, flags: tuple[str, ...], m
     asked = run_of(tmp_path, *flags, more=more)
     config, table = asked.config, asked.table
     assert prepared_sources(config, asked.inputs.shards) is None
-    sources = open_sources(config, asked.dims.vocab_size, progress=False)
+    sources = open_sources(config, asked.dims.vocab_size, progress=False, unit_len=table.unit_len)
     run = RunSamples(config, table, sources)
     is_masked = config.data.document_mask
     separators = {name: source.shards.separator for name, source in sources.items() if is_masked}
@@ -110,12 +110,13 @@ def test_samples_are_those_of_training(tmp_path: Path, flags: tuple[str, ...], m
 def test_the_past_is_shown_as_it_was_trained(tmp_path: Path) -> None:
     """With other weights, and without a source that was there before."""
     before = run_of(tmp_path)
-    trained = RunSamples(before.config, before.table, open_sources(before.config, 256, progress=False))
+    sources = open_sources(before.config, 256, progress=False, unit_len=before.table.unit_len)
+    trained = RunSamples(before.config, before.table, sources)
     past = Past(4, 16, before.table.rows)
     (web, _) = before.config.data.mixture
     config = replace(before.config, data=replace(before.config.data, mixture=(web,)))
     table = stage_table(config, 1, past)
-    now = RunSamples(config, table, open_sources(config, 256, progress=False))
+    now = RunSamples(config, table, open_sources(config, 256, progress=False, unit_len=table.unit_len))
     assert [row.from_step for row in table.rows] == [0, 4]
     for index in range(16):
         was = trained.at(index)

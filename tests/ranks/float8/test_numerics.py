@@ -20,7 +20,7 @@ from titanlite.float8.emulated import Cast
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.numerics import float8_numerics
 from titanlite.kernels.float8_scales import cast_to
-from titanlite.models.layers import Linear
+from titanlite.models.layers import Linear, Sequences
 from titanlite.training.build import Run, fastest_attention
 from titanlite.training.step import train_step
 
@@ -40,8 +40,9 @@ LAYOUTS = {
 
 
 def look(run: Run) -> dict[str, float]:
-    tokens = torch.randint(256, (run.config.training.seq_len,), generator=torch.Generator().manual_seed(0))
-    return float8_numerics(run.model, tokens, run.mesh.fsdp)
+    seq_len = run.config.training.seq_len
+    tokens = torch.randint(256, (seq_len,), generator=torch.Generator().manual_seed(0))
+    return float8_numerics(run.model, tokens, run.mesh.fsdp, Sequences(seq_len))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def started() -> Iterator[list[BackgroundPreparation]]:
     yield processes
     for process in processes:
         with suppress(ProcessLookupError):  # that has ended
-            os.kill(process.pid, signal.SIGCONT)
+            os.kill(process._process.pid, signal.SIGCONT)
         process.close()
 
 
@@ -110,7 +110,7 @@ def test_who_is_killed_is_told_of_and_the_next_goes_on(
     shards, data = open_data(source, tmp_path / "cache", prepare_lead=5_000_000)
     process = start(shards, data, started)
     shards.wait(1_000_000)
-    os.kill(process.pid, signal.SIGKILL)
+    os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match=r"ended without a word, killed perhaps(.|\n)*goes on from [1-9][\d,]* tokens"):
         shards.wait(10**12)
     before = shards.there
@@ -199,7 +199,7 @@ def test_it_ends_with_the_run_however_that_ends(tmp_path: Path) -> None:
 import sys, time
 from tests.unit.data.test_background import *
 shards, data = open_data(sys.argv[1], Path(sys.argv[2]), prepare_lead=1)
-print(BackgroundPreparation({KEY: shards}, data, 256).pid, flush=True)
+print(BackgroundPreparation({KEY: shards}, data, 256)._process.pid, flush=True)
 time.sleep(600)
 """
     run = subprocess.Popen(
@@ -222,7 +222,7 @@ time.sleep(600)
 def test_who_waits_is_let_go(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
     source = write_records(tmp_path / "a.jsonl", 300)
     shards, data = open_data(source, tmp_path / "cache", prepare_lead=1)
-    os.kill(start(shards, data, started).pid, signal.SIGSTOP)
+    os.kill(start(shards, data, started)._process.pid, signal.SIGSTOP)
     threading.Timer(0.5, shards.close).start()
     with pytest.raises(DataError, match="closed while token"):
         shards.wait(10**12)
