@@ -194,8 +194,9 @@ def gather_rows(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
     Returns:
         [R, D] in `x.dtype`.
     """
-    found = x.index_select(0, slots.clamp(min=0) // top_k) if len(x) else x.new_empty(len(slots), x.shape[1])
-    return found.masked_fill(slots[:, None] < 0, 0)
+    bits = _copyable(x)
+    found = bits.index_select(0, slots.clamp(min=0) // top_k) if len(x) else bits.new_empty(len(slots), x.shape[1])
+    return found.masked_fill(slots[:, None] < 0, 0).view(x.dtype)
 
 
 @operator("combine", "expert_rows.launch_combine", splits=(Split((1, None), 1), Split((1, None, None), 1)))
@@ -236,7 +237,9 @@ def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int) ->
     spread = x[:, None].expand(-1, rows.shape[1], -1)
     if weights is not None:
         spread = (spread.to(torch.promote_types(x.dtype, torch.float32)) * weights[:, :, None]).to(x.dtype)
-    return x.new_full((n_rows + 1, x.shape[1]), torch.nan).index_copy(0, at, spread.flatten(0, 1))[:-1]
+    spread = _copyable(spread.flatten(0, 1))
+    nothing = torch.nan if spread.is_floating_point() else 0x7F  # of float8 not a number either
+    return spread.new_full((n_rows + 1, x.shape[1]), nothing).index_copy(0, at, spread)[:-1].view(x.dtype)
 
 
 @operator("row_dots", "expert_rows.launch_row_dots")
@@ -254,6 +257,11 @@ def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
     dtype = torch.promote_types(o.dtype, torch.float32)
     dots = [(_rows_at(o, row, dtype) * grad.to(dtype)).sum(1) for row in rows.unbind(1)]
     return torch.stack(dots, 1)
+
+
+def _copyable(x: Tensor) -> Tensor:
+    """View float8, which torch does not copy by rows on CPUs, as bytes."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _rows_at(o: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:

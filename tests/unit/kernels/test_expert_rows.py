@@ -77,6 +77,17 @@ def test_each_row_is_given_its_token(routing, dtype, device):
         assert ((given.grad.cpu() - of_x).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_is_copied(dtype, device):
+    rows, slots, n = rows_of(37, 8, 2, 2, 3)
+    x = randn(37, 48).to(device, dtype)
+    wanted = x.view(torch.uint8)[slots[:n].to(device) // 2]
+    for got in (gather_rows(x, slots.to(device), 2), spread_rows(x, rows.to(device), None, len(slots))):
+        assert got.dtype == dtype
+        assert torch.equal(got[:n].view(torch.uint8), wanted)
+
+
 @pytest.mark.parametrize("is_weighted", [False, True])
 def test_gradients_of_rows_in_float64(is_weighted):
     """Against differences, where each row has a token."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.compile_only import accesses, compiling
 from tests.support.needs import slow
-from tests.support.routed_rows import F32, randn, rows_of
+from tests.support.routed_rows import F32, randn
 from titanlite.kernels.device.expert_rows import (
     launch_combine,
     launch_gather_rows,
@@ -138,17 +138,6 @@ def test_all_tokens_on_one_expert(expert):
     for first, count in ((0, 128), (64, 32), (expert, 1)):
         wanted = expert_rows.definition(choices, first, count)
         assert all(torch.equal(a, b) for a, b in zip(expert_rows(choices, first, count), wanted, strict=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_float8_is_copied(dtype):
-    rows, slots, _ = (t.cuda() if isinstance(t, Tensor) else t for t in rows_of(37, 8, 2, 0, 8))
-    x = randn(37, 48).cuda().to(dtype)
-    wanted = x.view(torch.uint8)[slots // 2]
-    for got in (gather_rows(x, slots, 2), spread_rows(x, rows, None, len(slots))):
-        assert got.dtype == dtype
-        assert torch.equal(got.view(torch.uint8), wanted)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,7 @@
 """Device code of `titanlite.kernels.routing`: the choice of experts and its gradient, and where the rows lie.
 
-The choice: a thread block holds the logits of a few tokens and takes the highest K times. A logit and its expert are
-one integer, so that one maximum finds both: as integers, floats of the same order, and below them the expert, counted
-from the last, so that a tie goes to the lower one.
+The choice: a thread block holds the logits of a few tokens and takes the highest K times, and of equal ones the lowest
+expert. They are compared as integers of the same order, of which a warp finds the maximum with one instruction.
 
 The rows, in three kernels: each thread block counts those of its choices by expert; one thread block adds up the counts
 of the blocks before, and the experts before; then each thread block places its choices behind those before it. Nothing
@@ -25,7 +24,8 @@ COLUMNS = 8
 COUNTS = 16384
 """Counts that the thread block which adds them up has at a time, 16 for each thread."""
 
-_LOWEST = tl.constexpr(-(2**63))
+TAKEN = tl.constexpr(-(2**31))
+"""Lower than any number's integer."""
 
 
 @triton.jit
@@ -78,19 +78,18 @@ def _route(
         elif SCORE == "sigmoid":
             scored = 1.0 / (1.0 + tl.exp(-x))
         scored += tl.load(bias + e, mask=e < E, other=0.0)[None, :]
-    left = (_ordered(scored).to(tl.int64) << 32) | (WIDTH - 1 - e)[None, :].to(tl.int64)
-    left = tl.where(here, left, _LOWEST)
+    left = tl.where(here, _ordered(scored), TAKEN)
     chosen = tl.zeros((ROWS, SLOTS), tl.float32)
     experts = tl.zeros((ROWS, SLOTS), tl.int32)
     for slot in tl.static_range(K):
         best = tl.max(left, 1)
-        expert = WIDTH - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+        expert = tl.min(tl.where(left == best[:, None], e[None, :], WIDTH), 1)
+        own = e[None, :] == expert[:, None]
         if HAS_BIAS:
-            logit = tl.sum(tl.where(e[None, :] == expert[:, None], x, 0.0), 1)
+            logit = tl.sum(tl.where(own, x, 0.0), 1)
         else:
-            bits = (best >> 32).to(tl.int32)
-            logit = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        left = tl.where(left == best[:, None], _LOWEST, left)
+            logit = (best ^ ((best >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        left = tl.where(own, TAKEN, left)
         chosen = tl.where(k[None, :] == slot, logit[:, None], chosen)
         experts = tl.where(k[None, :] == slot, expert[:, None], experts)
     of_slots = (k < K)[None, :] & (m >= 0)[:, None]
