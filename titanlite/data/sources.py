@@ -20,6 +20,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -95,7 +96,7 @@ def resolve(source: str, key: str = "data.source") -> Source:
         DataError: nothing matches, a folder cannot be read, a suffix is unknown, or token files are mixed with text.
     """
     if source in _STDLIB:
-        files = _stdlib_files(held_out=source.endswith("held_out"))
+        files = _stdlib_files(sysconfig.get_path("stdlib"), source.endswith("held_out"))
         return Source(source, key, "python", files, count=f"{len(files):,} files taken")
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
@@ -197,18 +198,19 @@ def unreadable(source: str, key: str, path: SourceFile | str, e: OSError) -> Dat
     return DataError.of("data", key, f"{source!r}: {path}: {e.strerror or e}", want, fix)
 
 
-def _stdlib_files(held_out: bool) -> tuple[Path, ...]:
-    root = Path(sysconfig.get_path("stdlib"))
+@cache
+def _stdlib_files(root: str, held_out: bool) -> tuple[Path, ...]:
     names: list[str] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [f for f in subfolders if f not in ("site-packages", "dist-packages", "__pycache__")]
-        names += [os.path.relpath(os.path.join(folder, f), root) for f in files if f.endswith(".py")]
-    return tuple(root / n for n in sorted(names) if _is_held_out(n) == held_out)
+        below = "" if folder == root else os.path.join(os.path.relpath(folder, root), "")
+        names += [below + f for f in files if f.endswith(".py")]
+    return tuple(Path(root, n) for n in sorted(names) if _is_held_out(n) == held_out)
 
 
 def _is_held_out(relative_path: str) -> bool:
     """Hold one file in twenty out by its name alone: the split is the same everywhere and stays as files are added."""
-    digest = hashlib.blake2b(Path(relative_path).as_posix().encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(relative_path.replace(os.sep, "/").encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 20 == 0
 
 
