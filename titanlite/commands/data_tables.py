@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from titanlite.data.document_starts import twice_attended
-from titanlite.data.run_samples import RunSamples, TrainedSample
+from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words
+from titanlite.data.run_samples import OpenSource, RunSamples, TrainedSample
 from titanlite.data.sample_documents import SampleDocument
 from titanlite.data.stages import weights_in_words
 from titanlite.data.tokenizer import Tokenizer
@@ -33,7 +34,7 @@ def run_tables(run: RunSamples) -> str:
         source, tokens, documents, through = run.sources.get(name), "", "", ""
         if source is not None:  # else it was trained on before, and is not in the config any more
             tokens, through = f"{source.shards.tokens:,}", f"{epochs[name]:.3g}"
-            documents = f"{source.shards.meta.documents:,}" if source.shards.meta.documents else "not counted"
+            documents = documents_in_words(source.shards, _counts(source))
         shares = (f"{float(share) / total:.3%}" for share in (asked[name], taken[name]))
         label = name or run.sources[name].asked
         sources.append([label, tokens, documents, *shares, f"{taken[name]:,}", through, f"{skipped[name]:,}"])
@@ -42,6 +43,16 @@ def run_tables(run: RunSamples) -> str:
         f"{steps:,} steps, {table.samples(steps):,} samples, {total:,} tokens\n\n{columns(*rows)}\n{columns(*sources)}"
         + (f"\n{named}" if named else "")
     )
+
+
+def _counts(source: OpenSource) -> PackingCounts | None:
+    """Count the documents of a source whose shards do not say how many they are, if its separator is known."""
+    if isinstance(source.samples, PackedSamples):
+        return source.samples.counts
+    shards = source.shards
+    if shards.meta.documents or shards.separator is None:
+        return None
+    return count_packing(shards, source.samples.seq_len, shards.separator)
 
 
 def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:

@@ -13,15 +13,14 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
-from titanlite.config.stages import least_samples, longest_seq_len, source_keys, trained_keys
-from titanlite.data.packing import PackedSamples, count_packing, open_packed
+from titanlite.config.stages import least_samples, source_keys, trained_keys
+from titanlite.data.packing import PackingCounts, count_packing, documents_in_words, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.preflight.checked_run import checked_run
 from titanlite.text_table import columns
 
 _COMMAND = Command("prepare", __doc__ or "", {})
-_COUNTED_TOKENS = 1 << 30  # of a source whose documents are only counted: two seconds on a core
 
 
 def run(argv: Sequence[str]) -> int:
@@ -40,41 +39,43 @@ def run(argv: Sequence[str]) -> int:
     for notice in filter(None, notices):
         console.print(notice)
     for key, source in sources.items():
-        shards, epochs, packing = prepare(source, config.data, vocab_size, progress=True, key=key), "", ""
+        shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
+        counts, packing = None, ""
         if key in trained_keys(config):
-            unit_len, meta = longest_seq_len(config), shards.meta
+            unit_len, meta = checked.table.unit_len, shards.meta
             packed = open_packed(shards, config.data, unit_len, True) if config.data.packing == "best_fit" else None
-            least = least_samples(config, sequences_per_step(config, None) or 1)
+            least = least_samples(config, sequences_per_step(config, None) or 1, unit_len)
             if packed is None or packed.n < least:
                 n = sample_count(meta.source, meta.tokens, unit_len, least, key, meta.max_tokens)
             else:
                 n = packed.n
-            packing = _packing(shards, unit_len, packed)
+            counts = packed.counts if packed else None
+            if counts is None and shards.separator is not None:
+                counts = count_packing(shards, unit_len, shards.separator)
+            packing = _packing(shards, counts, config.data.packing)
             if not config.data.mixture:
-                epochs = epochs_of(config, n, None)
-        console.print(_summary(shards, epochs) + packing)
+                epochs = epochs_of(checked, n, None)
+        console.print(_summary(shards, counts, epochs) + packing)
     return 0
 
 
-def _packing(shards: TokenShards, seq_len: int, packed: PackedSamples | None) -> str:
+def _packing(shards: TokenShards, counts: PackingCounts | None, used: str) -> str:
     """Say what both ways to pack would do to the documents of a source; of one that is concatenated, its beginning."""
-    if shards.separator is None:
+    if counts is None:
         return "\n  packing      not known: data.separator_id says which id ends a document of token files"
-    counts = packed.counts if packed else count_packing(shards, seq_len, shards.separator, _COUNTED_TOKENS)
     part = f", of the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""
-    used = "best_fit" if packed else "concat"
     return (
         f"\n  packing      data.packing = {used}; both, of {counts.documents:,} documents{part}:\n"
         + textwrap.indent(columns(*counts.table()), "  ").rstrip("\n")
     )
 
 
-def _summary(shards: TokenShards, epochs: str) -> str:
+def _summary(shards: TokenShards, counts: PackingCounts | None, epochs: str) -> str:
     meta = shards.meta
     lines = [
         meta.source,
         *[f"  files        {shards.files}"] * bool(shards.files),
-        f"  documents    {meta.documents:,}" if meta.tokenizer else "  documents    not counted in token files",
+        f"  documents    {documents_in_words(shards, counts)}",
         f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'another program'}",
         *[f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"]
         * bool(meta.max_tokens),

@@ -15,14 +15,13 @@ from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import n_parameters
 from titanlite.config.check import sequences_per_step
-from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len, source_keys
+from titanlite.config.stages import follows_ranks, source_keys
 from titanlite.data.inputs import check_cache
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs
 from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
-from titanlite.data.stages import stage_table, weights_in_words
+from titanlite.data.stages import weights_in_words
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
@@ -118,12 +117,12 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     ids = f"tokenizer {config.data.tokenizer}" if inputs.is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
-        unit_len = longest_seq_len(config)
+        unit_len = checked.table.unit_len
         if config.data.packing == "best_fit":  # at least; it is not packed yet
             n_samples = -(-n_tokens // unit_len)
         else:
             n_samples = sample_count(config.data.source, n_tokens, unit_len)
-        length = f"; {n_tokens:,} tokens, {epochs_of(config, n_samples, world, step or 0, samples)}"
+        length = f"; {n_tokens:,} tokens, {epochs_of(checked, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
     shards, chosen = "(all remaining)" if shard == -1 else shard, config.activation_checkpoint
     within = "" if chosen.budget_gib is None else f" within {chosen.budget_gib:g} GiB"
@@ -146,28 +145,25 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
 
 
-def epochs_of(config: Config, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:
+def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:
     """Say how often a run goes through its text: each data-parallel rank, where the batch follows from their number.
 
     Args:
-        config: of the run, checked.
-        n_samples: of `data.source`.
+        checked: the run.
+        n_samples: of `data.source`, of the length that the stage table says.
         world: number of processes, if it is known.
         start: step that it resumes from.
         samples: that were trained on until there.
     """
-    batch, each = config.training, ""
-    if config.data.stage:
-        table = stage_table(config, world)
-        unit_len = longest_seq_len(config)
-        return f"{epochs(table.tokens(batch.steps) / (n_samples * unit_len))} in {batch.steps:,} steps"
-    sequences = sequences_per_step(config, world) or 1
-    if world is None and batch.global_batch_size is None and config.parallelism.data_parallel_shard_degree == -1:
-        sequences, each = batch.local_batch_size, ", times the number of data-parallel ranks"
-        if samples:  # a run that resumes without a global batch is held to the one it had
-            sequences, each = samples // start, ""
-    count = (samples + max(0, batch.steps - start) * sequences) / n_samples
-    return f"{epochs(count)} in {batch.steps:,} steps{each}"
+    config, table, batch, each = checked.config, checked.table, checked.config.training, ""
+    tokens = table.tokens(batch.steps)
+    if follows_ranks(config, world) and samples and not config.data.stage:
+        # A run that resumes without a global batch is held to the one it had.
+        tokens = table.tokens(start) + max(0, batch.steps - start) * (samples // start) * batch.seq_len
+    elif follows_ranks(config, world):
+        one_batch = not config.data.stage
+        each = ", times the number of data-parallel ranks" if one_batch else ", on the fewest ranks; pass --world N"
+    return f"{epochs(tokens / (n_samples * table.unit_len))} in {batch.steps:,} steps{each}"
 
 
 def _mixture(checked: CheckedRun) -> str:

@@ -99,9 +99,15 @@ def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ..
     return tuple(found)
 
 
-def least_samples(config: Config, sequences: int) -> int:
-    """Return the samples that a source must have, of the longest seq_len: a step's, or one of a mixture."""
-    return 1 if config.data.mixture else max(1, -(-sequences * config.training.seq_len // longest_seq_len(config)))
+def follows_ranks(config: Config, world_size: int | None) -> bool:
+    """Return whether the batch of a stage follows from a number of data-parallel ranks that is not known."""
+    is_known = world_size is not None or config.parallelism.data_parallel_shard_degree != -1
+    return not is_known and any(now.training.global_batch_size is None for _, _, now in stage_configs(config))
+
+
+def least_samples(config: Config, sequences: int, unit_len: int) -> int:
+    """Return the samples of `unit_len` tokens that a source must have: a step's, or one of a mixture."""
+    return 1 if config.data.mixture else max(1, -(-sequences * config.training.seq_len // unit_len))
 
 
 def longest_seq_len(config: Config) -> int:

@@ -27,12 +27,13 @@ from titanlite.data.packing import PackedSamples, index_folder
 from titanlite.data.prepare import check_meta, check_used_whole, check_vocabulary, id_dtype, new_tally, no_text
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
-from titanlite.data.token_files import scan, token_dtype
+from titanlite.data.token_files import require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
 from titanlite.errors import DataError
 
 _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
+_LOOKED_AT_TOKENS = 1 << 22  # of token files, for the separator
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Inputs:
     tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
     shards: dict[str, TokenShards]  # of those that are prepared already
     tokenizer: Tokenizer | None  # of text; not loaded where all sources are token files
+    warnings: tuple[str, ...] = ()
 
     @property
     def unused(self) -> str:
@@ -65,7 +67,9 @@ class Inputs:
         return any(source.kind != "tokens" for source in self.trained.values())
 
 
-def check_inputs(config: Config, vocab_size: int | None, sequences: int | None = None) -> Inputs:
+def check_inputs(
+    config: Config, vocab_size: int | None, sequences: int | None = None, unit_len: int | None = None
+) -> Inputs:
     """Check in a fraction of a second that there is something to train on, without preparing it.
 
     Every source must match something, the tokenizer must load and fit the model. What a source holds is known where its
@@ -76,6 +80,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         config: the run.
         vocab_size: of the model; None if that is not known, then what depends on it is not checked.
         sequences: that one step of training takes, if they are to be held against the length of the sources.
+        unit_len: tokens of the samples that sources are cut into; None: of a run that has trained nothing.
 
     Returns:
         The sources, and what is known of them.
@@ -84,12 +89,13 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         DataError: with all problems found.
     """
     problems: list[str] = []
-    least = sequences and least_samples(config, sequences)
+    unit_len = unit_len or longest_seq_len(config)
+    least = sequences and least_samples(config, sequences, unit_len)
     sources = {key: (source, least) for key, source in source_keys(config).values()}
     sources |= {key: (source, sequences and 1) for key, source in held_out_sources(config).items()}
     found: dict[str, Source] = {}
     shards, tokens = dict[str, TokenShards](), dict[str, int]()
-    tokenizer = None
+    tokenizer, warnings = None, list[str]()
 
     def attempt(check: Callable[[], object]) -> None:
         try:
@@ -119,7 +125,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
             counted = _count_if_small(source, config.data, tokenizer, vocab_size)
         if counted is not None:
             tokens[key], max_tokens = counted
-            seq_len = config.training.seq_len if key.startswith("validation.") else longest_seq_len(config)
+            seq_len = config.training.seq_len if key.startswith("validation.") else unit_len
             if config.data.packing == "best_fit" and not key.startswith("validation."):
                 # How many samples it makes is known once it is packed; until then, its start says so.
                 own = shards.get(key)
@@ -129,6 +135,10 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
                         PackedSamples(own, index).require(at_least, key)
             elif at_least is not None:
                 sample_count(source.name, tokens[key], seq_len, at_least, key, max_tokens)
+        if source.kind == "tokens" and config.data.separator_id is not None and vocab_size is not None:
+            dtype = token_dtype(source, vocab_size)
+            if text := require_separator(source, dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
+                warnings.append(text)
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
@@ -144,7 +154,7 @@ def check_inputs(config: Config, vocab_size: int | None, sequences: int | None =
         problems.extend(DataError.of("data", where, saw, want, "leave separator_id out").args)
     if problems:
         raise DataError(*problems)
-    return Inputs(found, tokens, shards, tokenizer)
+    return Inputs(found, tokens, shards, tokenizer, tuple(warnings))
 
 
 def check_cache(inputs: Inputs, data: Data) -> None:

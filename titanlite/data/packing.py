@@ -34,6 +34,8 @@ from titanlite.json_file import read_json
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 _VERSION = 1
+COUNTED_TOKENS = 1 << 30
+"""Tokens of a source whose documents are only counted: two seconds on a core."""
 _BLOCK_TOKENS = 1 << 22  # that are looked through for separators at once
 _SPAN = np.dtype([("start", "<i8"), ("length", "<i4")])
 _OFFSET = np.dtype("<i8")
@@ -184,21 +186,25 @@ def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -
     """Open the bins of `data.source`; see `pack_documents`.
 
     Raises:
-        DataError: no document ends in the source, a shard has changed, or the cache cannot be written.
+        DataError: a shard has changed, or the cache cannot be written.
     """
     separator = shards.separator
     assert separator is not None  # noqa: S101  # `check_used_whole` refuses token files without one
     try:
-        packed = pack_documents(shards, seq_len, separator, progress)
+        return pack_documents(shards, seq_len, separator, progress)
     except OSError as e:
         raise unusable_cache(data, e) from e
-    if packed.counts.documents == 1 and not shards.meta.tokenizer:
-        saw, want = f"{separator}, which ends no document", f"the id that ends each document of {shards.meta.source!r}"
-        raise DataError.of("data", "data.separator_id", saw, want, 'correct it, or packing = "concat"')
-    return packed
 
 
-def count_packing(shards: TokenShards, seq_len: int, separator: int, limit: int) -> PackingCounts:
+def documents_in_words(shards: TokenShards, counts: PackingCounts | None) -> str:
+    """Say how many documents a source has, by its shards or else by what was counted."""
+    if shards.meta.documents or counts is None:
+        return f"{shards.meta.documents:,}" if shards.meta.documents else "not known"
+    part = f" in the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""
+    return f"{counts.documents:,}{part}"
+
+
+def count_packing(shards: TokenShards, seq_len: int, separator: int, limit: int = COUNTED_TOKENS) -> PackingCounts:
     """Count what `pack_documents` would make of the first `limit` tokens of a source, and store nothing."""
     bins = whole = 0
     cuts, tokens = DocumentCuts(seq_len), min(limit, shards.tokens)

@@ -33,7 +33,7 @@ from titanlite.data.shard_writer import ShardWriter
 from titanlite.data.shards import Meta, Shard, TokenShards
 from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
-from titanlite.data.token_files import check_ids, scan, token_dtype
+from titanlite.data.token_files import check_ids, require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
 from titanlite.data.unfinished import empty, end, read_wanted, want, wanted_of
 from titanlite.errors import DataError, Problem, describe
@@ -148,6 +148,8 @@ def plan_preparation(source: str, data: Data, vocab_size: int, key: str = "data.
         tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
         check_vocabulary(tokenizer, vocab_size)
     dtype, stamps = id_dtype(found, tokenizer, vocab_size), found.stamps()
+    if tokenizer is None and data.separator_id is not None and key.startswith("data."):
+        require_separator(found, dtype, data.separator_id)
     folder = shard_folder(found, data, tokenizer, dtype, stamps)
     return Preparation(found, data, vocab_size, tokenizer, dtype, stamps, folder)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len, source_keys
+from titanlite.config.stages import source_keys
 from titanlite.data.document_starts import mask_documents
 from titanlite.data.mixture import Mixture, seed_of
 from titanlite.data.packing import PackedSamples, index_folder, open_packed
@@ -64,18 +64,19 @@ def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int)
     return found
 
 
-def prepared_sources(config: Config, shards: Mapping[str, TokenShards]) -> dict[str, OpenSource] | None:
+def prepared_sources(config: Config, shards: Mapping[str, TokenShards], unit_len: int) -> dict[str, OpenSource] | None:
     """Open what a run trains on as far as all of it is prepared, and packed if it is to be; None: it is not.
 
     Args:
         config: of the run.
         shards: those that are there, by the key of each source.
+        unit_len: of the stage table.
     """
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
         if (own := shards.get(key)) is None:
             return None
-        unit_len, samples = longest_seq_len(config), None
+        samples = None
         if config.data.packing == "best_fit":
             if own.separator is None or not (folder := index_folder(own, unit_len, own.separator)).is_dir():
                 return None

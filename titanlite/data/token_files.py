@@ -77,6 +77,46 @@ def token_dtype(source: Source, vocab_size: int) -> str:
     return dtype
 
 
+def separator_seen(source: Source, dtype: str, separator: int, limit: int | None = None) -> bool | None:
+    """Return whether an id is in token files; None: not in their first `limit` tokens, and there are more."""
+    left = limit
+    for file in source.paths:
+        for chunk in _file_chunks(file, source, _CHUNK_BYTES):
+            if left == 0:
+                return None
+            ids = np.frombuffer(chunk, _code(dtype))
+            if (ids[:left] == separator).any():
+                return True
+            if left is not None:
+                is_cut, left = len(ids) > left, max(0, left - len(ids))
+                if is_cut:
+                    return None
+    return False
+
+
+def require_separator(source: Source, dtype: str, separator: int, limit: int | None = None) -> str | None:
+    """Refuse a separator that ends no document of token files; return a warning where that is not certain.
+
+    Args:
+        source: the files.
+        dtype: of their ids.
+        separator: the id that is to end documents.
+        limit: tokens that are looked at; None: all of them, up to the first separator.
+
+    Raises:
+        DataError: it is nowhere in a source that is trained on.
+    """
+    if seen := separator_seen(source, dtype, separator, limit):
+        return None
+    saw, want = f"{separator}, which ends no document", f"the id that ends each document of {source.name!r}"
+    if seen is None:
+        return f"data.separator_id = {saw} in the first {limit:,} tokens of {source.key} = {source.name!r}"
+    if source.key.startswith("validation."):  # which may be one document
+        return f"data.separator_id = {saw} of {source.key} = {source.name!r}: each of its samples is one"
+    fix = "correct it, or leave it out: each sample is one document then"
+    raise DataError.of("data", "data.separator_id", saw, want, fix)
+
+
 def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
     """Read token files once, to know their ids and their fingerprint.
 

@@ -52,7 +52,7 @@ def attended_share(config: Config, table: StageTable, shards: Mapping[str, Token
     Returns:
         None if a source is not prepared, so that it is not known.
     """
-    sources, seq_len = prepared_sources(config, shards), config.training.seq_len
+    sources, seq_len = prepared_sources(config, shards, table.unit_len), config.training.seq_len
     if sources is None:
         return None
     units = {name: source.samples.n for name, source in sources.items()}

@@ -133,7 +133,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     config, hint = _under_current_name(config) if float8 else (config, None)
     attempt(lambda: check_config(config, dims, world_size, origin, unread))
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
-    table, steps_given = attempt(lambda: planned_stages(config, world_size, has_weights), *needs), config.training.steps
+    table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
     if table is not None and config.training.tokens:
         config = replace(config, training=replace(config.training, steps=table.steps))
         attempt(lambda: check_last_steps(config, origin), "profiling")
@@ -141,7 +141,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         attempt(lambda: _resumes(config) or check_branch_trains(config), "training", "checkpoint", "job")
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
-    inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences), "data", "validation"), None
+    unit_len = None if table is None else table.unit_len
+    inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences, unit_len), "data", "validation"), None
     attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation")
     if inputs is not None and table is not None:
         attempt(lambda: check_sources(config, inputs, table), "data.mixture")
@@ -159,7 +160,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
     cut, few = cut_schedule(config), other_vocabulary(config, inputs, dims.vocab_size)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
-    warnings = [not_chosen(config, not few, origin), few, *trained_on(config, inputs)]
+    warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
     if given and not _resumes(config) and branch_of(config) is None:
         warnings += [other_tokenizer(config, inputs), *other_training(config)]

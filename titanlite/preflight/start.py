@@ -58,19 +58,17 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
     check_quickly(root, step, config, dims, sequences)
 
 
-def planned_stages(config: Config, world_size: int | None, has_weights: bool) -> StageTable:
+def planned_stages(config: Config, world_size: int | None) -> StageTable:
     """Make the stage table of a start, of which the past is that of the checkpoint that it goes on from.
 
     Args:
         config: of the run, checked.
         world_size: number of processes; None: the fewest.
-        has_weights: whether this host is to have what the run starts from.
 
     Raises:
         ConfigError: as `stage_table` says.
     """
-    found = _newest_state(config) if has_weights else None
-    if found is None:
+    if (found := _newest_state(config)) is None:
         return stage_table(config, world_size)
     _, step, state = found
     return stage_table(config, world_size, past_of(step, state, config.training.seq_len))

@@ -126,7 +126,7 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
     if config.data.packing == "best_fit":
         for name, shards in train.items():
             assert isinstance(shards, TokenShards)  # noqa: S101  # the config is checked
-            packed[name] = open_packed(shards, config.data, config.training.seq_len, progress)
+            packed[name] = open_packed(shards, config.data, asked.table.unit_len, progress)
     return Corpora(train, held_out, packed, making)
 
 
@@ -255,14 +255,14 @@ def open_batches(
     sources: dict[str, Samples] = {}
     counts = SampleCounts(sources)
     for name, shards in data.train.items():
-        check = partial(_check_length, shards, unit_len, least_samples(config, per_step), key_of_source(name))
+        check = partial(_check_length, shards, unit_len, least_samples(config, per_step, unit_len), key_of_source(name))
         sources[name] = data.packed.get(name) or ConcatenatedSamples(
             shards, unit_len, lambda check=check: (check(), check_epochs(config, table, counts))
         )
         if (packed := data.packed.get(name)) is None:
             check()
         else:
-            packed.require(least_samples(config, per_step), key_of_source(name))
+            packed.require(least_samples(config, per_step, unit_len), key_of_source(name))
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}

@@ -148,7 +148,10 @@ def test_token_files_are_shown_as_ids(call: Call, sole: list[str], tmp_path: Pat
     argv += ["--model.vocab_size=60032"]
     text = call(*argv, "--sample", "0")
     assert "its documents are not known: data.separator_id is not given\n  [" in text
-    ended = call(*argv, "--sample", "0", "--data.separator_id", str(int(re.findall(r"\[\d+ (\d+)", text)[0])))
+    separator = ["--data.separator_id", re.findall(r"\[\d+ (\d+)", text)[0]]
+    documents = [re.split("  +", call(*argv, *flags).splitlines()[6])[3] for flags in ((), separator)]
+    assert documents == ["not known", "2"]
+    ended = call(*argv, "--sample", "0", *separator)
     assert " beginning " in ended or " end " in ended
 
 

@@ -98,9 +98,13 @@ def test_documents_of_token_files_are_not_known_without_a_separator(
     (tmp_path / "t.bin").write_bytes(bytes([1, 0, 2, 0, 5, 0, 1, 0, 5, 0]))
     argv = [*write_run(tmp_path), f"--data.source={tmp_path}/t.bin", "--validation.enable=false"]
     assert run(argv) == 0
-    assert "  packing      not known: data.separator_id says which id" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "  packing      not known: data.separator_id says which id" in said
+    assert "  documents    not known\n" in said
     assert run([*argv, "--data.separator_id=5"]) == 0
-    assert "of 2 documents:" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of 2 documents:" in said
+    assert "  documents    2\n" in said
 
 
 def test_too_little_for_a_step_is_said_once_it_is_known(tmp_path: Path) -> None:

@@ -71,8 +71,8 @@ def run_of(folder: Path, *flags: str, more: str = "") -> CheckedRun:
 def test_samples_are_those_of_training(tmp_path: Path, flags: tuple[str, ...], more: str) -> None:
     asked = run_of(tmp_path, *flags, more=more)
     config, table = asked.config, asked.table
-    assert prepared_sources(config, asked.inputs.shards) is None
-    sources = open_sources(config, asked.dims.vocab_size, progress=False, unit_len=table.unit_len)
+    assert prepared_sources(config, asked.inputs.shards, asked.table.unit_len) is None
+    sources = open_sources(config, asked.dims.vocab_size, progress=False, unit_len=asked.table.unit_len)
     run = RunSamples(config, table, sources)
     is_masked = config.data.document_mask
     separators = {name: source.shards.separator for name, source in sources.items() if is_masked}
@@ -110,13 +110,12 @@ def test_samples_are_those_of_training(tmp_path: Path, flags: tuple[str, ...], m
 def test_the_past_is_shown_as_it_was_trained(tmp_path: Path) -> None:
     """With other weights, and without a source that was there before."""
     before = run_of(tmp_path)
-    sources = open_sources(before.config, 256, progress=False, unit_len=before.table.unit_len)
-    trained = RunSamples(before.config, before.table, sources)
+    trained = RunSamples(before.config, before.table, open_sources(before.config, 256, False, before.table.unit_len))
     past = Past(4, 16, before.table.rows)
     (web, _) = before.config.data.mixture
     config = replace(before.config, data=replace(before.config.data, mixture=(web,)))
     table = stage_table(config, 1, past)
-    now = RunSamples(config, table, open_sources(config, 256, progress=False, unit_len=table.unit_len))
+    now = RunSamples(config, table, open_sources(config, 256, False, table.unit_len))
     assert [row.from_step for row in table.rows] == [0, 4]
     for index in range(16):
         was = trained.at(index)

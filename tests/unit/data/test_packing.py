@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_shards import make_shards
-from titanlite.config.schema import Config, Data
+from titanlite.config.schema import Config, Data, Validation
 from titanlite.data import best_fit, packing
+from titanlite.data.background import open_growing
 from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed_windows
 from titanlite.data.inputs import check_inputs
 from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack_documents
 from titanlite.data.prepare import prepare
+from titanlite.data.run_samples import prepared_sources
 from titanlite.data.shards import BLOCK_BYTES, TokenShards
 from titanlite.errors import DataError
 from titanlite.kernels.ignore_index import IGNORE_INDEX
@@ -196,11 +198,50 @@ def test_token_files_are_packed_by_the_separator_that_is_given(tmp_path: Path) -
     assert (samples.counts.documents, samples.counts.longer) == (4, 1)
 
 
-def test_a_separator_that_ends_no_document_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("prepare_when", ["first", "background"])
+def test_a_separator_that_ends_no_document_is_refused(tmp_path: Path, packing: str, prepare_when: str) -> None:
     source = tokens_file(tmp_path, row_of([3, 9, 4, 5]))
-    data = Data(source, cache_dir=str(tmp_path / "c"), packing="best_fit", separator_id=8)
+    packed = {"packing": packing, "prepare": prepare_when, "shuffle_window": 64}
+    data = Data(source, cache_dir=str(tmp_path / "c"), separator_id=8, **packed)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
-        open_packed(prepare(source, data, 1000, progress=False), data, 8, progress=False)
+        prepare(source, data, 1000, progress=False)
+    with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
+        open_growing(source, data, 1000, "data.source")
+    with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
+        check_inputs(replace(Config(), data=data), 1000)
+    prepare(source, replace(data, separator_id=SEPARATOR), 1000, progress=False)
+
+
+def test_where_a_separator_may_come_later_there_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a held-out file may be one document."""
+    source = tokens_file(tmp_path, row_of([9, 4, 5]))
+    data = Data(source, cache_dir=str(tmp_path / "c"), separator_id=SEPARATOR)
+    (held_out := tmp_path / "held_out.bin").write_bytes(bytes([3, 0] * 20))
+    config = replace(Config(), data=data, validation=Validation(enable=True, source=str(held_out)))
+    (warning,) = check_inputs(config, 1000).warnings
+    assert warning.startswith(f"data.separator_id = {SEPARATOR}, which ends no document of validation.source = ")
+    monkeypatch.setattr("titanlite.data.inputs._LOOKED_AT_TOKENS", 8)  # the first ends with the ninth
+    first, other = check_inputs(config, 1000).warnings
+    assert first.startswith(f"data.separator_id = {SEPARATOR}, which ends no document in the first 8 tokens of data.")
+    assert "of validation.source" in other
+    monkeypatch.setattr("titanlite.data.inputs._LOOKED_AT_TOKENS", 9)
+    assert len(check_inputs(config, 1000).warnings) == 1
+
+
+def test_samples_are_as_long_as_those_that_were_trained(tmp_path: Path) -> None:
+    """Where a stage of 32 tokens was trained and is no longer in the config, of 8."""
+    source = tokens_file(tmp_path, row_of([9, 4, 5, 9, 20]))
+    data = Data(source, cache_dir=str(tmp_path / "c"), separator_id=SEPARATOR)
+    config = replace(Config(), data=data, training=replace(Config().training, seq_len=8))
+    shards = prepare(source, data, 1000, progress=False)
+    found = prepared_sources(config, {"data.source": shards}, 32)
+    assert found is not None
+    assert (found[""].samples.n, found[""].samples.seq_len) == (1, 32)
+    check_inputs(config, 1000, sequences=5)
+    check_inputs(config, 1000, sequences=4, unit_len=32)
+    with pytest.raises(DataError, match="at least 65 tokens"):
+        check_inputs(config, 1000, sequences=5, unit_len=32)
 
 
 def test_packing_without_a_separator_is_refused(tmp_path: Path) -> None:
