@@ -34,7 +34,7 @@ def run_tables(run: RunSamples) -> str:
         source, tokens, documents, through = run.sources.get(name), "", "", ""
         if source is not None:  # else it was trained on before, and is not in the config any more
             tokens, through = f"{source.shards.tokens:,}", f"{epochs[name]:.3g}"
-            documents = documents_in_words(source.shards, _counts(source))
+            documents = documents_in_words(source.shards, _packing_counts(source))
         shares = (f"{float(share) / total:.3%}" for share in (asked[name], taken[name]))
         label = name or run.sources[name].asked
         sources.append([label, tokens, documents, *shares, f"{taken[name]:,}", through, f"{skipped[name]:,}"])
@@ -45,7 +45,7 @@ def run_tables(run: RunSamples) -> str:
     )
 
 
-def _counts(source: OpenSource) -> PackingCounts | None:
+def _packing_counts(source: OpenSource) -> PackingCounts | None:
     """Count the documents of a source whose shards do not say how many they are, if its separator is known."""
     if isinstance(source.samples, PackedSamples):
         return source.samples.counts
