@@ -305,7 +305,7 @@ def test_device_code_takes_the_arguments_of_its_operator():
             assert given[: len(wanted)] == wanted, name
             assert all(default is None for _, default in given[len(wanted) :]), name
             launched += 1
-    assert launched == 19
+    assert launched == 21
 
 
 def test_casts(launches: Launches):
