@@ -91,7 +91,7 @@ def _document_attention(
     """Return the result, and the logarithm of each query's sum of exponentials, [M, H] float32 or wider."""
     q_, k_, v_ = (_samples(t, k.shape[1], longest) for t in (q, k, v))
     first, outs, sums = _first_seen(starts, longest, window), list[Tensor](), list[Tensor]()
-    for rows, keys in _row_blocks(longest, window):
+    for rows, keys in _row_blocks(longest, window, q.is_meta):
         scores = _masked_scores(q_, k_, first, rows, keys)
         p = scores.softmax(-1)
         outs.append((p.flatten(2, 3) @ v_[:, :, 0, keys]).unflatten(2, p.shape[2:4]))
@@ -117,7 +117,7 @@ def _document_attention_grad(
     q_, k_, v_, grad_, out_ = (_samples(t, K, longest) for t in (q, k, v, grad, out))
     first, d_k, d_v = _first_seen(starts, longest, window), torch.zeros_like(k_), torch.zeros_like(v_)
     of_rows, d_q = (grad_ * out_).sum(-1, keepdim=True), list[Tensor]()
-    for rows, keys in _row_blocks(longest, window):
+    for rows, keys in _row_blocks(longest, window, q.is_meta):
         own_q, own_grad = (t[:, :, :, rows].flatten(2, 3) for t in (q_, grad_))  # [B, K, R·rows, E]
         p = _masked_scores(q_, k_, first, rows, keys).softmax(-1)
         of_p = (own_grad @ v_[:, :, 0, keys].mT).unflatten(2, p.shape[2:4])
@@ -147,9 +147,9 @@ def _first_seen(starts: Tensor, S: int, window: int) -> Tensor:
     return (first - places // S * S).unflatten(0, (-1, S))
 
 
-def _row_blocks(S: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Give blocks of rows of a sample, with the tokens that some of their rows may see."""
-    n = max(_LEAST_ROWS, -(-S // _MOST_BLOCKS))
+def _row_blocks(S: int, window: int, in_one: bool) -> Iterator[tuple[slice, slice]]:
+    """Give blocks of rows of a sample, with the tokens that some of their rows may see; one block for shapes alone."""
+    n = S if in_one else max(_LEAST_ROWS, -(-S // _MOST_BLOCKS))
     for row in range(0, S, n):
         end = min(row + n, S)
         yield slice(row, end), slice(max(0, row - window + 1) if window else 0, end)
