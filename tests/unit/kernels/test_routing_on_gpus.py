@@ -49,7 +49,8 @@ def test_code_for_sm_90_reads_and_writes_all_logits_by_16_bytes(E, K):
         launch_route(logits, None, K, "softmax", True, 1.0)
         launch_route_grad(torch.zeros(64, K), logits, choices, "softmax", False, 1.0)
     found = {name: accesses(kernel) for name, kernel in compiled.items()}
-    assert found["_route"]["ld", 4] == found["_route_grad"]["ld", 4] == found["_route_grad"]["st", 4] == 4
+    assert found["_route"]["ld", 4] == found["_route_grad"]["st", 4] == 4
+    assert found["_route_grad"]["ld", 4] == (12 if K == 16 else 4)  # choices and gradients of 16 slots by 16 bytes too
 
 
 @pytest.mark.slow
