@@ -28,11 +28,11 @@ from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.store import require_none
 from titanlite.config.config_json import FROM_CHECKPOINT
-from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files
+from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
-from titanlite.errors import CheckpointError
+from titanlite.errors import CheckpointError, describe
 from titanlite.float8.weight import local_data
 from titanlite.models.find import build_model
 from titanlite.models.hugging_face import our_weight, their_weights
@@ -72,6 +72,8 @@ def export_checkpoint(
         want = f"n_heads = {dims.n_heads}: transformers' {layout.class_name} has no grouped heads"
         fix = "train with as many key/value heads as heads"
         raise CheckpointError.of("titanlite export", "model.n_kv_heads", str(dims.n_kv_heads), want, fix)
+    if wrong := without_place(layout, dims):
+        raise CheckpointError(describe("titanlite export", wrong))
     model = build_model(config.model, dims, seq_len)
     end = tokenizer.separator_id if tokenizer else None
     tmp, makes_parent = out.with_name(f"{out.name}.tmp"), not out.parent.exists()

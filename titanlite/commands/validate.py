@@ -13,7 +13,7 @@ from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, read_state, step_to_resume
 from titanlite.commands.arguments import Command
-from titanlite.config.architectures import n_parameters
+from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.check import sequences_per_step
 from titanlite.config.stages import follows_ranks, source_keys
 from titanlite.data.inputs import check_cache
@@ -201,4 +201,6 @@ def _model(checked: CheckedRun) -> str:
         return f"{model.file} {model.flavor}, not imported"
     over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
     other = f" with {', '.join(over)}" if over else ""
-    return f"{model.name} {model.flavor}{other}, {count:,} parameters"
+    active = n_active_parameters(model, checked.dims)
+    used = f", of which a token uses {active:,}" if active != count else ""
+    return f"{model.name} {model.flavor}{other}, {count:,} parameters{used}"

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.recipe_schema import Experts, ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import nearest
 
-_OPTIONAL = ("rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len")
+_OPTIONAL = (
+    *("ffn_dim", "rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len"),
+    "experts",
+)
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,14 @@ class Architecture:
     """The facts of one architecture.
 
     Attributes:
-        class_name: in `titanlite/models/<name>.py`.
+        class_name: in `titanlite/models/<name>.py`, or in `module` there.
         needs: of the keys that only some architectures have, those that its recipes must give.
         may_have: those that they may.
         vectors: number of a block's parameters outside matrices, by the dimensions and the width of its queries, keys
             and values together: those of norms, and biases.
         projections: matrices of a feed-forward.
         last_norm: vectors of the norm behind the blocks.
+        module: the file, if several architectures share it.
     """
 
     class_name: str
@@ -37,25 +41,43 @@ class Architecture:
     vectors: Callable[[ModelDims, int], int]
     projections: int = 3
     last_norm: int = 1
+    module: str = ""
 
 
 ARCHITECTURES = {
-    "llama3": Architecture("Llama3", ("rope_theta",), ("rope_scaling",), lambda dims, _: 2 * dims.dim),
-    "qwen3": Architecture("Qwen3", ("rope_theta",), ("head_dim",), lambda dims, _: 2 * dims.dim + 2 * dims.head_width),
+    "llama3": Architecture("Llama3", ("ffn_dim", "rope_theta"), ("rope_scaling",), lambda dims, _: 2 * dims.dim),
+    "qwen3": Architecture(
+        "Qwen3", ("ffn_dim", "rope_theta"), ("head_dim",), lambda dims, _: 2 * dims.dim + 2 * dims.head_width
+    ),
     "gemma3": Architecture(
         "Gemma3",
-        ("rope_theta", "local_rope_theta", "window", "global_every"),
+        ("ffn_dim", "rope_theta", "local_rope_theta", "window", "global_every"),
         ("head_dim",),
         lambda dims, _: 4 * dims.dim + 2 * dims.head_width,
     ),
     "gpt2": Architecture(
         "GPT2",
-        ("max_seq_len",),
+        ("ffn_dim", "max_seq_len"),
         (),
         lambda dims, qkv: qkv + dims.ffn_dim + 6 * dims.dim,
         projections=2,
         last_norm=2,
     ),
+    "qwen3_moe": Architecture(
+        "Qwen3MoE",
+        ("rope_theta", "experts"),
+        ("head_dim",),
+        lambda dims, _: 2 * dims.dim + 2 * dims.head_width,
+        module="moe",
+    ),
+    "olmoe": Architecture(
+        "OLMoE",
+        ("rope_theta", "experts"),
+        (),
+        lambda dims, qkv: 2 * dims.dim + qkv - dims.n_kv_heads * dims.head_width,  # values are not normalised
+        module="moe",
+    ),
+    "mixtral": Architecture("Mixtral", ("rope_theta", "experts"), (), lambda dims, _: 2 * dims.dim, module="moe"),
 }
 
 
@@ -82,11 +104,27 @@ def n_parameters(model: Model, dims: ModelDims) -> int | None:
         model: `[model]`.
         dims: its dimensions.
     """
-    if model.file:
-        return None
+    return None if model.file else _parameters_with(model, dims, lambda experts: experts.n_experts)
+
+
+def n_active_parameters(model: Model, dims: ModelDims) -> int | None:
+    """Count the parameters that one token uses: of each layer's experts those that it goes to.
+
+    Args:
+        model: `[model]`.
+        dims: its dimensions.
+    """
+    return None if model.file else _parameters_with(model, dims, lambda experts: experts.top_k)
+
+
+def _parameters_with(model: Model, dims: ModelDims, counted: Callable[[Experts], int]) -> int:
+    """Count parameters, of so many experts of a layer beside the shared ones."""
     known, qkv = ARCHITECTURES[model.name], (dims.n_heads + 2 * dims.n_kv_heads) * dims.head_width
     of_attention = (qkv + dims.n_heads * dims.head_width) * dims.dim
     of_block = of_attention + known.projections * dims.ffn_dim * dims.dim + known.vectors(dims, qkv)
+    if (experts := dims.experts) is not None:
+        n = counted(experts) + experts.shared
+        of_block += (n * known.projections * experts.ffn_dim + experts.n_experts) * dims.dim  # and the router
     rows = dims.vocab_size * (1 if dims.tied_embeddings else 2) + dims.max_seq_len + known.last_norm
     return dims.n_layers * of_block + rows * dims.dim
 
@@ -105,11 +143,11 @@ def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(ModelDims)}
     for key in _OPTIONAL:
         value = getattr(recipe, key)
-        is_given = value != defaults[key]
+        is_given, is_own = value != defaults[key], getattr(model, key, None) is not None
         if is_given and key not in known.needs + known.may_have:
-            is_own = getattr(model, key, None) is not None
             where, at = (f"model.{key}", "") if is_own else (key, f" in the recipe {model.name}-{model.flavor}")
-            problems.add(where, show(value), f"no such key{at}: {model.name} does not use it", "remove it")
-        if not is_given and key in known.needs:
+            saw = "" if dataclasses.is_dataclass(value) else show(value)
+            problems.add(where, saw, f"no such key{at}: {model.name} does not use it", "remove it")
+        if not is_given and not is_own and key in known.needs:
             want = f"a value: {model.name} needs it"
             problems.add(f"model.{key}", "", want, f"{key} = the published value, in the recipe")

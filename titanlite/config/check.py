@@ -71,7 +71,7 @@ def check_config(
             want = f"at most {longest}, the number of position embeddings of the model"
             key = "training.seq_len" if seq_len == config.training.seq_len else "data.stage"
             problems.add(key, str(seq_len), want, f"seq_len = {longest}")
-        counts = (model.n_heads, model.n_kv_heads, model.ffn_dim, model.vocab_size)
+        counts = (model.n_heads, model.n_kv_heads, model.ffn_dim or 1, model.vocab_size)
     is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
     if are_read("training", "data"):
         check_stages(config, problems)

@@ -58,7 +58,10 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
     if world is not None and not any_number:
         split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
     bad = [name for name, size in split.items() if size % tensor]
-    if bad:
+    if tensor > 1 and model is not None and model.experts is not None:
+        want = "1: a mixture of experts has no tensor-parallel layout"
+        problems.add(section + "tensor_parallel_degree", str(tensor), want, "tensor_parallel_degree = 1")
+    elif bad:
         degrees = _divisors(math.gcd(*split.values()))
         fix = _pick("tensor_parallel_degree", tensor, degrees)
         if not any(size % tensor for name, size in split.items() if "process" not in name):

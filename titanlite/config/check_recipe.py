@@ -1,11 +1,12 @@
 """Check what the schemas of recipes (`recipe_schema.py`) cannot say: that values fit each other and the hardware."""
 
+import math
 from dataclasses import asdict
 from typing import get_args
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import BLOCKS, MATMULS, Float8Recipe, Granularity, ModelDims, SaveList
+from titanlite.config.recipe_schema import BLOCKS, MATMULS, Experts, Float8Recipe, Granularity, ModelDims, SaveList
 from titanlite.errors import nearest
 
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
@@ -18,9 +19,34 @@ def check_model(recipe: ModelDims, problems: Problems) -> None:
             continue  # not given; `config/architectures.py` knows who needs it
         if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
             problems.add(name, show(value), "a number above 0", f"{name} = the published size")
+    if not recipe.ffn_dim and recipe.experts is None:
+        problems.add("ffn_dim", "", "a whole number; it is missing", "add ffn_dim = …, or a table [experts]")
+    if recipe.experts is not None:
+        _check_experts(recipe.experts, problems)
     if recipe.head_dim % 2:  # no key of a config overrides it
         want = "an even width, for rotary pairs"
         problems.add("head_dim", show(recipe.head_dim), want, "head_dim = the published size")
+
+
+def _check_experts(experts: Experts, problems: Problems) -> None:
+    """Check that a router can choose among the experts, and that kernels know their width."""
+
+    def add(key: str, want: str, fix: str) -> None:
+        problems.add(f"experts.{key}", show(getattr(experts, key)), want, fix)
+
+    for key in ("n_experts", "top_k", "ffn_dim", "scale"):
+        if not 0 < getattr(experts, key) < math.inf:
+            add(key, "a number above 0", f"{key} = the published size")
+    for key in ("shared", "balance_loss", "z_loss", "balance_bias"):
+        if not 0 <= getattr(experts, key) < math.inf:
+            add(key, "a number of at least 0", f"{key} = 0")
+    if experts.n_experts > 0 and experts.top_k > experts.n_experts:
+        add("top_k", f"at most experts.n_experts = {experts.n_experts}", f"top_k = {experts.n_experts}")
+    if experts.ffn_dim > 0 and experts.ffn_dim % 128:
+        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-experts.ffn_dim // 128) * 128}")
+    if experts.score == "softmax_of_chosen" and not experts.normalised:
+        want = 'true beside score = "softmax_of_chosen": such weights sum to 1 already'
+        add("normalised", want, "leave normalised out")
 
 
 _PAIRS = {  # of granularities in one matmul that exist, in either order

@@ -14,7 +14,7 @@ from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
 from titanlite.config.config_json_keys import ALIASES, LEFT_OUT, WITHOUT_EFFECT
-from titanlite.config.hugging_face import LAYOUTS, layer_types, model_keys, weight_files
+from titanlite.config.hugging_face import LAYOUTS, layer_types, model_keys, training_keys, weight_files, without_place
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Config
@@ -57,12 +57,14 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
     if recipe is not None and not own:
         check_model(recipe, own)
     if recipe is None or own:
-        wrong = {ours.partition(".")[0] for ours in own.wrong_keys()}
+        wrong = own.wrong_keys()
+        wrong |= {ours.partition(".")[0] for ours in wrong}
         names = {**layout.sizes, "head_dim": "head_dim", "rope_scaling": "rope_scaling"}.items()
         odd = ", ".join(f"{name} (it says {show(theirs[name])})" for name, ours in names if ours in wrong)
         problems.add(key, show(path), f"a config.json with a number above 0 as {odd}", _OTHER)
         return None
-    ours = {**LEFT_OUT[architecture], **model_keys(layout, recipe), "layer_types": layer_types(recipe)}
+    ours = {**LEFT_OUT[architecture], **model_keys(layout, recipe), **training_keys(layout, recipe)}
+    ours["layer_types"] = layer_types(recipe)
     wrong = _differences(theirs, ours)
     unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
     if wrong:
@@ -85,12 +87,14 @@ def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says, its defaults filled in, in one of the forms that transformers has had."""
     left_out, without_effect = LEFT_OUT[architecture], WITHOUT_EFFECT[architecture]
     theirs = {**left_out, **content}
+    for alias, name in ALIASES.get(architecture, {}).items():
+        if alias in theirs:
+            theirs[name] = theirs.pop(alias)
     if "rope_theta" in left_out:
         _unify_rope(theirs, of_two_kinds="rope_local_base_freq" in left_out)
         theirs["num_key_value_heads"] = theirs["num_key_value_heads"] or theirs["num_attention_heads"]
         theirs["head_dim"] = theirs["head_dim"] or theirs["hidden_size"] // theirs["num_attention_heads"]
     else:
-        theirs |= {name: theirs.pop(alias) for alias, name in ALIASES.items() if alias in theirs}
         theirs["n_inner"] = theirs["n_inner"] or 4 * theirs["n_embd"]
     if "layer_types" in left_out:
         every, layers = theirs.pop("sliding_window_pattern", 0), range(1, theirs["num_hidden_layers"] + 1)
@@ -135,7 +139,11 @@ def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, lo
 
 def _recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a recipe that a config.json gives."""
-    table = {ours: theirs[name] for name, ours in LAYOUTS[architecture].sizes.items()}
+    layout, table = LAYOUTS[architecture], dict[str, Any]()
+    values = {ours: theirs[name] for name, ours in {**layout.sizes, **layout.training}.items()}
+    for ours, value in {**values, **layout.fixed}.items():
+        section, _, key = ours.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[key] = value
     table.setdefault("n_kv_heads", table["n_heads"])
     table.pop("head_width", None)
     may_have = ARCHITECTURES[architecture].may_have
@@ -180,6 +188,8 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     layout = LAYOUTS[config.model.name]
     theirs = model_keys(layout, cast(ModelDims, recipe))
     theirs.pop("layer_types", None)  # follows from the rest
+    for problem in without_place(layout, dims):
+        problems.add(problem.where, problem.saw, problem.want, problem.fix)
     if differ := _differences(theirs, model_keys(layout, dims)):
         want = f"a config.json of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'

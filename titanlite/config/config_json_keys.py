@@ -63,6 +63,50 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
     },
+    "qwen3_moe": _ROTARY
+    | {
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.001,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "olmoe": _ROTARY
+    | {
+        "vocab_size": 50_304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "clip_qkv": None,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.01,
+    },
+    "mixtral": {key: value for key, value in _ROTARY.items() if key != "attention_bias"}
+    | {
+        "vocab_size": 32_000,
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
     "gpt2": _ANY
     | {
         "vocab_size": 50_257,
@@ -78,12 +122,17 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": False,
     },
 }
-# Of GPT-2, which has them under either name.
+# Other names of keys, which transformers reads too, or writes.
 ALIASES = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
+    "gpt2": {
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    },
+    "qwen3_moe": {"num_local_experts": "num_experts"},
+    "olmoe": {"num_local_experts": "num_experts"},
+    "mixtral": {"num_experts": "num_local_experts"},
 }
 
 # What no logit of a causal model depends on, by why.
@@ -117,12 +166,19 @@ DROPOUT = {
     "qwen3": {"attention_dropout": 0.0},
     "gemma3": {"attention_dropout": 0.0},
     "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
+    "qwen3_moe": {"attention_dropout": 0.0},
+    "olmoe": {"attention_dropout": 0.0},
+    "mixtral": {"attention_dropout": 0.0, "router_jitter_noise": 0.0},
 }
 _OF_ONE = {
     # Tables of positions are as long as sequences, as the same hints tell.
     "llama3": "max_position_embeddings",
     "qwen3": "max_position_embeddings sliding_window max_window_layers",  # as `use_sliding_window` is false
     "gemma3": "max_position_embeddings hidden_act _sliding_window_pattern",
+    # No layer is dense, so that nothing has the width of `intermediate_size`.
+    "qwen3_moe": "max_position_embeddings sliding_window max_window_layers intermediate_size output_router_logits",
+    "olmoe": "max_position_embeddings output_router_logits",
+    "mixtral": "max_position_embeddings output_router_logits",
     # `reorder_and_upcast_attn` is about the order and dtype of the same sums.
     "gpt2": "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type summary_use_proj \
         summary_activation summary_proj_to_labels summary_first_dropout",

@@ -8,11 +8,14 @@ This imports no torch: `config_json.py` holds a given folder against a config; `
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
+from titanlite.config.problems import show
 from titanlite.config.recipe_schema import ModelDims
+from titanlite.errors import Problem
 from titanlite.json_file import read_json
 
 ONE_FILE = "model.safetensors"  # several are listed in an index, which has this name and more
@@ -37,6 +40,19 @@ _GEMMA3 = _ROTARY | {
     "layers.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
     "layers.*.ffn_norm": "model.layers.*.pre_feedforward_layernorm",
     "layers.*.post_ffn_norm": "model.layers.*.post_feedforward_layernorm",
+}
+_NO_FFN = {ours: theirs for ours, theirs in _ROTARY.items() if ".feed_forward." not in ours}
+_MOE = _NO_FFN | {
+    "layers.*.experts.router": "model.layers.*.mlp.gate",
+    "layers.*.experts.w1": "model.layers.*.mlp.experts.*.gate_proj",
+    "layers.*.experts.w3": "model.layers.*.mlp.experts.*.up_proj",
+    "layers.*.experts.w2": "model.layers.*.mlp.experts.*.down_proj",
+}
+_MIXTRAL = _NO_FFN | {
+    "layers.*.experts.router": "model.layers.*.block_sparse_moe.gate",
+    "layers.*.experts.w1": "model.layers.*.block_sparse_moe.experts.*.w1",
+    "layers.*.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3",
+    "layers.*.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2",
 }
 _GPT2 = {
     "tok_embeddings": "transformer.wte",
@@ -72,6 +88,20 @@ _GEMMA3_SIZES = _ROTARY_SIZES | {
     "sliding_window": "window",
     "sliding_window_pattern": "global_every",
 }
+_EXPERTS_SIZES = {theirs: ours for theirs, ours in _ROTARY_SIZES.items() if theirs != "intermediate_size"} | {
+    "num_experts_per_tok": "experts.top_k"
+}
+_QWEN3_MOE_SIZES = _EXPERTS_SIZES | {
+    "num_experts": "experts.n_experts",
+    "moe_intermediate_size": "experts.ffn_dim",
+    "norm_topk_prob": "experts.normalised",
+}
+_OLMOE_SIZES = _EXPERTS_SIZES | {
+    "num_experts": "experts.n_experts",
+    "intermediate_size": "experts.ffn_dim",
+    "norm_topk_prob": "experts.normalised",
+}
+_MIXTRAL_SIZES = _EXPERTS_SIZES | {"num_local_experts": "experts.n_experts", "intermediate_size": "experts.ffn_dim"}
 _GPT2_SIZES = _SIZES | {
     "n_embd": "dim",
     "n_inner": "ffn_dim",
@@ -90,8 +120,10 @@ class HubLayout:
         class_name: of transformers.
         model_type: likewise.
         names: from a layer of ours, its weights taken apart, to theirs; what shares a name is joined by rows.
-        sizes: from keys of config.json to the dimensions that they are, as attributes of a recipe.
+        sizes: from keys of config.json to the dimensions that they are, as dotted attributes of a recipe.
         always: other keys, and what they say of every model of this architecture.
+        training: from keys that say how a model is trained to what a recipe says of it.
+        fixed: attributes of a recipe that no key has, and what every model of this architecture has there.
         groups_heads: several query heads may share a key/value head.
         is_transposed: linear layers of blocks have their matrices as [K, N].
         norm_offset: what norms add to their weight.
@@ -105,10 +137,13 @@ class HubLayout:
     groups_heads: bool = True
     is_transposed: bool = False
     norm_offset: float = 0.0
+    training: Mapping[str, str] = field(default_factory=dict[str, str])
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 _SWIGLU = {"attention_bias": False, "hidden_act": "silu"}
 _LLAMA3 = _SWIGLU | {"mlp_bias": False, "rope_scaling": None}
+_BALANCE = {"router_aux_loss_coef": "experts.balance_loss"}
 _GEGLU = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
 LAYOUTS = {
     "llama3": HubLayout("LlamaForCausalLM", "llama", _ROTARY, _ROTARY_SIZES, _LLAMA3),
@@ -122,6 +157,26 @@ LAYOUTS = {
         {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
         groups_heads=False,
         is_transposed=True,
+    ),
+    "qwen3_moe": HubLayout(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        _MOE,
+        _QWEN3_MOE_SIZES,
+        _SWIGLU | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        training=_BALANCE,
+    ),
+    "olmoe": HubLayout(
+        "OlmoeForCausalLM", "olmoe", _MOE, _OLMOE_SIZES, _SWIGLU | {"clip_qkv": None}, training=_BALANCE
+    ),
+    "mixtral": HubLayout(
+        "MixtralForCausalLM",
+        "mixtral",
+        _MIXTRAL,
+        _MIXTRAL_SIZES,
+        {"hidden_act": "silu", "sliding_window": None},
+        training=_BALANCE,
+        fixed={"experts.score": "softmax_of_chosen"},
     ),
 }
 
@@ -139,6 +194,7 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
     return {
         "architectures": [layout.class_name],
         **model_keys(layout, dims),
+        **training_keys(layout, dims),
         **({} if dims.max_seq_len else {"max_position_embeddings": seq_len}),
         "bos_token_id": end,
         "eos_token_id": end,
@@ -149,7 +205,7 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
 def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
     """Give what config.json says of the model that is computed."""
     keys = {"model_type": layout.model_type, **layout.always}
-    keys |= {theirs: getattr(dims, ours) for theirs, ours in layout.sizes.items()}
+    keys |= _told(layout.sizes, dims)
     if dims.rope_scaling is not None:
         scaling = asdict(dims.rope_scaling)
         scaling["original_max_position_embeddings"] = scaling.pop("original_seq_len")
@@ -157,6 +213,33 @@ def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
     if dims.global_every:
         keys["layer_types"] = layer_types(dims)
     return keys
+
+
+def training_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
+    """Give what config.json says of how a model is trained, on which no logit depends."""
+    return _told(layout.training, dims)
+
+
+def _told(keys: Mapping[str, str], dims: ModelDims) -> dict[str, Any]:
+    return {theirs: attrgetter(ours)(dims) for theirs, ours in keys.items()}
+
+
+def without_place(layout: HubLayout, dims: ModelDims) -> list[Problem]:
+    """Return what a recipe says of its experts that transformers does not compute."""
+    of = dims.experts
+    if of is None:
+        return []
+    wanted: dict[str, object] = {"scale": 1.0, "shared": 0, "balance_bias": 0.0}
+    if of.score == "sigmoid":
+        wanted["score"] = layout.fixed.get("experts.score", "softmax")
+    if "experts.normalised" not in layout.sizes.values():
+        wanted["normalised"] = True
+    wrong = {key: want for key, want in wanted.items() if getattr(of, key) != want}
+    all_have = f"which every {layout.class_name} of transformers has"
+    return [
+        Problem(f"experts.{key}", show(getattr(of, key)), f"{show(want)}, {all_have}", "another recipe")
+        for key, want in wrong.items()
+    ]
 
 
 def layer_types(dims: ModelDims) -> list[str]:

@@ -249,8 +249,9 @@ def flavor(architecture: str, name: str) -> str | None:
     if mask := _MASKS.fullmatch(name):
         plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
         return f"{plain}; documents are masked where data.document_mask is true, which it is by default"
-    if re.search(r"moe|-A\d+B$", name):
-        return "choose one of these: titanlite has no mixture of experts"
+    if architecture == "qwen3" and (sparse := re.fullmatch(r"debugmodel_moe|30B-A3B|235B-A22B", name)):
+        here = sparse[0].replace("debugmodel_moe", "debug")
+        return f"use model.name = {show('qwen3_moe')}, model.flavor = {show(here)}"
     return None
 
 

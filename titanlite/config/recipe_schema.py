@@ -8,7 +8,7 @@ Code elsewhere interprets these fields: no recipe name occurs in an `if`. They s
 because the cross-checks of a config need the dimensions of its model.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import ClassVar, Literal
 
 from titanlite.config.problems import Origin
@@ -25,6 +25,30 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The feed-forward of a mixture of experts: what is computed, and what is added to train its router.
+
+    A token's router gives each expert a logit; the token goes to its `top_k` best, whose results are summed by weight.
+    """
+
+    n_experts: int  # of a layer (E)
+    top_k: int  # of a token (K)
+    ffn_dim: int  # inner width of one expert (F), a multiple of 128
+    score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"  # softmax: over all experts, then top-k
+    normalised: bool = True  # the weights of a token's experts are divided by their sum
+    scale: float = 1.0  # of the weights
+    shared: int = 0  # experts beside these that every token goes to
+    balance_loss: float = 0.0  # coefficient of the loss of unequal use, in the mean over layers
+    z_loss: float = 0.0  # coefficient of the loss of large logits, likewise
+    balance_bias: float = 0.0  # what a step moves an expert's bias by, which shifts the choice alone; 0: none
+
+    @property
+    def trains_by_loss(self) -> bool:
+        """Return whether the router has a loss of its own."""
+        return self.balance_loss > 0 or self.z_loss > 0
+
+
+@dataclass(frozen=True)
 class ModelDims:
     """The dimensions of one model size. Keys whose default is 0 are not for every architecture."""
 
@@ -33,7 +57,8 @@ class ModelDims:
     dim: int
     n_heads: int
     n_kv_heads: int
-    ffn_dim: int
+    ffn_dim: int = 0  # of a dense feed-forward
+    _: KW_ONLY
     vocab_size: int
     norm_eps: float
     rope_theta: float = 0.0
@@ -44,6 +69,7 @@ class ModelDims:
     local_rope_theta: float = 0.0  # rope_theta of local layers
     global_every: int = 0  # every so many layers, the last of them attends to all tokens
     max_seq_len: int = 0  # positions that have a learned embedding
+    experts: Experts | None = None  # in the place of a dense feed-forward
     refs: tuple[str, ...] = ()
 
     @property

@@ -34,7 +34,7 @@ class Job:
 class Model:
     """The architecture. A flavor sets every dimension; any of them can be overridden."""
 
-    name: Literal["llama3", "qwen3", "gemma3", "gpt2"] = "llama3"
+    name: Literal["llama3", "qwen3", "gemma3", "gpt2", "qwen3_moe", "olmoe", "mixtral"] = "llama3"
     """Architecture."""
     file: str = ""
     """Path of a Python file with your own architecture, used instead of `name`. Its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
@@ -49,7 +49,7 @@ class Model:
     n_kv_heads: int | None = None
     """Key/value heads (K); each serves n_heads / n_kv_heads query heads."""
     ffn_dim: int | None = None
-    """Inner width of the feed-forward (F); a multiple of 128."""
+    """Inner width of the feed-forward (F); a multiple of 128. Not of a mixture of experts: its recipe has that of one expert."""
     vocab_size: int | None = None
     """Rows of the embedding (V); at least as many as the tokenizer has ids."""
     rope_theta: float | None = None

@@ -10,7 +10,8 @@ from typing import Any
 _CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml"
 _PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
 _CONTEXT = "remove it; titanlite has no context parallelism"
-_EXPERTS = "remove it; titanlite has no mixture of experts"
+_EXPERTS = "remove it; titanlite has no expert parallelism: FSDP shards the experts as all other weights"
+_GROUPED = "remove it; experts compute in training.mixed_precision_param"
 _MEMORY = "remove it; titanlite has no memory snapshots"
 _LOADER = "remove it; batches are read ahead from token shards, without workers"
 _RECIPE = "remove it; the float8 recipe sets it (fsdp_all_gather)"
@@ -153,9 +154,9 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "remove it; mxfp8 is emulated"),
     "quantize.linear.mx.recipe_name": ("mxfp8_cublas", 'use float8.recipe = "mxfp8", which is emulated'),
     "quantize.linear.mx.filter_fqns": (["output"], "use float8.filter_fqns = {}"),
-    "quantize.grouped_mm.float8.fqns": ([], _EXPERTS),
-    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", _EXPERTS),
-    "quantize.grouped_mm.mx.fqns": ([], _EXPERTS),
+    "quantize.grouped_mm.float8.fqns": ([], _GROUPED),
+    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", _GROUPED),
+    "quantize.grouped_mm.mx.fqns": ([], _GROUPED),
     "comm.init_timeout_seconds": (300, None),
     "comm.train_timeout_seconds": (100, None),
     "comm.trace_buf_size": (20_000, f"{_FLIGHT} TORCH_FR_BUFFER_SIZE"),
@@ -187,7 +188,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "debug.seed": (None, "use training.seed = {}"),
     "debug.deterministic": (False, "use training.deterministic = {}"),
     "debug.deterministic_warn_only": (False, "remove it; a kernel that is not deterministic is an error"),
-    "debug.moe_force_load_balance": (False, _EXPERTS),
+    "debug.moe_force_load_balance": (False, "remove it; tokens go where the router sends them"),
 }
 
 SWITCHES = {

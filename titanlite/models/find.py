@@ -36,8 +36,9 @@ def model_class(model: Model) -> type[Any]:
         ConfigError: the user's file cannot be imported, or has no such class, or several.
     """
     if not model.file:
-        shipped = importlib.import_module(f"titanlite.models.{model.name}")
-        return getattr(shipped, ARCHITECTURES[model.name].class_name)
+        known = ARCHITECTURES[model.name]
+        shipped = importlib.import_module(f"titanlite.models.{known.module or model.name}")
+        return getattr(shipped, known.class_name)
     file = os.path.abspath(model.file)
     try:
         module = _imported(file)

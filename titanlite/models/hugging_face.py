@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.hugging_face import HubLayout
-from titanlite.models.layers import Linear
+from titanlite.models.experts import GroupedProjection
+from titanlite.models.layers import Projection
 
 
 def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
@@ -26,8 +27,14 @@ def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor
         Their names, and tensors of the same dtype, contiguous.
     """
     layer, places = _places(layout, model, name)
-    if not isinstance(layer, Linear):
+    if not isinstance(layer, Projection):
         return {places[""]: weight - _offset(layout, weight)}
+    if isinstance(layer, GroupedProjection):
+        found: dict[str, Tensor] = {}
+        for part, rows in layer.split(weight).items():
+            pieces = enumerate(rows.chunk(layer.n_experts))
+            found |= {places[part].replace(".*.", f".{n}."): piece.contiguous() for n, piece in pieces}
+        return found
     joined: dict[str, list[Tensor]] = {}
     for part, rows in layer.split(weight).items():
         joined.setdefault(places[part], []).append(rows)
@@ -47,9 +54,13 @@ def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[s
         The parameter, whole, in the dtype of what was read.
     """
     layer, places = _places(layout, model, name)
-    if not isinstance(layer, Linear):
+    if not isinstance(layer, Projection):
         weight = read(places[""])
         return weight + _offset(layout, weight)
+    if isinstance(layer, GroupedProjection):
+        numbers = [f".{n}." for n in range(layer.n_experts)]
+        each = {part: [read(place.replace(".*.", n)) for n in numbers] for part, place in places.items()}
+        return layer.fuse({part: torch.cat(rows) for part, rows in each.items()})
     parts: dict[str, Tensor] = {}
     for theirs in dict.fromkeys(places.values()):
         own = [part for part, place in places.items() if place == theirs]
@@ -59,15 +70,20 @@ def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[s
 
 
 def _places(layout: HubLayout, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
-    """The layer of a parameter, and what each of the layer's parts is called there; the one of other layers is ""."""
+    """The layer of a parameter, and what each of the layer's parts is called there; the one of other layers is "".
+
+    The number of an expert is left as a star.
+    """
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
-    ours = {part: f"{beside}.{part}".lstrip(".") for part in layer.parts} if isinstance(layer, Linear) else {"": place}
+    ours = (
+        {part: f"{beside}.{part}".lstrip(".") for part in layer.parts} if isinstance(layer, Projection) else {"": place}
+    )
     number = re.search(r"\.\d+\.", place)
 
     def theirs(part: str) -> str:
         called = layout.names[re.sub(r"\.\d+\.", ".*.", part)]
-        return f"{called.replace('.*.', number[0]) if number else called}.{own}"
+        return f"{called.replace('.*.', number[0], 1) if number else called}.{own}"
 
     return layer, {part: theirs(whole) for part, whole in ours.items()}
 

@@ -30,8 +30,8 @@ from titanlite.kernels.window_attention import kernel as kernel_of_window
 from titanlite.kernels.window_attention import window_attention
 
 
-class Linear(nn.Module):
-    """`x @ weight.T` for one weight, or several fused by rows.
+class Projection(nn.Module):
+    """One weight, or several fused by rows, without the arithmetic.
 
     Args:
         in_features: K.
@@ -43,7 +43,6 @@ class Linear(nn.Module):
     Attributes:
         weight: [N, K].
         bias: [N], with rows as those of the weight, or None.
-        matmul: the arithmetic; a float8 recipe replaces it.
     """
 
     def __init__(
@@ -53,11 +52,11 @@ class Linear(nn.Module):
         self.parts, self.groups, self.std = dict(parts), groups, std
         self.weight = nn.Parameter(torch.empty(groups * sum(parts.values()), in_features))
         self.bias = nn.Parameter(torch.empty(len(self.weight))) if bias else None
-        self.matmul: Matmul = F.linear
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[M, K] → [M, N]."""
-        return add_bias(linear(x, self.weight, matmul=self.matmul), self.bias)
+    @property
+    def used_by_a_token(self) -> int:
+        """Weights that each token is multiplied by."""
+        return self.weight.numel()
 
     def fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
         """Interleave the separate weights, [groups · rows, K] each, to one [N, K]; or biases, without K."""
@@ -67,6 +66,24 @@ class Linear(nn.Module):
         """The inverse of `fuse`."""
         pieces = weight.unflatten(0, (self.groups, -1)).split(list(self.parts.values()), dim=1)
         return {name: piece.flatten(0, 1) for name, piece in zip(self.parts, pieces, strict=True)}
+
+
+class Linear(Projection):
+    """`x @ weight.T`; arguments as of `Projection`.
+
+    Attributes:
+        matmul: the arithmetic; a float8 recipe replaces it.
+    """
+
+    def __init__(
+        self, in_features: int, parts: Mapping[str, int], *, groups: int = 1, std: float, bias: bool = False
+    ) -> None:
+        super().__init__(in_features, parts, groups=groups, std=std, bias=bias)
+        self.matmul: Matmul = F.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M, K] → [M, N]."""
+        return add_bias(linear(x, self.weight, matmul=self.matmul), self.bias)
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:

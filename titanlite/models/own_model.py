@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from titanlite.errors import ConfigError, Problem, describe, nearest
-from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm
+from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
 from titanlite.models.mistakes import nearest_method, of_function
 
-_WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Linear: {"weight", "bias"}, RMSNorm: {"weight"}}
+_WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Projection: {"weight", "bias"}, RMSNorm: {"weight"}}
 _TIED = {"tok_embeddings.weight", "output.weight"}
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 
@@ -121,7 +121,7 @@ def _drawn_alike(made: nn.Module) -> Iterator[Problem]:
     """Linear layers that would begin with equal weights."""
     drawn: dict[str, str] = {}
     for name, layer in made.named_modules():
-        for part in layer.parts if isinstance(layer, Linear) else ():
+        for part in layer.parts if isinstance(layer, Projection) else ():
             other = drawn.setdefault(f"{name.rpartition('.')[0]}.{part}", name)
             if other != name:
                 want = "parts of other names than those of layers beside it: by them initial weights are drawn"

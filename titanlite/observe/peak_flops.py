@@ -20,7 +20,7 @@ from torch import nn
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.data.document_starts import twice_attended
-from titanlite.models.layers import CausalAttention, Linear
+from titanlite.models.layers import CausalAttention, Projection
 
 # First match wins: the special board before the general one.
 _DENSE_BF16: tuple[tuple[str, float], ...] = (
@@ -106,7 +106,7 @@ def token_flops_of(model: nn.Module, dims: ModelDims) -> TokenFlops:
         model: its linear layers hold the matmul parameters, on the meta device or anywhere.
         dims: its dimensions.
     """
-    matmul_parameters = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
+    matmul_parameters = sum(m.used_by_a_token for m in model.modules() if isinstance(m, Projection))
     return TokenFlops(6 * matmul_parameters, 6 * dims.n_heads * dims.head_width)
 
 

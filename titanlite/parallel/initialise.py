@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.float8.weight import local_data
-from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm
+from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
 
 
 def fill_buffers(model: nn.Module) -> None:
@@ -86,13 +86,13 @@ def nudge(parameters: Mapping[str, Tensor], seed: int, rounding: float) -> None:
 
 def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
     """The whole parameter `own` of the module `name`, float32."""
-    if own == "bias" and isinstance(module, LayerNorm | Linear):
+    if own == "bias" and isinstance(module, LayerNorm | Projection):
         return torch.zeros(shape, device=device)
     if isinstance(module, RMSNorm | LayerNorm):
         return torch.ones(shape, device=device)
     if isinstance(module, Embedding):
         return _normal(name, shape, module.std, device, seed)
-    assert isinstance(module, Linear)  # noqa: S101  # `models/own_model.py` has refused all others
+    assert isinstance(module, Projection)  # noqa: S101  # `models/own_model.py` has refused all others
     parent, _, _ = name.rpartition(".")
     rows = {part: (module.groups * n, shape[1]) for part, n in module.parts.items()}
     return module.fuse({p: _normal(f"{parent}.{p}", size, module.std, device, seed) for p, size in rows.items()})

@@ -1,4 +1,4 @@
-"""Qwen3, Gemma 3 and GPT-2: logits are those of the published code, and any layout computes what one process does."""
+"""Logits are those of the published code, for every architecture, and any layout computes what one process does."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import n_parameters
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import ModelDims, RopeScaling
+from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
 from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
 from titanlite.config.write import to_toml
 from titanlite.errors import CheckpointError
@@ -54,6 +54,24 @@ CASES = {
     "gemma3": ("gemma3", ModelDims(**COMMON, norm_eps=1e-6, **GEMMA3, tied_embeddings=True)),
     "gpt2": ("gpt2", ModelDims(**{**COMMON, "n_kv_heads": 8}, norm_eps=1e-5, max_seq_len=20, tied_embeddings=True)),
 }
+SPARSE = {key: value for key, value in COMMON.items() if key != "ffn_dim"} | {"rope_theta": 1e4, "n_layers": 2}
+CASES |= {
+    "qwen3_moe": (
+        "qwen3_moe",
+        ModelDims(**SPARSE, norm_eps=1e-6, head_dim=8, experts=Experts(n_experts=6, top_k=3, ffn_dim=128)),
+    ),
+    "olmoe": (
+        "olmoe",
+        ModelDims(**SPARSE, norm_eps=1e-5, experts=Experts(n_experts=6, top_k=3, ffn_dim=128, normalised=False)),
+    ),
+    "mixtral": (
+        "mixtral",
+        ModelDims(
+            **SPARSE, norm_eps=1e-5, experts=Experts(n_experts=4, top_k=2, ffn_dim=256, score="softmax_of_chosen")
+        ),
+    ),
+}
+DENSE = [case for case, (_, dims) in CASES.items() if dims.experts is None]
 GOLDEN = Path(__file__).with_name("transformers_logits.json")
 EXPORTED = Path(__file__).with_name("transformers_folders.json")
 
@@ -120,7 +138,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = in_one_process(case, torch.float32)
     tokens, _ = tokens_of(case)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported(case, model, tmp_path))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        exported(case, model, tmp_path), experts_implementation="eager"
+    )
     with torch.no_grad():
         truth = theirs(tokens.unflatten(0, (B, S))).logits.flatten(0, 1)
         assert (model(tokens) - truth).abs().max() <= 1e-4
@@ -302,6 +322,10 @@ def test_parameters_of_the_published_sizes() -> None:
         "gpt2-355M": 354_823_168,
         "gpt2-774M": 774_030_080,
         "gpt2-1.5B": 1_557_611_200,
+        "qwen3_moe-30B-A3B": 30_532_122_624,
+        "qwen3_moe-235B-A22B": 235_093_634_560,
+        "olmoe-1B-7B": 6_919_161_856,
+        "mixtral-8x7B": 46_702_792_704,
     }
     assert published.keys() == {name for name in recipes.names("model") if not name.endswith("-debug")}
     for name in recipes.names("model"):
@@ -314,7 +338,7 @@ def test_parameters_of_the_published_sizes() -> None:
         assert count == published.get(name, count), name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DENSE)
 def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) -> None:
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])

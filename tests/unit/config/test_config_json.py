@@ -17,7 +17,7 @@ from titanlite.recipes import load
 
 
 def check(folder: Path | str, size: str = "llama3-8B", **over: Any) -> None:
-    name, flavor = size.split("-")
+    name, _, flavor = size.partition("-")
     config = Config(model=Model(name=name, flavor=flavor, **over), checkpoint=Checkpoint(initial_load_path=str(folder)))
     check_initial_load_path(config, load("model", size), Origin("config"))
 
@@ -70,7 +70,7 @@ OF_ALL = {
 }  # fmt: skip
 OF_ROTARY = {
     USED: {
-        "intermediate_size": 512, "num_key_value_heads": 2, "rms_norm_eps": 0.5, "rope_theta": 5.0,
+        "num_key_value_heads": 2, "rms_norm_eps": 0.5, "rope_theta": 5.0,
     },
     REFUSED: {
         "attention_bias": True, "partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0},
@@ -79,7 +79,7 @@ OF_ROTARY = {
 }  # fmt: skip
 OF_ONE = {
     "llama3": {
-        USED: {"tie_word_embeddings": True, "num_hidden_layers": 3},
+        USED: {"tie_word_embeddings": True, "num_hidden_layers": 3, "intermediate_size": 512},
         REFUSED: {
             "hidden_act": "gelu", "mlp_bias": True, "head_dim": 64, "layer_types": ["sliding_attention"] * 32,
             "num_attention_heads": 64, "hidden_size": 512, "rope_interleaved": True,
@@ -87,7 +87,7 @@ OF_ONE = {
         NOTHING: {"pretraining_tp": 2, "is_llama_config": True, "max_sequence_length": 2048},
     },
     "qwen3": {
-        USED: {"head_dim": 64, "tie_word_embeddings": False, "num_hidden_layers": 3, "hidden_size": 512,
+        USED: {"head_dim": 64, "tie_word_embeddings": False, "intermediate_size": 512, "num_hidden_layers": 3, "hidden_size": 512,
             "num_attention_heads": 8},
         REFUSED: {
             "hidden_act": "gelu",
@@ -98,7 +98,7 @@ OF_ONE = {
     },
     "gemma3": {
         USED: {
-            "tie_word_embeddings": False, "sliding_window": 8, "rope_local_base_freq": 5.0, "hidden_size": 512,
+            "tie_word_embeddings": False, "sliding_window": 8, "intermediate_size": 512, "rope_local_base_freq": 5.0, "hidden_size": 512,
             "num_attention_heads": 8,
             "layer_types": ["full_attention"] * 26,
         },
@@ -108,6 +108,35 @@ OF_ONE = {
             "layer_types": (["full_attention"] + ["sliding_attention"] * 12) * 2,
         },
         NOTHING: {"_sliding_window_pattern": 2, "sliding_window_pattern": 2},  # beside layer_types
+    },
+    "qwen3_moe": {
+        USED: {
+            "head_dim": 64, "tie_word_embeddings": True, "num_hidden_layers": 3, "hidden_size": 512,
+            "num_attention_heads": 8, "num_experts": 16, "num_local_experts": 16, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 256, "norm_topk_prob": False, "router_aux_loss_coef": 0.5,
+        },
+        REFUSED: {
+            "hidden_act": "gelu", "use_sliding_window": True, "decoder_sparse_step": 2, "mlp_only_layers": [0],
+        },
+        NOTHING: {
+            "intermediate_size": 512, "sliding_window": 8, "max_window_layers": 2, "output_router_logits": True,
+        },
+    },
+    "olmoe": {
+        USED: {
+            "tie_word_embeddings": True, "num_hidden_layers": 3, "num_experts": 16, "num_local_experts": 16,
+            "num_experts_per_tok": 2, "norm_topk_prob": True, "intermediate_size": 512, "router_aux_loss_coef": 0.5,
+        },
+        REFUSED: {"hidden_act": "gelu", "clip_qkv": 8.0, "head_dim": 64, "num_attention_heads": 32},
+        NOTHING: {"output_router_logits": True},
+    },
+    "mixtral": {
+        USED: {
+            "tie_word_embeddings": True, "num_hidden_layers": 3, "num_experts": 16, "num_local_experts": 16,
+            "num_experts_per_tok": 1, "intermediate_size": 512, "router_aux_loss_coef": 0.5,
+        },
+        REFUSED: {"hidden_act": "gelu", "sliding_window": 4096, "head_dim": 64, "norm_topk_prob": True},
+        NOTHING: {"output_router_logits": True, "router_jitter_noise": 0.1},
     },
     "gpt2": {
         USED: {
@@ -125,7 +154,14 @@ OF_ONE = {
         },
     },
 }  # fmt: skip
-PUBLISHED = ["llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M"]
+SPARSE = ["qwen3_moe-30B-A3B", "olmoe-1B-7B", "mixtral-8x7B"]
+PUBLISHED = ["llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M", *SPARSE]
+
+
+def published_recipe(size: str) -> ModelDims:
+    """Return what a config.json can say of it."""
+    dims = replace(load("model", size), help="", refs=())
+    return replace(dims, experts=replace(dims.experts, z_loss=0.0)) if dims.experts else dims
 
 
 def made_of(folder: Path) -> ModelDims | str:
@@ -139,7 +175,7 @@ def made_of(folder: Path) -> ModelDims | str:
 def test_each_field_is_used_or_refused_or_without_effect(size: str, tmp_path: Path) -> None:
     name = size.partition("-")[0]
     published = recipe(make_folder(tmp_path, size))
-    assert published == replace(load("model", size), help="", refs=())
+    assert published == published_recipe(size)
     content = json.loads((tmp_path / "config.json").read_text())
     for table in [OF_ALL, OF_ONE[name], *([] if name == "gpt2" else [OF_ROTARY])]:
         for wanted, keys in table.items():
@@ -183,6 +219,10 @@ _SUMMARY = {
                        "final_logit_softcapping": None, "rope_scaling": None, "sliding_window_pattern": 6}),
         ("gemma3-1B", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False,
                        "hidden_act": "gelu_pytorch_tanh", "pretraining_tp": 1}),
+        ("qwen3_moe-30B-A3B", {"eos_token_id": 151643, "max_window_layers": 48, "mlp_only_layers": [],
+                               "output_router_logits": False, "rope_scaling": None, "sliding_window": None}),
+        ("olmoe-1B-7B", {"clip_qkv": None, "rope_scaling": None, "eos_token_id": 50279, "pad_token_id": 1}),
+        ("mixtral-8x7B", {"sliding_window": None, "output_router_logits": False, "bos_token_id": 1}),
         ("gpt2-124M", {**_SUMMARY, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}),
         ("gpt2-124M", {**_SUMMARY, **_OLD, "_num_labels": 1, "id2label": {"0": "LABEL_0"}, "output_past": True}),
         ("gpt2-124M", {"n_inner": None, "reorder_and_upcast_attn": False, "tokenizer_class": "BertTokenizerFast",
@@ -245,7 +285,7 @@ def test_scaling_takes_the_length_that_transformers_takes(tmp_path: Path) -> Non
             recipe(make_folder(tmp_path, rope_scaling=given))
 
 
-@pytest.mark.parametrize("size", ["llama3-1B", "llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M"])
+@pytest.mark.parametrize("size", ["llama3-1B", "llama3-8B", "qwen3-0.6B", "gemma3-1B", "gpt2-124M", *SPARSE])
 def test_what_is_exported_is_accepted(size: str, tmp_path: Path) -> None:
     check(make_folder(tmp_path, size), size)
 
@@ -281,6 +321,9 @@ WITHOUT = {
     "qwen3-0.6B": "rope_theta = 1000000.0 (it says 10000.0), tie_word_embeddings = True (it says False)",
     "gemma3-1B": "sliding_window = 512 (it says 4096)",
     "gpt2-124M": "",
+    "qwen3_moe-30B-A3B": "rope_theta = 1000000.0 (it says 10000.0)",
+    "olmoe-1B-7B": "",
+    "mixtral-8x7B": "",
 }
 
 

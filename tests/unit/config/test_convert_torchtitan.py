@@ -142,7 +142,6 @@ def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
     ("text", "said"),
     [
         ('[model]\nname = "gpt_oss"\n', "fix:  choose one of these: titanlite has no such model"),
-        ('[model]\nname = "qwen3"\nflavor = "30B-A3B"\n', "titanlite has no mixture of experts"),
         ('[training]\nsteps = "ten"\n', 'line 2  training.steps = "ten"'),
         ('[profiling]\nenable_profiling = "yes"\n', "line 2  profiling.enable_profiling"),
         ("[training\n", "valid TOML"),

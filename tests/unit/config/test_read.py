@@ -116,7 +116,7 @@ steps = 1
         ("[training]\nshuffle_need = 1", ["fix:  remove it"]),  # no nearer to training.seed than to any other
         ("[training]\ndataset_seed = 1", ["fix:  remove it"]),
         ("[training]\nsed = 1", ["fix:  did you mean training.seed?"]),
-        ('[model]\nname = "mixtral"', ['fix:  choose one of these; "llama3" is the default']),
+        ('[model]\nname = "falcon"', ['fix:  choose one of these; "llama3" is the default']),
         ('[model]\nname = "qwen2"', ['fix:  choose one of these; "llama3" is the default']),  # another, not misspelt
         ("[zzz]\nx = 1", ["line 1  zzz", "fix:  remove it"]),
     ],
