@@ -87,7 +87,8 @@ OF_ONE = {
         NOTHING: {"pretraining_tp": 2, "is_llama_config": True, "max_sequence_length": 2048},
     },
     "qwen3": {
-        USED: {"head_dim": 64, "tie_word_embeddings": False, "intermediate_size": 512, "num_hidden_layers": 3, "hidden_size": 512,
+        USED: {"head_dim": 64, "tie_word_embeddings": False,
+            "intermediate_size": 512, "num_hidden_layers": 3, "hidden_size": 512,
             "num_attention_heads": 8},
         REFUSED: {
             "hidden_act": "gelu",
@@ -98,7 +99,8 @@ OF_ONE = {
     },
     "gemma3": {
         USED: {
-            "tie_word_embeddings": False, "sliding_window": 8, "intermediate_size": 512, "rope_local_base_freq": 5.0, "hidden_size": 512,
+            "tie_word_embeddings": False, "sliding_window": 8, "intermediate_size": 512,
+            "rope_local_base_freq": 5.0, "hidden_size": 512,
             "num_attention_heads": 8,
             "layer_types": ["full_attention"] * 26,
         },
