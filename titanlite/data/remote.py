@@ -21,17 +21,20 @@ from titanlite.errors import DataError
 from titanlite.redact import redact_urls
 
 _BLOCK_BYTES = 1 << 23
-_PAUSES_S = (0.5, 1, 2, 4, 8, 15, 30, 60, 60, 60)  # between tries: four minutes in all
+_PAUSES_S = (0.5, 1, 2, 4, 8, 15, *(30,) * 7)  # between tries: four minutes in all
 _TRIES_AT_START = 3
-_REQUEST_S = 120  # of one request over http: less than a watchdog lets a run be silent (comm.train_timeout)
+# Of one request over http, and of one wait of s3fs (which tries 5 times) and gcsfs (6 times). A try and its pause
+# take less than a watchdog lets a run be silent (comm.train_timeout_seconds = 180).
+_REQUEST_S, _TRY_S = 90, 20
 _STAMPS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "last_modified", "updated")
-_STAMPS += ("Last-Modified", "created")
+_STAMPS += ("Last-Modified", "modified", "modify", "created")
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; of a public bucket, FSSPEC_S3_ANON=true",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
     "of a public bucket, FSSPEC_GS_TOKEN=anon",
 }
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
+_IN_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
+_CHAINED = re.compile(r"::[\w+.-]+://|^[\w+.-]+://.*::/")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
 _IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # no network's
@@ -117,9 +120,10 @@ class _Blocks(io.RawIOBase):
         def fetch() -> bytes:
             block = self._fs.cat_file(self._path, start=start, end=end)
             if len(block) == size > end - start:
-                want = "a server that sends the range of bytes that it is asked for"
-                fix = "copy the file to a disk or a bucket"
-                raise DataError.of("data", self._file.key, f"{self._file}: all of it in place of a part", want, fix)
+                saw = f"{self._file}: all of its {size / 1e6:,.0f} MB in place of a part"
+                want = f"a server that sends parts of files of more than {_BLOCK_BYTES / 1e6:.0f} MB"
+                fix = "serve it by a server with range requests, or copy it to a disk or a bucket"
+                raise DataError.of("data", self._file.key, saw, want, fix)
             if len(block) != end - start:
                 raise ConnectionError(f"{len(block)} bytes in place of {end - start}")
             return block
@@ -148,21 +152,22 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path there.
 
     Raises:
-        DataError: there is none, or its package is not installed.
+        DataError: there is none, its package is not installed, or the URL says more than a protocol and a path.
     """
     import fsspec.core
 
     scheme, shown = url.partition("://")[0], redact_urls(url)
-    options: dict[str, Any] = {}
     try:
-        if scheme in ("http", "https"):
-            aiohttp: Any = importlib.import_module("aiohttp")
-            silence = aiohttp.ClientTimeout(total=_REQUEST_S, sock_connect=30, sock_read=60)
-            options = {"client_kwargs": {"trust_env": True, "timeout": silence}}
+        options = _time_limits(scheme)
+        if more := fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url):
+            saw = f"{shown!r}, whose {', '.join(more)} is no part of the path there"
+            want = "a URL of a protocol and a path, as those of s3://, gs:// and https:// are"
+            raise DataError.of("data", key, saw, want, "copy the files to a disk or a bucket")
         return fsspec.core.url_to_fs(url, **options)
+    except DataError:
+        raise
     except ImportError as e:
-        package = _PACKAGES.get(scheme)
-        fix = f"pip install {package}" if package else f"install what it names: {e}"
+        fix = "pip install 'titanlite[url]'" if scheme in _IN_EXTRA else f"install what it names: {e}"
         raise DataError.of(
             "data", key, repr(shown), f"the package that reads {scheme}://, not installed here", fix
         ) from e
@@ -171,6 +176,29 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
         raise DataError.of("data", key, f"{shown!r}: {e}", want, "correct the URL") from e
     except Exception as e:
         raise _refused(e, url, key) from e
+
+
+def _time_limits(scheme: str) -> dict[str, Any]:
+    """Return the limits of time of a back end."""
+    if scheme in ("http", "https"):
+        aiohttp: Any = importlib.import_module("aiohttp")
+        silence = aiohttp.ClientTimeout(total=_REQUEST_S, sock_connect=30, sock_read=60)
+        return {"client_kwargs": {"trust_env": True, "timeout": silence}}
+    if scheme in ("s3", "s3a"):
+        limits = {"connect_timeout": _TRY_S, "read_timeout": _TRY_S, "retries": {"max_attempts": 0}}
+        return {"config_kwargs": limits}
+    return {"requests_timeout": _TRY_S} if scheme in ("gs", "gcs") else {}
+
+
+def refuse_chained(source: str, key: str) -> None:
+    """Refuse URLs of one protocol on another, as `zip://*.txt::https://host/a.zip`.
+
+    Raises:
+        DataError: it is one.
+    """
+    if _CHAINED.search(source):
+        want, fix = "one URL", "unpack or copy what is behind it to a disk or a bucket"
+        raise DataError.of("data", key, f"{redact_urls(source)!r}, several in one", want, fix)
 
 
 def list_files(
@@ -201,8 +229,9 @@ def list_files(
                 below.update(fs.find(name, detail=True))
             return matched
         info = fs.info(path)
-        if info.get("type") == "directory":
-            below.update(fs.find(path, detail=True))
+        is_page = info.get("mimetype") == "text/html" and not path.lower().endswith(endings)  # a folder, over http
+        if info.get("type") == "directory" or is_page:
+            below.update(fs.find(f"{path.rstrip('/')}/" if is_page else path, detail=True))
             return {}
         return {path: info}
 
@@ -225,7 +254,10 @@ def list_files(
             f"a folder of {len(passed):,} others" if passed else "which matches no file"
         )
         want = f"a URL, a folder or a glob of {', '.join(endings)}"
-        raise DataError.of("data", key, saw, want, "correct the URL; ** stands for any folders")
+        fix = "correct the URL; ** stands for any folders"
+        if source.startswith("http"):
+            fix += "; of a server that does not list its folders, name each file as a source of data.mixture"
+        raise DataError.of("data", key, saw, want, fix)
     scheme = source.partition("://")[0]
     return sorted(_remote_file(fs, scheme, name, info, key) for name, info in taken.items()), passed
 
@@ -239,7 +271,11 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
         want, fix = "a server that says how large the file is", "copy the file to a disk or a bucket"
         raise DataError.of("data", key, f"{redact_urls(url)!r}, whose size is not known", want, fix)
     stamp = " ".join(f"{info[name]}" for name in _STAMPS if info.get(name))
-    number = int.from_bytes(hashlib.blake2b(stamp.encode(), digest_size=7).digest(), "big") if stamp else 0
+    if not stamp:
+        saw = f"{redact_urls(url)!r}, of which nothing but the size is known"
+        want = "a server that gives an ETag or Last-Modified, so that a changed file is not taken for the same"
+        raise DataError.of("data", key, saw, want, "copy the file to a disk or a bucket")
+    number = int.from_bytes(hashlib.blake2b(stamp.encode(), digest_size=7).digest(), "big")
     return RemoteFile(url, key, RemoteStat(int(size), number))
 
 

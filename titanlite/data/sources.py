@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from titanlite.data.remote import RemoteFile, is_url, list_files
+from titanlite.data.remote import RemoteFile, is_url, list_files, refuse_chained
 from titanlite.errors import DataError, nearest
 from titanlite.redact import STAR, redact_urls
 
@@ -100,7 +100,12 @@ def resolve(source: str, key: str = "data.source") -> Source:
         return Source(source, key, "python", files, count=f"{len(files):,} files taken")
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
-    if is_url(source) and f"://{STAR}@" not in source:
+    refuse_chained(source, key)
+    if f"://{STAR}@" in source:
+        saw = f"{source!r}, from which the record of a run has left user and password out"
+        fix = f"write them where {STAR} stands, or give the URL again with --{key}"
+        raise DataError.of("data", key, saw, "the URL with both", fix)
+    if is_url(source):
         return _resolve_url(source, key)
     walk = _Walk(source, key)
     files = walk.files()
@@ -112,8 +117,6 @@ def resolve(source: str, key: str = "data.source") -> Source:
         fix = "correct the path; a relative one starts at the working directory, and ** stands for any folders"
         if near := nearest(source, _STDLIB):
             fix = f"did you mean {near}?"
-        elif f"://{STAR}@" in source:
-            fix = f"write the user and password that a record leaves out where {STAR} stands"
         elif _HUB_NAME.fullmatch(source) and not os.path.isdir(source.partition("/")[0]):
             fix = f"{fix}; a dataset of the hub of that name is hf:{source}"
         raise DataError.of("data", key, saw, known, fix)

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
@@ -14,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.unit.data.test_sources import write_parquet
-from titanlite.config.schema import Config, Data
+from titanlite.config.schema import Comm, Config, Data
 from titanlite.data import remote
 from titanlite.data.inputs import check_inputs
 from titanlite.data.prepare import prepare
@@ -22,6 +23,7 @@ from titanlite.data.sources import resolve
 from titanlite.errors import DataError
 
 fsspec = pytest.importorskip("fsspec")
+PAUSES_S = remote._PAUSES_S
 
 
 @pytest.fixture(autouse=True)
@@ -185,11 +187,41 @@ def test_what_cannot_be_read_is_said_once(source: str, said: str, tmp_path: Path
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "zip://*.txt::https://host/a.zip",
+        "filecache::s3://bucket/a.txt",
+        "zip://a.txt::/data/a.zip",
+        "github://org:repo@main/a.txt",
+        "ftp://host/a.txt",
+    ],
+)
+def test_a_url_that_says_more_than_a_path_is_refused(url: str) -> None:
+    with pytest.raises(DataError, match=r"several in one|no part of the path") as e:
+        resolve(url)
+    assert "to a disk or a bucket" in str(e.value)
+
+
+def test_a_file_without_a_stamp_is_refused() -> None:
+    with pytest.raises(DataError, match="of which nothing but the size is known"):
+        remote._remote_file(None, "https", "https://host/a.txt", {"size": 3}, "data.source")
+
+
+def test_a_try_and_the_pause_before_it_are_shorter_than_the_watchdog_waits() -> None:
+    assert max(PAUSES_S) + remote._REQUEST_S < Comm.train_timeout_seconds - 30
+
+
+def test_a_url_without_its_password_says_what_the_record_left_out() -> None:
+    with pytest.raises(DataError, match=r"user and password out\n.*\n.*fix:  write them where \*\*\* stands"):
+        resolve("https://***@host/a.txt")
+
+
 @pytest.mark.parametrize(("url", "package"), [("s3://bucket/a.txt", "s3fs"), ("gs://bucket/a.txt", "gcsfs")])
 def test_a_package_that_is_missing_is_named(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     fsspec.registry._registry.pop(url.partition(":")[0], None) if hasattr(fsspec.registry, "_registry") else None
-    with pytest.raises(DataError, match=rf"fix:  pip install {package}"):
+    with pytest.raises(DataError, match=r"fix:  pip install 'titanlite\[url\]'"):
         resolve(url)
 
 
@@ -278,6 +310,26 @@ def test_an_http_server_that_fails_every_third_request_loses_nothing(tmp_path: P
         DataError, match=r"Cannot connect to host(.|\n)*see whether the network and the server are there"
     ):
         resolve(f"http://127.0.0.1:{server.server_port}/a.jsonl")
+
+
+def test_a_folder_of_an_http_server_that_lists_is_one(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp")
+    write_all(tmp_path / "data")
+    (tmp_path / "data" / "LICENSE").write_text("no")
+    quiet = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *given: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(quiet, directory=str(tmp_path)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}"
+        for source in (f"{url}/data", f"{url}/data/", f"{url}/", f"{url}/data/*.*"):
+            found = resolve(source)
+            assert [file.name for file in found.files] == ["a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"]
+        small = replace(Data(), source=f"{url}/data/c.txt", cache_dir=str(tmp_path / "cache"))
+        with pytest.raises(DataError, match=r"all of its 0 MB in place of a part\n.*range|sends parts"):
+            prepare(small.source, small, 256, progress=False)
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_a_retry_in_a_thread_of_the_reader_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
