@@ -48,6 +48,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError.of("command line", _PICTURE, own[_PICTURE], f"{_SAMPLE} I as well: a mask is of one", fix)
     sample, step = _read_number(own, _SAMPLE, 0), _read_number(own, _STEP, 1)
     from titanlite.commands.data_tables import run_tables, sample_text, share_of_causal, step_text
+    from titanlite.config.stages import follows_ranks
     from titanlite.data.run_samples import RunSamples, open_sources
     from titanlite.preflight.checked_run import checked_run
 
@@ -57,6 +58,9 @@ def run(argv: Sequence[str]) -> int:
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
     checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
     config = checked.config
+    if step is not None and follows_ranks(config, arguments.world):
+        want = "--world N as well: without a global_batch_size a step's samples follow from the number of ranks"
+        raise ConfigError.of("command line", _STEP, own[_STEP], want, f"{_STEP} {step} --world 1")
     sources = open_sources(config, checked.dims.vocab_size, progress=True, unit_len=checked.table.unit_len)
     trained = RunSamples(config, checked.table, sources)
     tokenizer = checked.inputs.tokenizer
@@ -76,7 +80,10 @@ def run(argv: Sequence[str]) -> int:
         _check_within(_STEP, step, 1, trained.table.steps)
         text = step_text([trained.at(index) for index in trained.of_step(step)], tokenizer)
     else:
-        text = f"{arguments.file}: {run_tables(trained)}"
+        text = f"{arguments.file}: {run_tables(trained, config)}"
+        if follows_ranks(config, arguments.world):
+            text += "\nthe batch is that of the fewest ranks; pass --world N for another number\n"
+        text += "".join(f"\n{note}\n" for note in checked.table.notes)
     sys.stdout.write(folded(text, terminal_width()))
     return 0
 

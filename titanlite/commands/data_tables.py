@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from titanlite.config.schema import Config
 from titanlite.data.document_starts import twice_attended
 from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words
 from titanlite.data.run_samples import OpenSource, RunSamples, TrainedSample
@@ -13,18 +14,20 @@ from titanlite.data.stages import weights_in_words
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 from titanlite.text_table import columns
+from titanlite.training.schedule import learning_rate
 
 _SHOWN, _LOOKED_AT = 34, 80  # characters of either end of a document, and tokens that are decoded for them
 
 
-def run_tables(run: RunSamples) -> str:
+def run_tables(run: RunSamples, config: Config) -> str:
     """Return the tables of a whole run: its stages, and what each source gives."""
     table, mixture, steps = run.table, run.mixture, run.table.steps
-    rows = [["stage from step", "from tokens", "seq_len", "sequences a step", "weights"]]
+    rows = [["stage from step", "from tokens", "seq_len", "sequences a step", "learning rate", "weights"]]
     for row in table.rows:
         asked = row.asked
         numbers = (row.from_step + 1, row.from_tokens, asked.seq_len, asked.sequences)
-        rows.append([*(f"{number:,}" for number in numbers), weights_in_words(asked)])
+        rate = f"{learning_rate(row.from_step + 1, config, table):.3g}"  # of its first step
+        rows.append([*(f"{number:,}" for number in numbers), rate, weights_in_words(asked)])
     total = table.tokens(steps)
     asked, taken, epochs, skipped = (
         of(steps) for of in (mixture.asked, mixture.tokens, mixture.epochs, mixture.skipped)

@@ -90,7 +90,7 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
 def summary(checked: CheckedRun, file: str, world: int | None, step: int | None, samples: int = 0) -> str:
     """Say in a few lines what a run would be."""
     config, inputs = checked.config, checked.inputs
-    mesh, batch = config.parallelism, config.training
+    mesh = config.parallelism
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
     shard = mesh.data_parallel_shard_degree
     if shard == -1 and world is not None:
@@ -103,16 +103,6 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         ranks = None
     else:
         processes, ranks = f"{replicate * shard * tensor} processes", replicate * shard
-    sequences = batch.global_batch_size or (batch.local_batch_size * ranks if ranks else None)
-    if sequences is None:
-        tokens = f"{batch.local_batch_size * batch.seq_len:,} tokens a step on each data-parallel rank"
-    else:
-        per_step = sequences * batch.seq_len
-        in_all = checked.table.tokens(batch.steps) if len(checked.table.rows) > 1 else per_step * batch.steps
-        tokens = f"{per_step:,} tokens a step, {in_all:,} in {batch.steps:,} steps"
-        if ranks:
-            micro_steps = sequences // (batch.local_batch_size * ranks)
-            tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     limit = f", data.max_tokens {config.data.max_tokens:,}" if config.data.max_tokens else ""
     ids = f"tokenizer {config.data.tokenizer}" if inputs.is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
@@ -129,7 +119,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     rows = {
         "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
-        "batch": tokens,
+        "batch": _batch(checked, ranks, world),
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}",
         "data": f"{_mixture(checked) or config.data.source + limit}, {ids}{length}",
         **({"stages": _stages(checked)} if len(checked.table.rows) > 1 else {}),
@@ -143,6 +133,24 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     lines += ["  warning: " + text.replace("\n", "\n  ") for text in checked.warnings]
     lines += [f"  {hint}" for hint in (*checked.port.hint(), *checked.hints, *long) if hint]
     return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
+
+
+def _batch(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
+    """Say how many tokens the steps take, of each stage, and all of them; `ranks` are the data-parallel ones."""
+    config, table, batch = checked.config, checked.table, checked.config.training
+    fewest = ", on the fewest ranks; pass --world N" * follows_ranks(config, world)
+    if config.data.stage or (len(table.rows) > 1 and not fewest):
+        each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in table.rows)
+        return f"{', then '.join(each)} tokens a step, {table.tokens(batch.steps):,} in {batch.steps:,} steps{fewest}"
+    sequences = batch.global_batch_size or (batch.local_batch_size * ranks if ranks else None)
+    if sequences is None:
+        return f"{batch.local_batch_size * batch.seq_len:,} tokens a step on each data-parallel rank"
+    per_step = sequences * batch.seq_len
+    tokens = f"{per_step:,} tokens a step, {per_step * batch.steps:,} in {batch.steps:,} steps"
+    if ranks:
+        micro_steps = sequences // (batch.local_batch_size * ranks)
+        tokens += f"; {micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
+    return tokens
 
 
 def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:

@@ -148,10 +148,18 @@ def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic
     if tensor_parallel > 1 and replicated:
         moves = "sum of gradients of whole weights"
         found.append(Traffic("all_reduce", "update", "", (replicated,), moves, tensor_parallel, 4 * replicated, 1))
-    numbers = {"number of targets": 1, "norm of gradients": 1, "loss, tokens attended to, and whether to stop": 3}
+    scalars = {  # shape, bytes
+        "number of targets": (1, 8),
+        "norm of gradients": (1, 4),
+        "loss, tokens attended to, whether to stop, and who lacks data": (4, 16),
+    }
     return [
         *found,
-        *(Traffic("all_reduce", "update", "", (n,), what, world, 4 * n, 1) for what, n in numbers.items() if world > 1),
+        *(
+            Traffic("all_reduce", "update", "", (n,), what, world, size, 1)
+            for what, (n, size) in scalars.items()
+            if world > 1
+        ),
     ]
 
 

@@ -57,7 +57,9 @@ class Console:
         self._stream: TextIO | None = stream or sys.stdout  # None once nobody reads it, or where it was closed before
         if isinstance(self._stream, io.TextIOWrapper):  # a run must not end because a terminal has no × or →
             self._stream.reconfigure(errors="backslashreplace")
+        self._work: Callable[[int], float] = float  # done up to a step
         self._seconds: deque[float] = deque(maxlen=_RECENT)
+        self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds of a unit of work
         self._waits: deque[float] = deque(maxlen=_RECENT)
         self._has_waited = False
         self._bar: tuple[Progress, TaskID] | None = None
@@ -67,7 +69,9 @@ class Console:
         if isinstance(row, StepRow):
             self._seconds.append(row.seconds)
             self._waits.append(row.data_wait_seconds)
-            line = step_line(row, self._total, (self._total - row.step) * statistics.median(self._seconds))
+            self._paces.append(row.seconds / (self._work(row.step) - self._work(row.step - 1)))
+            left = self._work(self._total) - self._work(row.step)
+            line = step_line(row, self._total, left * statistics.median(self._paces))
         elif isinstance(row, Float8Row):
             line = f"{_progress(row.step, self._total)}  {_float8(row)}"
         elif isinstance(row, EvaluationRow):
@@ -78,6 +82,10 @@ class Console:
         if self._rank == 0:
             self._show(line, done=row.step)
             self._warn_of_wait()
+
+    def measure_by(self, work: Callable[[int], float]) -> None:
+        """Estimate the time left by what is done up to each step, as tokens, where steps are of several sizes."""
+        self._work = work
 
     def notice(self, text: str) -> None:
         """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""

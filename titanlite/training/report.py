@@ -60,7 +60,7 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [6], or [6 + 2·sources], as `train_step` returns it.
+        result: [6], or [6 + sources], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
         names: of the sources of which the losses are told apart.
     """
@@ -77,9 +77,8 @@ class InFlight:
         """Wait until the step is done on the device."""
         self._done.wait()
         loss, norm, skipped, asked, attended, lacking, *of_sources = self._host.tolist()
-        n = len(self.names)
-        sums = zip(self.names, of_sources[:n], of_sources[n:], strict=True)
-        losses = {f"loss.{name}": total / targets for name, total, targets in sums if targets}
+        means = zip(self.names, of_sources, strict=True)
+        losses = {f"loss.{name}": mean for name, mean in means if not mean < 0}  # NaN is one
         flags = skipped > 0, asked > 0, lacking > 0
         return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses)
 

@@ -48,19 +48,21 @@ def train_step(
     Returns:
         [6] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
         before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`,
-        number of ranks that had no data. Where batches say which source each sequence is from, [6 + 2·sources]: the sum
-        of the loss of each, and its number of targets.
+        number of ranks that had no data. Where batches say which source each sequence is from, [6 + sources]: the mean
+        loss of each over its targets of the global batch, -1 if it has none.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
-    targets = sum((b.targets != IGNORE_INDEX).sum() for b in batches) * torch.ones((), device=run.mesh.device)
-    dist.all_reduce(targets)
-    targets /= run.mesh.tp_size
+    counted = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
+    for batch in batches:
+        counted += (batch.targets != IGNORE_INDEX).sum()
+    dist.all_reduce(counted)
+    targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 has all counts up to 2^24 alone
 
     loss = torch.zeros((), device=run.mesh.device)
-    by_source = torch.zeros(2, n_sources, device=run.mesh.device)
+    by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
@@ -92,15 +94,18 @@ def train_step(
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
     result = torch.stack((totals[0], norm, skip, *totals[1:]))
-    return torch.cat((result, (by_source / run.mesh.tp_size).flatten())) if n_sources else result
+    if not n_sources:
+        return result
+    total, count = by_source
+    return torch.cat((result, torch.where(count > 0, total / count, -1.0).float()))
 
 
 def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
-    """Sum the losses of sequences, [B], and their targets by the source of each: [2, sources]."""
+    """Sum the losses of sequences, [B], and their targets by the source of each: [2, sources] float64."""
     assert batch.sources is not None  # noqa: S101
     targets = (batch.targets != IGNORE_INDEX).view(len(losses), -1).sum(1)
     is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # no scatter: exact repeats
-    return (torch.stack((losses, targets))[:, None] * is_of).sum(2)
+    return (torch.stack((losses.double(), targets.double()))[:, None] * is_of).sum(2)
 
 
 def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:

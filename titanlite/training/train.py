@@ -131,6 +131,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.callback(lambda: metrics.close() if metrics else None)
     status.progress(start)
     observers: list[Observer] = [console, *([metrics] if metrics else []), *_open_pages(metrics, run, session, cleanup)]
+    console.measure_by(table.tokens)
     flops = token_flops_of(run.model, run.dims)
     report = Report(config, position, flops, device, console, status, observers)
     report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))

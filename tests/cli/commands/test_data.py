@@ -63,8 +63,11 @@ def sole(file: str, tmp_path: Path) -> list[str]:
 def test_the_run_in_tables(call: Call, file: str) -> None:
     lines = [" ".join(line.split()) for line in call("data", file).splitlines()]
     assert lines[0] == f"{file}: 6 steps, 24 samples, 768 tokens"
-    stages = lines.index("stage from step from tokens seq_len sequences a step weights")
-    assert lines[stages + 1 : stages + 3] == ["1 0 32 4 web 0.75, code 0.25", "4 384 32 4 web 0.5, code 0.5"]
+    stages = lines.index("stage from step from tokens seq_len sequences a step learning rate weights")
+    assert lines[stages + 1 : stages + 3] == [
+        "1 0 32 4 0.0003 web 0.75, code 0.25",
+        "4 384 32 4 0.000207 web 0.5, code 0.5",  # a cosine, two of five steps on, to a tenth
+    ]
     tokens = {name: sum(len(text) + 1 for text in texts) for name, texts in DOCUMENTS.items()}
     trained = {"web": 12 * 24 + 12 * 16, "code": 12 * 8 + 12 * 16}  # 12 samples of 32 tokens in each stage
     for name, documents in (("web", 60), ("code", 40)):
@@ -170,7 +173,7 @@ def test_documents_are_packed_for_one_length(call: Call, file: str) -> None:
     assert 'data.packing = "best_fit"\n' in said
     assert 'want: "concat" where stages have several seq_len (16, 32)' in said
     lines = [" ".join(line.split()) for line in call("data", file).splitlines()]
-    assert "4 384 16 4 web 0.5, code 0.5" in lines
+    assert "4 384 16 4 0.000207 web 0.5, code 0.5" in lines
     assert re.search(r"sample \d+, tokens (0 to 16|16 to 32) of it\n", call("data", file, "--sample", "20"))
 
 
@@ -190,6 +193,17 @@ def test_documents_are_packed_for_one_length(call: Call, file: str) -> None:
 )
 def test_what_cannot_be_shown(call: Call, file: str, flags: list[str], said: str) -> None:
     assert re.search(said, call("data", file, *flags, ends=2), re.DOTALL)
+
+
+def test_what_depends_on_ranks_and_what_is_not_reached_is_said(call: Call, file: str) -> None:
+    path = Path(file)
+    path.write_text(path.read_text().replace("global_batch_size = 4", "local_batch_size = 4"))
+    assert "--step = 1\n      want: --world N as well" in call("data", file, "--step", "1", ends=2)
+    assert "step 1: 8 samples" in call("data", file, "--step", "1", "--world", "2")
+    assert "that of the fewest ranks; pass --world N" in call("data", file)
+    said = call("data", file, "--world", "2", "--training.steps", "2")
+    assert "fewest ranks" not in said
+    assert "data.stage[0] is not reached: it begins with step 3" in " ".join(said.split())
 
 
 def test_it_answers_in_a_moment_and_without_torch(file: str, call: Call) -> None:

@@ -87,6 +87,12 @@ def test_a_ramp_says_tokens_rates_and_shares(ramp: "Ended") -> None:
     assert [stages[f"from_step_{start + 1}"]["from_tokens"] for start in STARTS] == [0, 512, 2048]
 
 
+def test_validate_says_what_each_stage_takes(desk: "Desk", ramp: "Ended", capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(write(desk, "told"))]) == 0
+    said = f"  batch     128, then 256, then 2,048 tokens a step, {tokens_after(LAST):,} in {LAST} steps\n"
+    assert said in capsys.readouterr().out
+
+
 def test_losses_of_sources_make_the_loss(ramp: "Ended") -> None:
     """In a step of 8 samples, 6 of one source: the document mask leaves no target out of these texts."""
     for row in ramp.steps[:4]:

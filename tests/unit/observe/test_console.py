@@ -128,6 +128,18 @@ def test_the_compiling_first_step_does_not_spoil_the_estimate(tmp_path):
     console.close()
 
 
+def test_the_time_left_is_of_the_tokens_left(tmp_path):
+    """Of steps of 8 tokens, then of 64."""
+    stream = io.StringIO()
+    console = Console(0, 0, 20, tmp_path, stream)
+    console.measure_by(lambda step: 8 * min(step, 10) + 64 * max(0, step - 10))
+    console.write(replace(ROW, step=10, seconds=2.0))
+    assert stream.getvalue().endswith("eta 2m 40s\n")  # 640 tokens at four a second
+    console.write(replace(ROW, step=11, seconds=16.0))
+    assert stream.getvalue().endswith("eta 2m 24s\n")
+    console.close()
+
+
 def test_a_secret_in_a_message_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     stream = io.StringIO()
