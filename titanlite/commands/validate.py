@@ -119,7 +119,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     rows = {
         "model": _model(checked),
         "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
-        "batch": _batch(checked, ranks, world),
+        "batch": _batch_in_words(checked, ranks, world),
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}",
         "data": f"{_mixture(checked) or config.data.source + limit}, {ids}{length}",
         **({"stages": _stages(checked)} if len(checked.table.rows) > 1 else {}),
@@ -135,7 +135,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
 
 
-def _batch(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
+def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
     """Say how many tokens the steps take, of each stage, and all of them; `ranks` are the data-parallel ones."""
     config, table, batch = checked.config, checked.table, checked.config.training
     fewest = ", on the fewest ranks; pass --world N" * follows_ranks(config, world)
