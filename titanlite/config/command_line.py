@@ -12,9 +12,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import make_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any, get_origin, get_type_hints
 
 import tomli
 import tyro
@@ -200,12 +201,19 @@ def _spell(key: str, hint: Any, values: list[str]) -> list[str]:
 
 
 def _tyro(args: list[str], config: Config) -> Config | None:
-    """Let tyro parse the flags; None if it refuses them. What it prints is replaced by our message."""
-    quiet = io.StringIO()
+    """Let tyro parse the flags; None if it refuses them. What it prints is replaced by our message.
+
+    It is given the sections that are named: to look through all of the schema would take most of its time.
+    """
+    types, quiet = get_type_hints(Config), io.StringIO()
+    named = dict.fromkeys(word[2:].partition(".")[0] for word in args if word.startswith("--"))
+    asked: type[Any] = make_dataclass("Asked", [(section, types[section]) for section in named])
+    # Help pages are ours: to look for comments in the schema's source would take a third of the time.
+    how = tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
-        # Help pages are ours: to look for comments in the schema's source would take a third of the time.
-        how = tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff
-        read = tyro.cli(Config, args=args, default=config, config=how, use_underscores=True)
-        numbers = (n for key in schema_keys() if type(n := attrgetter(key)(read)) is int)
-        return None if any(n.bit_length() > 63 for n in numbers) else read  # as a file may say no more
+        of_config = asked(*(getattr(config, section) for section in named))
+        read: Any = tyro.cli(asked, args=args, default=of_config, config=how, use_underscores=True)
+        result = replace(config, **{section: getattr(read, section) for section in named})
+        numbers = (n for key in schema_keys() if type(n := attrgetter(key)(result)) is int)
+        return None if any(n.bit_length() > 63 for n in numbers) else result  # as a file may say no more
     return None
