@@ -7,7 +7,6 @@ import pytest
 from tests.support.launched import REPOSITORY, Desk, Ended, free_port, torchrun
 
 TRAIN = str(REPOSITORY / "train.py")
-DEBUG = REPOSITORY / "configs" / "debug.toml"
 
 # A run in which rank 1 alone fails in step 3, or is killed in its 13th, as the first argument says.
 BROKEN = """
@@ -40,16 +39,12 @@ leave(exit_code(train.main))
 def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     script, logs = tmp_path / "broken.py", [tmp_path / "first", tmp_path / "second"]
     script.write_text(BROKEN)
-    small = {"steps": 20, "seq_len": 64, "global_batch_size": 4}
-    here = {"job.dump_folder": desk.folder / "runs", "data.source": desk.folder / "train.txt"}
-    here |= {"data.cache_dir": desk.folder / "cache", "checkpoint.interval": 5, "validation.enable": "false"}
-    flags = [*(f"--training.{key}={value}" for key, value in small.items()), *(f"--{k}={v}" for k, v in here.items())]
-    hosts = ["killed", "--config", str(DEBUG), *flags, "--job.name=hosts"]
+    hosts = ["killed", *desk.flags("hosts", "--checkpoint.interval=5")]
     meet = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=hosts"]
     launcher = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", *meet]
     agents = [torchrun(launcher, str(script), hosts, log) for log in logs]
     try:
-        desk.rerun(DEBUG, *flags, "--job.name=no hosts", world=2)
+        undisturbed = desk.run("no hosts", 2, "--checkpoint.interval=5")
         codes = [agent.wait(300) for agent in agents]
     finally:
         for agent in agents:
@@ -57,7 +52,6 @@ def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     said = [log.read_text() for log in logs]
     assert codes == [0, 0], "\n".join(said)
     run = Ended(desk.folder / "runs" / "hosts", "\n".join(said))
-    undisturbed = Ended(desk.folder / "runs" / "no hosts", "")
     assert run.status["state"] == "finished"
     assert run.trained() == undisturbed.trained()  # every step once
     assert run.content(20) == undisturbed.content(20)
