@@ -114,7 +114,7 @@ _GPT2_SIZES = _SIZES | {
 
 @dataclass(frozen=True)
 class HubLayout:
-    """Describe Hugging Face's layout of one architecture.
+    """The layout that Hugging Face has of one architecture.
 
     Attributes:
         class_name: of transformers.

@@ -29,7 +29,7 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class Made:
-    """Say what of a folder of shards is there to stay."""
+    """The part of a folder of shards that is there to stay."""
 
     dtype: str
     n_shards: int  # that are full

@@ -39,7 +39,7 @@ _FUSED_LINEAR = FusedLinear()
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Say what one module that holds parameters does on a tensor-parallel rank.
+    """The part that one module with parameters takes on a tensor-parallel rank.
 
     Attributes:
         placements: of its parameters, by their names in the module.

@@ -50,7 +50,7 @@ class PeerError(RuntimeError):
 
 @dataclass
 class Channel:
-    """Hold what the kernels of one group need.
+    """The memory that the kernels of one group share, and who they are.
 
     Attributes:
         name: of the process group.
