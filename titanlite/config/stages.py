@@ -145,7 +145,7 @@ def check_stages(config: Config, problems: Problems) -> None:
     if schedule.decay_ratio is not None and any(stage.lr_decay_to is not None for stage in config.data.stage):
         want = "not given with lr_decay_to in data.stage, which says when the learning rate falls"
         problems.add("lr_scheduler.decay_ratio", show(schedule.decay_ratio), want, "remove it")
-    longest, before = longest_seq_len(config), -1
+    before = -1
     for n, stage in enumerate(config.data.stage):
         key = f"data.stage[{n}]"
         if 0 <= stage.from_tokens <= before:  # below, its range says so
@@ -159,12 +159,24 @@ def check_stages(config: Config, problems: Problems) -> None:
         if config.data.packing == "best_fit" and stage.seq_len not in (None, config.training.seq_len):
             want = f"training.seq_len = {config.training.seq_len}: best_fit packs documents into samples of one length"
             problems.add(f"{key}.seq_len", str(stage.seq_len), want, 'packing = "concat"')
-        if stage.seq_len and stage.seq_len > 0 and longest % stage.seq_len:
-            want = f"a divisor of {longest}, the longest of all stages, whose samples are cut into pieces"
-            problems.add(f"{key}.seq_len", str(stage.seq_len), want, "powers of 2 divide each other")
-    if config.training.seq_len > 0 and longest % config.training.seq_len:
-        want = f"a divisor of {longest}, the longest of all stages"
-        problems.add("training.seq_len", str(config.training.seq_len), want, "powers of 2 divide each other")
+    _check_lengths(config, problems)
+
+
+def _check_lengths(config: Config, problems: Problems) -> None:
+    """Refuse lengths of which not each divides the longest, at the one that fits the others least."""
+    given = {"training.seq_len": config.training.seq_len}
+    given |= {f"data.stage[{n}].seq_len": stage.seq_len for n, stage in enumerate(config.data.stage) if stage.seq_len}
+    lengths = [length for length in given.values() if length]
+    if min(lengths, default=0) <= 0 or not any(max(lengths) % length for length in lengths):
+        return
+
+    def fit(key: str) -> int:
+        return sum(max(given[key], other) % min(given[key], other) == 0 for other in lengths)
+
+    odd = min(reversed(given), key=fit)  # of equals the last, which was written to be another
+    others = ", ".join(f"{given[key]} ({key})" for key in given if given[key] != given[odd])
+    want = f"lengths that divide the longest, as samples are cut into pieces of it; the others are {others}"
+    problems.add(odd, str(given[odd]), want, "powers of 2 divide each other")
 
 
 def _check_replaced(config: Config, key: str, by: str, problems: Problems) -> None:
@@ -182,7 +194,8 @@ def _check_mixture(config: Config, problems: Problems) -> None:
     for n, source in enumerate(mixture):
         key = f"data.mixture[{n}].name"
         if not _NAME.fullmatch(source.name):
-            problems.add(key, show(source.name), "a name of letters, digits, - and _", 'name = "web"')
+            plain = re.sub(r"[^A-Za-z0-9_-]+", "_", source.name) or "web"
+            problems.add(key, show(source.name), "a name of letters, digits, - and _", f'name = "{plain}"')
         elif source.name in seen:
             problems.add(key, show(source.name), "one source of that name", "give each a name of its own")
         seen.add(source.name)

@@ -196,9 +196,10 @@ def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None
             problems.append(Problem("data.stage", "no such stage", want, f"from_tokens = {start}, as before"))
         elif start != goes_on and not _takes_same(was, stage, is_past=True):
             where = "data.mixture and training" if stage.at is None else f"data.stage[{stage.at}]"
-            want = f"what was trained, for {tokens:,} tokens are behind: {_difference(stage, was)}"
+            saw = f"another stage from {start:,} tokens on, {_difference(was, stage)}"
+            want = f"what was trained, for {tokens:,} tokens are behind"
             fix = f"change a stage that goes on: one from {goes_on} tokens, or from {tokens} tokens on"
-            problems.append(Problem(where, f"another stage from {start:,} tokens on", want, fix))
+            problems.append(Problem(where, saw, want, fix))
     done = tokens - last.asked.tokens_per_step if past.samples > last.from_sample else tokens
     for start, stage in by_start.items():
         if start not in trained and start <= done:

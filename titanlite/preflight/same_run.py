@@ -5,7 +5,7 @@ makes no difference.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, cast
@@ -57,14 +57,15 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
     # A key that a former version did not know had, in effect, its default.
     default = dotted(asdict(Config()))
     was, now = default | before, default | dotted(redact_tree(toml_table(config), redact_urls))
-    changed = [key for key in was if was[key] != now.get(key)]
+    changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
     dims_was, dims_now = _dims(was, config), _dims(now, config)
     problems: list[Problem] = []
-    if bool(was["data.mixture"]) != bool(now["data.mixture"]):  # neither has what the other says of its data
+    is_mixed = [any(key.startswith("data.mixture[") for key in of) for of in (was, now)]
+    if is_mixed[0] != is_mixed[1]:  # neither has what the other says of its data
         identity = [key for key in identity if key != "data.source"]
         sole = [f"data.source = {_toml(of['data.source'])}" for of in (now, was)]
-        saw, want = ("[[data.mixture]]", sole[1]) if now["data.mixture"] else (sole[0], "[[data.mixture]]")
+        saw, want = ("[[data.mixture]]", sole[1]) if is_mixed[1] else (sole[0], "[[data.mixture]]")
         fix = "the old one, or another job.name: with checkpoint.initial_load_path = this run, it goes on from there"
         problems.append(Problem("data", saw, f"{want}, as in {recorded}", fix))
     for key in identity:
@@ -79,8 +80,8 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
     if problems:
         raise ConfigError(describe(f"{recorded.parent}: output folder of a different run", problems))
     return [
-        f"changed since the last start: {key}: {_toml(was[key])} → {_toml(now[key])}"
-        if key in now
+        f"changed since the last start: {key}: {_toml(was.get(key))} → {_toml(now.get(key))}"
+        if key in now or "[" in key  # of a table in a list
         else f"{key}: no longer a key, ignored"
         for key in changed
         if key != "job.stop_after"  # where to stop this time is no change of the run
@@ -111,22 +112,18 @@ def keys_of_training(config_toml: bytes) -> dict[str, Any]:
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten a config: {"a": {"b": 1}} → {"a.b": 1}."""
+    """Flatten a config: {"a": {"b": 1, "c": [{"d": 2}]}} → {"a.b": 1, "a.c[0].d": 2}."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
+        elif isinstance(value, tuple | list) and any(isinstance(each, Mapping) for each in value):
+            for n, table in enumerate(cast("Sequence[Mapping[str, Any]]", value)):
+                given = {name: entry for name, entry in table.items() if entry is not None}  # as a file says it
+                flat |= dotted(given, f"{prefix}{key}[{n}].")
         else:
-            flat[prefix + key] = [_given_alone(v) for v in value] if isinstance(value, tuple | list) else value
+            flat[prefix + key] = list(cast("Sequence[Any]", value)) if isinstance(value, tuple | list) else value
     return flat
-
-
-def _given_alone(value: object) -> object:
-    """Return a table of a list without what is not given, which a file does not say, and in one order of keys."""
-    if not isinstance(value, Mapping):
-        return value
-    given = cast("Mapping[str, Any]", value)
-    return {key: given[key] for key in sorted(given) if given[key] not in (None, {})}
 
 
 def _toml(value: object) -> str:

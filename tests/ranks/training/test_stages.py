@@ -178,7 +178,18 @@ MIXED = {"a": 1.0, "b": 1.0}
         ({"stage": [{"from_tokens": 64, "weights": {"a": 0.0}}]}, {}, "weights that sum to 0"),
         ({"stage": [{"from_tokens": 640}, {"from_tokens": 64}]}, {}, "data.stage[1].from_tokens = 64"),
         ({"stage": [{"from_tokens": -5}]}, {}, "data.stage[0].from_tokens = -5"),
-        ({"stage": [{"from_tokens": 64, "seq_len": 24}]}, {}, "training.seq_len = 16\n      want: a divisor of 24"),
+        (
+            {"stage": [{"from_tokens": 64, "seq_len": 24}]},
+            {},
+            "data.stage[0].seq_len = 24\n      want: lengths that divide the longest, as samples are cut into pieces of "
+            "it; the others are 16 (training.seq_len)",
+        ),
+        (
+            {"stage": [{"from_tokens": 64, "seq_len": 16}, {"from_tokens": 640, "seq_len": 40}]},
+            {},
+            "data.stage[1].seq_len = 40",
+        ),
+        ({"names": ("my notes", "b")}, {}, 'fix:  name = "my_notes"'),
         ({"stage": [{"from_tokens": 64, "global_batch_size": 3}]}, {}, "data.stage[0].global_batch_size = 3"),
         (
             {"stage": [{"from_tokens": 64, "seqlen": 32}]},

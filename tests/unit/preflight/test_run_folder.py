@@ -17,12 +17,14 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
-from titanlite.config.schema import Config, Data, MixtureSource
+from titanlite.config.schema import Config, Data, MixtureSource, Stage
+from titanlite.config.write import to_toml
 from titanlite.data.prepare import prepare
 from titanlite.errors import ConfigError, DataError, FolderLostError
 from titanlite.observe.status import Status
 from titanlite.preflight import run_folder
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.same_run import changes_since
 
 ROOT = Path(__file__).parents[3]
 
@@ -113,6 +115,25 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     with pytest.raises(ConfigError, match="2 problems"):
         claim(tmp_path, change(other, "optimizer.name", "Other"))
     claim(tmp_path, Config())  # a refused claim holds no lock
+
+
+def test_changes_of_mixture_and_stages_are_told_by_key(tmp_path: Path) -> None:
+    """In both files' own order; what a file does not say is no change."""
+    sources = (MixtureSource("a", "a.txt", 1.0, 2.0), MixtureSource("b", "b.txt", 1.0))
+    stages = (Stage(10, weights={"a": 0.5, "b": 0.5}), Stage(20, seq_len=64))
+    before = change(change(Config(), "data.mixture", sources), "data.stage", stages)
+    (recorded := tmp_path / "config.toml").write_text(to_toml(before))
+    assert changes_since(recorded, before) == []
+    sources = (sources[0], replace(sources[1], weight=3.0))
+    stages = (Stage(10, weights={"a": 0.5, "b": 1.5}, lr_decay_to=0.0),)
+    now = change(change(before, "data.mixture", sources), "data.stage", stages)
+    assert sorted(changes_since(recorded, now)) == [
+        f"{CHANGED}data.mixture[1].weight: 1.0 → 3.0",
+        f"{CHANGED}data.stage[0].lr_decay_to: not given → 0.0",
+        f"{CHANGED}data.stage[0].weights.b: 0.5 → 1.5",
+        f"{CHANGED}data.stage[1].from_tokens: 20 → not given",
+        f"{CHANGED}data.stage[1].seq_len: 64 → not given",
+    ]
 
 
 def test_a_mixture_in_place_of_a_source_is_another_run(tmp_path: Path) -> None:
