@@ -181,8 +181,8 @@ MIXED = {"a": 1.0, "b": 1.0}
         (
             {"stage": [{"from_tokens": 64, "seq_len": 24}]},
             {},
-            "data.stage[0].seq_len = 24\n      want: lengths that divide the longest, as samples are cut into pieces of "
-            "it; the others are 16 (training.seq_len)",
+            "data.stage[0].seq_len = 24\n      want: lengths that divide the longest, as samples are cut into pieces "
+            "of it; the others are 16 (training.seq_len)",
         ),
         (
             {"stage": [{"from_tokens": 64, "seq_len": 16}, {"from_tokens": 640, "seq_len": 40}]},
