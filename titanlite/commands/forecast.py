@@ -39,6 +39,7 @@ class Forecast:
         outlook: what of the GPU's peak that is, and when the run is done; or None.
         attended: how much of causal attention documents leave, if that is known.
         rates: of the device that it is predicted for.
+        stage: the one of several whose step is predicted, in words; "" if there is one.
         notes: what is not predicted, and what a prediction leaves out; a line each.
     """
 
@@ -51,6 +52,7 @@ class Forecast:
     symmetric_memory: int | None = None
     outlook: Outlook | None = None
     attended: AttendedShare | None = None
+    stage: str = ""
 
     @property
     def on_device(self) -> int:
@@ -194,12 +196,14 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
     """
     text, (gib, device) = "", _gib_and_name(predicted, device_gib)
     if predicted.memory is not None:
-        title = "peak memory of a rank (CUDA's context and NCCL's buffers come on top)"
+        of_stage = f" in the largest stage, {predicted.stage}" * bool(predicted.stage)
+        title = f"peak memory of a rank{of_stage} (CUDA's context and NCCL's buffers come on top)"
         text += f"\n{title}\n{columns(*memory_rows(predicted))}"
         if predicted.on_device <= usable(gib):
             text += f"fits {device}: {byte_size(predicted.on_device)} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
-        text += f"\npredicted step time, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
+        step = f"step time of the largest stage, {predicted.stage}" if predicted.stage else "step time"
+        text += f"\npredicted {step}, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 

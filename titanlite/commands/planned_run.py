@@ -1,12 +1,14 @@
 """All that `titanlite plan` says of a run, put together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.config.recipe_schema import SaveList
+from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
+from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import attended_share
@@ -76,7 +78,9 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         attended = None
         if config.data.document_mask:
             attended = attended_share(memory.config, checked.table, checked.inputs.shards)
-        predicted = forecast(memory, checked.save_list, measured_rates(device), attended)
+        predicted = _of_stages(
+            forecast(memory, checked.save_list, measured_rates(device), attended), checked.table, tokens, config
+        )
     if t == 1:
         traffic, notes = _traffic(memory, world)
         notes = (*_stages_in_words(checked), *notes)
@@ -103,6 +107,19 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         notes = (*notes, note)
     notes = (*_stages_in_words(checked), *unknown, *notes)
     return PlannedRun(memory, tokens, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
+
+
+def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Config) -> Forecast:
+    """Say which of several stages is predicted; the run takes its tokens' time at that stage's speed."""
+    if len(table.rows) == 1:
+        return predicted
+    seq_len, outlook = largest.training.seq_len, predicted.outlook
+    if outlook is not None:
+        outlook = replace(outlook, days=table.tokens(table.steps) / outlook.tokens_per_day)
+    note = "the time of the whole run is that of all its tokens at the speed of the largest stage"
+    notes = (*predicted.notes, note) if outlook else predicted.notes
+    shape = f"{tokens // seq_len:,} × {seq_len:,} tokens"
+    return replace(predicted, outlook=outlook, stage=shape, notes=notes)
 
 
 def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:

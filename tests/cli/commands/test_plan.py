@@ -454,6 +454,20 @@ def test_documents_of_prepared_data_are_counted(tmp_path: Path, call: Call) -> N
     assert "attention within" not in call("plan", *FOUR, *own, "--data.document_mask", "false")
 
 
+def test_the_stage_that_is_priced_is_named_and_the_run_takes_its_tokens(tmp_path: Path, call: Call) -> None:
+    """Of 16 steps of 32 sequences, then four of 64 that are twice as long."""
+    path = tmp_path / "stages.toml"
+    stage = f"from_tokens = {16 * 32 * 8192}\nseq_len = 16384\nglobal_batch_size = 64\nlocal_batch_size = 1\n"
+    path.write_text(f'extends = "{FOUR[0]}"\n[[data.stage]]\n{stage}')
+    asked = ["--training.steps=20", "--training.global_batch_size=32", "--lr_scheduler.warmup_steps=1"]
+    asked += ["--training.local_batch_size=1", "--training.seq_len=8192", "--model.n_layers=4"]
+    out = call("plan", str(path), *FOUR[1:], *asked, "--json", str(tmp_path / "plan.json"))
+    assert "\npeak memory of a rank in the largest stage, 64 × 16,384 tokens (" in out
+    assert "\npredicted step time of the largest stage, 64 × 16,384 tokens, from rates" in out
+    said = json.loads((tmp_path / "plan.json").read_text())
+    assert said["days"] * said["tokens_per_day"] == pytest.approx(16 * 32 * 8192 + 4 * 64 * 16384)
+
+
 def test_diff(call: Call) -> None:
     assert call("plan", *FOUR, "--diff", "--training.seed", "3") == "nothing differs\n"
     table, *notes = call("plan", *FOUR, "--diff", "--activation_checkpoint.recipe", "none").split("\n\n")
