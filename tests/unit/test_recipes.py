@@ -424,3 +424,36 @@ def test_a_model_of_no_layers_is_refused(tmp_path: Path) -> None:
     said = message("model", path)
     assert "line 2  n_layers = 0" in said
     assert "line 3  norm_eps = -1.0" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("top_k = 200", "experts.top_k = 200\n      want: at most experts.n_experts = 128"),
+        ("ffn_dim = 200", "experts.ffn_dim = 200\n      want: a multiple of 128\n      fix:  ffn_dim = 256"),
+        ("scale = 0.0", "experts.scale = 0.0\n      want: a number above 0"),
+        ("balance_loss = -1.0", "experts.balance_loss = -1.0\n      want: a number of at least 0"),
+        ("z_loss = inf", "experts.z_loss = inf\n"),
+        ('score = "softmax_of_chosen"\nnormalised = false', "experts.normalised = false\n      want: true beside"),
+        ('score = "top"', "experts.score"),
+    ],
+)
+def test_experts_that_cannot_be(given: str, says: str, tmp_path: Path) -> None:
+    path = write(tmp_path, "model", "mine", f'extends = "qwen3_moe-30B-A3B"\n[experts]\n{given}\n')
+    assert says in message("model", path)
+    assert "1 problem\n" in message("model", path)
+
+
+def test_a_dense_model_has_a_feed_forward_and_a_mixture_none(tmp_path: Path) -> None:
+    text = shipped_folder("recipes").joinpath("model/qwen3-debug.toml").read_text()
+    path = write(tmp_path, "model", "qwen3-none", text.replace("ffn_dim = 512\n", ""))
+    assert "ffn_dim\n      want: a whole number; it is missing" in message("model", path)
+    write(tmp_path, "model", "qwen3-sparse", 'extends = "qwen3_moe-debug"\n')
+    write(tmp_path, "model", "qwen3_moe-both", 'extends = "qwen3_moe-debug"\nffn_dim = 256\n')
+    for name, flavor, key in (("qwen3", "sparse", "experts"), ("qwen3_moe", "both", "ffn_dim")):
+        config = Config(model=Model(name=name, flavor=flavor), job=Job(recipe_dirs=(str(tmp_path),)))  # type: ignore[arg-type]
+        with pytest.raises(
+            RecipeError, match=f"no such key in the recipe {name}-{flavor}: {name} does not use it"
+        ) as e:
+            model_dims(config)
+        assert key in str(e.value)

@@ -190,6 +190,8 @@ def _policy(
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
+        if str(func) in ops.ROUTE:
+            return actions["save"]
         try:
             decision = passes[ctx.is_recompute].decide(str(func), func.is_view, kwargs.get("dtype") in FLOAT8)
         except RecipeError as error:  # not raised here: the compiler would wrap it

@@ -42,6 +42,9 @@ FUSED = {GATHER_MATMUL: ("communication", "matmul"), MATMUL_SCATTER: ("matmul", 
 """Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
 is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
 
+ROUTE = ("titanlite.route.default", "titanlite.expert_rows.default", "titanlite.count_routing.default")
+"""Operations that every save-list keeps: where tokens go is decided once, and counted once."""
+
 CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 """The class of each operation that is in one."""
 

@@ -14,10 +14,12 @@ Axes: M tokens, D model width, E experts, K experts of a token, F inner width of
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.experts import experts
+from titanlite.kernels.router_losses import balance_loss, count_routing, with_loss, z_loss
 from titanlite.kernels.routing import route, router_logits
 from titanlite.kernels.swiglu import BLOCK
 from titanlite.models.layers import Projection
@@ -76,7 +78,18 @@ class MixtureOfExperts(nn.Module):
         dims: the model's dimensions, with `experts`.
         std: standard deviation of the initial weights.
         residual_std: that of the projections back to the residual stream.
+
+    Attributes:
+        bias: [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints. None: none.
+        share: [], of this micro-batch in the step's targets, which the trainer writes before each.
+        counts: [E] int64, tokens of each expert in training since the start, of this rank.
+        sums: [3], as `count_routing` adds them up.
     """
+
+    bias: Tensor | None
+    share: Tensor
+    counts: Tensor
+    sums: Tensor
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float) -> None:
         super().__init__()
@@ -89,10 +102,31 @@ class MixtureOfExperts(nn.Module):
         self.w13 = GroupedProjection(dims.dim, {"w1": BLOCK, "w3": BLOCK}, groups=E * F // BLOCK, std=std, **each)
         self.w2 = GroupedProjection(F, {"w2": dims.dim}, groups=E, std=residual_std, **each)
         self.shared = FeedForward(replace(dims, ffn_dim=of.shared * F), residual_std) if of.shared else None
+        self.n_layers = dims.n_layers
+        self.register_buffer("bias", torch.empty(E) if of.balance_bias else None)
+        self.register_buffer("share", torch.empty(()), persistent=False)
+        self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)
+        self.register_buffer("sums", torch.empty(3, dtype=torch.float64), persistent=False)
+
+    def fill_buffers(self) -> None:
+        """Set all buffers to zero; a model's own `fill_buffers` calls it."""
+        for buffer in self.buffers(recurse=False):
+            buffer.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
-        logits = self.router(x)
-        weights, choices = route(logits, None, self.of.top_k, self.of.score, self.of.normalised, self.of.scale)
+        of, logits = self.of, self.router(x)
+        weights, choices = route(logits, self.bias, of.top_k, of.score, of.normalised, of.scale)
+        if self.training and torch.is_grad_enabled():
+            weights = self._trained(weights, choices, logits)
         y = experts(x, weights, choices, self.w13.by_expert(), self.w2.by_expert())
         return y if self.shared is None else y + self.shared(x)
+
+    def _trained(self, weights: Tensor, choices: Tensor, logits: Tensor) -> Tensor:
+        """Return the weights, whose gradient brings those of the router's own losses, and count."""
+        losses = torch.stack((balance_loss(logits, choices), z_loss(logits)))
+        count_routing(choices, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
+        if not self.of.trains_by_loss:
+            return weights
+        loss = (self.of.balance_loss * losses[0] + self.of.z_loss * losses[1]) / self.n_layers
+        return with_loss(weights, loss, self.share)

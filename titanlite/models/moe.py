@@ -94,6 +94,12 @@ class Mixtral(llama3.Llama3):
     block: ClassVar[type[nn.Module]] = MixtralBlock
     sharding: ClassVar[Mapping[str, str]] = {}
 
+    def fill_buffers(self) -> None:
+        """Compute the rotary table and set the experts' buffers; call once the model is off the meta device."""
+        super().fill_buffers()
+        for block in self.layers:
+            block.experts.fill_buffers()  # type: ignore[operator,union-attr]
+
 
 class Qwen3MoE(Mixtral):
     """The whole model."""

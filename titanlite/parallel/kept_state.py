@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from titanlite.errors import Problem, RecipeError, describe
+from titanlite.models.experts import MixtureOfExperts
 
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 
@@ -28,6 +29,8 @@ def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
     state: dict[str, object] = {}
     for n in blocks:
         for name, module in model.layers[n].named_modules(prefix=f"layers.{n}"):  # type: ignore[index]
+            if isinstance(module, MixtureOfExperts):
+                continue  # counts what recomputation does not repeat
             state |= {f"{name}.{own}": (id(x), x._version) for own, x in module.named_buffers(recurse=False)}
             numbers = {own: value for own, value in vars(module).items() if isinstance(value, int | float)}
             state |= {f"{name}.{own}": value for own, value in numbers.items() if own not in _OF_EVERY_MODULE}

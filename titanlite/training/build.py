@@ -49,6 +49,7 @@ from titanlite.parallel.parity import require_parity
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
 from titanlite.training.optimizers.sharded import ShardedOptimizer, build_optimizer
+from titanlite.training.routers import Routers, routers_of
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Run:
     save_list_use: SaveListUse
     kept_state: dict[str, object]  # of checkpointed blocks, before the first step
     receipt: Receipt
+    routers: Routers | None  # of a mixture of experts
     warnings: tuple[str, ...] = ()  # to be said before the first step
 
     @property
@@ -178,6 +180,7 @@ def build(
         save_list_use=save_list_use,
         kept_state=state_of(model, save_list_use.checkpointed),
         receipt=receipt,
+        routers=routers_of(model),
         warnings=warnings,
     )
 

@@ -34,6 +34,8 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     # Not the model's own: between validation and the next step those are what FSDP gathered, in the compute dtype.
     masters = run.optimizer.parameters
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
+    if run.routers is not None:
+        weights |= {f"model/{name}": bias for name, bias in run.routers.state().items()}
     return {**weights, **run.optimizer.state(), **rng_state()}
 
 

@@ -64,6 +64,8 @@ def train_step(
     loss = torch.zeros((), device=run.mesh.device)
     by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
+        if run.routers is not None:
+            run.routers.begin((batch.targets != IGNORE_INDEX).sum() / targets)
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
         if batch.sources is None:
@@ -93,6 +95,8 @@ def train_step(
         run.optimizer.step(gradients, lr, divisor, skip)
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
+        if run.routers is not None:
+            run.routers.balance(skip)
     result = torch.stack((totals[0], norm, skip, *totals[1:]))
     if not n_sources:
         return result

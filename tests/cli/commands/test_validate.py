@@ -34,7 +34,7 @@ CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
 ROOT = shipped_folder("configs").parent
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 LITTLE = "0.2% of the model's ids can occur"
-WORLDS = {"debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
+WORLDS = {"qwen3_moe_debug": (1, 2, 4), "debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,7 @@ def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     assert [p.stem for p in CONFIGS] == [
         "debug",
         *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b")),
+        "qwen3_moe_debug",
     ]
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
-from titanlite.checkpoint.hugging_face import load_weights
+from titanlite.checkpoint.hugging_face import export_checkpoint, load_weights
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
@@ -303,6 +303,25 @@ def test_what_transformers_saves_can_be_loaded(case: str, tmp_path: Path) -> Non
     else:
         with pytest.raises(CheckpointError, match=r"missing in the folder = lm_head.weight"):
             loaded(case, tmp_path / "headless")
+
+
+@pytest.mark.parametrize(
+    ("over", "says"),
+    [
+        ({"balance_bias": 0.1}, "experts.balance_bias = 0.1\n      want: 0.0, which every MixtralForCausalLM"),
+        ({"shared": 1}, "experts.shared = 1\n      want: 0,"),
+        ({"score": "sigmoid"}, 'experts.score = "sigmoid"\n      want: "softmax_of_chosen",'),
+        ({"score": "softmax", "normalised": False}, "experts.normalised = false\n      want: true,"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_refused(over: dict[str, object], says: str) -> None:
+    name, dims = CASES["mixtral"]
+    assert dims.experts is not None
+    dims = dataclasses.replace(dims, experts=dataclasses.replace(dims.experts, **over))
+    config = Config(model=Model(name=name))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError) as caught:
+        export_checkpoint(Path(), Path(), config, dims, None, "float32", print)
+    assert says in str(caught.value)
 
 
 def test_parameters_of_the_published_sizes() -> None:

@@ -1,0 +1,109 @@
+"""A mixture of experts trains, alike under FSDP; its bias follows the use of experts, and is in checkpoints."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, checked, take_steps, train
+from titanlite.checkpoint.state import Checkpoints
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.training.build import Run
+from titanlite.training.state import tensors_of
+
+MIXTURE = ("--model.name=qwen3_moe",)
+RATE = 0.01
+BIASED = f'extends = "qwen3_moe-debug"\n[experts]\nscore = "sigmoid"\nbalance_loss = 0.0\nbalance_bias = {RATE}\n'
+
+
+def biased(folder: Path) -> tuple[str, ...]:
+    """Flags of a recipe whose balance is a bias's."""
+    (folder / "recipes" / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "recipes" / "model" / "qwen3_moe-biased.toml").write_text(BIASED)
+    return (*MIXTURE, "--model.flavor=biased", f"--job.recipe_dirs={folder / 'recipes'}")
+
+
+def layers_of(run: Run) -> list[MixtureOfExperts]:
+    return [module for module in run.model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+def test_the_loss_falls_and_fsdp_takes_the_same_steps(tmp_path: Path) -> None:
+    """Within 1e-5 over 20 steps: gradients are summed in another order, and a token may change its expert for it."""
+    whole = train(tmp_path, 1, MIXTURE)
+    assert whole.losses[0] > 5
+    assert whole.losses[-5:].mean() < 4
+    split = train(tmp_path, 2, MIXTURE)
+    assert split.weights.keys() == whole.weights.keys()
+    for name, weight in whole.weights.items():
+        assert split.weights[name].equal(weight), name
+    assert ((split.losses - whole.losses).abs() / whole.losses).max() <= 1e-5
+    for name, wanted in whole.gradients.items():
+        assert wanted.abs().max() > 0, name
+        assert (split.gradients[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_moves_the_bias_towards_equal_use(world: int, tmp_path: Path) -> None:
+    """By the tokens of all ranks: 4 sequences of 64, two experts each."""
+    asked = checked(tmp_path, world, biased(tmp_path))
+
+    def body() -> None:
+        run = assemble(asked)
+        layers = layers_of(run)
+        take_steps(run, 1)
+        for layer in layers:
+            counts = layer.counts.clone()
+            dist.all_reduce(counts)
+            assert counts.sum() == 4 * 64 * 2
+            assert layer.bias is not None
+            wanted = RATE * (counts.double().mean() - counts).sign().float()
+            assert layer.bias.equal(wanted)
+            assert layer.bias.abs().max() > 0
+        before = [layer.bias.clone() for layer in layers]  # type: ignore[union-attr]
+        assert run.routers is not None
+        run.routers.balance(torch.ones(()))  # of a step that is left out
+        assert all(layer.bias.equal(bias) for layer, bias in zip(layers, before, strict=True))  # type: ignore[union-attr]
+
+    run_ranks(body, tmp_path, world)
+
+
+def test_a_bias_is_saved_and_loaded_under_another_number_of_ranks(tmp_path: Path) -> None:
+    flags, folder = biased(tmp_path), tmp_path / "checkpoints"
+    asked = {world: checked(tmp_path, world, flags) for world in (1, 2)}
+
+    def save() -> None:
+        run = assemble(asked[2])
+        take_steps(run, 2)
+        Checkpoints(folder, keep=0).save(2, tensors_of(run), {})
+        if dist.get_rank() == 0:
+            torch.save([layer.bias for layer in layers_of(run)], tmp_path / "bias.pt")
+
+    def load() -> None:
+        run = assemble(asked[1])
+        assert not any(layer.bias.any() for layer in layers_of(run))  # type: ignore[union-attr]
+        Checkpoints(folder, keep=0).load(2, tensors_of(run))
+        saved = torch.load(tmp_path / "bias.pt")
+        assert all(bias.abs().max() > 0 for bias in saved)
+        for layer, bias in zip(layers_of(run), saved, strict=True):
+            torch.testing.assert_close(layer.bias, bias, rtol=0, atol=0)
+
+    run_ranks(save, tmp_path, 2)
+    run_ranks(load, tmp_path, 1)
+
+
+def test_losses_of_all_micro_batches_count_once(tmp_path: Path) -> None:
+    """What ranks and micro-batches add up of the balance loss is its mean over them: one, where use is nearly equal."""
+    asked = checked(tmp_path, 2, MIXTURE)
+
+    def body() -> None:
+        run = assemble(asked)
+        take_steps(run, 1)
+        for layer in layers_of(run):
+            sums = layer.sums.clone()
+            dist.all_reduce(sums)
+            assert 0.9 < sums[1] < 2
+            assert 0 < sums[0] / (4 * 64) <= torch.tensor(8.0).log() + 1e-6  # nats a token
+
+    run_ranks(body, tmp_path, 2)

@@ -1,0 +1,106 @@
+"""What trains a router beside the loss of its tokens, and what is counted of it.
+
+A model returns logits alone, so a loss of the router's own is a gradient that an identity adds in backward
+(`with_loss`). Each micro-batch has such a loss, a mean over its tokens; it counts by the micro-batch's share of the
+step's targets, since gradients of micro-batches and ranks are summed.
+
+M tokens, E experts, K experts of a token.
+
+Source: Fedus et al. 2021, "Switch Transformers", eq. 4 to 6; Zoph et al. 2022, "ST-MoE", eq. 5.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titanlite.kernels.operators import operator
+
+
+def balance_loss(logits: Tensor, choices: Tensor) -> Tensor:
+    """Return E · Σ f·p, 1 where experts are used alike: f the share of choices, p the mean probability of each.
+
+    Args:
+        logits: [M, E] float32.
+        choices: [M, K] int32; they have no gradient.
+
+    Returns:
+        [] in `logits.dtype`.
+    """
+    share = count_choices(choices, logits.shape[1]).to(logits.dtype) / choices.numel()
+    return logits.shape[1] * (share * logits.softmax(1).mean(0)).sum()
+
+
+def z_loss(logits: Tensor) -> Tensor:
+    """Return the mean square of what a softmax divides by, as a logarithm; logits [M, E] → []."""
+    return logits.logsumexp(1).square().mean()
+
+
+def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+    """Return `x`; in backward the loss gets `share` as its gradient.
+
+    Args:
+        x: any; the result must have a gradient.
+        loss: [].
+        share: [], of this micro-batch.
+    """
+    return _WithLoss.apply(x, loss, share)  # type: ignore[no-any-return]
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share.to(loss.dtype, copy=True))  # the next micro-batch writes another
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, ctx.saved_tensors[0], None
+
+
+@operator("count_choices", None)
+def count_choices(choices: Tensor, n_experts: int) -> Tensor:
+    """Count the tokens of each expert.
+
+    Args:
+        choices: [M, K] int32.
+        n_experts: E.
+
+    Returns:
+        [E] int64.
+    """
+    counts = torch.zeros(n_experts, dtype=torch.int64, device=choices.device)
+    chosen = choices.flatten().long()
+    return counts.scatter_add(0, chosen, torch.ones_like(chosen))
+
+
+@operator(
+    "count_routing",
+    None,
+    "(Tensor choices, Tensor logits, Tensor losses, Tensor share, Tensor(a!) counts, Tensor(b!) sums) -> Tensor",
+)
+def count_routing(
+    choices: Tensor, logits: Tensor, losses: Tensor, share: Tensor, counts: Tensor, sums: Tensor
+) -> Tensor:
+    """Add what a micro-batch's routing is to what has been counted.
+
+    Recomputation in backward must not repeat it: activation checkpointing keeps its result, whatever a save-list says.
+
+    Args:
+        choices: [M, K] int32.
+        logits: [M, E] float32.
+        losses: [2] float32, balance and z.
+        share: [], of the micro-batch.
+        counts: [E] int64, tokens of each expert.
+        sums: [3] float64: the entropy of each token's distribution over experts, in nats; both losses by their shares.
+
+    Returns:
+        [0], so that there is something to keep.
+    """
+    counts += count_choices.definition(choices, len(counts))
+    log_p = logits.log_softmax(1)
+    entropy = -(log_p.exp() * log_p).sum(1).double().sum()
+    sums += torch.cat((entropy[None], (losses * share).double()))
+    return losses.new_empty(0)
