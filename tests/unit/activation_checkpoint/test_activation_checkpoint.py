@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
-from titanlite.activation_checkpoint.operations import CLASSES, FUSED
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED, ROUTE
 from titanlite.activation_checkpoint.rules import BlockRules, kernels
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
@@ -168,7 +168,10 @@ def test_each_rule_of_a_shipped_list_is_used(name):
     assert {i for i in range(len(shipped.rules)) if use.matches[i]} == local
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+DENSE = [name for name, known in ARCHITECTURES.items() if "experts" not in known.needs]
+
+
+@pytest.mark.parametrize("architecture", DENSE)
 @pytest.mark.parametrize("name", recipes.names("activation_checkpoint"))
 def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     """Each rule matches something of its blocks, and where it names matmuls, the same as in Llama 3: w1 is w13."""
@@ -185,6 +188,18 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     of_llama = traced_run(replace(config, model=Model()), replace(llama, n_layers=6), None)
     kept = [[p.matches for p in rule_costs(of, shipped) if p.rule.op == "matmul"] for of in (run, of_llama)]
     assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {*DENSE}))
+def test_a_list_that_names_the_feed_forward_is_refused_for_a_mixture(architecture):
+    """Which has experts there, whose products are in no class; a list that names no layer goes with it."""
+    config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
+    dims = recipes.model_dims(config)
+    with torch.device("meta"):
+        models = [model_class(config.model)(dims, S) for _ in range(2)]
+    with pytest.raises(RecipeError, match=r'module = "w1\*"\n +want: a linear layer of a block: wqkv, wo'):
+        apply_activation_checkpoint(models[0], recipes.load("activation_checkpoint", "balanced"))
+    assert apply_activation_checkpoint(models[1], recipes.load("activation_checkpoint", "full")).blocks == dims.n_layers
 
 
 def test_a_rule_that_matched_nothing_is_reported():
@@ -398,7 +413,11 @@ def test_every_operator_of_titanlite_has_a_class():
     # In backward, of weights before FSDP gathers them, and what is as cheap as elementwise work: there no rule applies.
     gradients = ["swiglu_grad", "swiglu_grad_cast", "window_attention_grad", "document_attention_grad"]
     gradients += ["norm_rope_grad", "rms_norm_grad", "rotated_heads_grad"]
+    # Of experts, which are computed again: no rule names them.
+    gradients += ["route_grad", "router_logits_grad", "expert_gate_grad", "row_dots", "spread_rows"]
+    gradients += ["grouped_weight_gradient", "scaled_grouped_gradient", "router_logits", "count_choices"]
+    gradients += ["gather_rows", "combine", "expert_gate", "grouped_matmul", "scaled_grouped_matmul"]
     of_weights = ("transpose", "cast_transpose", "cast_rows", "cast_by")
     elsewhere = {f"titanlite.{op}.default" for op in (*gradients, *of_weights, "norm_rope")}
     spelled = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("titanlite::")}
-    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *in_classes, *elsewhere}
+    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *ROUTE, *in_classes, *elsewhere}
