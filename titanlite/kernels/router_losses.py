@@ -1,4 +1,4 @@
-"""What trains a router beside the loss of its tokens, and what is counted of it.
+"""Train a router by losses of its own, beside that of its tokens, and count where it sends them.
 
 A model returns logits alone, so a loss of the router's own is a gradient that an identity adds in backward
 (`with_loss`). Each micro-batch has such a loss, a mean over its tokens; it counts by the micro-batch's share of the

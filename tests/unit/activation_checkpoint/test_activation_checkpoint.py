@@ -9,6 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import titanlite.models.moe  # noqa: F401  # whose operators are there then
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
