@@ -5,7 +5,14 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import DEVICES
-from titanlite.kernels.grouped_matmul import grouped_kernel, grouped_matmul, grouped_weight_gradient
+from titanlite.kernels.float8_cast import cast_rows, cast_transpose
+from titanlite.kernels.grouped_matmul import (
+    grouped_kernel,
+    grouped_matmul,
+    grouped_weight_gradient,
+    scaled_grouped_gradient,
+    scaled_grouped_matmul,
+)
 
 COUNTS = [[5, 2, 0, 4], [0, 0, 7], [1, 1, 1, 1], [9], [0, 0]]
 ON_GPUS = [  # of Hopper's kernel: less than half a tile, ends at and beside a half, no row, all rows
@@ -128,3 +135,83 @@ def test_a_graph_of_launches_follows_the_groups() -> None:
     graph.replay()
     assert torch.equal(product, grouped_matmul(a, weight, offsets))
     assert torch.equal(gradient, grouped_weight_gradient(a, a, offsets))
+
+
+def in_float8(counts: list[int], N: int, K: int, device: str) -> tuple[Tensor, ...]:
+    """Rows and weights as bytes with inverse scales, the latter [G, N, K] and [G, N]."""
+    R, G = sum(counts), len(counts)
+    a = random(R, K, seed=0, device=device, dtype=torch.bfloat16)
+    weight = random(G * N, K, seed=1, device=device, dtype=torch.bfloat16)
+    (a, a_inv), (weight, weight_inv) = (cast_rows(t, torch.float8_e4m3fn) for t in (a, weight))
+    return a, a_inv, weight.view(G, N, K), weight_inv.view(G, N)
+
+
+@pytest.mark.parametrize(
+    ("device", "counts", "N", "K"),
+    [
+        ("cpu", [5, 2, 0, 4], 16, 32),
+        *(
+            pytest.param("cuda", counts, N, K, marks=pytest.mark.gpu)
+            for counts in ON_GPUS
+            for N, K in [(256, 128), (1536, 2048), (640, 384)]
+        ),
+    ],
+)
+@pytest.mark.parametrize("fast", [False, True])
+def test_float8_products_are_of_what_the_bytes_stand_for(
+    device: str, counts: list[int], N: int, K: int, fast: bool
+) -> None:
+    """Forward, and with weights of the groups beside each other, with one scale for a column of all of them. Tensor
+    cores keep 14 bits of a sum: each of its terms is off by 2^-13 of the largest, at most of their sizes together; a
+    split sum is off so within its steps alone."""
+    a, a_inv, weight, weight_inv = in_float8(counts, N, K, device)
+    G, offsets = len(counts), offsets_of(counts, device)
+    got = scaled_grouped_matmul(a, weight, a_inv, weight_inv, offsets, torch.bfloat16, fast)
+    truth_of = a.double() * a_inv, weight.double() * weight_inv[:, :, None]
+    truth = masked_rows(*truth_of, offsets)
+    sizes = masked_rows(truth_of[0].abs(), truth_of[1].abs(), offsets)
+    assert within_float8(got, truth, sizes)
+    beside = weight.permute(1, 0, 2).contiguous().permute(1, 0, 2)  # memory [N, G, K]
+    ones = torch.ones(1, N, device=device)
+    got = scaled_grouped_matmul(a, beside, a_inv, ones, offsets, torch.bfloat16, fast)
+    truth, sizes = (masked_rows(f(truth_of[0]), f(weight.double()), offsets) for f in (lambda t: t, torch.abs))
+    assert within_float8(got, truth, sizes)
+    assert len(weight) == G
+
+
+@pytest.mark.parametrize(
+    ("device", "counts", "N", "K"),
+    [
+        ("cpu", [5, 2, 0, 4], 16, 32),
+        *(
+            pytest.param("cuda", counts, N, K, marks=pytest.mark.gpu)
+            for counts in ON_GPUS
+            for N, K in [(256, 128), (1536, 2048), (640, 384)]
+        ),
+    ],
+)
+@pytest.mark.parametrize("fast", [False, True])
+def test_float8_gradients_contract_the_rows_of_a_group(
+    device: str, counts: list[int], N: int, K: int, fast: bool
+) -> None:
+    """R is a multiple of 16, with rows of nobody behind; groups begin where they do."""
+    R = -(-sum(counts) // 16) * 16 + 32
+    grad, x = (random(R, n, seed=n, device=device, dtype=torch.bfloat16) for n in (N, K))
+    ones, offsets = torch.ones(R, 1, device=device), offsets_of(counts, device)
+    (grad, grad_inv), (x, x_inv) = (cast_transpose(t, ones, True, torch.float8_e4m3fn, True) for t in (grad, x))
+    for scales in ((grad_inv, x_inv), (None, x_inv), (grad_inv, None)):
+        got = scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast)
+        by = [1 if scale is None else scale.double() for scale in scales]
+        of_grad, of_x = grad.double() * by[0], x.double() * by[1]
+        for i, j, own in zip(offsets, offsets[1:], got, strict=False):
+            truth, sizes = (f(of_grad[:, i:j]) @ f(of_x[:, i:j]).t() for f in (lambda t: t, torch.abs))
+            assert within_float8(own, truth, sizes)
+        assert torch.equal(got, scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast))
+
+
+def masked_rows(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    return torch.cat([a[i:j] @ w.t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)])
+
+
+def within_float8(got: Tensor, truth: Tensor, sizes: Tensor) -> bool:
+    return bool(((got.double() - truth).abs() <= sizes * 2.0**-11 + truth.abs() * 2.0**-8 + 1e-30).all())
