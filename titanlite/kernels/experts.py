@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from titanlite.kernels.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from titanlite.kernels.operators import operator
-from titanlite.kernels.routing import combine, expert_rows, gather_rows
+from titanlite.kernels.routing import combine, expert_rows, spread_rows
 from titanlite.kernels.swiglu import gated, swiglu_grad
 
 
@@ -84,7 +84,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         rows, slots, offsets = expert_rows(choices, 0, len(w13))
-        a = grouped_matmul(gather_rows(x, slots, choices.shape[1]), w13, offsets)
+        a = grouped_matmul(spread_rows(x, rows, None, len(slots)), w13, offsets)
         ctx.save_for_backward(x, weights, a, rows, slots, offsets, w13, w2)
         return combine(grouped_matmul(expert_gate(a, slots), w2, offsets), rows, weights)
 
@@ -92,11 +92,10 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, a, rows, slots, offsets, w13, w2 = ctx.saved_tensors
-        K = weights.shape[1]
-        grad_rows = gather_rows(grad.contiguous(), slots, K)
+        grad_rows = spread_rows(grad.contiguous(), rows, None, len(slots))
         g = grouped_matmul(grad_rows, w2.mT, offsets)
         d_a, h, d_weights = expert_gate_grad(g, a, weights, slots)
         d_w2 = grouped_weight_gradient(grad_rows, h, offsets)
-        d_w13 = grouped_weight_gradient(d_a, gather_rows(x, slots, K), offsets)
+        d_w13 = grouped_weight_gradient(d_a, spread_rows(x, rows, None, len(slots)), offsets)
         d_x = combine(grouped_matmul(d_a, w13.mT, offsets), rows, None)
         return d_x, d_weights, None, d_w13, d_w2
