@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titanlite.kernels.float8_cast import cast_rows
 from titanlite.kernels.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from titanlite.kernels.operators import operator
 from titanlite.kernels.routing import combine, expert_rows, spread_rows
@@ -62,20 +63,58 @@ def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) ->
     return d_a, (h * weight).to(h.dtype), d_weights
 
 
-def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+@operator("expert_gate_cast", "expert_gate.launch_expert_gate_cast")
+def expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cast `expert_gate(a, slots)`, each row by a power of two of its own.
+
+    Args:
+        a: [R, 2F].
+        slots: [R] int32.
+        dtype: float8.
+
+    Returns:
+        Bytes [R, F], and their inverse scales, [R, 1] float32.
+    """
+    return cast_rows.definition(expert_gate.definition(a, slots), dtype)
+
+
+@operator("expert_gate_grad_cast", "expert_gate.launch_expert_gate_grad_cast")
+def expert_gate_grad_cast(
+    grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Cast what `expert_gate_grad` returns, each row by a power of two of its own, with the results unweighed.
+
+    Args:
+        grad: [R, F].
+        a: [R, 2F].
+        weights: [M, K] float32.
+        slots: [R] int32.
+        dtype: float8.
+
+    Returns:
+        Bytes [R, 2F] of the gradient of a, and their inverse scales, [R, 1] float32; the same of the results, [R, F],
+        to the bit those of `expert_gate_cast`; and the gradient of the weights, [M, K].
+    """
+    d_a, _, d_weights = expert_gate_grad.definition(grad, a, weights, slots)
+    return *cast_rows.definition(d_a, dtype), *expert_gate_cast.definition(a, slots, dtype), d_weights
+
+
+def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
     """Send each token through its experts.
 
     Args:
         x: [M, D].
         weights: [M, K] float32, of a token's experts.
         choices: [M, K] int32, their numbers.
-        w13: [E, 2F, D], blocks of 128 rows of gate and up in turn.
-        w2: [E, D, F].
+        w13: [E·2F, D], of each expert in turn, blocks of 128 rows of gate and up in turn.
+        w2: [E·D, F], of each expert in turn.
+        n_experts: E.
 
     Returns:
         [M, D] in `x.dtype`: for each token the sum of its experts' results, each rounded, times their weights, in the
         order of the slots, in float32.
     """
+    w13, w2 = (w.unflatten(0, (n_experts, -1)) for w in (w13, w2))
     return _Experts.apply(x, weights, choices, w13, w2)  # type: ignore[no-any-return]
 
 

@@ -14,9 +14,15 @@ from titanlite.kernels.operators import operator
 
 @operator("cast_transpose", "float8_cast.launch_cast_transpose")
 def cast_transpose(
-    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+    x: Tensor,
+    factors: Tensor,
+    by_column: bool,
+    dtype: torch.dtype,
+    pow2: bool,
+    after: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Cast the transpose of `x · factors`.
+    """Cast the transpose of `x · factors`, of all rows of x or of those that are named.
 
     Args:
         x: [M, K], bfloat16, float16, float32 or float8; rows contiguous.
@@ -25,10 +31,12 @@ def cast_transpose(
         dtype: float8.
         pow2: round scales down to a power of two.
         after: as for `transpose`.
+        sources: as for `transpose`; there is a factor for each of them.
 
     Returns:
         Bytes [K, M], contiguous; and their inverse scales, [K, 1] or [] float32.
     """
+    x = x if sources is None else _named_rows(x.float(), sources)
     transposed = (x.float() * factors).t()  # [K, M]
     amax = transposed.abs().amax(1, keepdim=True) if by_column else transposed.abs().amax()
     scale, scale_inv = scale_of(amax, dtype, pow2)
@@ -36,18 +44,23 @@ def cast_transpose(
 
 
 @operator("transpose", "float8_cast.launch_transpose")
-def transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
-    """Transpose float8 bytes.
+def transpose(x: Tensor, after: Tensor | None = None, sources: Tensor | None = None) -> Tensor:
+    """Transpose float8 bytes, of all rows or of those that are named.
 
     Args:
         x: [M, K] float8, contiguous.
         after: what must be there before, and is not read. Of a weight this is a gradient: a compiler would as soon
             transpose the weight in forward, and keep it until backward although FSDP gathers it anew.
+        sources: [M'] int32, the row of x that each column of the result is; -1: zeros. None: one after the other.
 
     Returns:
-        [K, M], contiguous.
+        [K, M], or [K, M'], contiguous.
     """
-    return x.t().contiguous()
+    return (x if sources is None else _named_rows(x.float(), sources).to(x.dtype)).t().contiguous()
+
+
+def _named_rows(x: Tensor, sources: Tensor) -> Tensor:
+    return torch.where((sources >= 0)[:, None], x[sources.clamp(min=0).long()], 0)
 
 
 @operator("cast_rows", "float8_cast.launch_cast_rows")

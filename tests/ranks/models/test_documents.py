@@ -235,6 +235,7 @@ def test_layouts_and_save_lists_compute_the_same(
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_steps_neither_wait_for_the_gpu_nor_compile_again(tmp_path: Path) -> None:
     """Over other documents in each: after the first steps torch raises where the host waits or a graph is compiled."""
     heads = ["--model.n_heads=4", "--model.n_kv_heads=2"]  # 64 wide

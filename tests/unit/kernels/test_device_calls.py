@@ -38,16 +38,19 @@ import triton
 import titanlite.kernels
 from tests.support.compile_only import _Driver, fake_channel
 from titanlite.kernels import collectives, lowering
-from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import (
+    aligned_rows,
     block_cast,
     channel,
     document_attention,
     document_attention_grad,
     document_tiles,
+    expert_gate,
     expert_rows,
     float8_cast,
     gather_plan,
+    grouped_gradient,
+    grouped_matmul,
     norm_rope,
     rms_norm,
     rope,
@@ -56,6 +59,7 @@ from titanlite.kernels.device import (
     swiglu,
     tiles,
 )
+from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
 from titanlite.kernels.products import NOTHING, SLOWER, out_shapes, scales_travel
@@ -125,11 +129,12 @@ class Launches:
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
     documents = document_attention, document_attention_grad, document_tiles
-    for module in (block_cast, expert_rows, float8_cast, norm_rope, rms_norm, rope, routing, swiglu, *documents):
+    experts = aligned_rows, expert_gate, expert_rows, grouped_gradient, grouped_matmul
+    for module in (*experts, block_cast, float8_cast, norm_rope, rms_norm, rope, routing, swiglu, *documents):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
-    for module in (gather, norm_rope, rms_norm, scatter, *documents[:2]):
+    for module in (gather, grouped_gradient, grouped_matmul, norm_rope, rms_norm, scatter, *documents[:2]):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
@@ -305,7 +310,7 @@ def test_device_code_takes_the_arguments_of_its_operator():
             assert given[: len(wanted)] == wanted, name
             assert all(default is None for _, default in given[len(wanted) :]), name
             launched += 1
-    assert launched == 21
+    assert launched == 24
 
 
 def test_casts(launches: Launches):
@@ -319,6 +324,9 @@ def test_casts(launches: Launches):
         for by_row in (False, True):
             for strided in (x, grad, x[:, :F]):
                 float8_cast.launch_cast_transpose(strided, torch.ones(M, 1), by_row, other, pow2)
+            named = torch.zeros(5).int()
+            float8_cast.launch_cast_transpose(x, torch.ones(5, 1), by_row, other, pow2, None, named)
+            float8_cast.launch_transpose(x.to(other), None, named)
             swiglu.launch_swiglu_cast(x, by_row, other, pow2)
             for result in (E4M3, E5M2):
                 swiglu.launch_swiglu_grad_cast(grad, x, by_row, other, result, pow2)
@@ -382,6 +390,39 @@ def test_rows_of_experts(launches: Launches):
             expert_rows.launch_row_dots(x, other, rows)
     kernels = {"_gather_rows", "_combine_rows", "_spread_rows", "_row_dots"}
     assert {name for name, *_ in launches.by_key} == kernels  # type: ignore[misc]
+
+
+def test_gates_and_places_of_experts(launches: Launches):
+    for M, K, blocks, dtype in product((12, 24), (1, 3), (1, 6), (BF16, torch.float32)):
+        a, grad = torch.zeros(M * K, 256 * blocks, dtype=dtype), torch.zeros(M * K, 128 * blocks, dtype=dtype)
+        slots, weights = torch.zeros(M * K).int(), torch.zeros(M, K)
+        expert_gate.launch_expert_gate(a, slots)
+        expert_gate.launch_expert_gate_grad(grad, a, weights, slots)
+        expert_gate.launch_expert_gate_cast(a, slots, E4M3)
+        expert_gate.launch_expert_gate_grad_cast(grad, a, weights, slots, E4M3)
+        for groups in (1, 5):
+            aligned_rows.launch_aligned_rows(slots, torch.zeros(groups + 1).int(), K)
+    kernels = {"_expert_gate", "_expert_gate_grad", "_expert_gate_cast", "_expert_gate_grad_cast", "_aligned_rows"}
+    assert {name for name, *_ in launches.by_key} == kernels  # type: ignore[misc]
+
+
+def test_products_of_experts(launches: Launches):
+    for R, G, N, K in product((32, 48), (1, 3), (128, 256), (128, 384)):
+        offsets, columns = torch.zeros(G + 1).int(), torch.ones(K, 1)
+        for dtype in (BF16, torch.float16):
+            a, grad = torch.zeros(R, K, dtype=dtype), torch.zeros(R, N, dtype=dtype)
+            for weight in (torch.zeros(G, N, K, dtype=dtype), torch.zeros(G, K, N, dtype=dtype).mT):
+                grouped_matmul.launch_grouped_matmul(a, weight, offsets)
+            grouped_gradient.launch_grouped_gradient(grad, a, offsets)
+        a, weight = torch.zeros(R, K).to(E4M3), torch.zeros(G, N, K).to(E4M3)
+        grad, x = torch.zeros(N, R).to(E4M3), torch.zeros(K, R).to(E4M3)
+        for fast in (False, True):
+            for scales, of in ((torch.ones(G, N), weight), (torch.ones(1, N), weight.transpose(0, 1).contiguous())):
+                of = of if of is weight else of.transpose(0, 1)
+                grouped_matmul.launch_scaled_grouped_matmul(a, of, torch.ones(R, 1), scales, offsets, BF16, fast)
+            for scales in ((None, columns), (torch.ones(N, 1), None)):
+                grouped_gradient.launch_scaled_grouped_gradient(grad, x, *scales, offsets, BF16, fast)
+    assert {name for name, *_ in launches.by_key} == {"_grouped_matmul", "_grouped_weight_gradient"}  # type: ignore[misc]
 
 
 def test_heads(launches: Launches):

@@ -51,7 +51,10 @@ def test_experts_are_those_of_a_loop(kind: str, K: int) -> None:
     ]
     x, weights, w13, w2 = (t.requires_grad_() for t in given)
     choices, grad = choices_of(kind, M, K), random(M, D, seed=4)
-    ours, theirs = experts(x, weights, choices, w13, w2), one_by_one(x, weights, choices, w13, w2)
+    ours, theirs = (
+        experts(x, weights, choices, w13.flatten(0, 1), w2.flatten(0, 1), E),
+        one_by_one(x, weights, choices, w13, w2),
+    )
     for got, truth in zip(
         (ours, *torch.autograd.grad(ours, given, grad)),
         (theirs, *torch.autograd.grad(theirs, given, grad)),
@@ -80,7 +83,10 @@ def test_in_bfloat16_the_device_code_is_near_the_loop(kind: str) -> None:
         y = run(x, weights, choices, w13, w2)
         return [y, *torch.autograd.grad(y, [x, weights, w13, w2], grad.to(y.dtype))]
 
-    ours, again, truth = of(experts, given), of(experts, given), of(one_by_one, [t.double() for t in given])
+    def all_at_once(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        return experts(x, weights, choices, w13.flatten(0, 1), w2.flatten(0, 1), len(w13))
+
+    ours, again, truth = of(all_at_once, given), of(all_at_once, given), of(one_by_one, [t.double() for t in given])
     for got, second, wanted in zip(ours, again, truth, strict=True):
         assert torch.equal(got, second)
         off = got.double() - wanted

@@ -80,17 +80,28 @@ def _of_greater_size(a, b):
 
 
 @triton.jit
+def _source(sources, m, M):
+    """Return the rows that tiles are made of, and whether there are such: all, or those that are named."""
+    if sources is None:
+        return m, m < M
+    row = tl.load(sources + m, mask=m < M, other=-1)
+    return row, row >= 0
+
+
+@triton.jit
 def _cast_amax(
-    x, factors, out, M, K, stride, BY_COLUMN: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
-):
+    x, factors, sources, out, M, K, stride,
+    BY_COLUMN: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """Find the greatest size of `x · factors` by column or of all, as the bits of a float32: NaN's are the greatest."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     most = tl.zeros([BM, BK], tl.float32)
     first = tl.program_id(1) * CHUNK
     for start in tl.static_range(0, CHUNK, BM):  # unrolled, so that its loads are in flight together
         m = first + start + tl.arange(0, BM)
-        inside = (m < M)[:, None] & (k < K)[None, :]
-        value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+        row, there = _source(sources, m, M)
+        inside = there[:, None] & (k < K)[None, :]
+        value = tl.load(x + row[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
         most = _of_greater_size(most, value * tl.load(factors + m, mask=m < M, other=0.0)[:, None])
     by_column = tl.max(most.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
     if BY_COLUMN:
@@ -101,15 +112,16 @@ def _cast_amax(
 
 @triton.jit
 def _cast_transpose(
-    x, factors, amax, out, scale_invs, M, K, stride, most,
+    x, factors, sources, amax, out, scale_invs, M, K, stride, most,
     BY_COLUMN: tl.constexpr, POW2: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
-    inside = (m < M)[:, None] & (k < K)[None, :]
+    row, there = _source(sources, m, M)
+    inside = there[:, None] & (k < K)[None, :]
     at = k if BY_COLUMN else k * 0
     scale, scale_inv = scale_from_amax(tl.load(amax + at, mask=k < K, other=0), most, POW2)
-    value = tl.load(x + m[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(factors + m, mask=m < M, other=0.0)[:, None]
     byte = to_bytes(value * scale[None, :], out.dtype.element_ty)
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
@@ -118,10 +130,11 @@ def _cast_transpose(
 
 
 @triton.jit
-def _transpose(x, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
+def _transpose(x, sources, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
-    byte = tl.load(x + m[:, None].to(tl.int64) * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :])
+    row, there = _source(sources, m, M)
+    byte = tl.load(x + row[:, None].to(tl.int64) * K + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0)
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
 
 
@@ -167,20 +180,26 @@ def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None)
 
 
 def launch_cast_transpose(
-    x: Tensor, factors: Tensor, by_column: bool, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
+    x: Tensor,
+    factors: Tensor,
+    by_column: bool,
+    dtype: torch.dtype,
+    pow2: bool,
+    after: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the operator's kernels."""
     x, factors = x if x.stride(1) == 1 else x.contiguous(), factors.contiguous()
-    M, K = x.shape
+    M, K = len(factors), x.shape[1]
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
     out, scale_inv = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
     stride = x.stride(0)
-    key = M, K, stride, x.dtype, dtype, by_column, pow2
+    key = M, K, stride, x.dtype, dtype, by_column, pow2, sources is None
     launch(
-        _cast_amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, amax),
-        lambda: (x, factors, amax, M, K, stride, by_column, CHUNK, 32, WIDTH), num_warps=4,
+        _cast_amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, sources, amax),
+        lambda: (x, factors, sources, amax, M, K, stride, by_column, CHUNK, 32, WIDTH), num_warps=4,
     )  # fmt: skip
-    tensors = x, factors, amax, out, scale_inv
+    tensors = x, factors, sources, amax, out, scale_inv
     launch(
         _cast_transpose, key, (cdiv(M, ROWS), cdiv(K, COLUMNS)), tensors,
         lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, by_column, pow2, ROWS, COLUMNS), num_warps=4,
@@ -188,12 +207,12 @@ def launch_cast_transpose(
     return out, scale_inv
 
 
-def launch_transpose(x: Tensor, after: Tensor | None = None) -> Tensor:
+def launch_transpose(x: Tensor, after: Tensor | None = None, sources: Tensor | None = None) -> Tensor:
     """Launch the operator's kernel."""
     x = x.contiguous()
-    M, K = x.shape
+    M, K = len(x) if sources is None else len(sources), x.shape[1]
     out = x.new_empty((K, M))
-    tensors = x.view(torch.uint8), out.view(torch.uint8)
-    grid = cdiv(M, ROWS), cdiv(K, 128)
-    launch(_transpose, (M, K), grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
+    tensors = x.view(torch.uint8), sources, out.view(torch.uint8)
+    key, grid = (M, K, sources is None), (cdiv(M, ROWS), cdiv(K, 128))
+    launch(_transpose, key, grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
     return out

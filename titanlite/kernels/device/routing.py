@@ -3,9 +3,9 @@
 The choice: a thread block holds the logits of a few tokens and takes the highest K times, and of equal ones the lowest
 expert. They are compared as integers of the same order, of which a warp finds the maximum with one instruction.
 
-The rows, in three kernels: each thread block counts those of its choices by expert; one thread block adds up the counts
-of the blocks before, and the experts before; then each thread block places its choices behind those before it. Nothing
-depends on which thread block runs first.
+The rows, in three kernels: each thread block counts those of its choices by expert; the counts of an expert are added
+up over the blocks before; then each thread block places its choices behind those before it. Nothing depends on which
+thread block runs first.
 """
 
 import torch
@@ -19,10 +19,10 @@ from titanlite.kernels.routing import LEAST_SUM, check_route
 LOGITS = 2048
 """Logits that a thread block holds, of whole tokens: 16 for each thread."""
 CHOICES = 512
-"""Choices that a thread block counts and places, COLUMNS of them at a time beside all experts or choices."""
-COLUMNS = 8
-COUNTS = 16384
-"""Counts that the thread block which adds them up has at a time, 16 for each thread."""
+"""Choices that a thread block counts and places, COLUMNS of them at a time beside all of them."""
+COLUMNS = 32
+EXPERTS, COUNTS = 8, 4096
+"""Experts whose counts a thread block adds up, and counts that it has at a time, 16 for each thread."""
 
 TAKEN = tl.constexpr(-(2**31))
 """Lower than any number's integer."""
@@ -138,47 +138,36 @@ def _route_grad(
 
 
 @triton.jit
-def _expert_counts(
-    choices, slots, counts, n, first,
-    G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _expert_counts(choices, slots, counts, n, first, G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr):
     """counts: [blocks, G] of the choices of each thread block. All slots are set to -1 meanwhile."""
     block, g = tl.program_id(0), tl.arange(0, WIDTH)
-    own = tl.zeros((COLUMNS, WIDTH), tl.int32)
-    for start in range(0, CHOICES, COLUMNS):
-        i = block * CHOICES + start + tl.arange(0, COLUMNS)
-        expert = tl.load(choices + i, mask=i < n, other=-1) - first
-        own += ((expert[:, None] == g[None, :]) & (i < n)[:, None]).to(tl.int32)
-    tl.store(counts + block * G + g, tl.sum(own, 0), mask=g < G)
     i = block * CHOICES + tl.arange(0, CHOICES)
+    expert = tl.load(choices + i, mask=i < n, other=-1) - first
+    here = (expert >= 0) & (expert < G) & (i < n)
+    tl.store(counts + block * G + g, tl.histogram(tl.where(here, expert, 0), WIDTH, mask=here), mask=g < G)
     tl.store(slots + i, tl.full((CHOICES,), -1, tl.int32), mask=i < n)
 
 
 @triton.jit
-def _expert_begins(counts, begins, offsets, blocks, G: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """begins: [blocks, G], the row at which each thread block's rows of each expert begin."""
-    g = tl.arange(0, WIDTH)
-    sums = tl.zeros((ROWS, WIDTH), tl.int32)
-    for start in range(0, blocks, ROWS):
-        b = start + tl.arange(0, ROWS)
-        sums += tl.load(counts + b[:, None] * G + g[None, :], mask=(b < blocks)[:, None] & (g < G)[None, :], other=0)
-    totals = tl.sum(sums, 0)
-    next_row = tl.cumsum(totals, 0) - totals
-    tl.store(offsets + g, next_row, mask=g < G)
-    tl.store(offsets + 1 + g, next_row + totals, mask=g == G - 1)
+def _expert_begins(counts, begins, totals, blocks, G: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+    """begins: [blocks, G], each expert's rows in the thread blocks before; totals: [G], in all. For a few experts."""
+    g = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    before = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, blocks, ROWS):
         b = start + tl.arange(0, ROWS)
         at, inside = b[:, None] * G + g[None, :], (b < blocks)[:, None] & (g < G)[None, :]
         own = tl.load(counts + at, mask=inside, other=0)
-        tl.store(begins + at, next_row[None, :] + tl.cumsum(own, 0) - own, mask=inside)
-        next_row += tl.sum(own, 0)
+        tl.store(begins + at, before[None, :] + tl.cumsum(own, 0) - own, mask=inside)
+        before += tl.sum(own, 0)
+    tl.store(totals + g, before, mask=g < G)
 
 
 @triton.jit
 def _expert_places(
-    choices, begins, rows, slots, n, first, G: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr
+    choices, begins, totals, rows, slots, offsets, n, first,
+    G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Place each choice behind those of the same expert before it."""
+    """Place each choice behind the experts before its own, and the choices of its own before it."""
     block = tl.program_id(0)
     i = block * CHOICES + tl.arange(0, CHOICES)
     expert = tl.load(choices + i, mask=i < n, other=-1) - first
@@ -187,10 +176,19 @@ def _expert_places(
         j = block * CHOICES + start + tl.arange(0, COLUMNS)
         other = tl.load(choices + j, mask=j < n, other=-1) - first
         before += ((expert[:, None] == other[None, :]) & (j[None, :] < i[:, None])).to(tl.int32)
+    for start in range(0, G, COLUMNS):
+        g = start + tl.arange(0, COLUMNS)
+        total = tl.load(totals + g, mask=g < G, other=0)
+        before += tl.where(g[None, :] < expert[:, None], total[None, :], 0)
     here = (expert >= 0) & (expert < G) & (i < n)
     row = tl.load(begins + block * G + expert, mask=here, other=0) + tl.sum(before, 1)
     tl.store(rows + i, tl.where(here, row, -1), mask=i < n)
     tl.store(slots + row, i, mask=here)
+    if block == 0:
+        g = tl.arange(0, WIDTH)
+        ends = tl.cumsum(tl.load(totals + g, mask=g < G, other=0), 0)
+        tl.store(offsets + 1 + g, ends, mask=g < G)
+        tl.store(offsets + g, tl.zeros((WIDTH,), tl.int32), mask=g == 0)
 
 
 def launch_route(
@@ -234,19 +232,20 @@ def launch_expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor,
     if not n:
         return rows, slots, offsets.zero_()
     width, blocks = max(16, triton.next_power_of_2(count)), cdiv(n, CHOICES)
-    counts, begins = choices.new_empty(blocks, count), choices.new_empty(blocks, count)
-    at_once = min(max(1, COUNTS // width), triton.next_power_of_2(blocks))
+    counts, begins, totals = (choices.new_empty(rows_of, count) for rows_of in (blocks, blocks, 1))
+    at_once = min(COUNTS // EXPERTS, triton.next_power_of_2(blocks))
     launch(
         _expert_counts, (n, first, count), blocks, (choices, slots, counts),
-        lambda: (choices, slots, counts, n, first, count, width, CHOICES, COLUMNS), num_warps=8,
+        lambda: (choices, slots, counts, n, first, count, width, CHOICES), num_warps=8,
     )  # fmt: skip
     launch(
-        _expert_begins, (blocks, count), 1, (counts, begins, offsets),
-        lambda: (counts, begins, offsets, blocks, count, width, at_once), num_warps=32,
+        _expert_begins, (blocks, count), cdiv(count, EXPERTS), (counts, begins, totals),
+        lambda: (counts, begins, totals, blocks, count, EXPERTS, at_once), num_warps=8,
     )  # fmt: skip
+    tensors = choices, begins, totals, rows, slots, offsets
     launch(
-        _expert_places, (n, first, count), blocks, (choices, begins, rows, slots),
-        lambda: (choices, begins, rows, slots, n, first, count, CHOICES, COLUMNS), num_warps=8,
+        _expert_places, (n, first, count), blocks, tensors,
+        lambda: (*tensors, n, first, count, width, CHOICES, COLUMNS), num_warps=8,
     )  # fmt: skip
     return rows, slots, offsets
 

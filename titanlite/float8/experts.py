@@ -1,0 +1,132 @@
+"""The experts of a layer in float8 by row: each tensor is cast once, and tokens travel to their experts as bytes.
+
+As in `fused.py`, no scale lies along a sum. A weight's gradient contracts the rows of an expert, so both operands are
+transposed; the scales of one's rows go to the narrower one, whose bytes are cast again. Transposed, the rows of an
+expert begin at multiples of 16 (`kernels/aligned_rows.py`), and are fetched from tokens where they are tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.float8.emulated import DTYPES, Cast
+from titanlite.float8.weight import GatheredWeight
+from titanlite.kernels.aligned_rows import aligned_rows
+from titanlite.kernels.experts import expert_gate_cast, expert_gate_grad_cast
+from titanlite.kernels.float8_cast import cast_rows, cast_transpose, transpose
+from titanlite.kernels.grouped_matmul import scaled_grouped_gradient, scaled_grouped_matmul
+from titanlite.kernels.routing import combine, expert_rows, spread_rows
+
+
+class Float8Experts:
+    """The experts of a recipe whose scales are powers of two by row; called as `kernels.experts.experts`.
+
+    Args:
+        recipe: the arithmetic.
+    """
+
+    def __init__(self, recipe: Float8Recipe) -> None:
+        self.recipe = recipe
+
+    def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
+        """Return [M, D]."""
+        return _Float8Experts.apply(x, weights, choices, w13, w2, n_experts, self.recipe)  # type: ignore[no-any-return]
+
+
+class _Side(NamedTuple):
+    """An operand of a weight's gradient: bytes [n, width] with a scale each, and which row or token each place has."""
+
+    cast: Cast
+    sources: Tensor
+
+    def factors(self) -> Tensor:
+        """The inverse scale of each place, [P, 1]."""
+        return self.cast.scale_inv[self.sources.clamp(min=0)]
+
+
+@torch._dynamo.allow_in_graph  # weights may be in float8, whose insides Dynamo does not see
+class _Float8Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor,
+        choices: Tensor,
+        w13: Tensor,
+        w2: Tensor,
+        E: int,
+        recipe: Float8Recipe,
+    ) -> Tensor:
+        rows, slots, offsets = expert_rows(choices, 0, E)
+        c, fast = Cast(*cast_rows(x, DTYPES[recipe.input.dtype])), recipe.accumulation.output == "fast"
+        a = _product(_sent(c, rows, slots), _by_expert(w13, E, recipe), offsets, x.dtype, fast)
+        h = Cast(*expert_gate_cast(a, slots, DTYPES[recipe.input.dtype]))
+        o = _product(h, _by_expert(w2, E, recipe), offsets, x.dtype, fast)
+        ctx.save_for_backward(*c, weights, a, rows, slots, offsets, w13, w2)
+        ctx.E, ctx.recipe = E, recipe
+        return combine(o, rows, weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        qdata, scale_inv, weights, a, rows, slots, offsets, w13, w2 = ctx.saved_tensors
+        recipe, dtype, K = ctx.recipe, grad.dtype, weights.shape[1]
+        split = recipe.accumulation.grad_input == "fast", recipe.accumulation.grad_weight == "fast"
+        g = Cast(*cast_rows(grad.contiguous(), DTYPES[recipe.grad_output.dtype]))
+        d_h = _product(_sent(g, rows, slots), _transposed(w2, ctx.E, recipe, g.qdata), offsets, dtype, split[0])
+        cast = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[recipe.grad_output.dtype])
+        (d_a, h), d_weights = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
+        d_x = combine(_product(d_a, _transposed(w13, ctx.E, recipe, d_a.qdata), offsets, dtype, split[0]), rows, None)
+        row_of, token_of, begins = aligned_rows(slots, offsets, K)
+        weight = weights.flatten()[slots.clamp(min=0)][:, None]
+        weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
+        how = begins, recipe, dtype, split[1]
+        d_w2 = _gradient(_Side(g, token_of), weighed, *how)
+        d_w13 = _gradient(_Side(d_a, row_of), _Side(Cast(qdata, scale_inv), token_of), *how)
+        return d_x, d_weights, None, d_w13, d_w2, None, None
+
+
+def _sent(c: Cast, rows: Tensor, slots: Tensor) -> Cast:
+    """Send the bytes and scales of tokens to their experts."""
+    K = rows.shape[1]
+    return Cast(spread_rows(c.qdata, rows, None, len(slots)), c.scale_inv[slots.clamp(min=0) // K])
+
+
+def _product(a: Cast, weight: Cast, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    return scaled_grouped_matmul(a.qdata, weight.qdata, a.scale_inv, weight.scale_inv, offsets, dtype, fast)
+
+
+def _straight(weight: Tensor, recipe: Float8Recipe) -> Cast:
+    if isinstance(weight, GatheredWeight):
+        return Cast(weight.qdata, weight.scale_inv)
+    return Cast(*cast_rows(weight, DTYPES[recipe.weight.dtype]))
+
+
+def _by_expert(weight: Tensor, E: int, recipe: Float8Recipe) -> Cast:
+    """Cast [E·N, K] by row, as [E, N, K] with scales [E, N]."""
+    qdata, scale_inv = _straight(weight, recipe)
+    return Cast(qdata.unflatten(0, (E, -1)), scale_inv.view(E, -1))
+
+
+def _transposed(weight: Tensor, E: int, recipe: Float8Recipe, after: Tensor) -> Cast:
+    """Cast the transpose of [E·N, K], [E, K, N], with a scale for each of K that all experts share, [1, K]."""
+    c = _straight(weight, recipe)
+    qdata, scale_inv = cast_transpose(*c, True, DTYPES[recipe.weight.dtype], True, after)
+    return Cast(qdata.unflatten(1, (E, -1)).transpose(0, 1), scale_inv.t())
+
+
+def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype: torch.dtype, fast: bool) -> Tensor:
+    """Return the gradient of a weight, [E·N, K]; of the two the narrower is cast again, with both's scales."""
+    of_grad = grad.cast.qdata.shape[1] <= x.cast.qdata.shape[1]
+    narrow, wide = (grad, x) if of_grad else (x, grad)
+    operand = recipe.grad_output if of_grad else recipe.input
+    factors = narrow.factors() * wide.factors()
+    again, scale_inv = cast_transpose(
+        narrow.cast.qdata, factors, True, DTYPES[operand.dtype], True, None, narrow.sources
+    )
+    other = transpose(wide.cast.qdata, None, wide.sources)
+    operands = (again, other, scale_inv, None) if of_grad else (other, again, None, scale_inv)
+    return scaled_grouped_gradient(*operands, begins, dtype, fast).flatten(0, 1)

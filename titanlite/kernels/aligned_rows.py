@@ -1,0 +1,41 @@
+"""Lay out groups of rows so that each begins at a multiple of 16, as float8 wants it where rows lie along a matrix's
+rows: TMA loads from multiples of 16 bytes.
+
+    rows       0 0 0 | 1 1 1 1 1 | 2                        offsets 0, 3, 8, 9
+    places     0 0 0 - - …  | 1 1 1 1 1 - … | 2 - …         begins 0, 16, 32, 48
+"""
+
+import torch
+from torch import Tensor
+
+from titanlite.kernels.operators import operator
+
+ALIGNMENT = 16
+
+
+def aligned_places(rows: int, groups: int) -> int:
+    """Return how many places are enough for so many rows of so many groups, however they are distributed."""
+    return (rows + groups * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+
+
+@operator("aligned_rows", "aligned_rows.launch_aligned_rows")
+def aligned_rows(slots: Tensor, offsets: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Give each place its row and its token.
+
+    Args:
+        slots: [R] int32, m·K + k of each row.
+        offsets: [G + 1] int32, where the rows of each group begin, and the last one's end.
+        top_k: K.
+
+    Returns:
+        For each of P places the row, [P] int32, and the token, [P] int32, both -1 for a place without a row; and where
+        the places of each group begin, and the last one's end, [G + 1] int32.
+    """
+    padded = (offsets.diff() + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    begins = torch.cat([offsets.new_zeros(1), padded.cumsum(0, dtype=torch.int32)])
+    places = torch.arange(aligned_places(len(slots), len(padded)), dtype=torch.int32, device=slots.device)
+    group = torch.searchsorted(begins[1:], places, right=True).clamp(max=len(padded) - 1)
+    row = offsets[group] + places - begins[group]
+    row = torch.where((places < begins[-1]) & (row < offsets[group + 1]), row, -1)
+    token = slots[row.clamp(min=0)] // top_k if len(slots) else row
+    return row, torch.where(row >= 0, token, -1), begins
