@@ -8,7 +8,7 @@ its parts (`wq`, `wk`, `wv`) share a scale.
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,12 +22,14 @@ from titanlite.config.build import show
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups
+from titanlite.float8.experts import Float8Experts
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul, Lowering
-from titanlite.float8.scope import joins_feed_forward, left_alone, require_equal_shards, require_matches
+from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle, require_equal_shards, require_matches
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels.collectives import Group
-from titanlite.models.layers import Linear
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.layers import Linear, Projection
 from titanlite.models.llama3 import FeedForward
 
 
@@ -85,7 +87,9 @@ def apply_float8(
     """
     matmul = Float8Matmul(recipe, device)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
-    require_matches(filter_fqns, list(linears))
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    of_experts = {name: {f"{name}.{part}": getattr(m, part) for part in ("w13", "w2")} for name, m in mixtures.items()}
+    require_matches(filter_fqns, [*linears, *(part for parts in of_experts.values() for part in parts)])
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied, of_their_own = [], {}, dict[str, int](), [], []
     own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks
@@ -108,6 +112,16 @@ def apply_float8(
                 continue
             rows[name] = len(weight)
             module.weight = _gathered_in_float8(module.weight, recipe, group)
+    gathers = recipe.fsdp_all_gather == "float8" and matmul.unfused is None
+    for name, projections in of_experts.items():
+        if why := _experts_left_alone(projections, tokens, recipe, filter_fqns):
+            skipped |= dict.fromkeys(projections, why)
+            continue
+        mixtures[name].compute = Float8Experts(recipe)
+        converted += projections
+        for part, projection in projections.items() if gathers else ():
+            rows[part] = len(local_data(projection.weight))
+            projection.weight = _gathered_in_float8(projection.weight, recipe, None)
     if of_their_own:
         left = [*filter_fqns, *dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in of_their_own)]
         has = "has" if len(of_their_own) == 1 else "have"
@@ -117,8 +131,18 @@ def apply_float8(
         raise RecipeError(describe("config", [problem]))
     require_equal_shards(rows, shards)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
-    maxima = tuple(m for name in converted for m in _maxima(name, linears[name], name in rows))
+    maxima = tuple(m for name in converted if name in linears for m in _maxima(name, linears[name], name in rows))
     return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima)
+
+
+def _experts_left_alone(
+    projections: Mapping[str, Projection], tokens: int, recipe: Float8Recipe, filter_fqns: tuple[str, ...]
+) -> str | None:
+    """Return why the experts of a layer are not converted, both projections or none, or None."""
+    if obstacle(recipe) is not None or set(recipe.granularities) != {"row"}:
+        return "experts have scales by row alone, which are powers of two, in all products"
+    found = (left_alone(name, p.weight.shape, tokens, recipe, filter_fqns) for name, p in projections.items())
+    return next((why for why in found if why), None)
 
 
 def _has_own_forward(module: Linear) -> bool:

@@ -62,9 +62,9 @@ class _Float8Experts(torch.autograd.Function):
     ) -> Tensor:
         rows, slots, offsets = expert_rows(choices, 0, E)
         c, fast = Cast(*cast_rows(x, DTYPES[recipe.input.dtype])), recipe.accumulation.output == "fast"
-        a = _product(_sent(c, rows, slots), _by_expert(w13, E, recipe), offsets, x.dtype, fast)
+        a = _product_of_rows(_sent(c, rows, slots), _by_expert(w13, E, recipe), offsets, x.dtype, fast)
         h = Cast(*expert_gate_cast(a, slots, DTYPES[recipe.input.dtype]))
-        o = _product(h, _by_expert(w2, E, recipe), offsets, x.dtype, fast)
+        o = _product_of_rows(h, _by_expert(w2, E, recipe), offsets, x.dtype, fast)
         ctx.save_for_backward(*c, weights, a, rows, slots, offsets, w13, w2)
         ctx.E, ctx.recipe = E, recipe
         return combine(o, rows, weights)
@@ -76,10 +76,12 @@ class _Float8Experts(torch.autograd.Function):
         recipe, dtype, K = ctx.recipe, grad.dtype, weights.shape[1]
         split = recipe.accumulation.grad_input == "fast", recipe.accumulation.grad_weight == "fast"
         g = Cast(*cast_rows(grad.contiguous(), DTYPES[recipe.grad_output.dtype]))
-        d_h = _product(_sent(g, rows, slots), _transposed(w2, ctx.E, recipe, g.qdata), offsets, dtype, split[0])
+        d_h = _product_of_rows(_sent(g, rows, slots), _transposed(w2, ctx.E, recipe, g.qdata), offsets, dtype, split[0])
         cast = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[recipe.grad_output.dtype])
         (d_a, h), d_weights = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
-        d_x = combine(_product(d_a, _transposed(w13, ctx.E, recipe, d_a.qdata), offsets, dtype, split[0]), rows, None)
+        d_x = combine(
+            _product_of_rows(d_a, _transposed(w13, ctx.E, recipe, d_a.qdata), offsets, dtype, split[0]), rows, None
+        )
         row_of, token_of, begins = aligned_rows(slots, offsets, K)
         weight = weights.flatten()[slots.clamp(min=0)][:, None]
         weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
@@ -95,7 +97,7 @@ def _sent(c: Cast, rows: Tensor, slots: Tensor) -> Cast:
     return Cast(spread_rows(c.qdata, rows, None, len(slots)), c.scale_inv[slots.clamp(min=0) // K])
 
 
-def _product(a: Cast, weight: Cast, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def _product_of_rows(a: Cast, weight: Cast, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     return scaled_grouped_matmul(a.qdata, weight.qdata, a.scale_inv, weight.scale_inv, offsets, dtype, fast)
 
 

@@ -12,6 +12,7 @@ So the results o of single experts, the largest of all, are kept nowhere.
 Source: Guo et al. 2025, "SonicMoE", section 3, for the gradient of a weight without o.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,6 +98,10 @@ def expert_gate_grad_cast(
     """
     d_a, _, d_weights = expert_gate_grad.definition(grad, a, weights, slots)
     return *cast_rows.definition(d_a, dtype), *expert_gate_cast.definition(a, slots, dtype), d_weights
+
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""The signature of `experts`, and of what stands in its place."""
 
 
 def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.kernels.experts import experts
+from titanlite.kernels.experts import Experts, experts
 from titanlite.kernels.router_losses import balance_loss, count_routing, with_loss, z_loss
 from titanlite.kernels.routing import route, router_logits
 from titanlite.kernels.swiglu import BLOCK
@@ -66,10 +66,6 @@ class GroupedProjection(Projection):
         """Weights that each token is multiplied by: those of its experts."""
         return self.weight.numel() // self.n_experts * self.top_k
 
-    def by_expert(self) -> Tensor:
-        """The weight as [E, N/E, K]."""
-        return self.weight.unflatten(0, (self.n_experts, -1))
-
 
 class MixtureOfExperts(nn.Module):
     """A router and its experts, in the place of a feed-forward.
@@ -84,6 +80,7 @@ class MixtureOfExperts(nn.Module):
         share: [], of this micro-batch in the step's targets, which the trainer writes before each.
         counts: [E] int64, tokens of each expert in training since the start, of this rank.
         sums: [3], as `count_routing` adds them up.
+        compute: the experts' arithmetic; a float8 recipe replaces it.
     """
 
     bias: Tensor | None
@@ -93,6 +90,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float) -> None:
         super().__init__()
+        self.compute: Experts = experts
         of = dims.experts
         if of is None:
             raise ValueError("MixtureOfExperts: dims.experts is None; want a recipe with a table [experts]")
@@ -119,7 +117,7 @@ class MixtureOfExperts(nn.Module):
         weights, choices = route(logits, self.bias, of.top_k, of.score, of.normalised, of.scale)
         if self.training and torch.is_grad_enabled():
             weights = self._trained(weights, choices, logits)
-        y = experts(x, weights, choices, self.w13.by_expert(), self.w2.by_expert())
+        y = self.compute(x, weights, choices, self.w13.weight, self.w2.weight, of.n_experts)
         return y if self.shared is None else y + self.shared(x)
 
     def _trained(self, weights: Tensor, choices: Tensor, logits: Tensor) -> Tensor:

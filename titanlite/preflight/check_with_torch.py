@@ -69,15 +69,17 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
 
 def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:
     """Refuse patterns, filters and rules that name no parameter, layer or block of the model."""
+    from titanlite.models.experts import GroupedProjection
     from titanlite.models.layers import Linear
 
     config, origin, save_list = checked.config, checked.origin, checked.save_list
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+    of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedProjection)]
     in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in layers if name.startswith("layers.")]
     reports: list[ErrorReport] = []
     for check in (
         lambda: without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), origin),
-        lambda: checked.float8 and require_matches(config.float8.filter_fqns, layers, origin),
+        lambda: checked.float8 and require_matches(config.float8.filter_fqns, [*layers, *of_experts], origin),
         lambda: (
             save_list
             and check_names_of_list(save_list, [*dict.fromkeys(in_blocks)], checked.dims.n_layers, config.job.strict)

@@ -7,11 +7,15 @@ from tests.support.needs import DEVICES
 from tests.support.sqnr import sqnr
 from tests.unit.kernels.test_experts import choices_of, one_by_one, random
 from titanlite import recipes
+from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.experts import Float8Experts
-from titanlite.float8.weight import GatheredWeight
+from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.kernels.aligned_rows import aligned_places, aligned_rows
+from titanlite.kernels.experts import experts
 from titanlite.kernels.float8_cast import cast_rows
 from titanlite.kernels.routing import expert_rows
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.moe import Qwen3MoE
 
 E = 5
 
@@ -75,3 +79,26 @@ def test_places_of_a_group_begin_at_multiples_of_sixteen(kind: str, device: str)
 def test_there_is_room_however_the_rows_fall() -> None:
     for counts in ([1] * 20, [17] * 20, [16] * 20, [0] * 20, [320] + [1] * 19):
         assert sum(-(-n // 16) * 16 for n in counts) <= aligned_places(sum(counts), len(counts))
+
+
+def test_a_recipe_converts_both_projections_or_neither() -> None:
+    """By row they are cast before FSDP gathers them; experts have no arithmetic for other scales; a filter keeps one
+    projection, and with it the other, in high precision."""
+    dims = recipes.load("model", "qwen3_moe-debug")
+
+    def converted(name: str, filters: tuple[str, ...]) -> tuple[MixtureOfExperts, Conversion]:
+        with torch.device("meta"):
+            model = Qwen3MoE(dims, 64)
+        done = apply_float8(model, recipes.load("float8", name), ("output", *filters), torch.device("cpu"), 128, 2)
+        return model.layers[0].experts, done
+
+    layer, done = converted("rowwise", ())
+    assert isinstance(layer.compute, Float8Experts)
+    assert isinstance(layer.w13.weight.data, WeightShard)
+    assert {"layers.0.experts.w13", "layers.0.experts.w2"} <= set(done.converted)
+    for name, filters, why in (("tensorwise", (), "scales by row"), ("rowwise", ("experts.w2",), "filter_fqns")):
+        layer, done = converted(name, filters)
+        assert layer.compute is experts
+        for part in ("w13", "w2"):
+            assert why in done.skipped[f"layers.0.experts.{part}"]
+            assert not isinstance(getattr(layer, part).weight.data, WeightShard)
