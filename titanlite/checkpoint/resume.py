@@ -22,7 +22,7 @@ from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import SOLE, key_of_source, longest_seq_len
+from titanlite.config.stages import SOLE, longest_seq_len
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.json_file import read_json
 
@@ -184,8 +184,8 @@ def other_text(
     if not others:
         return None
     now, was = pairs[others[0]]
-    keys = ", ".join(map(key_of_source, others))
-    saw = f"{keys} holds different text than before (fingerprint {now}, before {was})"
+    which = ", ".join(f"{name} of data.mixture" if name != SOLE else "data.source" for name in others)
+    saw = f"{which} holds different text than before (fingerprint {now}, before {was})"
     return f"{saw}: this epoch's samples are shuffled anew"
 
 

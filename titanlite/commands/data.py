@@ -5,17 +5,21 @@ titanlite data FILE --sample I                   the documents of one sample, de
 titanlite data FILE --sample I --picture FILE    and its attention mask as a picture
 titanlite data FILE --step N                     the documents of all samples of one step
 
-What is not prepared yet is prepared first, as by `titanlite prepare`. Nothing is trained; of a run that has begun, the
-stages are those that were trained, as its newest checkpoint has them.
+What is not prepared yet is prepared first, to its end, also where a run does that in the background. Nothing is
+trained; of a run that has begun, the stages are those that were trained, as its newest checkpoint has them.
 """
 
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite.commands.arguments import Command
 from titanlite.errors import ConfigError
 from titanlite.text_table import folded, terminal_width
+
+if TYPE_CHECKING:
+    from titanlite.preflight.checked_run import CheckedRun
 
 _SAMPLE, _STEP, _PICTURE = "--sample", "--step", "--picture"
 _COMMAND = Command(
@@ -61,6 +65,7 @@ def run(argv: Sequence[str]) -> int:
     if step is not None and follows_ranks(config, arguments.world):
         want = "--world N as well: without a global_batch_size a step's samples follow from the number of ranks"
         raise ConfigError.of("command line", _STEP, own[_STEP], want, f"{_STEP} {step} --world 1")
+    _tell_of_wait(checked)
     sources = open_sources(config, checked.dims.vocab_size, progress=True, unit_len=checked.table.unit_len)
     trained = RunSamples(config, checked.table, sources)
     tokenizer = checked.inputs.tokenizer
@@ -86,6 +91,14 @@ def run(argv: Sequence[str]) -> int:
         text += "".join(f"\n{note}\n" for note in checked.table.notes)
     sys.stdout.write(folded(text, terminal_width()))
     return 0
+
+
+def _tell_of_wait(checked: "CheckedRun") -> None:
+    """Say which sources are tokenized first, where a run does not wait for that."""
+    if checked.config.data.prepare == "background":
+        for key in checked.inputs.trained.keys() - checked.inputs.shards.keys():
+            name, what = checked.inputs.sources[key].name, "tokenized to its end first, for which a run does not wait"
+            sys.stderr.write(f"{key} = {name}: {what}; what is done by an interruption is kept\n")
 
 
 def _read_number(own: Mapping[str, str], flag: str, least: int) -> int | None:

@@ -12,6 +12,7 @@ from titanlite.data.run_samples import OpenSource, RunSamples, TrainedSample
 from titanlite.data.sample_documents import SampleDocument
 from titanlite.data.stages import weights_in_words
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.windows import order_in_words
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 from titanlite.text_table import columns
 from titanlite.training.schedule import learning_rate
@@ -42,6 +43,8 @@ def run_tables(run: RunSamples, config: Config) -> str:
         label = name or run.sources[name].asked
         sources.append([label, tokens, documents, *shares, f"{taken[name]:,}", through, f"{skipped[name]:,}"])
     named = "".join(f"{name} is {source.asked}\n" for name, source in run.sources.items() if name)
+    if run.window:
+        named += f"{order_in_words(run.window, table.unit_len, table.row(1).asked.tokens_per_step)}\n"
     return (
         f"{steps:,} steps, {table.samples(steps):,} samples, {total:,} tokens\n\n{columns(*rows)}\n{columns(*sources)}"
         + (f"\n{named}" if named else "")

@@ -17,6 +17,7 @@ from titanlite.config.stages import least_samples, source_keys, trained_keys
 from titanlite.data.packing import PackingCounts, count_packing, documents_in_words, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.windows import order_in_words
 from titanlite.preflight.checked_run import checked_run
 from titanlite.text_table import columns
 
@@ -53,6 +54,8 @@ def run(argv: Sequence[str]) -> int:
             if counts is None and shards.separator is not None:
                 counts = count_packing(shards, unit_len, shards.separator)
             packing = _packing(shards, counts, config.data.packing)
+            if window := config.data.shuffle_window:
+                packing = f"\n  order        {order_in_words(window, unit_len, 0)}{packing}"
             if not config.data.mixture:
                 epochs = epochs_of(checked, n, None)
         console.print(_summary(shards, counts, epochs) + packing)

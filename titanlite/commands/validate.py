@@ -22,6 +22,7 @@ from titanlite.data.order import epochs
 from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.data.stages import weights_in_words
+from titanlite.data.windows import order_in_words
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
@@ -122,6 +123,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         "batch": _batch_in_words(checked, ranks, world),
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}",
         "data": f"{_mixture(checked) or config.data.source + limit}, {ids}{length}",
+        **({"order": _order(checked, world)} if config.data.shuffle_window else {}),
         **({"stages": _stages(checked)} if len(checked.table.rows) > 1 else {}),
         **({"files": files} if files else {}),
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
@@ -172,6 +174,17 @@ def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int
         one_batch = not config.data.stage
         each = ", times the number of data-parallel ranks" if one_batch else ", on the fewest ranks; pass --world N"
     return f"{epochs(tokens / (n_samples * table.unit_len))} in {batch.steps:,} steps{each}"
+
+
+def _order(checked: CheckedRun, world: int | None) -> str:
+    """Say how sources are shuffled, and when they are tokenized."""
+    config, table = checked.config, checked.table
+    per_step = 0 if follows_ranks(config, world) else table.row(1).asked.tokens_per_step
+    order = order_in_words(config.data.shuffle_window, table.unit_len, per_step)
+    if config.data.prepare == "first":
+        return order
+    lead = config.data.prepare_lead
+    return f"{order}; tokenized in the background" + (f", at most {lead:,} tokens ahead" if lead else "")
 
 
 def _mixture(checked: CheckedRun) -> str:

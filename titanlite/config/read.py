@@ -74,6 +74,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
     section, _, key = path.rpartition(".")
     if fix := replacement(path, value):
         return fix
+    if "[" in section:  # a table of a list has keys of its own
+        return None
     if flat := next((k for k in schema_keys() if k.replace(".", "_") == path), None):
         return f"did you mean {flat}?"
     if not section and (near := nearest(path, sections())):

@@ -58,13 +58,9 @@ class AskedStage:
 
 def source_keys(config: Config) -> dict[str, tuple[str, str]]:
     """Return the sources that a run trains on by name: the key of each for messages, and what it names."""
-    named = {source.name: source.source for source in config.data.mixture} or {SOLE: config.data.source}
-    return {name: (key_of_source(name), source) for name, source in named.items()}
-
-
-def key_of_source(name: str) -> str:
-    """Return the key of a source that is trained on, as messages have it."""
-    return f"data.mixture.{name}" if name else "data.source"
+    mixed = enumerate(config.data.mixture)
+    named = {source.name: (f"data.mixture[{n}].source", source.source) for n, source in mixed}
+    return named or {SOLE: ("data.source", config.data.source)}
 
 
 def trained_keys(config: Config) -> tuple[str, ...]:

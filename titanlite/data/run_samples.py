@@ -142,6 +142,7 @@ class RunSamples:
 
     def __init__(self, config: Config, table: StageTable, sources: Mapping[str, OpenSource]) -> None:
         self.table, self.sources, self._config = table, sources, config
+        self.window = config.data.shuffle_window  # tokens; 0: none
         units = {name: source.samples.n for name, source in sources.items()}
         self.mixture = Mixture(table, units)
 

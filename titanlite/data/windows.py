@@ -48,6 +48,23 @@ def units_at(positions: np.ndarray, n_units: int | None, seed: int, window: int 
     return units
 
 
+def order_in_words(window: int, unit_len: int, tokens_per_step: int) -> str:
+    """Say how a source is shuffled by a `data.shuffle_window`.
+
+    Args:
+        window: in tokens; 0: the whole source.
+        unit_len: tokens of a sample.
+        tokens_per_step: over all ranks; 0: not known.
+    """
+    samples = window // unit_len
+    if not window:
+        return "shuffled as a whole"
+    if samples == 1:
+        return f"not shuffled: a data.shuffle_window of {window:,} tokens has one sample of {unit_len:,}"
+    steps = f", what {samples * unit_len / tokens_per_step:,.3g} steps take" if tokens_per_step else ""
+    return f"shuffled within windows of {samples:,} samples: {samples * unit_len:,} tokens{steps}"
+
+
 def units_needed(positions: np.ndarray, window: int) -> int:
     """Return how many units a source of unknown length must have for its order at some positions to be known."""
     return (int(np.max(positions)) // window + 1) * window

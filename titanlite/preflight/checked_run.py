@@ -96,7 +96,7 @@ class _Checks:
             found = [(report.source, problem) for report in error.args for problem in report.problems]
         for source, p in found:
             # Data, say, do not know where it was given. Of `validation.sources.NAME` the list is the key.
-            # Of `data.mixture[0].weight` the file has the line; of `data.mixture.NAME` that of the list.
+            # Of `data.mixture[0].weight` the file has the line; of `data.mixture.NAME`, of before, that of the list.
             key = p.where if p.where in {*schema_keys(), *self.origin.places} else p.where.rpartition(".")[0]
             is_known = key in schema_keys() or key in self.origin.places
             place = self.origin.of(key) if is_known else Place(source, p.line)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.schema import Config
-from titanlite.config.stages import SOLE, key_of_source, least_samples, source_keys
+from titanlite.config.stages import SOLE, least_samples, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.growing import GrowingShards
@@ -34,12 +34,14 @@ class Corpora:
 
     Attributes:
         train: what it trains on, by the name of each source; that of `data.source` is "".
+        keys: the config key of each of these, by its name.
         held_out: what it validates on, by the key of each source.
         packed: the samples of each source of `train`, if `data.packing` makes them of whole documents.
         making: what makes those that grow, on the first rank of a host.
     """
 
     train: Mapping[str, TokenShards | GrowingShards]
+    keys: Mapping[str, str]
     held_out: dict[str, TokenShards]
     packed: dict[str, PackedSamples]
     making: BackgroundPreparation | None = None
@@ -52,7 +54,7 @@ class Corpora:
     @property
     def sources(self) -> dict[str, TokenShards | GrowingShards]:
         """The corpora by the key that names the source of each."""
-        return {**{key_of_source(name): shards for name, shards in self.train.items()}, **self.held_out}
+        return {**{self.keys[name]: shards for name, shards in self.train.items()}, **self.held_out}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -110,12 +112,13 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
     """
     config, vocab_size = asked.config, asked.dims.vocab_size
     train, making = dict[str, TokenShards | GrowingShards](), None
+    keys = {name: key for name, (key, _) in source_keys(config).items()}
     for name, (key, source) in source_keys(config).items():
         if config.data.prepare == "background":
             train[name] = open_growing(source, config.data, vocab_size, key)
         else:
             train[name] = prepare(source, config.data, vocab_size, progress=progress, key=key)
-    growing = {key_of_source(name): shards for name, shards in train.items() if isinstance(shards, GrowingShards)}
+    growing = {keys[name]: shards for name, shards in train.items() if isinstance(shards, GrowingShards)}
     if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one on each host
         making = BackgroundPreparation(growing, config.data, vocab_size)
     held_out = {
@@ -127,7 +130,7 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
         for name, shards in train.items():
             assert isinstance(shards, TokenShards)  # noqa: S101  # the config is checked
             packed[name] = open_packed(shards, config.data, asked.table.unit_len, progress)
-    return Corpora(train, held_out, packed, making)
+    return Corpora(train, keys, held_out, packed, making)
 
 
 def require_same_data(data: Corpora) -> None:
@@ -255,14 +258,14 @@ def open_batches(
     sources: dict[str, Samples] = {}
     counts = SampleCounts(sources)
     for name, shards in data.train.items():
-        check = partial(_check_length, shards, unit_len, least_samples(config, per_step, unit_len), key_of_source(name))
+        check = partial(_check_length, shards, unit_len, least_samples(config, per_step, unit_len), data.keys[name])
         sources[name] = data.packed.get(name) or ConcatenatedSamples(
             shards, unit_len, lambda check=check: (check(), check_epochs(config, table, counts))
         )
         if (packed := data.packed.get(name)) is None:
             check()
         else:
-            packed.require(least_samples(config, per_step, unit_len), key_of_source(name))
+            packed.require(least_samples(config, per_step, unit_len), data.keys[name])
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}

@@ -21,7 +21,7 @@ def require_same_steps(table: StageTable, config: Config) -> None:
 
 
 def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -> None:
-    """Add the shares and epochs of each source over the run, and its stages; nothing of a run that has neither.
+    """Add the window of the order, the shares and epochs of each source over the run, and its stages, if it has them.
 
     Args:
         receipt: of the run.
@@ -30,11 +30,14 @@ def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -
         start: the last step done.
     """
     table, last = mixture.table, mixture.table.steps
+    if window := config.data.shuffle_window:
+        applied: dict[str, object] = {"samples": window // table.unit_len, "of_tokens": table.unit_len}
+        receipt.add(Entry("data.shuffle_window", window, applied, count=1))
     if config.data.mixture:
         tokens, asked, epochs = mixture.tokens(last), mixture.asked(last), mixture.epochs(last)
         total = max(1, table.tokens(last))
         shares = (f"{n} {tokens[n] / total:.4%} of tokens (asked {float(asked[n] / total):.4%})" for n in epochs)
-        applied: dict[str, object] = {"shares": "; ".join(shares)}
+        applied = {"shares": "; ".join(shares)}
         applied |= {
             name: {
                 "asked_share": round(float(asked[name] / total), 6),

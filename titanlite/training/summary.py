@@ -16,6 +16,8 @@ from titanlite.config.stages import SOLE
 from titanlite.data.growing import GrowingShards
 from titanlite.data.order import epochs
 from titanlite.data.shards import TokenShards
+from titanlite.data.stages import StageTable
+from titanlite.data.windows import order_in_words
 from titanlite.observe.console import duration
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.parallel.mesh import Mesh
@@ -54,6 +56,7 @@ def first_lines(
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
         _line("tokens", f"{all_steps}; {has}"),
         *(_line("source", text) for text in _of_mixture(position)),
+        *(_line("order", text) for text in _order_in_summary(config, table, at.start)),
         _line("folder", str(folder.path)),
         _line("wandb", _where_wandb_records(config, folder)),
     ]
@@ -61,6 +64,12 @@ def first_lines(
         show = f"tensorboard --logdir {shlex.quote(str(folder.path.parent))}"
         lines.append(_line("tensorboard", f"in {folder.tensorboard}; {show}"))
     return lines
+
+
+def _order_in_summary(config: Config, table: StageTable, start: int) -> list[str]:
+    """Say how sources are shuffled, if not as a whole."""
+    window, next_step = config.data.shuffle_window, min(start + 1, table.steps)
+    return [order_in_words(window, table.unit_len, table.row(next_step).asked.tokens_per_step)] if window else []
 
 
 def _of_mixture(position: Position) -> list[str]:

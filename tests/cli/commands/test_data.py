@@ -11,6 +11,9 @@ import pytest
 
 from tests.cli.commands.conftest import Call
 from tests.support.cpu import cpu_of_children
+from titanlite.commands import main
+from titanlite.errors import ConfigError
+from titanlite.preflight.checked_run import checked_run
 
 DOCUMENTS = {"web": [f"page {n} " + "w" * (n % 7) for n in range(60)], "code": [f"def f{n}(): ..." for n in range(40)]}
 
@@ -213,3 +216,27 @@ def test_it_answers_in_a_moment_and_without_torch(file: str, call: Call) -> None
         command = [sys.executable, "-c", code, "data", file, "--step", "1"]
         done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)
     assert not {"torch", "matplotlib", "datasets"} & set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_source_of_a_mixture_has_one_name_in_messages_and_its_line(file: str, tmp_path: Path) -> None:
+    text = Path(file).read_text().replace(f"{tmp_path}/code.jsonl", f"{tmp_path}/none.jsonl")
+    Path(file).write_text(text)
+    line = next(n for n, of in enumerate(text.splitlines(), 1) if "none.jsonl" in of)
+    with pytest.raises(ConfigError, match=rf"line {line}  data\.mixture\[1\]\.source = '.*none\.jsonl', which matches"):
+        checked_run([file])
+
+
+def test_a_window_and_a_background_are_said_everywhere(
+    call: Call, sole: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--data.shuffle_window", "40", "--data.prepare", "background"]
+    said = "not shuffled: a data.shuffle_window of 40 tokens has one sample of 32"
+    ahead = "tokenized in the background, at most 2,000,000,000 tokens ahead"
+    assert f"{said}; {ahead}" in " ".join(call("validate", *sole[1:], *more).split())
+    assert main([*sole, *more]) == 0
+    told = capsys.readouterr()
+    assert said in " ".join(told.out.split())
+    assert "web.jsonl: tokenized to its end first, for which a run does not wait" in told.err
+    main([*sole, *more])
+    assert "tokenized to its end" not in capsys.readouterr().err  # it is there
+    assert said in " ".join(call("prepare", *sole[1:], *more).split())

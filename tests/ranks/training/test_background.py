@@ -80,6 +80,8 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", f
     assert back.content(26) == first.content(26)
     assert files(folder) == prepared
     assert "data.source is tokenized to its end: " in back.output
+    assert back.receipt["data.shuffle_window"]["applied"] == {"samples": 16, "of_tokens": 64}
+    assert "shuffled within windows of 16 samples: 1,024 tokens, what 1 steps take" in back.output
     told, of_prepared = back.receipt["data.source"], first.receipt["data.source"]
     assert told == of_prepared | {"applied": {"prepare": "background"} | of_prepared["applied"]}
     assert back.losses("epoch")[0] is None

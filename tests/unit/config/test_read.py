@@ -116,6 +116,12 @@ steps = 1
         ("[training]\nshuffle_need = 1", ["fix:  remove it"]),  # no nearer to training.seed than to any other
         ("[training]\ndataset_seed = 1", ["fix:  remove it"]),
         ("[training]\nsed = 1", ["fix:  did you mean training.seed?"]),
+        (
+            '[[data.mixture]]\nname = "a"\nsource = "b"\nweight = 1\nmax_epoch = 1',
+            ["line 5  data.mixture[0].max_epoch = 1", "fix:  did you mean data.mixture[0].max_epochs?"],
+        ),
+        ("[[data.stage]]\nfrom_tokens = 1\nseqlen = 1", ["fix:  did you mean data.stage[0].seq_len?"]),
+        ("[[data.stage]]\nfrom_tokens = 1\nlr = 1", ["line 3  data.stage[0].lr = 1", "fix:  remove it"]),
         ('[model]\nname = "falcon"', ['fix:  choose one of these; "llama3" is the default']),
         ('[model]\nname = "qwen2"', ['fix:  choose one of these; "llama3" is the default']),  # another, not misspelt
         ("[zzz]\nx = 1", ["line 1  zzz", "fix:  remove it"]),

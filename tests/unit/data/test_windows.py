@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from titanlite.data.order import samples_at
-from titanlite.data.windows import units_at, units_needed
+from titanlite.data.windows import order_in_words, units_at, units_needed
 from titanlite.errors import DataError
 
 
@@ -61,3 +61,15 @@ def test_the_order_in_windows_never_changes() -> None:
 def test_a_source_without_a_unit_is_an_error(window: int) -> None:
     with pytest.raises(DataError, match="fewer tokens than one sample"):
         units_at(np.arange(3), 0, 1, window)
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        (0, "shuffled as a whole"),
+        (200, "not shuffled: a data.shuffle_window of 200 tokens has one sample of 128"),
+        (20_000, "shuffled within windows of 156 samples: 19,968 tokens, what 19.5 steps take"),
+    ],
+)
+def test_an_order_in_words(window: int, said: str) -> None:
+    assert order_in_words(window, 128, 1024) == said
