@@ -144,7 +144,7 @@ def differences(ours: tuple[Tensor, Tensor, dict[str, Tensor]], theirs: tuple[Te
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "qwen3_moe", "olmoe", "mixtral"])
 def test_documents_are_what_each_is_by_itself(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for rounding, 1.1e-16 of each of some thousand terms of a sum in two blocks; 1e-12 is ten times that.
 
