@@ -97,8 +97,9 @@ class Job:
         return [codes[rank] for rank in range(len(self.pids))]
 
     def output(self) -> str:
-        """What the ranks printed, one after the other."""
-        return "".join(f"--- rank {rank}\n{log.read_text()}" for rank, log in enumerate(self.logs))
+        """What the ranks have printed by now, one after the other."""
+        said = [log.read_text() if log.exists() else "" for log in self.logs]  # each rank opens its own
+        return "".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(said))
 
 
 class Desk:

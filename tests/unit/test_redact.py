@@ -236,7 +236,7 @@ def test_who_a_run_is_does_not_depend_on_a_password(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_from_a_record_is_said() -> None:
-    with pytest.raises(DataError, match=r"user and password that a record leaves out where \*\*\* stands"):
+    with pytest.raises(DataError, match=r"left user and password out\n.*\n.*fix:  write them where \*\*\* stands"):
         resolve("https://***@host/x.txt")
 
 

@@ -85,5 +85,5 @@ def test_a_run_on_packed_documents(desk: Desk, capsys: pytest.CaptureFixture[str
     assert "sample 15, of step 4: " in capsys.readouterr().out
     assert main(["data", *desk.flags("one", *flags, "--training.global_batch_size=2")]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["1", "0", "64", "4", "data.source"] in rows
-    assert ["5", f"{4 * 4 * 64:,}", "64", "2", "data.source"] in rows
+    assert ["1", "0", "64", "4", "0.0004", "data.source"] in rows
+    assert ["5", f"{4 * 4 * 64:,}", "64", "2", "0.002", "data.source"] in rows
