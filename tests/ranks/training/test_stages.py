@@ -83,6 +83,10 @@ def test_a_ramp_says_tokens_rates_and_shares(ramp: "Ended") -> None:
     entry = ramp.receipt["data.mixture"]["applied"]
     assert entry["args"]["share"] == pytest.approx(rows[-1]["share.args"], abs=1e-6)
     assert entry["diff"]["epochs"] == pytest.approx(rows[-1]["epoch.diff"], abs=1e-4)
+    masked = ramp.receipt["data.document_mask"]["applied"]
+    assert (masked["sources"], masked["separators"]) == (2, {"data.mixture.args": 0, "data.mixture.diff": 0})
+    assert masked["documents in this rank's first step"] == 4  # of 8 samples on two ranks, each in the midst of a text
+    assert masked["tokens attended to in it, in the mean"] == 8.5  # 1 to 16
     stages = ramp.receipt["data.stage"]["applied"]
     assert [stages[f"from_step_{start + 1}"]["from_tokens"] for start in STARTS] == [0, 512, 2048]
 
