@@ -36,7 +36,7 @@ from titanlite.parallel.initialise import initialise
 from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
 
-_MATMULS = (*CLASSES["matmul"], *FUSED)
+_MATMULS = (*CLASSES["matmul"], *CLASSES["experts"], *FUSED)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Held:
     """
 
     bytes: int
-    matmuls: int  # in backward; 8 are its own
+    matmuls: int  # in backward; 8 are its own, of a mixture of experts 6, besides its weights' gradients
     results: tuple[Tensor, ...] = ()
 
 
@@ -221,7 +221,9 @@ def held_compiled(model: Any, x: Tensor) -> Held:
     nodes = graphs.forward.graph.nodes
     inputs = [n.meta["val"] for n in nodes if n.op == "placeholder" and isinstance(n.meta["val"], Tensor)]
     others = {value.untyped_storage()._cdata for value in inputs if value.shape != x.shape}
-    out, *held = next(n for n in nodes if n.op == "output").args[0]
+    made = next(n for n in nodes if n.op == "output").args[0]
+    returned = next(i for i, n in enumerate(made) if n.meta["val"].shape == x.shape)  # behind buffers that it changes
+    out, *held = made[returned:]
     apart = {out.meta["val"].untyped_storage()._cdata, *others}
     sizes: dict[int, int] = {}
     for node in held:

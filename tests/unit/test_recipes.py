@@ -361,6 +361,11 @@ def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:
             '[[rules]]\nop = "matmul"\naction = "save"\n[[rules]]\nop = "matmul"\naction = "save"\nmodule = ["wo"]',
             ["line 7  rules[1].op", "can never match"],
         ),
+        (
+            '[[rules]]\nop = "matmul"\naction = "save"\n[[rules]]\nop = "experts"\naction = "save"',
+            ["line 7  rules[1].op", "can never match"],
+        ),
+        ('[[rules]]\nop = "route"\naction = "save"\nmodule = ["w13"]', ["rules[0].module", "remove module"]),
         ('rules = [{ op = "matmul" }]', ["line 3  rules[0].action", "it is missing"]),
         ('rules = "matmul"', ["want: a list of tables"]),
     ],

@@ -20,13 +20,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
-from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, add_unknown_layers, is_whole
+from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, add_mistakes, is_whole
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe, nearest
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.kernels.products import FLOAT8
+from titanlite.models.experts import GroupedProjection, product_names
 from titanlite.models.layers import CausalAttention, Linear
 from titanlite.parallel.calls import draws
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
@@ -105,7 +106,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     check_names(save_list, layers_of(blocks))
     kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
     for n, (block, rules) in enumerate(zip(blocks, save_list.active(len(blocks)), strict=True)):
-        layers = _matmul_names(block)
+        layers = product_names(block)
         windows = tuple(module.window for module in block.modules() if isinstance(module, CausalAttention))
         key = rules, type(block), layers, windows  # a model file may have blocks of several classes
         if key not in kinds and is_whole(save_list, rules):
@@ -167,12 +168,7 @@ def layers_of(blocks: Iterable[nn.Module]) -> list[str]:
     Args:
         blocks: of a model.
     """
-    return list(dict.fromkeys(name for block in blocks for name in _matmul_names(block)))
-
-
-def _matmul_names(block: nn.Module) -> tuple[str, ...]:
-    """Names of the linear layers of a block, in the order in which they run: that of their definition."""
-    return tuple(name for name, module in block.named_modules() if isinstance(module, Linear))
+    return list(dict.fromkeys(name for block in blocks for name in product_names(block)))
 
 
 def _contexts(save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse):
@@ -190,8 +186,6 @@ def _policy(
     actions = {"save": CheckpointPolicy.MUST_SAVE, "recompute": CheckpointPolicy.PREFER_RECOMPUTE}
 
     def decide(ctx, func, *args: object, **kwargs: object) -> CheckpointPolicy:
-        if str(func) in ops.ROUTE:
-            return actions["save"]
         try:
             decision = passes[ctx.is_recompute].decide(str(func), func.is_view, kwargs.get("dtype") in FLOAT8)
         except RecipeError as error:  # not raised here: the compiler would wrap it
@@ -232,7 +226,7 @@ def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
     spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}
     problems = Problems(save_list.origin)
-    add_unknown_layers(save_list, layers, problems)
+    add_mistakes(save_list, layers, problems)
     for i, rule in enumerate(save_list.rules):
         if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
             default = f"{rule.op}.default"
@@ -251,6 +245,8 @@ def _check_attention(rules: BlockRules, block: nn.Module) -> None:
     for module in block.modules():  # in the order in which they run, as for their names
         if isinstance(module, Linear):
             rules.decide(_matmul_of(module))
+        elif isinstance(module, GroupedProjection):
+            rules.decide(ops.GROUPED_MATMUL)
         elif isinstance(module, CausalAttention):
             rules.decide(ops.ATTENTION)
 

@@ -14,7 +14,10 @@ MATMUL_SCATTER = "titanlite.matmul_reduce_scatter.default"
 MEAN, AMAX, MAX = "aten.mean.dim", "aten.amax.default", "aten.max.default"
 MAX_OF_RANKS = "_c10d_functional.all_reduce.default"
 CAST = "aten._to_copy.default"
+GROUPED_MATMUL, SCALED_GROUPED_MATMUL = "titanlite.grouped_matmul.default", "titanlite.scaled_grouped_matmul.default"
+GATHER_ROWS, SPREAD_ROWS = "titanlite.gather_rows.default", "titanlite.spread_rows.default"
 SWIGLU_CAST, CAST_BLOCKS = "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"
+EXPERT_GATE_CAST = "titanlite.expert_gate_cast.default"
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -32,18 +35,30 @@ CLASSES: dict[str, tuple[str, ...]] = {
     ),
     "communication": (GATHER, SCATTER),
     "statistics": (MEAN, AMAX, MAX, MAX_OF_RANKS),
-    "cast": (CAST, SWIGLU_CAST, CAST_BLOCKS),
+    "cast": (CAST, SWIGLU_CAST, CAST_BLOCKS, EXPERT_GATE_CAST),
+    "experts": (GROUPED_MATMUL, SCALED_GROUPED_MATMUL),
+    "dispatch": (GATHER_ROWS, SPREAD_ROWS),
+    "route": (
+        *("titanlite.router_logits.default", "titanlite.route.default", "titanlite.expert_rows.default"),
+        *("titanlite.count_choices.default", "titanlite.count_routing.default"),
+    ),
 }
 """The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
-float8 scales, those of all ranks too; a cast is one to float8. What is not listed here is recomputed unless it is named
-itself."""
+float8 scales, those of all ranks too; a cast is one to float8; dispatch gives rows of experts their tokens. What is not
+listed here is recomputed unless it is named itself."""
+
+ALWAYS_KEPT = "route"
+"""The class that is kept whatever a list says: where tokens go is decided once, and counted once."""
+
+WIDER = {"experts": "matmul"}
+"""Classes whose operations a rule for another class is for, too: the first rule that names either decides."""
+
+GRADIENTS_OF_EXPERTS = ("titanlite.grouped_weight_gradient.default", "titanlite.scaled_grouped_gradient.default")
+"""Products of backward alone, which no rule is for: of rows, [R, N] and [R, K], and of what is transposed."""
 
 FUSED = {GATHER_MATMUL: ("communication", "matmul"), MATMUL_SCATTER: ("matmul", "communication")}
 """Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
 is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
-
-ROUTE = ("titanlite.route.default", "titanlite.expert_rows.default", "titanlite.count_routing.default")
-"""Operations that every save-list keeps: where tokens go is decided once, and counted once."""
 
 CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 """The class of each operation that is in one."""

@@ -15,7 +15,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, NamedTuple
 
 from titanlite.activation_checkpoint import operations as ops
-from titanlite.activation_checkpoint.operations import CLASS_OF, CLASSES, FUSED
+from titanlite.activation_checkpoint.operations import ALWAYS_KEPT, CLASS_OF, CLASSES, FUSED, WIDER
 from titanlite.config.architectures import nearest_layer
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
@@ -72,6 +72,9 @@ class BlockRules:
             RecipeError: attention is kept, or would be if another kernel ran, but not a matmul that its q, k and v
                 come from.
         """
+        if CLASS_OF.get(op) == ALWAYS_KEPT:
+            named = self._first(op, ALWAYS_KEPT, "")
+            return Decision("save", () if named is None else (named,), named, "")
         default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
         classes = FUSED.get(op) or (self._class(op, to_float8),)
         layer = self._layer(self._matmuls - (op == ops.SCATTER)) if classes[0] not in (None, "attention") else ""
@@ -82,7 +85,7 @@ class BlockRules:
         decisive = says[:1] if op == ops.GATHER_MATMUL else says
         action: Action = "save" if "save" in [of_rule for _, of_rule in decisive] else "recompute"
         rules = tuple(dict.fromkeys(rule for rule in reversed(found) if rule is not None))
-        if "matmul" in classes:
+        if "matmul" in classes or "experts" in classes:
             self._matmuls += 1
             self._operands.clear()
             self._recomputed += [layer] if action == "recompute" else []
@@ -98,7 +101,8 @@ class BlockRules:
             return None
         name = CLASS_OF.get(op)
         if name == "cast" or op in (ops.AMAX, ops.MAX):
-            self._operands.update(["statistics", "cast"] if op in (ops.SWIGLU_CAST, ops.CAST_BLOCKS) else [name])
+            has_maximum = op in (ops.SWIGLU_CAST, ops.CAST_BLOCKS, ops.EXPERT_GATE_CAST)
+            self._operands.update(["statistics", "cast"] if has_maximum else [name])
             return name if self._operands[name] == 1 else None
         if op == ops.MAX_OF_RANKS:
             return name if self._operands["statistics"] == 1 else None
@@ -110,7 +114,8 @@ class BlockRules:
     def _first(self, op: str, name: str | None, layer: str) -> int | None:
         """The first rule that matches an operation of that class, or None."""
         for i, rule in enumerate(self._save_list.rules):
-            if i in self._active and rule.op in (op, name) and (not rule.module or is_named(layer, rule.module)):
+            is_for = i in self._active and rule.op in (op, name, WIDER.get(name or ""))
+            if is_for and (not rule.module or is_named(layer, rule.module)):
                 return i
         return None
 
@@ -185,8 +190,8 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
 
 
-def add_unknown_layers(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
-    """Say which modules that a list names are no linear layers of a block.
+def add_mistakes(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
+    """Say which modules that a list names are no linear layers of a block, and which rules would route tokens anew.
 
     Args:
         save_list: the list.
@@ -201,3 +206,7 @@ def add_unknown_layers(save_list: SaveList, layers: Sequence[str], problems: Pro
             fix = f'did you mean "{near}"?' if near else "remove it, or set optional = true"
             want = f"a linear layer of a block: {', '.join(last_names)}"
             problems.add(f"rules[{i}].module", f'"{module}"', want, fix)
+    for i, rule in enumerate(save_list.rules):
+        if rule.action == "recompute" and rule.op in (ALWAYS_KEPT, *CLASSES[ALWAYS_KEPT]):
+            want = '"save": where tokens go is always kept, so that backward goes the same way'
+            problems.add(f"rules[{i}].action", '"recompute"', want, "remove the rule")

@@ -9,7 +9,8 @@ from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import BLOCKS, MATMULS, Experts, Float8Recipe, Granularity, ModelDims, SaveList
 from titanlite.errors import nearest
 
-OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast")
+OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast", "experts", "dispatch", "route")
+_OF_LAYERS = tuple(name for name in OP_CLASSES if name not in ("attention", "route"))
 
 
 def check_model(recipe: ModelDims, problems: Problems) -> None:
@@ -148,15 +149,15 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
         if rule.every < 1 or (rule.every > 1 and not is_class):
             want = "at least 1, and 1 for a rule that names one op"
             problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
-        if rule.module and (not is_class or rule.op == "attention"):
-            want = f"no modules: a rule chooses by linear layer among {', '.join(OP_CLASSES[1:])}"
+        if rule.module and rule.op not in _OF_LAYERS:
+            want = f"no modules: a rule chooses by linear layer among {', '.join(_OF_LAYERS)}"
             problems.add(f"{where}.module", show(rule.module), want, "remove module")
         try:
             rule.blocks(1)
         except ValueError:
             want = 'a slice of the blocks, as ":", "5:" or ":-2"'
             problems.add(f"{where}.layers", show(rule.layers), want, 'layers = ":" (the default)')
-        if rule.op in decided:
+        if rule.op in decided or (rule.op == "experts" and "matmul" in decided):
             want = "an op that no earlier rule has decided; this rule can never match"
             problems.add(f"{where}.op", show(rule.op), want, "remove the rule, or move it up")
         if rule.every == 1 and not rule.module and rule.layers == ":":

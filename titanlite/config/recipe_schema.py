@@ -93,7 +93,7 @@ class ModelDims:
 class SaveRule:
     """One line of a save-list; the first rule that matches an operation decides."""
 
-    op: str  # a class: attention, matmul, communication, statistics, cast; "block"; or one op, as "aten.mm.default"
+    op: str  # a class of operations, as attention or matmul; "block"; or one op, as "aten.mm.default"
     action: Literal["save", "recompute"]
     module: tuple[str, ...] = ()  # only what belongs to these linear layers, as "wqkv", "feed_forward.*"; empty: any
     every: int = 1  # of the ops that match, the first of every so many

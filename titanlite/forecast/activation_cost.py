@@ -11,7 +11,7 @@ from typing import Any
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
-from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, Decision, add_unknown_layers, is_whole, kernels
+from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, Decision, add_mistakes, is_whole, kernels
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import Problem, RecipeError, describe
@@ -176,7 +176,7 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
     def is_fusible(value: int) -> bool:
         return forward[made[value]].is_fusible
 
-    read = [(v, each.is_fusible or each.is_reduction) for each in block.backward for v in each.reads]
+    read = [(v, each.is_fusible or each.is_reduction) for each in block.backward_once for v in each.reads]
     kept = {value for value, is_joined in read if value in made and not (is_joined and is_fusible(value))}
     left, seen = [value for value, _ in read], set[int]()
     while left:
@@ -217,7 +217,7 @@ def block_costs(run: TracedRun, save_list: SaveList) -> list[BlockCost]:
     problems = Problems(save_list.origin)
     for why in no_cost_reasons(save_list):
         problems.add(why.where, why.saw, why.want, why.fix)
-    add_unknown_layers(save_list, run.layers, problems)
+    add_mistakes(save_list, run.layers, problems)
     problems.raise_all(RecipeError)
     known: dict[tuple[frozenset[int], int], BlockCost] = {}
     return [

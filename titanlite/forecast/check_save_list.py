@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
-from titanlite.activation_checkpoint.rules import BLOCK, add_unknown_layers, is_whole, kernels
+from titanlite.activation_checkpoint.rules import BLOCK, add_mistakes, is_whole, kernels
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import RecipeError, nearest
@@ -32,7 +32,7 @@ def check_names_of_list(save_list: SaveList, layers: Sequence[str], n_layers: in
             it is not optional.
     """
     problems = Problems(save_list.origin)
-    add_unknown_layers(save_list, layers, problems)
+    add_mistakes(save_list, layers, problems)
     for i, rule in enumerate(save_list.rules):
         if rule.op.startswith("titanlite.") and rule.op not in OPERATIONS:
             own = [op for op in OPERATIONS if op.startswith("titanlite.")]

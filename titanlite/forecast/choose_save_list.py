@@ -20,7 +20,7 @@ from titanlite.forecast.activation_cost import Activation, BlockCost, activation
 from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.traced_run import TracedRun
 
-_EXPENSIVE = ("attention", "matmul", "communication")
+_EXPENSIVE = ("attention", "matmul", "communication", "experts", "dispatch")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from titanlite.forecast.traced_block import Operation, TracedBlock
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _T, _G = 1e12, 1e9
+_PRODUCTS = (*CLASSES["matmul"], *CLASSES["experts"], *ops.GRADIENTS_OF_EXPERTS)
 
 
 def token_bytes(tokens: int, width: int, itemsize: int, float8: Float8Recipe | None = None) -> int:
@@ -86,7 +87,9 @@ class StepTimeModel:
     def times(self) -> RecomputeTimes:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
         found = {a: self._seconds(a, forward=True) for listed in expensive(self.run).values() for a in listed}
-        return RecomputeTimes(found, self.run.blocks[0].elementwise[0] / self.rates.memory / _G)
+        first = self.run.blocks[0]
+        of_dispatch = sum(each.moved for each in first.forward if each.op in CLASSES["dispatch"])
+        return RecomputeTimes(found, (first.elementwise[0] - of_dispatch) / self.rates.memory / _G)
 
     def step(self, blocks: Sequence[BlockCost]) -> StepTime:
         """Predict the time of a step.
@@ -130,7 +133,7 @@ class StepTimeModel:
                     attention += self._attended_flops(each) / _T * (1 / rates[0] + 2.5 / rates[1])
                 elif each.op in CLASSES["communication"]:
                     tokens += self._seconds(each, forward)
-                elif each.op in FUSED or each.op in CLASSES["matmul"]:
+                elif each.op in FUSED or each.op in _PRODUCTS:
                     alone = self._product(each, forward)
                     matmul += alone
                     tokens += self._seconds(each, forward) - alone if each.op in FUSED else 0.0
@@ -140,6 +143,8 @@ class StepTimeModel:
         """Seconds of an operation."""
         if each.op in CLASSES["attention"]:
             return self._attended_flops(each) / self._attention_rates(each)[0] / _T
+        if each.op in CLASSES["dispatch"]:
+            return each.moved / self.rates.memory / _G
         wire = each.received / self.rates.tensor_parallel / _G
         if each.op in FUSED:
             return self.rates.fused * max(self._product(each, forward), wire)

@@ -71,7 +71,21 @@ def _operation(activation: Activation, device: torch.device) -> Callable[[], obj
         return lambda: attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
     if activation.op == ops.DOCUMENT_ATTENTION:
         args = [*args[:3], _one_document_each(args[3], args[4]), *args[4:]]
+    if activation.op in CLASSES["experts"]:
+        args = [_even_groups(a, len(args[0])) if _is_index(a) else a for a in args]
+    if activation.op in CLASSES["dispatch"]:
+        args = [torch.arange(a.numel(), dtype=a.dtype, device=device).view_as(a) if _is_index(a) else a for a in args]
     return lambda: func(*args, **kwargs)
+
+
+def _is_index(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.dtype == torch.int32
+
+
+def _even_groups(offsets: Tensor, n_rows: int) -> Tensor:
+    """Say that all groups have as many rows, or nearly."""
+    bounds = torch.arange(len(offsets), device=offsets.device) * n_rows // (len(offsets) - 1)
+    return bounds.to(offsets.dtype)
 
 
 def _one_document_each(starts: Tensor, longest: int) -> Tensor:
@@ -101,6 +115,7 @@ def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for parameter in block.parameters():
         local = torch.empty(local_data(parameter).shape, device=device, dtype=dtype).normal_(0, 0.02)
         memo[id(parameter)] = nn.Parameter(local)
+    memo.update((id(buffer), torch.zeros_like(buffer, device=device)) for buffer in block.buffers())
     memo.update((id(m.matmul), m.matmul) for m in block.modules() if isinstance(m, Linear))
     return copy.deepcopy(block, memo)
 

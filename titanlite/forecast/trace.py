@@ -24,7 +24,8 @@ from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.data.document_starts import twice_attended
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
 from titanlite.kernels.products import FLOAT8
-from titanlite.models.layers import CausalAttention, Linear
+from titanlite.models.experts import product_names
+from titanlite.models.layers import CausalAttention
 
 _FUSIBLE = {"_to_copy", "copy", "clone", "cat", "stack", "slice_backward", "select_backward", "split", "_softmax"}
 """Operations that compilers fuse with its neighbours though torch does not tag it as elementwise."""
@@ -74,7 +75,7 @@ def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
         end.backward()
     made = recorder.operations
     return TracedBlock(
-        layers=tuple(name for name, module in block.named_modules() if isinstance(module, Linear)),
+        layers=product_names(block),
         forward=tuple(made[:n_forward]),
         backward=tuple(made[n_backward:]),
         sizes=recorder.sizes,
@@ -257,6 +258,11 @@ def _cost(
     if op in CLASSES["matmul"]:
         K = (args[1] if op == "aten.addmm.default" else args[0]).shape[-1]
         return 2 * results[0].numel() * K, moved, 0
+    if op in CLASSES["experts"]:
+        return 2 * results[0].numel() * args[0].shape[1], moved, 0
+    if op in ops.GRADIENTS_OF_EXPERTS:
+        R = args[0].shape[0 if op == ops.GRADIENTS_OF_EXPERTS[0] else 1]
+        return 2 * R * results[0].shape[1] * results[0].shape[2], moved, 0
     if op in CLASSES["communication"]:
         received = abs(results[0].nbytes - given[0].nbytes)
         return 0, received, received

@@ -22,7 +22,7 @@ from titanlite.kernels.experts import Experts, experts
 from titanlite.kernels.router_losses import balance_loss, count_routing, with_loss, z_loss
 from titanlite.kernels.routing import route, router_logits
 from titanlite.kernels.swiglu import BLOCK
-from titanlite.models.layers import Projection
+from titanlite.models.layers import Linear, Projection
 from titanlite.models.llama3 import FeedForward
 
 
@@ -128,3 +128,13 @@ class MixtureOfExperts(nn.Module):
             return weights
         loss = (self.of.balance_loss * losses[0] + self.of.z_loss * losses[1]) / self.n_layers
         return with_loss(weights, loss, self.share)
+
+
+def product_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the layers that multiply by a weight but for routers, in the order in which they run: that of their
+    definition. Save-lists know them by these.
+
+    Args:
+        module: a block, or another.
+    """
+    return tuple(name for name, part in module.named_modules() if isinstance(part, (Linear, GroupedProjection)))

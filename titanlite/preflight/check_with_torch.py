@@ -69,13 +69,13 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
 
 def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:
     """Refuse patterns, filters and rules that name no parameter, layer or block of the model."""
-    from titanlite.models.experts import GroupedProjection
+    from titanlite.models.experts import GroupedProjection, product_names
     from titanlite.models.layers import Linear
 
     config, origin, save_list = checked.config, checked.origin, checked.save_list
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedProjection)]
-    in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in layers if name.startswith("layers.")]
+    in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
     reports: list[ErrorReport] = []
     for check in (
         lambda: without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), origin),

@@ -13,7 +13,7 @@ import titanlite.models.moe  # noqa: F401  # whose operators are there then
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
-from titanlite.activation_checkpoint.operations import CLASSES, FUSED, ROUTE
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED, GATHER_ROWS, GRADIENTS_OF_EXPERTS, GROUPED_MATMUL
 from titanlite.activation_checkpoint.rules import BlockRules, kernels
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
@@ -169,13 +169,11 @@ def test_each_rule_of_a_shipped_list_is_used(name):
     assert {i for i in range(len(shipped.rules)) if use.matches[i]} == local
 
 
-DENSE = [name for name, known in ARCHITECTURES.items() if "experts" not in known.needs]
-
-
-@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("name", recipes.names("activation_checkpoint"))
 def test_a_shipped_list_goes_with_every_architecture(name, architecture):
-    """Each rule matches something of its blocks, and where it names matmuls, the same as in Llama 3: w1 is w13."""
+    """Each rule matches something of its blocks, and where it names matmuls, the same as in Llama 3: w1 is w13, and so
+    is the w13 of experts."""
     shipped = recipes.load("activation_checkpoint", name)
     config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
     dims = replace(recipes.model_dims(config), n_layers=6)
@@ -189,18 +187,6 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     of_llama = traced_run(replace(config, model=Model()), replace(llama, n_layers=6), None)
     kept = [[p.matches for p in rule_costs(of, shipped) if p.rule.op == "matmul"] for of in (run, of_llama)]
     assert kept[0] == kept[1]
-
-
-@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {*DENSE}))
-def test_a_list_that_names_the_feed_forward_is_refused_for_a_mixture(architecture):
-    """Which has experts there, whose products are in no class; a list that names no layer goes with it."""
-    config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
-    dims = recipes.model_dims(config)
-    with torch.device("meta"):
-        models = [model_class(config.model)(dims, S) for _ in range(2)]
-    with pytest.raises(RecipeError, match=r'module = "w1\*"\n +want: a linear layer of a block: wqkv, wo'):
-        apply_activation_checkpoint(models[0], recipes.load("activation_checkpoint", "balanced"))
-    assert apply_activation_checkpoint(models[1], recipes.load("activation_checkpoint", "full")).blocks == dims.n_layers
 
 
 def test_a_rule_that_matched_nothing_is_reported():
@@ -393,6 +379,35 @@ def test_an_operation_that_is_two_in_one_is_kept_for_either():
     assert decisions(save_list(matmul(every=2)), ops) == decisions(save_list(matmul(every=2)), [MM] * 4) == "srsr"
 
 
+def decisions_of_experts(*rules: SaveRule, default: str = "recompute") -> str:
+    """One letter each for router, routing, rows, dispatch, w13, w2 and, of the shared expert, w13."""
+    saved = save_list(*rules, default=default)
+    of_block = BlockRules(saved, frozenset(range(len(rules))), ("experts.w13", "experts.w2", "experts.shared.w13"))
+    ran = [*CLASSES["route"][:3], GATHER_ROWS, GROUPED_MATMUL, GROUPED_MATMUL, MM]
+    return "".join(of_block.decide(op).action[0] for op in ran)
+
+
+def test_routing_is_kept_whatever_a_list_says():
+    for rules in ((), (matmul(),), (SaveRule(CLASSES["route"][1], "recompute"),)):
+        assert decisions_of_experts(*rules)[:3] == "sss"
+    for op in ("route", *CLASSES["route"]):
+        check_names_of_list(save_list(SaveRule(op, "save")), [], 1, strict=True)
+        with pytest.raises(RecipeError, match='"save": where tokens go is always kept'):
+            check_names_of_list(save_list(SaveRule(op, "recompute")), [], 1, strict=True)
+
+
+def test_products_of_experts_are_matmuls_too():
+    assert decisions_of_experts(matmul()) == "sssrsss"
+    assert decisions_of_experts(matmul("experts.w13", "experts.w2")) == "sssrssr"
+    assert decisions_of_experts(matmul("w13")) == "sssrsrs"
+    assert decisions_of_experts(SaveRule("experts", "save")) == "sssrssr"
+    assert decisions_of_experts(SaveRule("experts", "save", module=("w2",))) == "sssrrsr"
+    assert decisions_of_experts(SaveRule("experts", "recompute"), matmul()) == "sssrrrs"  # the first decides
+    assert decisions_of_experts(matmul(every=2)) == "sssrsrs"
+    assert decisions_of_experts(SaveRule("dispatch", "save")) == "ssssrrr"
+    assert decisions_of_experts(SaveRule("dispatch", "save", module=("w2",))) == "sssrrrr"
+
+
 def test_the_rule_that_decided_is_the_one_that_keeps():
     both = save_list(matmul(action="recompute"), SaveRule("communication", "save"))
     rules = BlockRules(both, frozenset({0, 1}), ("a.wqkv", "a.wo"))
@@ -414,11 +429,20 @@ def test_every_operator_of_titanlite_has_a_class():
     # In backward, of weights before FSDP gathers them, and what is as cheap as elementwise work: there no rule applies.
     gradients = ["swiglu_grad", "swiglu_grad_cast", "window_attention_grad", "document_attention_grad"]
     gradients += ["norm_rope_grad", "rms_norm_grad", "rotated_heads_grad"]
-    # Of experts, which are computed again: no rule names them.
-    gradients += ["route_grad", "router_logits_grad", "expert_gate_grad", "row_dots", "spread_rows"]
-    gradients += ["grouped_weight_gradient", "scaled_grouped_gradient", "router_logits", "count_choices"]
-    gradients += ["gather_rows", "combine", "expert_gate", "grouped_matmul", "scaled_grouped_matmul"]
+    gradients += [
+        "route_grad",
+        "router_logits_grad",
+        "expert_gate_grad",
+        "expert_gate_grad_cast",
+        "row_dots",
+        "aligned_rows",
+    ]
     of_weights = ("transpose", "cast_transpose", "cast_rows", "cast_by")
-    elsewhere = {f"titanlite.{op}.default" for op in (*gradients, *of_weights, "norm_rope")}
+    elsewhere = {f"titanlite.{op}.default" for op in (*gradients, *of_weights, "norm_rope", "expert_gate", "combine")}
     spelled = {op for op in torch._C._dispatch_get_all_op_names() if op.startswith("titanlite::")}
-    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {*FUSED, *ROUTE, *in_classes, *elsewhere}
+    assert {f"{op.replace('::', '.')}.default" for op in spelled} == {
+        *FUSED,
+        *in_classes,
+        *elsewhere,
+        *GRADIENTS_OF_EXPERTS,
+    }

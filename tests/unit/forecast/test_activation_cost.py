@@ -18,7 +18,7 @@ from tests.support.needs import SCALES_BY_ROW, slow
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
+from titanlite.config.recipe_schema import Experts, ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Data, Float8, Model, Parallelism, Training
 from titanlite.forecast.activation_cost import costs, held_without_checkpointing
 from titanlite.forecast.traced_run import TracedRun, traced_run
@@ -28,6 +28,8 @@ from titanlite.models.find import model_class
 D, H, K, F, S, B = 64, 4, 2, 512, 48, 2
 SIZES = ModelDims("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 LAYERS = "attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2"
+OF_EXPERTS = "experts.w13", "experts.w2"
+ONLY_OF_EXPERTS = "rows and products of experts", "routing"
 OF_BLOCKS: dict = {"dims": replace(SIZES, dim=128, ffn_dim=640), "batch": 8}
 LISTS = recipes.names("activation_checkpoint")
 FLOAT8 = [None, "tensorwise", "rowwise"]
@@ -38,14 +40,16 @@ FEW = ["none", "every_second_matmul"]
 
 
 def predicted(save_list: SaveList, run: TracedRun) -> Held:
-    """Bytes and matmuls of the first block by its trace; 8 matmuls are backward's own."""
+    """Bytes and matmuls of the first block by its trace."""
     block = run.blocks[0]
+    own = sum(1 if name in OF_EXPERTS else 2 for name in block.layers)  # of backward
     if save_list.default == "save":
-        return Held(held_without_checkpointing(block, run.compiled), 8)
+        return Held(held_without_checkpointing(block, run.compiled), own)
     active = frozenset(i for i, rule in enumerate(save_list.rules) if 0 in rule.blocks(1))
     found = costs(block, save_list, active, run.compiled)
-    again = sum(cost.recomputed and cost.activation.op in (*CLASSES["matmul"], *FUSED) for cost in found)
-    return Held(block.input_bytes + sum(cost.held for cost in found), 8 + again)
+    products = (*CLASSES["matmul"], *CLASSES["experts"], *FUSED)
+    again = sum(cost.recomputed and cost.activation.op in products for cost in found)
+    return Held(block.input_bytes + sum(cost.held for cost in found), own + again)
 
 
 def measured(
@@ -165,6 +169,40 @@ def test_other_architectures(other, float8, own):
         check(mode, *measured((SOME | OWN)[own], mode, float8, dims=dims, architecture=name))
 
 
+LISTS_OF_EXPERTS = (*LISTS, *ONLY_OF_EXPERTS)
+EXPERTS: dict = {
+    "dims": replace(SIZES, ffn_dim=0, experts=Experts(n_experts=4, top_k=3, ffn_dim=128, balance_loss=0.01)),
+    "architecture": "qwen3_moe",
+}
+
+
+@functools.cache
+def experts_without_a_list(mode: str, float8: str | None) -> tuple[Held, Held]:
+    return measured(SOME["none"], mode, float8, **EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("own", "mode", "float8"),
+    [
+        *((own, "eager", None) for own in LISTS_OF_EXPERTS),
+        *(("none", "compiled", None), ("balanced", "compiled", None)),
+        *slow(*((own, "compiled", None) for own in LISTS_OF_EXPERTS if own not in ("none", "balanced"))),
+        *slow(*((own, "eager", "rowwise") for own in LISTS_OF_EXPERTS)),
+        # Not without a list: here weights are cast in the block, and the compiler keeps their casts.
+        *slow(*((own, "compiled", "rowwise") for own in LISTS_OF_EXPERTS if own != "none")),
+    ],
+)
+def test_a_mixture_of_experts(own, mode, float8):
+    """And no list changes a bit: recomputation takes the routes that forward took."""
+    listed = OWN.get(own) or recipes.load("activation_checkpoint", own)
+    truth = experts_without_a_list(mode, float8)
+    found, expected = truth if own == "none" else measured(listed, mode, float8, **EXPERTS)
+    check((own, mode), found, expected)
+    assert len(found.results) == 11  # output, input, four norms and five matrices
+    for got, kept in zip(found.results, truth[0].results, strict=True):
+        assert torch.equal(got, kept)
+
+
 @pytest.mark.parametrize("other", ["gpt2", *slow("qwen3", "gemma3 local")])
 def test_other_architectures_under_tensor_parallelism(other):
     name, dims = OTHERS[other]
@@ -201,6 +239,8 @@ def save_list(*rules: SaveRule) -> SaveList:
 OWN = {
     "statistics and casts": save_list(SaveRule("statistics", "save"), SaveRule("cast", "save")),
     "casts of one layer": save_list(SaveRule("cast", "save", module=("w2",)), SaveRule("matmul", "save")),
+    "rows and products of experts": save_list(SaveRule("dispatch", "save"), SaveRule("experts", "save")),
+    "routing": save_list(SaveRule("route", "save")),
     "one op": save_list(SaveRule("aten.mm.default", "save")),
     "one op of float8": save_list(SaveRule("titanlite.scaled_matmul.default", "save")),
     "one op of blocks": save_list(SaveRule("titanlite.block_scaled_matmul.default", "save")),
@@ -238,7 +278,12 @@ COMPILED = [
 
 
 CASES = [
-    *((own, float8, "eager") for own in OWN if own not in ONE_OP for float8 in (*FLOAT8[1:], BY_TORCHAO, BY_BLOCKS)),
+    *(
+        (own, float8, "eager")
+        for own in OWN
+        if own not in (*ONE_OP, *ONLY_OF_EXPERTS)
+        for float8 in (*FLOAT8[1:], BY_TORCHAO, BY_BLOCKS)
+    ),
     *((own, float8, "eager") for own in ONE_OP[:2] for float8 in (*FLOAT8[1:], BY_TORCHAO)),
     ("one op of blocks", BY_BLOCKS, "eager"),
     *((own, float8, mode) for own, float8 in BY_NAME for mode in MODES),
