@@ -116,10 +116,12 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
         length = f"; {n_tokens:,} tokens, {epochs_of(checked, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
     shards, chosen = "(all remaining)" if shard == -1 else shard, config.activation_checkpoint
+    ep = mesh.expert_parallel_degree
+    experts = f" (experts over {ep})" if ep > 1 else ""
     within = "" if chosen.budget_gib is None else f" within {chosen.budget_gib:g} GiB"
     rows = {
         "model": _model(checked),
-        "mesh": f"replicate {replicate} × shard {shards} × tensor {tensor}: {processes}",
+        "mesh": f"replicate {replicate} × shard {shards}{experts} × tensor {tensor}: {processes}",
         "batch": _batch_in_words(checked, ranks, world),
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}",
         "data": f"{_mixture(checked) or config.data.source + limit}, {ids}{length}",

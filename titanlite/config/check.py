@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from titanlite.config.build import show
 from titanlite.config.check_data import check_data
-from titanlite.config.check_mesh import check_batch, check_dims, check_mesh, data_ranks
+from titanlite.config.check_mesh import check_batch, check_dims, check_expert_parallel, check_mesh, data_ranks
 from titanlite.config.held_out import check_held_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
@@ -77,6 +77,7 @@ def check_config(
         check_stages(config, problems)
     if is_in_range and are_read("training", "parallelism"):
         check_mesh(config, model, world_size, problems)
+        check_expert_parallel(config, model, world_size, problems)
         if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
             check_batch(config, world_size, problems)
             _check_batches(config, world_size, problems)
@@ -130,7 +131,7 @@ def _can_divide(config: Config) -> bool:
     """Check that every divisor is in range."""
     batch, mesh = config.training, config.parallelism
     degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
-    return min(batch.seq_len, batch.local_batch_size, *degrees) >= 1
+    return min(batch.seq_len, batch.local_batch_size, *degrees, mesh.expert_parallel_degree) >= 1
 
 
 def _check_batches(config: Config, world_size: int | None, problems: Problems) -> None:
@@ -213,6 +214,12 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
+    if config.float8.recipe != "none" and config.parallelism.expert_parallel_degree > 1:
+        want = '"none" where parallelism.expert_parallel_degree > 1: tokens travel in training.mixed_precision_param'
+        problems.add("float8.recipe", show(config.float8.recipe), want, 'recipe = "none"')
+    if chosen.recipe == "auto" and config.parallelism.expert_parallel_degree > 1:
+        want = "the name of a save-list where parallelism.expert_parallel_degree > 1, of which no memory is predicted"
+        problems.add("activation_checkpoint.recipe", '"auto"', want, 'recipe = "full"')
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')
@@ -233,6 +240,9 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
         shards = world // others
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
+        problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')
+    elif p.expert_parallel_degree > 1:
+        want = '"default" where parallelism.expert_parallel_degree > 1: a block is sharded over two sets of ranks'
         problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')
     if config.training.mixed_precision_reduce != "float32":
         saw, want = show(config.training.mixed_precision_reduce), '"float32", in which fsdp_copy_engines adds gradients'

@@ -74,6 +74,31 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
         problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
 
 
+def check_expert_parallel(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
+    """Check that experts can be shared out over some of the ranks that shard each parameter."""
+    p, name = config.parallelism, "expert_parallel_degree"
+    ep, shards = p.expert_parallel_degree, p.data_parallel_shard_degree
+    others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+    if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
+        shards = world // others
+    experts = model and model.experts
+    if ep == 1 or (experts is not None and p.tensor_parallel_degree > 1):  # `check_mesh` refuses the latter
+        return
+    if model is not None and experts is None and not config.model.file:
+        want, fix = f"1: {config.model.name} has no experts", f"{name} = 1"
+    elif p.tensor_parallel_degree > 1:
+        want, fix = "1 with parallelism.tensor_parallel_degree", f"{name} = 1"
+    elif experts is not None and experts.n_experts % ep:
+        want = f"a divisor of experts.n_experts = {experts.n_experts}"
+        fix = _pick(name, ep, _divisors(math.gcd(experts.n_experts, max(shards, 0))))
+    elif shards > 0 and shards % ep:
+        want = f"a divisor of the ranks that shard each parameter, {shards}"
+        fix = _pick(name, ep, _divisors(math.gcd(shards, experts.n_experts if experts else 0)))
+    else:
+        return
+    problems.add(f"parallelism.{name}", str(ep), want, fix)
+
+
 def check_batch(config: Config, world: int | None, problems: Problems) -> None:
     """Check that the global batch is a whole number of micro-steps of every data-parallel rank."""
     asked, local = config.training.global_batch_size, config.training.local_batch_size

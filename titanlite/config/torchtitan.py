@@ -10,7 +10,7 @@ from typing import Any
 _CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml"
 _PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
 _CONTEXT = "remove it; titanlite has no context parallelism"
-_EXPERTS = "remove it; titanlite has no expert parallelism: FSDP shards the experts as all other weights"
+_EXPERTS = "remove it; parallelism.expert_parallel_degree alone says where experts are, and tokens travel by NCCL"
 _GROUPED = "remove it; experts compute in training.mixed_precision_param"
 _MEMORY = "remove it; titanlite has no memory snapshots"
 _LOADER = "remove it; batches are read ahead from token shards, without workers"
@@ -94,7 +94,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "parallelism.context_parallel_degree": (1, _CONTEXT),
     "parallelism.context_parallel_load_balancer": ("headtail", _CONTEXT),
     "parallelism.context_parallel_rotate_method": ("allgather", _CONTEXT),
-    "parallelism.expert_parallel_degree": (1, _EXPERTS),
+    "parallelism.expert_parallel_degree": (1, None),
     "parallelism.expert_tensor_parallel_degree": (1, _EXPERTS),
     "parallelism.expert_parallel_comm_backend": ("standard", _EXPERTS),
     "checkpoint.enable": (False, None),
@@ -198,7 +198,7 @@ SWITCHES = {
     "parallelism.tensor_parallel_degree": ("parallelism.enable_async_", "parallelism.disable_loss_"),
     "parallelism.pipeline_parallel_degree": ("parallelism.pipeline_", "parallelism.module_"),
     "parallelism.context_parallel_degree": ("parallelism.context_",),
-    "parallelism.expert_parallel_degree": ("parallelism.expert_",),
+    "parallelism.expert_parallel_degree": ("parallelism.expert_tensor_", "parallelism.expert_parallel_comm_"),
     "checkpoint.enable": ("checkpoint.",),
     "checkpoint.initial_load_path": ("checkpoint.initial_load_",),
     "compile.enable": ("compile.",),

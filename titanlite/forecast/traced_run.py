@@ -107,7 +107,7 @@ def traced_run(
     """
     training, mesh = config.training, config.parallelism
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
-    split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel
+    split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel, mesh.expert_parallel_degree
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data)
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
     is_its_own = model is not None and (float8 is not None or mesh.tensor_parallel_degree > 1)
@@ -129,7 +129,11 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     traces, why = dict[str, TracedBlock](), None
     try:
         starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
-        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype)
+        if (degree := config.parallelism.expert_parallel_degree) > 1:
+            want = "1, of which memory, time and collectives are predicted"
+            why = Problem("parallelism.expert_parallel_degree", str(degree), want, "expert_parallel_degree = 1")
+        else:
+            traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own

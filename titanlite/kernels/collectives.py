@@ -52,6 +52,20 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
+def exchange(x: Tensor, group: Group) -> Tensor:
+    """Give each rank its chunk of rows, and take this rank's of all others, without a gradient: all-to-all.
+
+    Args:
+        x: [M, …], M a multiple of the ranks; chunk r is for rank r.
+        group: the ranks.
+
+    Returns:
+        [M, …], chunk r is from rank r.
+    """
+    each = [len(x) // group.size] * group.size
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), each, each, group.name))
+
+
 def maximum(x: Tensor, group: Group) -> Tensor:
     """Take the largest of the ranks' numbers, element by element, without a gradient.
 

@@ -25,6 +25,8 @@ def no_copy_engines(mesh: Mesh) -> str | None:
     """
     if mesh.device.type != "cuda":
         return "there are none without GPUs"
+    if mesh.experts is not None:
+        return "experts of a block are sharded over other ranks than the rest of it"
     if why := _first_reason(no_peer_access(shard_group(mesh))):
         return why
     from titanlite.kernels.device import shard_exchange
@@ -109,8 +111,8 @@ def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Ent
         is_asked: whether the config insists on them.
         why: what stands in the way, if anything does.
     """
-    units = [m._get_fsdp_state()._fsdp_param_group for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
-    groups = [group for group in units if group is not None]  # else it has no weights
+    units = [m._get_fsdp_state()._fsdp_param_groups for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
+    groups = [of_unit[0] for of_unit in units if of_unit]  # else it has no weights
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
     reason = "" if count == len(groups) else why or "not applied"
     applied = {"blocks": count, "by NCCL, because": reason} if reason else {"blocks": count}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
@@ -23,6 +24,7 @@ from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.models.layers import Embedding
 from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, shard_group
+from titanlite.parallel.expert import placement
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
 
@@ -102,11 +104,12 @@ def apply_fsdp(
     )
     # By copy engines gradients travel as they are; the sum is in float32 all the same.
     pushed = replace(policy, reduce_dtype=policy.param_dtype) if by_copy_engines else policy
-    units = fsdp_units(model, config, mesh)  # all, before FSDP's hooks
+    units, place = fsdp_units(model, config, mesh), placement(mesh)  # all, before FSDP's hooks
     for unit in units:
         how, modules = pushed if unit.is_block else policy, list(unit.modules)
         together = modules if len(modules) > 1 else modules[0]
-        fully_shard(together, mesh=unit.mesh, reshard_after_forward=unit.reshards, mp_policy=how)
+        reshards = unit.reshards
+        fully_shard(together, mesh=unit.mesh, reshard_after_forward=reshards, shard_placement_fn=place, mp_policy=how)
         if not unit.is_read_backward:
             unit.modules[0].set_unshard_in_backward(False)  # type: ignore[operator]
     for module in model.modules():
@@ -115,7 +118,8 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             if follow and mesh.dp_size > 1:
-                module.set_custom_reduce_scatter(_ReduceScatter())
+                for group in _param_groups(module):
+                    group._reduce_scatter_comm = _ReduceScatter()
     if by_copy_engines:
         from titanlite.kernels.device import shard_exchange
 
@@ -170,41 +174,48 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        group = unit._get_fsdp_state()._fsdp_param_group
-        if group is None or group in done:  # of a unit without weights, or of several modules
+        groups = [group for group in _param_groups(unit) if group not in done]  # none of a unit without weights
+        if not groups:  # or one of several modules
             continue
-        done.add(group)
+        done.update(groups)
         unit.unshard()
-        for param in group.fsdp_params:
-            weight = param.unsharded_param
-            if isinstance(weight, DTensor):
-                weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
-                param._setattr_on_modules(weight)
-                param.is_dtensor = False  # nor are its gradients
-            if mesh.dp_size == 1:
-                weight.register_post_accumulate_grad_hook(partial(_accumulate_into_master, dtype, param.sharded_param))
+        for group in groups:
+            for param in group.fsdp_params:
+                weight = param.unsharded_param
+                if isinstance(weight, DTensor):
+                    weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
+                    param._setattr_on_modules(weight)
+                    param.is_dtensor = False  # nor are its gradients
+                if group.mesh_info.mesh.size() == 1:
+                    hook = partial(_accumulate_into_master, dtype, param.sharded_param)
+                    weight.register_post_accumulate_grad_hook(hook)
         unit.reshard()
-        if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
-            elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
-            reduce.exchange.prepare(
-                elements * mesh.fsdp.size(-1), getattr(torch, config.training.mixed_precision_param)
-            )
+        for group in groups:
+            if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
+                elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
+                reduce.exchange.prepare(
+                    elements * mesh.fsdp.size(-1), getattr(torch, config.training.mixed_precision_param)
+                )
 
 
 def dtype_of_reduction(unit: FSDPModule) -> str:
     """Name what gradients of a gathered unit are rounded to on their way to their masters."""
-    weights = list(unit.parameters())  # type: ignore[attr-defined]
-    hooks = [hook for w in weights for hook in (w._post_accumulate_grad_hooks or {}).values()]
-    if hooks:
-        dtypes = {hook.args[0] for hook in hooks} if len(hooks) == len(weights) else {"not all"}
-    else:
-        group = unit._get_fsdp_state()._fsdp_param_group
-        assert group is not None  # noqa: S101
-        if isinstance(group._reduce_scatter_comm, PushedReduceScatter):
-            return "float32"
-        # FSDP keeps no dtype of the reduction where it is that of the gradients.
-        dtypes = {group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype}
+    dtypes = set[object]()
+    for group in _param_groups(unit):
+        weights = [param.unsharded_param for param in group.fsdp_params]
+        hooks = [hook for w in weights for hook in (w._post_accumulate_grad_hooks or {}).values()]
+        if hooks:
+            dtypes |= {hook.args[0] for hook in hooks} if len(hooks) == len(weights) else {"not all"}
+        elif isinstance(group._reduce_scatter_comm, PushedReduceScatter):
+            dtypes.add(torch.float32)
+        else:  # FSDP keeps no dtype of the reduction where it is that of the gradients
+            dtypes.add(group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype)
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+
+
+def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
+    """The parameters of a unit by the ranks that split them: those of experts may have ranks of their own."""
+    return unit._get_fsdp_state()._fsdp_param_groups
 
 
 def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:

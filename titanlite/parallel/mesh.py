@@ -5,6 +5,10 @@ Three axes, always all three, a degree of one included, so that there is one cod
     dp_replicate   replicas of the sharded model (HSDP); gradients are all-reduced over it
     dp_shard       FSDP: parameters, gradients and optimizer state are split over it
     tp             each layer is split over it; innermost, so that its ranks are neighbours on one host
+
+The weights of experts that are shared out over ranks have a mesh of the same processes of their own:
+
+    dp_replicate, dp_shard / ep, ep
 """
 
 from dataclasses import dataclass
@@ -30,6 +34,15 @@ class Mesh:
     dp_rank: int
     tp_size: int
     replicas: int
+    experts: DeviceMesh | None = None  # 3-D; None: no rank has only some of the experts
+
+    @property
+    def expert_group(self) -> Group | None:
+        """The ranks that the experts of a layer are shared out over, or None if each has all."""
+        if self.experts is None:
+            return None
+        ep = self.experts["ep"]
+        return Group(ep.get_group().group_name, ep.size(), ep.get_local_rank())
 
     @property
     def tp_group(self) -> Group | None:
@@ -70,6 +83,10 @@ def build_mesh(config: Parallelism, device: torch.device) -> Mesh:
     shards = dist.get_world_size() // (replicas * tp)
     names = ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh(device.type, (replicas, shards, tp), mesh_dim_names=names)
+    experts, ep = None, config.expert_parallel_degree
+    if ep > 1:
+        names = ("dp_replicate", "dp_shard", "ep")
+        experts = init_device_mesh(device.type, (replicas, shards // ep, ep), mesh_dim_names=names)
     replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
     return Mesh(
         device=device,
@@ -80,4 +97,5 @@ def build_mesh(config: Parallelism, device: torch.device) -> Mesh:
         dp_rank=replicate_rank * shards + shard_rank,
         tp_size=tp,
         replicas=replicas,
+        experts=experts,
     )

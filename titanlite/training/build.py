@@ -41,6 +41,7 @@ from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
+from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
@@ -136,6 +137,9 @@ def build(
         receipt.add_later(lambda: split)
         if is_asynchronous:
             receipt.add_later(partial(fused_layers_entry, model, device))
+    if mesh.experts is not None:
+        tokens = largest.training.local_batch_size * largest.training.seq_len
+        receipt.add(apply_expert_parallel(model, mesh, tokens))
     warnings = _apply_float8(model, config, float8, mesh, receipt) if float8 is not None else ()
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     # What is predicted is what will run.

@@ -196,6 +196,47 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
         assert part in said
 
 
+@pytest.mark.parametrize(
+    ("values", "world", "parts"),
+    [
+        ({"expert_parallel_degree": 3}, None, ["a divisor of experts.n_experts = 8\n", "= 2 (or 4)"]),
+        ({"expert_parallel_degree": 8}, 4, ["a divisor of the ranks that shard each parameter, 4\n", "= 4 (or 2)"]),
+        (
+            {"expert_parallel_degree": 4, "data_parallel_replicate_degree": 2},
+            4,
+            ["a divisor of the ranks that shard each parameter, 2\n", "= 2 (or 1)"],
+        ),
+        (
+            {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+            4,
+            ["tensor_parallel_degree = 2", "1: a mixture of experts has no tensor-parallel layout"],
+        ),
+        (
+            {"expert_parallel_degree": 2, "fsdp_copy_engines": "always"},
+            4,
+            ['fsdp_copy_engines = "always"', "a block is sharded over two sets of ranks"],
+        ),
+    ],
+)
+def test_experts_that_ranks_cannot_share_out(values: dict[str, object], world: int | None, parts: list[str]) -> None:
+    config = changed(Config(), **{f"parallelism__{key}": value for key, value in values.items()})
+    said = message(config, load("model", "qwen3_moe-debug"), world)
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+def test_experts_that_ranks_share_out() -> None:
+    config = changed(Config(), parallelism__expert_parallel_degree=4, parallelism__data_parallel_replicate_degree=2)
+    for world in (None, 8, 16):
+        check_config(config, load("model", "qwen3_moe-debug"), world)
+    said = message(changed(config, activation_checkpoint__recipe="auto", activation_checkpoint__budget_gib=60.0), None)
+    assert "the name of a save-list where parallelism.expert_parallel_degree > 1" in said
+    said = message(changed(config, float8__recipe="rowwise"), None)
+    assert "tokens travel in training.mixed_precision_param" in said
+    assert "1: llama3 has no experts" in message(config)
+
+
 def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     config = changed(Config(), metrics__tensorboard=True)
     check_config(config, LLAMA_8B, world_size=8)

@@ -1,0 +1,101 @@
+"""A mixture of experts trains to the same numbers whatever ranks have its experts, and resumes under another degree.
+
+A layer's own results are equal to the bit (`tests/ranks/kernels/test_expert_parallel.py`). Without expert parallelism
+each rank sums the gradient of a weight over its own tokens, and FSDP sums those: another order of the same terms, so
+the bounds of `tests/ranks/training/test_layouts.py` hold.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from tests.support.short_run import Trained, assemble, checked, take_steps, train, whole
+from titanlite.checkpoint import store
+from titanlite.kernels import expert_parallel
+from titanlite.training.build import Run
+from titanlite.training.state import tensors_of
+
+MOE = ["--model.name", "qwen3_moe", "--optimizer.lr", "3e-4"]
+DEGREE = "--parallelism.expert_parallel_degree"
+REPLICAS = ["--parallelism.data_parallel_replicate_degree", "2"]
+BFLOAT16 = ["--training.mixed_precision_param", "bfloat16"]
+
+
+def off_by(got: Trained, truth: Trained) -> dict[str, float]:
+    """What differs, relative to the largest of its kind: the loss and the norm of any step, gradients of the first."""
+    errors = {
+        "loss": ((got.losses - truth.losses) / truth.losses).abs().max().item(),
+        "norm": ((got.norms - truth.norms) / truth.norms).abs().max().item(),
+    }
+    for name, gradient in truth.gradients.items():
+        errors[name] = ((got.gradients[name].double() - gradient).abs().max() / gradient.abs().max()).item()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "steps"),
+    [(2, [DEGREE, "2"], 3), *slow((4, [DEGREE, "4"], 10), (4, [DEGREE, "2"], 10), (4, [DEGREE, "2", *REPLICAS], 10))],
+)
+def test_any_degree_trains_as_fsdp_alone(world, flags, steps, tmp_path):
+    truth = train(tmp_path, world, MOE, steps=steps)
+    got = train(tmp_path, world, [*MOE, *flags], steps=steps)
+    assert truth.gradients.keys() == got.gradients.keys() == got.weights.keys()
+    assert all(torch.equal(got.weights[name], weight) for name, weight in truth.weights.items())
+    wrong = {name: error for name, error in off_by(got, truth).items() if not error <= 1e-6}
+    assert not wrong, wrong
+
+
+def tripled_gradient(run: Run) -> None:
+    plain = expert_parallel.grouped_weight_gradient
+    expert_parallel.grouped_weight_gradient = lambda *operands: 3 * plain(*operands)  # type: ignore[assignment]
+
+
+def counted_twice(run: Run) -> None:
+    run.optimizer._owned += [name for name in run.optimizer._owned if ".experts.w" in name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "seen"), [(tripled_gradient, "layers.0.experts.w2.weight"), (counted_twice, "norm")])
+def test_a_fault_is_seen(fault, seen, tmp_path):
+    truth = train(tmp_path, 2, MOE, steps=1)
+    got = train(tmp_path, 2, [*MOE, DEGREE, "2"], steps=1, change=fault)
+    assert off_by(got, truth)[seen] > 1e-3
+
+
+@pytest.mark.slow
+def test_bfloat16_trains_alike(tmp_path):
+    """Gradients of experts are rounded once for all tokens, instead of once on each rank: to 2^-8 of each."""
+    truth = train(tmp_path, 4, [*MOE, *BFLOAT16], steps=10)
+    got = train(tmp_path, 4, [*MOE, *BFLOAT16, DEGREE, "4"], steps=10)
+    errors = off_by(got, truth)
+    assert got.losses[0] == truth.losses[0]
+    assert errors["loss"] <= 1e-3
+    assert max(errors.values()) <= 2e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [("2", "4"), ("4", "1"), ("1", "2")])
+def test_a_checkpoint_loads_under_another_degree(before: str, after: str, tmp_path: Path) -> None:
+    asked = [checked(tmp_path, 4, [*MOE, DEGREE, degree]) for degree in (before, after)]
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+
+    def body() -> None:
+        first, second = map(assemble, asked)
+        take_steps(first, 2)
+        store.write(folder, tensors_of(first))
+        store.read(folder, tensors_of(second))
+        theirs, ours = tensors_of(first), tensors_of(second)
+        names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+        assert any(
+            not torch.equal(whole(theirs[n]), torch.zeros_like(whole(theirs[n]))) for n in names if "exp_avg" in n
+        )
+        different = [name for name in names if not torch.equal(whole(theirs[name]), whole(ours[name]))]
+        assert not different, different
+        dist.barrier()
+
+    run_ranks(body, tmp_path, 4)

@@ -1,0 +1,76 @@
+"""Expert parallelism: each rank of a group has some of the experts of every layer, whole, and gets all tokens for them.
+
+A group is a run of neighbours among the ranks that shard each parameter. The weights of experts are DTensors over it,
+by rows, which are in order of the experts; FSDP splits what a rank has over the ranks of other groups. All else of the
+model is sharded as it is without: over all ranks.
+"""
+
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titanlite.errors import Problem, ShardingError, describe
+from titanlite.kernels.expert_parallel import ParallelExperts
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.parallel.mesh import Mesh
+from titanlite.receipt import Entry
+
+KEY = "parallelism.expert_parallel_degree"
+
+
+def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
+    """Share the experts of each layer out over the ranks of an expert group, in place.
+
+    Args:
+        model: on the meta device, not sharded yet.
+        mesh: has expert groups.
+        tokens: of a rank's micro-batch.
+
+    Returns:
+        The receipt's entry.
+
+    Raises:
+        ShardingError: the model has no experts, or a layer has a number of them that the ranks do not divide.
+    """
+    group = mesh.expert_group
+    assert mesh.experts is not None and group is not None  # noqa: S101, PT018
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    uneven = [
+        Problem(name, f"{m.of.n_experts} experts", f"a multiple of {KEY} = {group.size}", "another degree")
+        for name, m in layers.items()
+        if m.of.n_experts % group.size
+    ]
+    if not layers:
+        uneven = [Problem(KEY, str(group.size), "1: the model has no experts", "expert_parallel_degree = 1")]
+    if uneven:
+        raise ShardingError(describe("expert parallelism", uneven))
+    for layer in layers.values():
+        layer.compute = ParallelExperts(group)
+        for projection in (layer.w13, layer.w2):
+            part = distribute_tensor(projection.weight.data, mesh.experts["ep"], [Shard(0)])
+            projection.weight = nn.Parameter(part)
+    of = next(iter(layers.values())).of
+    applied = {
+        "layers": len(layers),
+        "experts of a rank": of.n_experts // group.size,
+        "tokens travel by": "all-gather and all-to-all, not fused",
+        "rows kept for the worst router": tokens * of.top_k * group.size,
+        "dropped": 0,
+    }
+    return Entry("expert_parallel", group.size, applied, count=len(layers), key=KEY)
+
+
+def placement(mesh: Mesh):
+    """Return what tells FSDP which ranks split a parameter, or None where all split every one.
+
+    Args:
+        mesh: the mesh.
+    """
+    if mesh.experts is None:
+        return None
+    if mesh.replicas > 1:
+        on = HSDPMeshInfo(mesh.experts["dp_replicate", "dp_shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
+    else:
+        on = FSDPMeshInfo(mesh.experts["dp_shard"], shard_mesh_dim=0)
+    of_experts = ShardPlacementResult(None, on)
+    return lambda weight: of_experts if isinstance(weight, DTensor) else None
