@@ -19,6 +19,7 @@ from titanlite.config.schema import Config, Model
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.models.find import build_model
+from titanlite.parallel.expert import experts_to_share
 from titanlite.parallel.tensor import LayerPlan, split_layers
 from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.representative_blocks import PlannedLayers
@@ -83,6 +84,8 @@ def rank_model(
         if (config.model, dims) not in _plans:  # that of other degrees says the same of each layer
             sharding_plan(config, dims)
         split_layers(made, _plans[config.model, dims], _group(t), mesh.async_tensor_parallel, _part(t))
+    if mesh.expert_parallel_degree > 1:
+        experts_to_share(made, mesh.expert_parallel_degree)
     if float8 is None:
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs

@@ -5,6 +5,8 @@ by rows, which are in order of the experts; FSDP splits what a rank has over the
 model is sharded as it is without: over all ranks.
 """
 
+from collections.abc import Callable
+
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -16,6 +18,29 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.receipt import Entry
 
 KEY = "parallelism.expert_parallel_degree"
+
+
+def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExperts]:
+    """Find the mixtures of experts of a model, by name.
+
+    Args:
+        model: any.
+        degree: ranks that share the experts of each out.
+
+    Raises:
+        ShardingError: there is none, or a layer has a number of experts that the ranks do not divide.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    wrong = [
+        Problem(name, f"{layer.of.n_experts} experts", f"a multiple of {KEY} = {degree}", "another degree")
+        for name, layer in layers.items()
+        if layer.of.n_experts % degree
+    ]
+    if not layers:
+        wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]
+    if wrong:
+        raise ShardingError(describe("expert parallelism", wrong))
+    return layers
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
@@ -34,16 +59,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
     """
     group = mesh.expert_group
     assert mesh.experts is not None and group is not None  # noqa: S101, PT018
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
-    uneven = [
-        Problem(name, f"{m.of.n_experts} experts", f"a multiple of {KEY} = {group.size}", "another degree")
-        for name, m in layers.items()
-        if m.of.n_experts % group.size
-    ]
-    if not layers:
-        uneven = [Problem(KEY, str(group.size), "1: the model has no experts", "expert_parallel_degree = 1")]
-    if uneven:
-        raise ShardingError(describe("expert parallelism", uneven))
+    layers = experts_to_share(model, group.size)
     for layer in layers.values():
         layer.compute = ParallelExperts(group)
         for projection in (layer.w13, layer.w2):
@@ -60,7 +76,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
     return Entry("expert_parallel", group.size, applied, count=len(layers), key=KEY)
 
 
-def placement(mesh: Mesh):
+def placement(mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
     """Return what tells FSDP which ranks split a parameter, or None where all split every one.
 
     Args:

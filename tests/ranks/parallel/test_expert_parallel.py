@@ -15,7 +15,12 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import Trained, assemble, checked, take_steps, train, whole
 from titanlite.checkpoint import store
+from titanlite.config.schema import Config, Model
+from titanlite.errors import ShardingError
 from titanlite.kernels import expert_parallel
+from titanlite.models.find import build_model
+from titanlite.parallel.expert import experts_to_share
+from titanlite.recipes import load
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
 
@@ -47,6 +52,35 @@ def test_any_degree_trains_as_fsdp_alone(world, flags, steps, tmp_path):
     assert all(torch.equal(got.weights[name], weight) for name, weight in truth.weights.items())
     wrong = {name: error for name, error in off_by(got, truth).items() if not error <= 1e-6}
     assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_list", ["full", "balanced", "matmuls"])
+def test_a_save_list_changes_no_bit(save_list, tmp_path):
+    flags = [*MOE, DEGREE, "2"]
+    truth = train(tmp_path, 2, flags, steps=3)
+    got = train(tmp_path, 2, [*flags, "--activation_checkpoint.recipe", save_list], steps=3)
+    assert max(off_by(got, truth).values()) == 0
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_alike(tmp_path):
+    flags = [*MOE, DEGREE, "2"]
+    truth = train(tmp_path, 2, flags, steps=3)
+    got = train(tmp_path, 2, [*flags, "--compile.enable"], steps=3, timeout_s=300)
+    assert max(off_by(got, truth).values()) <= 1e-6
+
+
+def test_a_model_without_experts_or_with_too_few_is_refused() -> None:
+    """Models of a file of one's own are: of ours the config says so."""
+    dims = load("model", "qwen3_moe-debug")
+    config = Config(model=Model(name="qwen3_moe"))
+    model = build_model(config.model, dims, 64)
+    assert len(experts_to_share(model, 4)) == dims.n_layers
+    with pytest.raises(ShardingError, match=r"layers\.0\.experts = 8 experts\n +want: a multiple of .* = 3"):
+        experts_to_share(model, 3)
+    with pytest.raises(ShardingError, match="the model has no experts"):
+        experts_to_share(model.layers[0].attention, 2)  # type: ignore[index]
 
 
 def tripled_gradient(run: Run) -> None:
