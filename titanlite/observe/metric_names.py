@@ -49,6 +49,7 @@ PREFIXES: Mapping[str, str] = {
     "accuracy": "eval/accuracy",
     "evaluation_": "eval/",  # after what is longer
     "float8_": "float8/",
+    "experts_": "experts/",
 }
 """Beginnings of keys whose rest names a source, a task or a layer, and what is shown in their place."""
 

@@ -60,6 +60,9 @@ class StepRow:
     # Of each source of a mixture: "loss.<name>" of its targets in this step, if it has any, "epoch.<name>", and
     # "share.<name>" of the tokens since step 1.
     sources: Mapping[str, float] = field(default_factory=dict)
+    # Of each mixture of experts "experts_<what>.<layer>", as of `titanlite.training.routers`: like rates, of the steps
+    # since the previous log line.
+    layers: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,12 @@ Reading order of training: `train.py` makes ready, `build.py` assembles the mode
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
@@ -97,7 +100,8 @@ class Loop:
             micro_batches, lr = self._next_batches(step), learning_rate(step, config, table)
             asks, attended = self._asks_to_stop(), mean_attended(windows, self.batches.lengths)
             result = train_step(run, micro_batches, lr, asks, attended, len(names), self._lacks_data)
-            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names))
+            result, routing = self._with_routing(step, result)
+            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names, routing))
             self.profiler.end(step)
 
             measures = self.measures(step)
@@ -197,6 +201,13 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         with span(NUMERICS):
             self.report.float8(step, float8_numerics(self.run.model, batch.tokens, self.run.mesh.fsdp, batch.sequences))
+
+    def _with_routing(self, step: int, result: Tensor) -> tuple[Tensor, Sequence[str]]:
+        """Put behind the results of a step that is to be logged what is seen of routers; and return its keys."""
+        routers = self.run.routers
+        if routers is None or not self.report.is_due(step):
+            return result, ()
+        return torch.cat((result, routers.seen())), routers.keys
 
     def _next_batches(self, step: int) -> list[Batch]:
         """Return those of a step; padding if there are none in time, and in all that follow: the others do not know."""

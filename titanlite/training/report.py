@@ -63,10 +63,19 @@ class InFlight:
         result: [6], or [6 + sources], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
         names: of the sources of which the losses are told apart.
+        routing: keys of what else is behind the result, of the routers of a mixture of experts.
     """
 
-    def __init__(self, step: int, lr: float, result: Tensor, data_wait_s: float, names: Sequence[str] = ()) -> None:
-        self.step, self.lr, self.data_wait_s, self.names = step, lr, data_wait_s, names
+    def __init__(
+        self,
+        step: int,
+        lr: float,
+        result: Tensor,
+        data_wait_s: float,
+        names: Sequence[str] = (),
+        routing: Sequence[str] = (),
+    ) -> None:
+        self.step, self.lr, self.data_wait_s, self.names, self.routing = step, lr, data_wait_s, names, routing
         self._host = result
         if result.is_cuda:
             self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -76,11 +85,12 @@ class InFlight:
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
         self._done.wait()
-        loss, norm, skipped, asked, attended, lacking, *of_sources = self._host.tolist()
-        means = zip(self.names, of_sources, strict=True)
+        loss, norm, skipped, asked, attended, lacking, *more = self._host.tolist()
+        means = zip(self.names, more[: len(self.names)], strict=True)
+        routing = dict(zip(self.routing, more[len(self.names) :], strict=True))
         losses = {f"loss.{name}": mean for name, mean in means if not mean < 0}  # NaN is one
         flags = skipped > 0, asked > 0, lacking > 0
-        return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses)
+        return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses, routing)
 
 
 @dataclass(frozen=True)
@@ -98,6 +108,7 @@ class Outcome:
     data_wait_s: float
     done: Moment
     source_losses: Mapping[str, float] = field(default_factory=dict[str, float])  # "loss.<name>" of those it has
+    routing: Mapping[str, float] = field(default_factory=dict[str, float])  # as `Routers.seen` has it
 
 
 @dataclass(frozen=True)
@@ -197,7 +208,7 @@ class Report:
         self._waited += outcome.data_wait_s
         self._check_finite(outcome)
         self.status.progress(outcome.step)
-        if outcome.step % self.config.metrics.log_freq and outcome.step != self.config.training.steps:
+        if not self.is_due(outcome.step):
             return
         elapsed = outcome.done.seconds_since(self._since)
         at, step = self.position, outcome.step
@@ -219,9 +230,14 @@ class Report:
             seconds=seconds,
             data_wait_seconds=self._waited / self._steps,
             sources={**at.of_sources(step), **outcome.source_losses},
+            layers=outcome.routing,
         )
         self._start_clock(outcome.done)
         self._write(row)
+
+    def is_due(self, step: int) -> bool:
+        """Check whether a step is to be logged."""
+        return step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
 
     def validation(self, step: int, numbers: dict[str, float]) -> None:
         """Log one validation, of all held-out sources: `validation_loss` of the first, and what else there is."""

@@ -1,5 +1,6 @@
 """A mixture of experts trains, alike under FSDP; its bias follows the use of experts, and is in checkpoints."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -7,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, checked, take_steps, train
+from tests.support.short_run import assemble, batches_of, checked, take_steps, train
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.training.build import Run
+from titanlite.training.build import Run, fastest_attention
 from titanlite.training.state import tensors_of
+from titanlite.training.step import train_step
 
 MIXTURE = ("--model.name=qwen3_moe",)
 RATE = 0.01
@@ -91,6 +93,41 @@ def test_a_bias_is_saved_and_loaded_under_another_number_of_ranks(tmp_path: Path
 
     run_ranks(save, tmp_path, 2)
     run_ranks(load, tmp_path, 1)
+
+
+def test_what_is_seen_is_of_the_steps_since_it_was_last_and_of_all_ranks(tmp_path: Path) -> None:
+    """Against sums over the ranks' own counters: what `seen` says of two steps, and then of a third alone."""
+    asked = checked(tmp_path, 2, MIXTURE)
+
+    def body() -> None:
+        run, before = assemble(asked), []
+        assert run.routers is not None
+        with closing(batches_of(run)) as batches, fastest_attention():
+            for steps in (2, 1):
+                for _ in range(steps):
+                    train_step(run, batches.next(), 1e-3, False)
+                seen = dict(zip(run.routers.keys, run.routers.seen().tolist(), strict=True))
+                totals = [torch.cat((layer.counts.double(), layer.sums)) for layer in layers_of(run)]
+                for total in totals:
+                    dist.all_reduce(total)
+                since = [total - (before[n] if before else 0) for n, total in enumerate(totals)]
+                before = totals
+                for n, (*counts, entropy, balance, z) in enumerate(x.tolist() for x in since):
+                    tokens = steps * 4 * 64
+                    assert sum(counts) == 2 * tokens
+                    wanted = {
+                        "fullest": max(counts) * 8 / sum(counts),
+                        "emptiest": min(counts) * 8 / sum(counts),
+                        "entropy": entropy / tokens,
+                        "balance_loss": balance / steps,
+                        "z_loss": z / steps,
+                    }
+                    for what, number in wanted.items():
+                        assert seen[f"experts_{what}.layers.{n}"] == pytest.approx(number, rel=1e-6)
+                    assert wanted["fullest"] > 1 > wanted["emptiest"]
+                assert len(seen) == 5 * len(totals)
+
+    run_ranks(body, tmp_path, 2)
 
 
 def test_losses_of_all_micro_batches_count_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
 
 
 def test_every_number_of_a_step_is_in_a_group() -> None:
-    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources"}
+    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers"}
     assert set(NAMES) == keys
     assert {name.partition("/")[0] for name in NAMES.values()} == {"train", "perf", "optim"}
 
@@ -24,6 +24,7 @@ def test_every_number_of_a_step_is_in_a_group() -> None:
         ("accuracy_norm.hellaswag", "eval/accuracy_norm.hellaswag"),
         ("evaluation_seconds", "eval/seconds"),
         (OF_LAYERS, "float8/output_sqnr_db.layers.0.attention.wo"),
+        ("experts_fullest.layers.0", "experts/fullest.layers.0"),
         ("tokens", "tokens"),
         ("of_a_later_version", "of_a_later_version"),
     ],

@@ -165,3 +165,11 @@ def test_results_are_read_when_the_device_is_done() -> None:
     in_flight = InFlight(11, 1e-3, result, 0.25)
     in_flight._done = done = Arrival(1.0)
     assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, False, 7.0, 0.25, done)
+
+
+def test_what_is_behind_a_result_is_of_sources_and_of_routers() -> None:
+    result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 2.25, -1.0, 1.5, 0.5])
+    keys = ["experts_fullest.layers.0", "experts_emptiest.layers.0"]
+    outcome = InFlight(11, 1e-3, result, 0.25, ["wiki", "code"], keys).read()
+    assert outcome.source_losses == {"loss.wiki": 2.25}
+    assert outcome.routing == {keys[0]: 1.5, keys[1]: 0.5}
