@@ -200,7 +200,7 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
 ) -> None:
     """Rank 1's, which is another than rank 0's."""
     monkeypatch.setattr(copy_engines, "shard_group", lambda mesh: "shards")
-    mesh: Any = SimpleNamespace(device=torch.device("cuda"))
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"), experts=None)
 
     def body() -> None:
         refuses = dist.get_rank() == 1
@@ -224,6 +224,11 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
         assert copy_engines.no_copy_engines(mesh) == "ranks on several hosts"
 
     run_ranks(body, tmp_path, 2)
+
+
+def test_experts_on_ranks_of_their_own_leave_all_to_nccl() -> None:
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"), experts="a mesh")
+    assert "experts of a block are sharded over other ranks" in (copy_engines.no_copy_engines(mesh) or "")
 
 
 class Stream:
