@@ -80,18 +80,19 @@ def _of_greater_size(a, b):
 
 
 @triton.jit
-def _source(sources, m, M):
+def _source(sources, m, M, NAMED: tl.constexpr):
     """Return the rows that tiles are made of, and whether there are such: all, or those that are named."""
-    if sources is None:
-        return m, m < M
-    row = tl.load(sources + m, mask=m < M, other=-1)
-    return row, row >= 0
+    row, there = m, m < M
+    if NAMED:
+        row = tl.load(sources + m, mask=there, other=-1)
+        there = row >= 0
+    return row, there
 
 
 @triton.jit
 def _cast_amax(
     x, factors, sources, out, M, K, stride,
-    BY_COLUMN: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    BY_COLUMN: tl.constexpr, NAMED: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Find the greatest size of `x · factors` by column or of all, as the bits of a float32: NaN's are the greatest."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
@@ -99,7 +100,7 @@ def _cast_amax(
     first = tl.program_id(1) * CHUNK
     for start in tl.static_range(0, CHUNK, BM):  # unrolled, so that its loads are in flight together
         m = first + start + tl.arange(0, BM)
-        row, there = _source(sources, m, M)
+        row, there = _source(sources, m, M, NAMED)
         inside = there[:, None] & (k < K)[None, :]
         value = tl.load(x + row[:, None].to(tl.int64) * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
         most = _of_greater_size(most, value * tl.load(factors + m, mask=m < M, other=0.0)[:, None])
@@ -113,11 +114,11 @@ def _cast_amax(
 @triton.jit
 def _cast_transpose(
     x, factors, sources, amax, out, scale_invs, M, K, stride, most,
-    BY_COLUMN: tl.constexpr, POW2: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    BY_COLUMN: tl.constexpr, POW2: tl.constexpr, NAMED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
-    row, there = _source(sources, m, M)
+    row, there = _source(sources, m, M, NAMED)
     inside = there[:, None] & (k < K)[None, :]
     at = k if BY_COLUMN else k * 0
     scale, scale_inv = scale_from_amax(tl.load(amax + at, mask=k < K, other=0), most, POW2)
@@ -130,10 +131,10 @@ def _cast_transpose(
 
 
 @triton.jit
-def _transpose(x, sources, out, M, K, BM: tl.constexpr, BK: tl.constexpr):
+def _transpose(x, sources, out, M, K, NAMED: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
-    row, there = _source(sources, m, M)
+    row, there = _source(sources, m, M, NAMED)
     byte = tl.load(x + row[:, None].to(tl.int64) * K + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0)
     tl.store(out + k[:, None].to(tl.int64) * M + m[None, :], byte.T, mask=(k < K)[:, None] & (m < M)[None, :])
 
@@ -190,19 +191,19 @@ def launch_cast_transpose(
 ) -> tuple[Tensor, Tensor]:
     """Launch the operator's kernels."""
     x, factors = x if x.stride(1) == 1 else x.contiguous(), factors.contiguous()
-    M, K = len(factors), x.shape[1]
+    M, K, named = len(factors), x.shape[1], sources is not None
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
     out, scale_inv = x.new_empty((K, M), dtype=dtype), factors.new_empty((K, 1) if by_column else ())
     stride = x.stride(0)
-    key = M, K, stride, x.dtype, dtype, by_column, pow2, sources is None
+    key = M, K, stride, x.dtype, dtype, by_column, pow2, named
     launch(
         _cast_amax, key, (cdiv(K, WIDTH), cdiv(M, CHUNK)), (x, factors, sources, amax),
-        lambda: (x, factors, sources, amax, M, K, stride, by_column, CHUNK, 32, WIDTH), num_warps=4,
+        lambda: (x, factors, sources, amax, M, K, stride, by_column, named, CHUNK, 32, WIDTH), num_warps=4,
     )  # fmt: skip
     tensors = x, factors, sources, amax, out, scale_inv
     launch(
         _cast_transpose, key, (cdiv(M, ROWS), cdiv(K, COLUMNS)), tensors,
-        lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, by_column, pow2, ROWS, COLUMNS), num_warps=4,
+        lambda: (*tensors, M, K, stride, torch.finfo(dtype).max, by_column, pow2, named, ROWS, COLUMNS), num_warps=4,
     )  # fmt: skip
     return out, scale_inv
 
@@ -213,6 +214,6 @@ def launch_transpose(x: Tensor, after: Tensor | None = None, sources: Tensor | N
     M, K = len(x) if sources is None else len(sources), x.shape[1]
     out = x.new_empty((K, M))
     tensors = x.view(torch.uint8), sources, out.view(torch.uint8)
-    key, grid = (M, K, sources is None), (cdiv(M, ROWS), cdiv(K, 128))
-    launch(_transpose, key, grid, tensors, lambda: (*tensors, M, K, ROWS, 128), num_warps=8)
+    key, grid = (M, K, sources is not None), (cdiv(M, ROWS), cdiv(K, 128))
+    launch(_transpose, key, grid, tensors, lambda: (*tensors, *key, ROWS, 128), num_warps=8)
     return out

@@ -18,7 +18,7 @@ from titanlite.kernels.routing import LEAST_SUM, check_route
 
 LOGITS = 2048
 """Logits that a thread block holds, of whole tokens: 16 for each thread."""
-CHOICES = 512
+CHOICES = 128
 """Choices that a thread block counts and places, COLUMNS of them at a time beside all of them."""
 COLUMNS = 32
 EXPERTS, COUNTS = 8, 4096
