@@ -7,7 +7,7 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.config.schema import Config
 from titanlite.float8.convert import Conversion
 from titanlite.float8.scope import odd_sizes
-from titanlite.models.experts import GroupedProjection, Router
+from titanlite.models.experts import Router
 from titanlite.receipt import Entry, Skipped
 
 
@@ -47,22 +47,17 @@ def float8_entry(
         {**applied, "fsdp_all_gather": gathered},
         count=count,
         skipped=tuple(
-            Skipped(name, why) for name, why in {**done.skipped, **_of_experts(model)}.items() if name not in odd
+            Skipped(name, why) for name, why in {**done.skipped, **_routers(model)}.items() if name not in odd
         ),
         missed=tuple(missed),
         key="float8.recipe",
     )
 
 
-def _of_experts(model: nn.Module) -> dict[str, str]:
-    """Say of the layers of a mixture of experts why no recipe is for them."""
-    found: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Router):
-            found[name] = "a router's logits are of float32"
-        elif isinstance(module, GroupedProjection):
-            found[name] = "experts multiply in training.mixed_precision_param"
-    return found
+def _routers(model: nn.Module) -> dict[str, str]:
+    """Say of routers why no recipe is for them."""
+    routers = (name for name, module in model.named_modules() if isinstance(module, Router))
+    return dict.fromkeys(routers, "a router's logits are of float32")
 
 
 def emulation_cost(done: Conversion, device: torch.device) -> str | None:

@@ -161,7 +161,7 @@ def scaled_grouped_gradient(
         x: [K, R] float8, contiguous, that was multiplied.
         grad_scale_inv: [N, 1] float32; None for one.
         x_scale_inv: [K, 1] float32, or None.
-        offsets: as of `grouped_matmul`.
+        offsets: as of `grouped_matmul`, multiples of 16: TMA loads from there (`aligned_rows`).
         out_dtype: of the result.
         fast_accum: sums may be left to tensor cores, which keep about 14 bits.
 

@@ -194,8 +194,9 @@ def test_float8_products_are_of_what_the_bytes_stand_for(
 def test_float8_gradients_contract_the_rows_of_a_group(
     device: str, counts: list[int], N: int, K: int, fast: bool
 ) -> None:
-    """R is a multiple of 16, with rows of nobody behind; groups begin where they do."""
-    R = -(-sum(counts) // 16) * 16 + 32
+    """Groups begin at multiples of 16; between them, and behind them, are rows of nobody, zeros or none of theirs."""
+    counts = [-(-n // 16) * 16 for n in counts]
+    R = sum(counts) + 32
     grad, x = (random(R, n, seed=n, device=device, dtype=torch.bfloat16) for n in (N, K))
     ones, offsets = torch.ones(R, 1, device=device), offsets_of(counts, device)
     (grad, grad_inv), (x, x_inv) = (cast_transpose(t, ones, True, torch.float8_e4m3fn, True) for t in (grad, x))
