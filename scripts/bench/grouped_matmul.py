@@ -85,8 +85,8 @@ def in_float8(model: str, E: int, R: int, D: int, F: int, offsets: Tensor) -> No
         columns, begins = torch.ones(K, 1, device="cuda"), offsets // 16 * 16
         for fast in (True, False):
             calls = {
-                "ours": lambda grad=grad, x=x, s=columns, fast=fast: scaled_grouped_gradient(
-                    grad, x, None, s, begins, torch.bfloat16, fast
+                "ours": lambda grad=grad, x=x, s=columns, of=begins, fast=fast: scaled_grouped_gradient(
+                    grad, x, None, s, of, torch.bfloat16, fast
                 ),
                 "cublas": lambda a=a, w=dense, s=(by_row, by_column), fast=fast: torch._scaled_mm(
                     a, w.t(), *s, out_dtype=torch.bfloat16, use_fast_accum=fast

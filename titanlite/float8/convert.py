@@ -28,6 +28,7 @@ from titanlite.float8.matmul import Float8Matmul, Lowering
 from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle, require_equal_shards, require_matches
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels.collectives import Group
+from titanlite.kernels.experts import experts
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Linear, Projection
 from titanlite.models.llama3 import FeedForward
@@ -114,7 +115,10 @@ def apply_float8(
             module.weight = _gathered_in_float8(module.weight, recipe, group)
     gathers = recipe.fsdp_all_gather == "float8" and matmul.unfused is None
     for name, projections in of_experts.items():
-        if why := _experts_left_alone(projections, tokens, recipe, filter_fqns):
+        why = _experts_left_alone(projections, tokens, recipe, filter_fqns)
+        if mixtures[name].compute is not experts:  # shared out over ranks, or of a model file's own
+            why = "experts that have an arithmetic of their own multiply in training.mixed_precision_param"
+        if why:
             skipped |= dict.fromkeys(projections, why)
             continue
         mixtures[name].compute = Float8Experts(recipe)

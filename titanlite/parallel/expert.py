@@ -6,9 +6,11 @@ model is sharded as it is without: over all ranks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
@@ -76,14 +78,23 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
     return Entry("expert_parallel", group.size, applied, count=len(layers), key=KEY)
 
 
-def placement(mesh: Mesh) -> Callable[[nn.Parameter], ShardPlacementResult | None] | None:
+def placement(mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
     """Return what tells FSDP which ranks split a parameter, or None where all split every one.
 
     Args:
         mesh: the mesh.
+
+    Raises:
+        ShardingError: this torch's FSDP has one mesh for all parameters of a module.
     """
     if mesh.experts is None:
         return None
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
+    except ImportError as error:
+        want = "torch 2.13: its FSDP splits each parameter over ranks of its own"
+        problem = Problem(KEY, f"torch {torch.__version__}", want, "expert_parallel_degree = 1, or another torch")
+        raise ShardingError(describe("expert parallelism", [problem])) from error
     if mesh.replicas > 1:
         on = HSDPMeshInfo(mesh.experts["dp_replicate", "dp_shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
     else:

@@ -146,15 +146,14 @@ def test_losses_of_all_micro_batches_count_once(tmp_path: Path) -> None:
     run_ranks(body, tmp_path, 2)
 
 
-def test_the_receipt_says_that_float8_leaves_experts_alone(tmp_path: Path) -> None:
+def test_the_receipt_says_that_float8_leaves_routers_alone(tmp_path: Path) -> None:
     asked = checked(tmp_path, 1, (*MIXTURE, "--float8.recipe=rowwise"))
 
     def body() -> None:
         run = assemble(asked)
         (entry,) = [entry for entry in run.receipt.entries if entry.feature == "float8"]
         why = {skipped.what: skipped.why for skipped in entry.skipped}
-        assert why["layers.0.experts.w13"] == why["layers.1.experts.w2"]
-        assert why["layers.0.experts.w13"] == "experts multiply in training.mixed_precision_param"
         assert why["layers.0.experts.router"] == "a router's logits are of float32"
+        assert not any("w13" in name or "w2" in name for name in why)
 
     run_ranks(body, tmp_path, 1)
