@@ -140,6 +140,6 @@ class _Experts(torch.autograd.Function):
         g = grouped_matmul(grad_rows, w2.mT, offsets)
         d_a, h, d_weights = expert_gate_grad(g, a, weights, slots)
         d_w2 = grouped_weight_gradient(grad_rows, h, offsets)
-        d_w13 = grouped_weight_gradient(d_a, spread_rows(x, rows, None, len(slots)), offsets)
+        d_w13 = grouped_weight_gradient(d_a, spread_rows(x, rows, None, len(slots), d_a), offsets)
         d_x = combine(grouped_matmul(d_a, w13.mT, offsets), rows, None)
         return d_x, d_weights, None, d_w13, d_w2

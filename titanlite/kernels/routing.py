@@ -220,7 +220,7 @@ def combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 
 @operator("spread_rows", "expert_rows.launch_spread_rows", splits=(Split((1, None), 1), Split((1, None, None), 1)))
-def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int) -> Tensor:
+def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, after: Tensor | None = None) -> Tensor:
     """Write each token to its rows: the gradient of `combine`. Without weights, and where each row has a token, it is
     `gather_rows`, and reads `x` once.
 
@@ -229,6 +229,8 @@ def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int) ->
         rows: [M, K] int32, -1 for none.
         weights: [M, K] float32; None: all are 1.
         n_rows: R; rows of no token are not written.
+        after: what must be there before, and is not read. In backward this is a gradient: a compiler would as soon keep
+            the rows of forward, K times as large as the tokens that they are copies of.
 
     Returns:
         [R, D] in `x.dtype`.
@@ -299,14 +301,14 @@ def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _save_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, rows, weights, _ = inputs
+    x, rows, weights, *_ = inputs
     ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, rows, weights)
 
 
 def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, rows, weights = ctx.saved_tensors
     of_x = combine(grad, rows, weights) if ctx.needs_input_grad[0] else None
-    return of_x, None, None if x is None else row_dots(x, grad, rows).to(weights.dtype), None
+    return of_x, None, None if x is None else row_dots(x, grad, rows).to(weights.dtype), None, None
 
 
 torch.library.register_autograd("titanlite::gather_rows", _gather_rows_backward, setup_context=_save_gather_rows)

@@ -99,7 +99,9 @@ def launch_combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
     return out
 
 
-def launch_spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int) -> Tensor:
+def launch_spread_rows(
+    x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, after: Tensor | None = None
+) -> Tensor:
     """Launch the operator's kernel."""
     out = x.new_empty(n_rows, x.shape[1])
     if weights is None:
