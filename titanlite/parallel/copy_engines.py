@@ -12,6 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, Def
 
 from titanlite.kernels.lowering import no_peer_access
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.param_groups import param_groups
 from titanlite.receipt import Entry, Skipped
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Ent
         is_asked: whether the config insists on them.
         why: what stands in the way, if anything does.
     """
-    units = [m._get_fsdp_state()._fsdp_param_groups for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
+    units = [param_groups(m) for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
     groups = [of_unit[0] for of_unit in units if of_unit]  # else it has no weights
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
     reason = "" if count == len(groups) else why or "not applied"

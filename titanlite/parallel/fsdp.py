@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
@@ -26,6 +25,7 @@ from titanlite.models.layers import Embedding
 from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, shard_group
 from titanlite.parallel.expert import placement
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.param_groups import param_groups
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
 
 
@@ -118,7 +118,7 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             if follow and mesh.dp_size > 1:
-                for group in _param_groups(module):
+                for group in param_groups(module):
                     group._reduce_scatter_comm = _ReduceScatter()
     if by_copy_engines:
         from titanlite.kernels.device import shard_exchange
@@ -174,7 +174,7 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        groups = [group for group in _param_groups(unit) if group not in done]  # none of a unit without weights
+        groups = [group for group in param_groups(unit) if group not in done]  # none of a unit without weights
         if not groups:  # or one of several modules
             continue
         done.update(groups)
@@ -201,7 +201,7 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
 def dtype_of_reduction(unit: FSDPModule) -> str:
     """Name what gradients of a gathered unit are rounded to on their way to their masters."""
     dtypes = set[object]()
-    for group in _param_groups(unit):
+    for group in param_groups(unit):
         weights = [param.unsharded_param for param in group.fsdp_params]
         hooks = [hook for w in weights for hook in (w._post_accumulate_grad_hooks or {}).values()]
         if hooks:
@@ -211,11 +211,6 @@ def dtype_of_reduction(unit: FSDPModule) -> str:
         else:  # FSDP keeps no dtype of the reduction where it is that of the gradients
             dtypes.add(group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype)
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
-def _param_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameters of a unit by the ranks that split them: those of experts may have ranks of their own."""
-    return unit._get_fsdp_state()._fsdp_param_groups
 
 
 def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
