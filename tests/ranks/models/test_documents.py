@@ -4,6 +4,7 @@ What models form in float32 is formed in float64 here (`Tensor.float`), and so a
 over ranks: what is left is the rounding of sums in another order.
 """
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -241,7 +242,12 @@ def test_steps_neither_wait_for_the_gpu_nor_compile_again(tmp_path: Path) -> Non
     heads = ["--model.n_heads=4", "--model.n_kv_heads=2"]  # 64 wide
     shape = ["--training.seq_len=512", "--training.local_batch_size=2", "--compile.enable=true"]
     shape.append("--training.mixed_precision_param=bfloat16")  # of the kernel for Hopper
-    asked = checked(tmp_path, 1, [*heads, *shape, "--data.document_mask=true"])
+    source, lengths = (
+        tmp_path / "short.jsonl",
+        torch.randint(1, 600, (2000,), generator=torch.Generator().manual_seed(0)),
+    )
+    source.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in lengths.tolist()))
+    asked = checked(tmp_path, 1, [*heads, *shape, "--data.document_mask=true", f"--data.source={source}"])
     steps, documents_of_steps = 100, set[int]()
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)  # as the trainer's own process group does

@@ -86,8 +86,9 @@ def test_measured_runs_before(row: dict[str, Any]) -> None:
     assert (memory.total + kept) / GIB == pytest.approx(row["reserved_gib"], rel=0.015)
 
 
-def test_a_mixture_of_experts_holds_the_rows_that_forward_dispatched() -> None:
-    """Four layers of Qwen3 30B-A3B on one H200, compiled, without a list: 54,146 MiB were reserved."""
+def test_a_mixture_of_experts_holds_no_rows_that_forward_dispatched() -> None:
+    """Four layers of Qwen3 30B-A3B on one H200, compiled, without a list: 51,548 MiB were allocated at the peak, and
+    9,871 of them activations; 53,848 were reserved, of which holes took 2,300."""
     asked = {
         "model.name": "qwen3_moe",
         "model.flavor": "30B-A3B",
@@ -101,7 +102,7 @@ def test_a_mixture_of_experts_holds_the_rows_that_forward_dispatched() -> None:
     }
     given = [word for key, value in asked.items() for word in (f"--{key}", value)]
     run = checked_run(["--config", str(shipped_folder("configs") / "debug.toml"), *given], world_size=1)
-    assert peak_of(run, 1).total / 2**20 == pytest.approx(54146, rel=0.015)
+    assert peak_of(run, 1).total / 2**20 == pytest.approx(51548, rel=0.01)
 
 
 def test_a_rank_alone_has_its_gradients_when_activations_are_gone() -> None:
