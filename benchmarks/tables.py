@@ -172,7 +172,14 @@ def documents() -> str:
     return table(f"{head} | GPU | commit", lines)
 
 
-TABLES = [figures, layouts, save_lists, steps, loss, float8_layers, collective_matmuls, documents, kernels]
+def experts() -> str:
+    """Return the rates of grouped products, beside cuBLAS's with one weight and torch's grouped ones."""
+    columns = "ms", "tflops", "cublas_dense_tflops", "torch_grouped_tflops", "gpu", "commit"
+    lines = [[row["model"], row["product"], *map(row.get, columns)] for row in rows("kernels", kernel="grouped_matmul")]
+    return table("model | product | ms | TFLOP/s | cuBLAS, one weight | torch, grouped | GPU | commit", lines)
+
+
+TABLES = [figures, layouts, save_lists, steps, loss, float8_layers, collective_matmuls, documents, experts, kernels]
 
 
 def filled(page: str) -> str:
