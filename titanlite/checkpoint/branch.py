@@ -76,12 +76,17 @@ def remembered_step(path: str, run: Path) -> int | None:
     except (OSError, ValueError, LookupError, TypeError) as e:
         want, fix = "what titanlite writes", "delete it, and the branch begins at the newest checkpoint"
         raise CheckpointError.of(str(run), _RECORD, f"{type(e).__name__}: {e}", want, fix) from None
-    return step if of == os.path.normpath(path) else None
+    return step if _real(of) == _real(path) else None
 
 
 def remember_branch(path: str, run: Path, step: int) -> None:
     """Write down at which step a run has branched off what a path names."""
-    write_durably(run / _RECORD, json.dumps({"initial_load_path": os.path.normpath(path), "step": step}) + "\n")
+    write_durably(run / _RECORD, json.dumps({"initial_load_path": _real(path), "step": step}) + "\n")
+
+
+def _real(path: str) -> str:
+    """Return a path as it is whatever way it was written."""
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def _is_run(folder: Path) -> bool:

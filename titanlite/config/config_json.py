@@ -59,9 +59,9 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
     if recipe is None or own:
         wrong = own.wrong_keys()
         wrong |= {ours.partition(".")[0] for ours in wrong}
-        names = {**layout.sizes, "head_dim": "head_dim", "rope_scaling": "rope_scaling"}.items()
+        names = {**layout.sizes, **layout.training, "head_dim": "head_dim", "rope_scaling": "rope_scaling"}.items()
         odd = ", ".join(f"{name} (it says {show(theirs[name])})" for name, ours in names if ours in wrong)
-        problems.add(key, show(path), f"a config.json with a number above 0 as {odd}", _OTHER)
+        problems.add(key, show(path), f"a config.json with another number as {odd}", _OTHER)
         return None
     ours = {**LEFT_OUT[architecture], **model_keys(layout, recipe), **training_keys(layout, recipe)}
     ours["layer_types"] = layer_types(recipe)

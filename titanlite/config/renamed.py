@@ -27,7 +27,7 @@ _OLDER: dict[str, str] = {
     "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe sets it (fsdp_all_gather)",
     "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; fsdp_all_gather in the float8 recipe includes it",
     "float8.force_recompute_fp8_weight_in_bwd": "remove it; titanlite has no recomputation of float8 weights",
-    "float8.moe_fqns_prototype": "remove it; experts compute in training.mixed_precision_param",
+    "float8.moe_fqns_prototype": "remove it; experts compute in float8 where float8.recipe has scales by row",
     "float8.emulate": "remove it; a device without float8 emulates it, and receipt.json says so",
     "quantize": "use float8.recipe and float8.filter_fqns",
     "mx": 'use float8.recipe = "mxfp8", which is emulated',

@@ -77,7 +77,7 @@ class _ParallelExperts(torch.autograd.Function):
         g = grouped_matmul(grad_rows, w2.mT, offsets)
         d_a, h, dots = expert_gate_grad(g, a, all_gather(weights, ctx.group), slots)
         d_w2 = grouped_weight_gradient(grad_rows, h, offsets)
-        d_w13 = grouped_weight_gradient(d_a, gather_rows(x, slots, K), offsets)
+        d_w13 = grouped_weight_gradient(d_a, gather_rows(x, slots, K, d_a), offsets)
         where = _where(choices, len(w13))
         d_x = combine(_to_owners(grouped_matmul(d_a, w13.mT, offsets), rows, ctx.group), where, None)
         d_weights = exchange(dots.flatten(), ctx.group)[where.long()]

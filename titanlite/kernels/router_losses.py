@@ -19,7 +19,8 @@ from titanlite.kernels.operators import operator
 
 
 def balance_loss(logits: Tensor, choices: Tensor) -> Tensor:
-    """Return E · Σ f·p, 1 where experts are used alike: f the share of choices, p the mean probability of each.
+    """Return E · Σ f·p, K where experts are used alike: f the share of tokens that chose an expert, p its mean
+    probability. So `transformers` has it.
 
     Args:
         logits: [M, E] float32.
@@ -28,7 +29,7 @@ def balance_loss(logits: Tensor, choices: Tensor) -> Tensor:
     Returns:
         [] in `logits.dtype`.
     """
-    share = count_choices(choices, logits.shape[1]).to(logits.dtype) / choices.numel()
+    share = count_choices(choices, logits.shape[1]).to(logits.dtype) / len(choices)
     return logits.shape[1] * (share * logits.softmax(1).mean(0)).sum()
 
 
@@ -100,7 +101,6 @@ def count_routing(
         [0], so that there is something to keep.
     """
     counts += count_choices.definition(choices, len(counts))
-    log_p = logits.log_softmax(1)
-    entropy = -(log_p.exp() * log_p).sum(1).double().sum()
+    entropy = torch.special.entr(logits.softmax(1)).sum(1).double().sum()
     sums += torch.cat((entropy[None], (losses * share).double()))
     return losses.new_empty(0)

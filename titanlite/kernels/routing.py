@@ -183,13 +183,14 @@ def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
 
 
 @operator("gather_rows", "expert_rows.launch_gather_rows", splits=(Split((1, None), 1),))
-def gather_rows(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
+def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = None) -> Tensor:
     """Give each row its token.
 
     Args:
         x: [M, D].
         slots: [R] int32, m·K + k of each row; -1 for a row of zeros.
         top_k: K.
+        after: as for `spread_rows`.
 
     Returns:
         [R, D] in `x.dtype`.
@@ -273,8 +274,8 @@ def _rows_at(o: Tensor, row: Tensor, dtype: torch.dtype) -> Tensor:
     return o.index_select(0, row.clamp(min=0)).to(dtype).masked_fill(row[:, None] < 0, 0)
 
 
-def _save_gather_rows(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
-    x, slots, ctx.top_k = inputs
+def _save_gather_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, slots, ctx.top_k, *_ = inputs
     ctx.tokens = len(x)
     ctx.save_for_backward(slots)
 
@@ -285,7 +286,7 @@ def _gather_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
     places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
     rows = rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)
-    return combine(grad.contiguous(), rows[:-1].view(ctx.tokens, ctx.top_k), None), None, None
+    return combine(grad.contiguous(), rows[:-1].view(ctx.tokens, ctx.top_k), None), None, None, None
 
 
 def _save_combine(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:

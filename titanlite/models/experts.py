@@ -60,6 +60,7 @@ class GroupedProjection(Projection):
     ) -> None:
         super().__init__(in_features, parts, groups=groups, std=std)
         self.n_experts, self.top_k = n_experts, top_k
+        self.shape_of_expert = (groups * sum(parts.values()) // n_experts, in_features)
 
     @property
     def used_by_a_token(self) -> int:

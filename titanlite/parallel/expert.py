@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.expert_parallel import ParallelExperts
+from titanlite.kernels.experts import experts
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.parallel.mesh import Mesh
 from titanlite.receipt import Entry
@@ -30,19 +32,34 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
         degree: ranks that share the experts of each out.
 
     Raises:
-        ShardingError: there is none, or a layer has a number of experts that the ranks do not divide.
+        ShardingError: there is none, a layer has a number of experts that the ranks do not divide, or computes in a way
+            of its own; or torch is older than 2.13.
     """
+    fix = "expert_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
     wrong = [
         Problem(name, f"{layer.of.n_experts} experts", f"a multiple of {KEY} = {degree}", "another degree")
         for name, layer in layers.items()
         if layer.of.n_experts % degree
     ]
+    wrong += [
+        Problem(f"{name}.compute", "one of the model's own", "titanlite's, which ranks can share", fix)
+        for name, layer in layers.items()
+        if layer.compute is not experts or type(layer).forward is not MixtureOfExperts.forward
+    ]
+    if not _has_meshes():
+        want = "torch 2.13: its FSDP splits each parameter over ranks of its own"
+        wrong.append(Problem(KEY, f"{degree}, with torch {torch.__version__}", want, f"{fix}, or another torch"))
     if not layers:
         wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]
     if wrong:
         raise ShardingError(describe("expert parallelism", wrong))
     return layers
+
+
+def _has_meshes() -> bool:
+    """Check that this torch's FSDP may split a parameter over other ranks than the rest of its module."""
+    return hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
@@ -84,20 +101,12 @@ def placement(mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
     Args:
         mesh: the mesh.
 
-    Raises:
-        ShardingError: this torch's FSDP has one mesh for all parameters of a module.
     """
     if mesh.experts is None:
         return None
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
-    except ImportError as error:
-        want = "torch 2.13: its FSDP splits each parameter over ranks of its own"
-        problem = Problem(KEY, f"torch {torch.__version__}", want, "expert_parallel_degree = 1, or another torch")
-        raise ShardingError(describe("expert parallelism", [problem])) from error
     if mesh.replicas > 1:
         on = HSDPMeshInfo(mesh.experts["dp_replicate", "dp_shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
     else:
         on = FSDPMeshInfo(mesh.experts["dp_shard"], shard_mesh_dim=0)
-    of_experts = ShardPlacementResult(None, on)
+    of_experts = _fsdp_common.ShardPlacementResult(None, on)
     return lambda weight: of_experts if isinstance(weight, DTensor) else None

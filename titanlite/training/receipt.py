@@ -15,6 +15,8 @@ from titanlite.float8.weight import local_data
 from titanlite.forecast.choose_save_list import in_words
 from titanlite.forecast.memory import GIB
 from titanlite.kernels.document_attention import document_kernel
+from titanlite.kernels.grouped_matmul import grouped_kernel
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
@@ -47,6 +49,8 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
     receipt.complete()
     receipt.add(_dtypes(run))
     receipt.add(_attention_entry(run, is_masked))
+    if mixtures := [m for m in run.model.modules() if isinstance(m, MixtureOfExperts)]:
+        receipt.add(_experts_entry(run, mixtures))
     receipt.add(compile_entry(run.model, config.compile.enable))
     receipt.add(_save_list_entry(run))
     memory, over_budget = _memory(run)
@@ -138,6 +142,19 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
         skipped = (Skipped("attention", "it is no CausalAttention: its kernel is not known"),)
     count = len(run.model.layers) if fused or skipped else 0  # type: ignore[arg-type]
     return Entry("attention", "fused", backend or "not known", count=count, skipped=skipped, key="model.n_heads")
+
+
+def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
+    """The kernel that multiplies rows of experts: a loop over them is all that CPUs have, and on a GPU it is slow."""
+    device, (first, *_) = run.mesh.device, mixtures
+    dtype = getattr(torch, run.config.training.mixed_precision_param)
+    rows = torch.empty(0, 0, dtype=dtype, device=device)
+    shapes = [projection.shape_of_expert for projection in (first.w13, first.w2)]
+    kernels = {grouped_kernel(rows, torch.empty(1, *shape, device="meta")) for shape in shapes}
+    is_slow, why = "loop" in kernels, "a product for each expert, for which the host waits: wants a Hopper GPU, 16 bits"
+    skipped = (Skipped("products", f"{why}, and widths of 128"),) if is_slow and device.type == "cuda" else ()
+    kernel = "loop" if is_slow else "grouped_matmul"
+    return Entry("experts", "grouped_matmul", kernel, count=len(mixtures), skipped=skipped, key="model.flavor")
 
 
 def _attention_backend(run: Run, is_masked: bool) -> str:

@@ -65,6 +65,9 @@ class Routers:
         """
         totals, steps = self._totals(), max(self._steps, 1)
         since, self._seen, self._steps = totals - self._seen, totals, 0
+        for layer in self._layers.values():  # a step without numbers, which is left out, is in one line alone
+            layer.sums.zero_()
+        self._seen[:, -3:] = 0
         dist.all_reduce(since)
         counts, (entropy, balance, z) = since[:, :-3], since[:, -3:].unbind(1)
         mean, K = counts.mean(1), next(iter(self._layers.values())).of.top_k

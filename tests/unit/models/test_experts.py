@@ -78,9 +78,10 @@ def test_a_layer_is_a_loop_over_experts(case: str) -> None:
 
 
 def test_losses_are_those_of_their_definitions() -> None:
-    """Switch Transformers, eq. 4, on shares and probabilities that are counted by hand; 1 where use is equal."""
+    """Switch Transformers, eq. 4, on shares and probabilities that are counted by hand, once for each choice of a
+    token, as transformers counts: K where use is equal."""
     logits, choices = torch.zeros(4, 4), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int32)
-    assert balance_loss(logits, choices) == 1
+    assert balance_loss(logits, choices) == 2
     assert z_loss(logits).item() == pytest.approx(torch.tensor(4.0).log().square().item())
     probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]] * 4)
     to_one = torch.zeros(4, 1, dtype=torch.int32)

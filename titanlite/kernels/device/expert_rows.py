@@ -77,7 +77,7 @@ def _row_dots(
     tl.store(out + m * K + k, tl.sum(dots, 1), mask=k < K)
 
 
-def launch_gather_rows(x: Tensor, slots: Tensor, top_k: int) -> Tensor:
+def launch_gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = None) -> Tensor:
     """Launch the operator's kernel."""
     x, slots = _plain_rows(x), slots.contiguous()
     R, D = len(slots), x.shape[1]
