@@ -84,7 +84,7 @@ def test_a_ramp_says_tokens_rates_and_shares(ramp: "Ended") -> None:
     assert entry["args"]["share"] == pytest.approx(rows[-1]["share.args"], abs=1e-6)
     assert entry["diff"]["epochs"] == pytest.approx(rows[-1]["epoch.diff"], abs=1e-4)
     masked = ramp.receipt["data.document_mask"]["applied"]
-    assert (masked["sources"], masked["separators"]) == (2, {"data.mixture.args": 0, "data.mixture.diff": 0})
+    assert (masked["sources"], masked["separators"]) == (2, {"data.mixture[0].source": 0, "data.mixture[1].source": 0})
     assert masked["documents in this rank's first step"] == 4  # of 8 samples on two ranks, each in the midst of a text
     assert masked["tokens attended to in it, in the mean"] == 8.5  # 1 to 16
     stages = ramp.receipt["data.stage"]["applied"]
