@@ -219,6 +219,8 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     Texts and tokenizers have fingerprints there, and the optimizer its tensors.
     """
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
+    if of := model["experts"]:  # how routers are trained may change, but a bias is there or is not
+        model["experts"] = of | {"balance_loss": None, "z_loss": None, "balance_bias": bool(of["balance_bias"])}
     training = {key: getattr(config.training, key) for key in ("seq_len", "seed")}
     data = {key: getattr(config.data, key) for key in ("shuffle_window", "packing")}
     return {"model": model, "training": training, "data": data}

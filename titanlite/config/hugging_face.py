@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from titanlite.config.problems import show
 from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Model
 from titanlite.errors import Problem
 from titanlite.json_file import read_json
 
@@ -240,6 +241,14 @@ def without_place(layout: HubLayout, dims: ModelDims) -> list[Problem]:
         Problem(f"experts.{key}", show(getattr(of, key)), f"{show(want)}, {all_have}", "another recipe")
         for key, want in wrong.items()
     ]
+
+
+def can_export(model: Model, dims: ModelDims) -> bool:
+    """Return whether transformers has a class that computes what a model does: none for a user's own architecture."""
+    if model.file:
+        return False
+    layout = LAYOUTS[model.name]
+    return (dims.n_kv_heads == dims.n_heads or layout.groups_heads) and not without_place(layout, dims)
 
 
 def layer_types(dims: ModelDims) -> list[str]:

@@ -5,7 +5,7 @@ its number: views are the value that they view.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -63,11 +63,6 @@ class Operation:
     level: int
     call: tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
-    @property
-    def key(self) -> str:
-        """The same for operations that make the same, by what they read and the shapes and numbers given to them."""
-        return f"{self.op} {self.reads} {self.call[1:]}"
-
 
 @dataclass(frozen=True)
 class TracedBlock:
@@ -114,24 +109,9 @@ class TracedBlock:
         return {value for operation in self.forward for value in operation.reads}.union(self.returned)
 
     @cached_property
-    def backward_once(self) -> tuple[Operation, ...]:
-        """Operations of backward without those that forward has run on the same values: compilers run these once, and
-        hand the result over. So the rows of experts, which are given their tokens in both, are held in between."""
-        ran = {each.key: each.makes for each in self.forward if not each.is_fusible and each.of_tokens}
-        same: dict[int, int] = {}
-        left: list[Operation] = []
-        for each in self.backward:
-            found = replace(each, reads=tuple(same.get(value, value) for value in each.reads))
-            if (makes := ran.get(found.key)) is None:
-                left.append(found)
-            else:
-                same.update(zip(each.makes, makes, strict=True))
-        return tuple(left)
-
-    @cached_property
     def wanted(self) -> list[int]:
         """Values that operations of a compiled backward read."""
-        return list(dict.fromkeys(value for operation in self.backward_once for value in operation.reads))
+        return list(dict.fromkeys(value for operation in self.backward for value in operation.reads))
 
     @cached_property
     def widest_compiled(self) -> int:
@@ -141,29 +121,29 @@ class TracedBlock:
         gradients do: so it was measured.
         """
         readers: dict[int, list[int]] = {}
-        for n, operation in enumerate(self.backward_once):
+        for n, operation in enumerate(self.backward):
             for value in operation.reads:
                 readers.setdefault(value, []).append(n)
         last: dict[int, int] = {}
-        changes = [0] * (len(self.backward_once) + 1)
-        for n, operation in reversed([*enumerate(self.backward_once)]):
+        changes = [0] * (len(self.backward) + 1)
+        for n, operation in reversed([*enumerate(self.backward)]):
             for value in operation.makes:
                 by = readers.get(value, [])
-                joined = [r for r in by if self.backward_once[r].is_fusible]
+                joined = [r for r in by if self.backward[r].is_fusible]
                 ends = [r for r in by if r not in joined] + [
-                    max(last[v] for v in self.backward_once[r].makes) for r in joined
+                    max(last[v] for v in self.backward[r].makes) for r in joined
                 ]
-                last[value] = max(ends, default=len(self.backward_once))
+                last[value] = max(ends, default=len(self.backward))
                 if not operation.is_fusible or len(joined) < len(by) or not by:
                     changes[n] += self.sizes[value]
-                    if last[value] + 3 < len(self.backward_once):
+                    if last[value] + 3 < len(self.backward):
                         changes[last[value] + 3] -= self.sizes[value]
         return max(accumulate(changes))
 
     @cached_property
     def elementwise(self) -> tuple[int, int]:
         """Bytes that passes over memory move in forward and in backward, besides matmuls, attention and collectives."""
-        return self._elementwise(self.forward), self._elementwise(self.backward_once)
+        return self._elementwise(self.forward), self._elementwise(self.backward)
 
     def _elementwise(self, operations: Sequence[Operation]) -> int:
         """Count a level's fusible operations as one pass: it reads what others make, and writes what they read."""
@@ -181,7 +161,7 @@ class TracedBlock:
                 levels.setdefault(each.level, []).append(each)
             else:
                 total += self.bytes_of({*each.reads, *each.makes})
-        is_backward = operations is self.backward_once
+        is_backward = operations is self.backward
         kept = set[int]() if is_backward else {v for v in self.returned.union(self.wanted) if not self._is_remade(v)}
         for level in levels.values():
             made, inside = {v for each in level for v in each.makes}, {id(each) for each in level}

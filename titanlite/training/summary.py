@@ -84,7 +84,7 @@ def _of_mixture(position: Position) -> list[str]:
     ]
 
 
-def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> list[str]:
+def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can_export: bool) -> list[str]:
     """Say how long a start took, the lowest losses of the run, and the commands for what comes next.
 
     Args:
@@ -92,6 +92,7 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> 
         folder: of it.
         last: the last step done.
         seconds: since this start began.
+        can_export: whether there is such a model of transformers.
     """
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # who has damaged it has been told, or is at the next start
@@ -110,7 +111,7 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float) -> 
         if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config))):
             lines.append(_line("", text))
     lines.append(_line("compare", f"titanlite compare {path}"))
-    if saved and not config.model.file:  # there is no layout of Hugging Face's for a user's own architecture
+    if saved and can_export:
         lines.append(_line("export", f"titanlite export {path}"))
     return lines
 

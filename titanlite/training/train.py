@@ -13,6 +13,7 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
+from titanlite.config.hugging_face import can_export
 from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
 from titanlite.data.stages import StageTable, past_of, stage_table
@@ -297,5 +298,6 @@ def _say_end(session: Session, start: int, last: int) -> None:
             session.console.notice(f"stopped by {ended_by} after step {last}")
         status.stopped(last, ended_by)
     if session.rank == 0 and not is_idle:
-        for line in last_lines(config, session.folder, last, time.monotonic() - session.began):
+        took, is_told = time.monotonic() - session.began, can_export(config.model, session.asked.dims)
+        for line in last_lines(config, session.folder, last, took, is_told):
             session.console.notice(line)

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import titanlite.preflight.checked_run
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
 from titanlite.checkpoint.resume import identity_of
 from titanlite.commands import main
+from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.errors import ConfigError
@@ -234,3 +236,15 @@ def test_torch_is_not_imported(folder: RunFolder) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert "resumes from step 100" in done.stdout
+
+
+def test_the_losses_of_routers_may_change_and_a_bias_may_not_come_or_go() -> None:
+    dims, config = load("model", "qwen3_moe-debug"), Config()
+    assert dims.experts is not None
+
+    def said(**of: float) -> object:
+        return identity_of(config, replace(dims, experts=replace(dims.experts, **of)))["model"]
+
+    assert said(balance_loss=0.5, z_loss=1e-3) == said()
+    assert said(balance_bias=1e-3) == said(balance_bias=1e-2) != said()
+    assert said(top_k=1) != said()

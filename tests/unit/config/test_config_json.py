@@ -8,7 +8,7 @@ import pytest
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.config_json import _meaning, check_initial_load_path, recipe_of
 from titanlite.config.config_json_keys import DROPOUT, LEFT_OUT, WITHOUT_EFFECT
-from titanlite.config.hugging_face import LAYOUTS, config_json, weight_files
+from titanlite.config.hugging_face import LAYOUTS, can_export, config_json, weight_files
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Checkpoint, Config, Model
@@ -486,3 +486,12 @@ def test_a_folder_that_has_no_weights(path: str, fix: str, tmp_path: Path, monke
     Path("outputs/mine/status.json").touch()
     Path("checkpoints/Qwen3").mkdir(parents=True)
     assert fix in f"{refusal(Path(path))}\n"
+
+
+def test_a_model_that_transformers_does_not_compute_is_not_said_to_be_exported() -> None:
+    dims = load("model", "qwen3_moe-debug")
+    assert dims.experts is not None
+    assert can_export(Model(name="qwen3_moe"), dims)
+    assert not can_export(Model(name="qwen3_moe"), replace(dims, experts=replace(dims.experts, balance_bias=1e-3)))
+    assert not can_export(Model(name="qwen3_moe", file="mine.py"), dims)
+    assert not can_export(Model(name="gpt2"), replace(load("model", "gpt2-debug"), n_kv_heads=1))
