@@ -176,7 +176,7 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
     def is_fusible(value: int) -> bool:
         return forward[made[value]].is_fusible
 
-    read = [(v, each.is_fusible or each.is_reduction) for each in block.backward_once for v in each.reads]
+    read = [(v, each.is_fusible or each.is_reduction) for each in block.backward for v in each.reads]
     kept = {value for value, is_joined in read if value in made and not (is_joined and is_fusible(value))}
     left, seen = [value for value, _ in read], set[int]()
     while left:
