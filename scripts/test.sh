@@ -10,7 +10,7 @@ python=$("$(command -v python3 || command -v python3.11)" scripts/environment.py
 export GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # Or each of some hundred processes would compile all of titanlite for itself.
 unset PYTHONDONTWRITEBYTECODE
-# Four workers keep two cores at work: a test has up to four processes, which wait for each other or for time to pass;
-# with three workers a quarter of the cores' time goes unused. The tests of one file may share what one has made. xdist
+# Three workers keep two cores at work: a test has up to four processes, which wait for each other or for time to pass;
+# with two workers a quarter of the cores' time goes unused. The tests of one file may share what one has made. xdist
 # would take the files with most tests first, and have long ones of few tests left for the end, when one worker is idle.
-exec "$python" -m pytest -n 4 --dist loadfile --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n 3 --dist loadfile --no-loadscope-reorder "$@"

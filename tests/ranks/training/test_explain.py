@@ -25,7 +25,7 @@ def slow_loader() -> None:
     read = TrainBatches._read
 
     def read_late(batches: TrainBatches, position: int):
-        time.sleep(SECONDS)
+        time.sleep(2 * SECONDS)  # beside the step before, which a busy machine draws out
         return read(batches, position)
 
     TrainBatches._read = read_late  # type: ignore[method-assign]
@@ -58,7 +58,7 @@ def test_a_slow_data_loader_is_the_first_cause(desk: "Desk", capsys: pytest.Capt
     cause = first_cause(run)
     assert cause is not None
     assert cause.name == DATA_WAIT
-    assert 0.5 * SECONDS < cause.us / 1e6 < 1.5 * SECONDS
+    assert SECONDS < cause.us / 1e6 < 3 * SECONDS
     folder = desk.folder / "runs" / "slow loader"
     assert titanlite.commands.explain.run([str(folder)]) == 0
     text = capsys.readouterr().out
