@@ -36,18 +36,16 @@ def sent_mib(listed: Sequence[Traffic]) -> float:
     return sum(t.times * t.sent_bytes for t in listed) / _MIB
 
 
-def collective_table(listed: Sequence[Traffic], micro_steps: int, is_whole: bool = True) -> str:
+def collective_table(listed: Sequence[Traffic], micro_steps: int) -> str:
     """Format a list of collectives.
 
     Args:
         listed: of a step.
         micro_steps: of it.
-        is_whole: whether there are no others.
     """
     header = ["collective", "pass", "at", "whole", "moves", "ranks", "times a step", "MiB each", "MiB a step"]
     steps = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
-    least = "" if is_whole else "at least "
-    total = f"each rank sends {least}{sent_mib(listed):,.1f} MiB a step of {steps}\n"
+    total = f"each rank sends {sent_mib(listed):,.1f} MiB a step of {steps}\n"
     return (columns(header, *collective_rows(listed)) if listed else "") + total
 
 

@@ -17,7 +17,7 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
 
         text = sharding_table(planned.sharding) + "\n"
     if planned.traffic:
-        text += collective_table(planned.traffic, planned.memory.micro_steps, not planned.notes)
+        text += collective_table(planned.traffic, planned.memory.micro_steps)
     text += "".join(f"{note}\n" for note in planned.notes)
     if planned.sharding is not None:
         if planned.pairs:
@@ -89,8 +89,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
         at = f"{kind} {direction} {name}".strip()  # what is reduced before the update is at no module
         what, seen = f"{at}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
-    least = "at least " if planned.notes else ""
-    facts["each rank sends, MiB a step"] = f"{least}{sent_mib(planned.traffic):,.1f}"
+    facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
     if planned.sharding is not None:
         for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
             facts[f"{kind} {direction} {name}, with its matmul"] = verdict
