@@ -74,18 +74,18 @@ class _Float8Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         qdata, scale_inv, weights, a, rows, slots, offsets, w13, w2 = ctx.saved_tensors
         recipe, dtype, K = ctx.recipe, grad.dtype, weights.shape[1]
-        split = recipe.accumulation.grad_input == "fast", recipe.accumulation.grad_weight == "fast"
+        fast = recipe.accumulation.grad_input == "fast"
         g = Cast(*cast_rows(grad.contiguous(), DTYPES[recipe.grad_output.dtype]))
-        d_h = _product_of_rows(_sent(g, rows, slots), _transposed(w2, ctx.E, recipe, g.qdata), offsets, dtype, split[0])
+        d_h = _product_of_rows(_sent(g, rows, slots), _transposed(w2, ctx.E, recipe, g.qdata), offsets, dtype, fast)
         cast = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[recipe.grad_output.dtype])
         (d_a, h), d_weights = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
         d_x = combine(
-            _product_of_rows(d_a, _transposed(w13, ctx.E, recipe, d_a.qdata), offsets, dtype, split[0]), rows, None
+            _product_of_rows(d_a, _transposed(w13, ctx.E, recipe, d_a.qdata), offsets, dtype, fast), rows, None
         )
         row_of, token_of, begins = aligned_rows(slots, offsets, K)
         weight = weights.flatten()[slots.clamp(min=0)][:, None]
         weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
-        how = begins, recipe, dtype, split[1]
+        how = begins, recipe, dtype
         d_w2 = _gradient(_Side(g, token_of), weighed, *how)
         d_w13 = _gradient(_Side(d_a, row_of), _Side(Cast(qdata, scale_inv), token_of), *how)
         return d_x, d_weights, None, d_w13, d_w2, None, None
@@ -120,7 +120,7 @@ def _transposed(weight: Tensor, E: int, recipe: Float8Recipe, after: Tensor) -> 
     return Cast(qdata.unflatten(1, (E, -1)).transpose(0, 1), scale_inv.t())
 
 
-def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype: torch.dtype, fast: bool) -> Tensor:
+def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
     """Return the gradient of a weight, [E·N, K]; of the two the narrower is cast again, with both's scales."""
     of_grad = grad.cast.qdata.shape[1] <= x.cast.qdata.shape[1]
     narrow, wide = (grad, x) if of_grad else (x, grad)
@@ -131,4 +131,5 @@ def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype
     )
     other = transpose(wide.cast.qdata, None, wide.sources)
     operands = (again, other, scale_inv, None) if of_grad else (other, again, None, scale_inv)
+    fast = recipe.accumulation.grad_weight == "fast"
     return scaled_grouped_gradient(*operands, begins, dtype, fast).flatten(0, 1)

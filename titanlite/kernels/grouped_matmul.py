@@ -9,6 +9,7 @@ finite numbers there.
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +39,8 @@ def grouped_kernel(a: Tensor, weight: Tensor) -> str:
 
 
 def _multiply_groups(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    multiply = grouped_matmul.definition if grouped_kernel(a, weight) == "loop" else _multiply
-    return multiply(a, weight, offsets)
+    is_slow = grouped_kernel(a, weight) == "loop"
+    return (grouped_matmul.definition if is_slow else _multiply)(a, weight, offsets)
 
 
 def _weight_gradient_of_groups(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -84,18 +85,9 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return gradient
 
 
-def _multiply_scaled_groups(
-    a: Tensor,
-    weight: Tensor,
-    scale_inv: Tensor,
-    weight_scale_inv: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def _multiply_scaled_groups(a: Tensor, weight: Tensor, *others: Any) -> Tensor:
     is_slow = grouped_kernel(a, weight) == "loop"
-    multiply = scaled_grouped_matmul.definition if is_slow else _multiply_scaled
-    return multiply(a, weight, scale_inv, weight_scale_inv, offsets, out_dtype, fast_accum)
+    return (scaled_grouped_matmul.definition if is_slow else _multiply_scaled)(a, weight, *others)
 
 
 @operator("scaled_grouped_matmul", _multiply_scaled_groups)
@@ -129,19 +121,10 @@ def scaled_grouped_matmul(
     return y
 
 
-def _scaled_gradient_of_groups(
-    grad: Tensor,
-    x: Tensor,
-    grad_scale_inv: Tensor | None,
-    x_scale_inv: Tensor | None,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
+def _scaled_gradient_of_groups(grad: Tensor, x: Tensor, *others: Any) -> Tensor:
     shape = x.new_empty(1, len(grad), len(x), device="meta", dtype=torch.uint8)
     is_slow = grouped_kernel(x, shape) == "loop" or x.shape[1] % 16
-    gradient = scaled_grouped_gradient.definition if is_slow else _scaled_gradient
-    return gradient(grad, x, grad_scale_inv, x_scale_inv, offsets, out_dtype, fast_accum)
+    return (scaled_grouped_gradient.definition if is_slow else _scaled_gradient)(grad, x, *others)
 
 
 @operator("scaled_grouped_gradient", _scaled_gradient_of_groups)

@@ -195,7 +195,7 @@ def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = Non
     Returns:
         [R, D] in `x.dtype`.
     """
-    bits = _copyable(x)
+    bits = as_bytes(x)
     found = bits.index_select(0, slots.clamp(min=0) // top_k) if len(x) else bits.new_empty(len(slots), x.shape[1])
     return found.masked_fill(slots[:, None] < 0, 0).view(x.dtype)
 
@@ -240,7 +240,7 @@ def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, af
     spread = x[:, None].expand(-1, rows.shape[1], -1)
     if weights is not None:
         spread = (spread.to(torch.promote_types(x.dtype, torch.float32)) * weights[:, :, None]).to(x.dtype)
-    spread = _copyable(spread.flatten(0, 1))
+    spread = as_bytes(spread.flatten(0, 1))
     nothing = torch.nan if spread.is_floating_point() else 0x7F  # of float8 not a number either
     return spread.new_full((n_rows + 1, x.shape[1]), nothing).index_copy(0, at, spread)[:-1].view(x.dtype)
 
@@ -262,8 +262,8 @@ def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
     return torch.stack(dots, 1)
 
 
-def _copyable(x: Tensor) -> Tensor:
-    """View float8, which torch does not copy by rows on CPUs, as bytes."""
+def as_bytes(x: Tensor) -> Tensor:
+    """View float8, which is copied alone, as bytes: torch does not copy it by rows on CPUs."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

@@ -65,8 +65,8 @@ class Routers:
         """
         totals, steps = self._totals(), max(self._steps, 1)
         since, self._seen, self._steps = totals - self._seen, totals, 0
-        for layer in self._layers.values():  # a step without numbers, which is left out, is in one line alone
-            layer.sums.zero_()
+        # A step without numbers, which is left out, is in one line alone.
+        torch._foreach_zero_([layer.sums for layer in self._layers.values()])
         self._seen[:, -3:] = 0
         dist.all_reduce(since)
         counts, (entropy, balance, z) = since[:, :-3], since[:, -3:].unbind(1)

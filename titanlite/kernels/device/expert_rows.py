@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from titanlite.kernels.device.launch import cdiv, launch
+from titanlite.kernels.routing import as_bytes
 
 WIDEST = 2048
 """Numbers of a row that a thread block has at once."""
@@ -84,7 +85,7 @@ def launch_gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | Non
     out = x.new_empty(R, D)
     if out.numel():
         width, rows = _tile_of(D, NUMBERS)
-        tensors = _as_bytes(x), slots, _as_bytes(out)
+        tensors = as_bytes(x), slots, as_bytes(out)
         launch(
             _gather_rows, (R, top_k, D, x.element_size()), (cdiv(R, rows), cdiv(D, width)), tensors,
             lambda: (*tensors, R, top_k, D, width, rows), num_warps=_warps_for(width * rows),
@@ -105,7 +106,7 @@ def launch_spread_rows(
     """Launch the operator's kernel."""
     out = x.new_empty(n_rows, x.shape[1])
     if weights is None:
-        _launch_by_token(_spread_rows, _as_bytes(_plain_rows(x)), rows, None, _as_bytes(out))
+        _launch_by_token(_spread_rows, as_bytes(_plain_rows(x)), rows, None, as_bytes(out))
     else:
         _launch_by_token(_spread_rows, _plain_rows(x), rows, weights, out)
     return out
@@ -148,11 +149,6 @@ def _tile_of(D: int, numbers: int) -> tuple[int, int]:
 def _warps_for(numbers: int) -> int:
     """Return how many warps have eight numbers a thread or more, eight at most."""
     return min(8, max(1, numbers // 256))
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    """View float8, which is copied alone, as bytes."""
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _plain_rows(x: Tensor) -> Tensor:

@@ -185,10 +185,8 @@ def _launch_product(
 ) -> Tensor:
     (R, K), (G, N, _), tile = a.shape, weight.shape, tile_shape(a.dtype, fast)
     beside = not weight.is_contiguous() and weight.stride(2) == 1
-    by_k, of_group = (
-        beside or weight.is_contiguous(),
-        N if weight_scale_inv is not None and len(weight_scale_inv) > 1 else 0,
-    )
+    by_k = beside or weight.is_contiguous()
+    of_group = N if weight_scale_inv is not None and len(weight_scale_inv) > 1 else 0
     a, weight = aligned(a.contiguous()), aligned(weight)
     out, counter = a.new_empty(R, N, dtype=out_dtype), offsets.new_zeros(1)
     shape = (N, G * K) if beside else (G * N, K) if by_k else (G * K, N)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titanlite.kernels.device.document_tiles import allocate_barriers, allocate_words, stacked
+from titanlite.kernels.device.document_tiles import allocate_barriers, allocate_words, await_empty, stacked
 from titanlite.kernels.device.launch import Blocks
 from titanlite.kernels.device.specialised_operands import SHARED_MEMORY, blocks
 
@@ -48,7 +48,7 @@ def allocate_tiles(a_desc, b_desc, c_desc, A_HALVES: gl.constexpr, STAGES: gl.co
 def begin_load(a_desc, b_desc, ready, empty, it, A_HALVES: gl.constexpr, STAGES: gl.constexpr):
     """Wait until the buffers of a step are free, and say how many bytes will come; returns the slot."""
     slot = it % STAGES
-    mbarrier.wait(empty.index(slot), ((it // STAGES) & 1) ^ 1)
+    await_empty(empty, it, STAGES)
     mbarrier.expect(ready.index(slot), A_HALVES * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
     return slot
 
