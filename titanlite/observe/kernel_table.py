@@ -25,9 +25,11 @@ _GAPS = 5
 _CLASSES = (
     ("triton", r"^triton_(poi|red|per|for)_|^_(cast_(amax|transpose|rows|blocks)|transpose|swiglu_\w+)$"),
     ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
-    ("triton", r"^_(route(_grad)?|expert_(counts|begins|places)|(gather|combine|spread)_rows|row_dots)$"),
+    ("triton", r"^_(route(_grad)?|expert_(counts|begins|places|gate\w*)|aligned_rows)$"),
+    ("triton", r"^_((gather|combine|spread)_rows|row_dots)$"),
     ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
     ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
+    ("matmul", r"^_grouped_weight_gradient$"),
     ("communication", r"^_?meet$|^_add_shards$|memcpy ptop|nccl|c10d|gloo|symm_mem"),
     ("communication", r"all_?gather|reduce_?scatter|all_?reduce|all_?to_?all"),
     ("optimizer", r"adam|multi_tensor|_foreach_|foreach_norm"),
