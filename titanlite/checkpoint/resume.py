@@ -219,8 +219,6 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     Texts and tokenizers have fingerprints there, and the optimizer its tensors.
     """
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
-    if of := model["experts"]:  # how routers are trained may change, but a bias is there or is not
-        model["experts"] = of | {"balance_loss": None, "z_loss": None, "balance_bias": bool(of["balance_bias"])}
     training = {key: getattr(config.training, key) for key in ("seq_len", "seed")}
     data = {key: getattr(config.data, key) for key in ("shuffle_window", "packing")}
     return {"model": model, "training": training, "data": data}
@@ -251,7 +249,7 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     for section, values in identity_of(config, dims).items():
         saved = state.get(section, _BEFORE.get(section, {}))
         for key, value in values.items():
-            if key in saved and saved[key] != value:
+            if key in saved and _lasting(saved[key]) != _lasting(value):
                 want = f"{show(saved[key]) or saved[key]}, as the checkpoint has it"
                 problems.append(Problem(f"{section}.{key}", show(value) or str(value), want, fixes[section]))
     if problems:
@@ -269,6 +267,14 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     want = f"{batch} sequences per step, with which the checkpoint was trained"
     fix = f"--training.global_batch_size {batch}, or the number that it is to go on with"
     raise ConfigError.of(str(folder), "training.global_batch_size", seen, want, fix)
+
+
+def _lasting(value: Any) -> Any:
+    """Return what of a value a run keeps: how routers are trained may change, but a bias is there or is not."""
+    if not (isinstance(value, dict) and "balance_bias" in value):
+        return value  # pyright: ignore[reportUnknownVariableType]
+    experts = cast(dict[str, Any], value)
+    return experts | {"balance_loss": 0.0, "z_loss": 0.0, "balance_bias": bool(experts["balance_bias"])}
 
 
 def _resume_refused(root: Path, saw: str, want: str, fix: str) -> CheckpointError:

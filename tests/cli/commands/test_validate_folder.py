@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +15,13 @@ import titanlite
 import titanlite.commands.validate
 import titanlite.preflight.checked_run
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
-from titanlite.checkpoint.resume import identity_of
+from titanlite.checkpoint.resume import check_state, identity_of
 from titanlite.commands import main
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
-from titanlite.errors import ConfigError
+from titanlite.errors import CheckpointError, ConfigError
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import load
@@ -238,13 +239,21 @@ def test_torch_is_not_imported(folder: RunFolder) -> None:
     assert "resumes from step 100" in done.stdout
 
 
-def test_the_losses_of_routers_may_change_and_a_bias_may_not_come_or_go() -> None:
+def test_the_losses_of_routers_may_change_and_a_bias_may_not_come_or_go(tmp_path: Path) -> None:
+    """The checkpoint keeps all of them: its model is built again of what it says."""
     dims, config = load("model", "qwen3_moe-debug"), Config()
     assert dims.experts is not None
 
-    def said(**of: float) -> object:
-        return identity_of(config, replace(dims, experts=replace(dims.experts, **of)))["model"]
+    def of(**changed: float) -> ModelDims:
+        return replace(dims, experts=replace(dims.experts, **changed))
 
-    assert said(balance_loss=0.5, z_loss=1e-3) == said()
-    assert said(balance_bias=1e-3) == said(balance_bias=1e-2) != said()
-    assert said(top_k=1) != said()
+    def resumed(before: ModelDims, after: ModelDims) -> None:
+        state = json.loads(json.dumps(identity_of(config, before)))
+        assert state["model"]["experts"] == asdict(before)["experts"]
+        check_state(tmp_path, state, config, after, None)
+
+    resumed(dims, of(balance_loss=0.5, z_loss=1e-3))
+    resumed(of(balance_bias=1e-3), of(balance_bias=1e-2))
+    for before, after in ((dims, of(balance_bias=1e-3)), (of(balance_bias=1e-3), dims), (dims, of(top_k=1))):
+        with pytest.raises(CheckpointError, match=r"model\.experts"):
+            resumed(before, after)
