@@ -97,6 +97,22 @@ def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
     return nearest(name, [*last_names, *layers])
 
 
+def layers_of_block(model: Model, dims: ModelDims) -> tuple[str, ...] | None:
+    """Name the linear layers of a block, in the order in which they run; None of a file of the user's own.
+
+    Args:
+        model: `[model]`.
+        dims: its dimensions.
+    """
+    if model.file:
+        return None
+    shared = dims.experts is not None and dims.experts.shared > 0
+    widened = "w13" if ARCHITECTURES[model.name].projections == 3 else "w1"
+    feed_forward = "feed_forward" if dims.experts is None else "experts"
+    parts = (feed_forward, *(("experts.shared",) if shared else ()))
+    return ("attention.wqkv", "attention.wo", *(f"{part}.{name}" for part in parts for name in (widened, "w2")))
+
+
 def n_parameters(model: Model, dims: ModelDims) -> int | None:
     """Count the parameters, embeddings included; tied ones once. None of a file of the user's own: that needs torch.
 

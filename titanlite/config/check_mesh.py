@@ -84,7 +84,10 @@ def check_expert_parallel(config: Config, model: ModelDims | None, world: int | 
     experts = model and model.experts
     if ep == 1 or (experts is not None and p.tensor_parallel_degree > 1):  # `check_mesh` refuses the latter
         return
-    if model is not None and experts is None and not config.model.file:
+    if model is not None and experts is None and config.model.file:
+        want = f"1: the recipe of {config.model.file} has no table [experts]"
+        fix = f"{name} = 1; or that table, if the file has a MixtureOfExperts"
+    elif model is not None and experts is None:
         want, fix = f"1: {config.model.name} has no experts", f"{name} = 1"
     elif p.tensor_parallel_degree > 1:
         want, fix = "1 with parallelism.tensor_parallel_degree", f"{name} = 1"

@@ -1,15 +1,15 @@
 """Refuse what a save-list asks for that the blocks of a model do not have: before a run, at the line of the rule.
 
 Layers, blocks and classes of operations that do not exist are found without torch, where the names of the layers are
-known; what matches nothing is found by the traced blocks. Which kernel of attention torch chooses, and what carries a
-float8 recipe out on a device, shows in the first step.
+known, and so is attention without its q, k and v; what matches nothing is found by the traced blocks. Which kernel of
+attention torch chooses, and what carries a float8 recipe out on a device, shows in the first step.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
-from titanlite.activation_checkpoint.rules import BLOCK, add_mistakes, is_whole, kernels
+from titanlite.activation_checkpoint.operations import ATTENTION, CLASSES, OPERATIONS
+from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, add_mistakes, is_whole, kernels
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import RecipeError, nearest
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from titanlite.forecast.traced_run import TracedRun
 
 
-def check_names_of_list(save_list: SaveList, layers: Sequence[str], n_layers: int, strict: bool) -> None:
+def check_names_of_list(save_list: SaveList, layers: Sequence[str] | None, n_layers: int, strict: bool) -> None:
     """Refuse a list that names what a model does not have.
 
     Args:
         save_list: the list.
-        layers: names of the linear layers of a block.
+        layers: names of the linear layers of a block; None: they are not known.
         n_layers: blocks of the model.
         strict: refuse rules that are for no block, too (`job.strict`).
 
@@ -43,6 +43,33 @@ def check_names_of_list(save_list: SaveList, layers: Sequence[str], n_layers: in
             want = f"some of the model's {n_layers} blocks"
             problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule, or set optional = true")
     problems.raise_all(RecipeError)
+
+
+def check_attention(save_list: SaveList, layers: Sequence[str], n_layers: int, matmuls: Sequence[str]) -> None:
+    """Refuse a list that keeps attention without its q, k and v, in blocks that begin with `wqkv` and attention.
+
+    Args:
+        save_list: the list.
+        layers: names of the linear layers of a block.
+        n_layers: blocks of the model.
+        matmuls: operations that `wqkv` may turn out to be; the list must be wrong with each.
+
+    Raises:
+        RecipeError: it is.
+    """
+    for active in dict.fromkeys(save_list.active(n_layers)):
+        if is_whole(save_list, active):
+            continue
+        found: list[RecipeError] = []
+        for op in matmuls:
+            rules = BlockRules(save_list, active, tuple(layers))
+            rules.decide(op)
+            try:
+                rules.decide(ATTENTION)
+            except RecipeError as error:
+                found.append(error)
+        if len(found) == len(matmuls):
+            raise found[0]
 
 
 def check_matches(save_list: SaveList, run: "TracedRun", strict: bool) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from titanlite import recipes
+from titanlite.activation_checkpoint.operations import CLASSES, FUSED, MATMUL
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import saved_dims
+from titanlite.config.architectures import layers_of_block
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
@@ -25,6 +27,7 @@ from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
+from titanlite.forecast.check_save_list import check_attention, check_names_of_list
 from titanlite.preflight.hints import (
     cut_schedule,
     not_chosen,
@@ -131,6 +134,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         attempt(lambda: _resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
     save_list, float8 = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
+    if save_list is not None and dims is not None:
+        attempt(lambda: _check_save_list(config, dims, save_list), "activation_checkpoint.recipe", "model")
     attempt(lambda: check_config(config, dims, world_size, origin, unread))
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
@@ -185,6 +190,17 @@ def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Re
         needs = ("float8.recipe", "job.recipe_dirs")
         float8 = checks.attempt(lambda: recipes.load("float8", float8_name, dirs, checks.origin), *needs)
     return save_list, float8
+
+
+def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> None:
+    """Refuse what a save-list asks for that blocks do not have or that would change gradients, as far as it is known
+    without torch: what matches nothing is found by `check_with_torch`.
+    """
+    layers, is_plain = layers_of_block(config.model, dims), config.float8.recipe == "none"
+    check_names_of_list(save_list, layers, dims.n_layers, config.job.strict)
+    if layers is not None:
+        is_plain &= not config.parallelism.async_tensor_parallel
+        check_attention(save_list, layers, dims.n_layers, (MATMUL,) if is_plain else (*CLASSES["matmul"], *FUSED))
 
 
 def _under_current_name(config: Config) -> tuple[Config, str | None]:

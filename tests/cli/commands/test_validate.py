@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import pwd
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -545,6 +546,33 @@ def test_a_rule_that_cannot_work_is_found_where_some_blocks_are_in_float8(
 
 
 @pytest.mark.parametrize(
+    ("rule", "want"),
+    [
+        ('op = "attention"\naction = "save"', "the matmuls behind attention's q, k and v kept as well"),
+        ('op = "route"\naction = "recompute"', "where tokens go is always kept"),
+        ('op = "titanlite.route.default"\naction = "recompute"', "where tokens go is always kept"),
+        ('op = "titanlite.rout.default"\naction = "save"', 'did you mean "titanlite.route.default"?'),
+        ('op = "matmul"\nmodule = ["w13", "w3"]\naction = "save"', 'did you mean "w13"?'),
+        ('op = "dispatch"\nlayers = "2:"\naction = "save"', "some of the model's 2 blocks"),
+        ('op = "matmul"\nmodule = ["wqkv"]\naction = "save"\n[[rules]]\nop = "attention"\naction = "save"', ""),
+    ],
+)
+@pytest.mark.parametrize("flags", [(), ("--float8.recipe", "rowwise")])
+def test_what_a_save_list_asks_in_vain_is_found_without_torch(
+    file: str, tmp_path: Path, rule: str, want: str, flags: tuple[str, ...]
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\n')
+    given = ["--config", file, "--activation_checkpoint.recipe", str(mine), "--model.name", "qwen3_moe", *flags]
+    if not want:
+        checked_run(given)
+        return
+    with pytest.raises(ConfigError, match=re.escape(want)) as error:
+        checked_run(given)
+    assert str(error.value).startswith(f"{mine}: 1 problem\n  line ")
+
+
+@pytest.mark.parametrize(
     ("rules", "flags"),
     [
         (['op = "communication"'], ["--job.strict", "false"]),
@@ -729,6 +757,8 @@ def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch
         "command line: 2 problems",
         "--profiling.steps = few",
         'job.name = "a/b"',
+        "list.toml: 1 problem",
+        'line 6  rules[0].layers = "5:"',
     ]
 
 

@@ -22,7 +22,7 @@ from titanlite.checkpoint.hugging_face import export_checkpoint, load_weights
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
-from titanlite.config.architectures import n_parameters
+from titanlite.config.architectures import ARCHITECTURES, layers_of_block, n_parameters
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
@@ -31,6 +31,7 @@ from titanlite.config.write import to_toml
 from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.experts import product_names
 from titanlite.models.find import model_class
 from titanlite.models.layers import Sequences
 from titanlite.parallel.fsdp import apply_fsdp
@@ -355,6 +356,18 @@ def test_parameters_of_the_published_sizes() -> None:
         count = sum(p.numel() for p in model.parameters())
         assert count == n_parameters(Model(name=architecture), dims), name  # type: ignore[arg-type]
         assert count == published.get(name, count), name
+
+
+def test_layers_of_a_block_are_known_without_torch() -> None:
+    all_dims = {name: recipes.load("model", f"{name}-debug") for name in ARCHITECTURES}
+    of = all_dims["qwen3_moe"]
+    assert of.experts is not None
+    shared = dataclasses.replace(of, experts=dataclasses.replace(of.experts, shared=1))
+    for name, dims in [*all_dims.items(), ("qwen3_moe", shared)]:
+        model = Model(name=name)  # type: ignore[arg-type]
+        with torch.device("meta"):
+            made = model_class(model)(dims, 8)
+        assert {product_names(block) for block in made.layers} == {layers_of_block(model, dims)}  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("case", DENSE)

@@ -235,6 +235,9 @@ def test_experts_that_ranks_share_out() -> None:
     said = message(changed(config, float8__recipe="rowwise"), None)
     assert "tokens travel in training.mixed_precision_param" in said
     assert "1: llama3 has no experts" in message(config)
+    own = message(changed(config, model__file=__file__))
+    assert f"1: the recipe of {__file__} has no table [experts]" in own
+    assert "1 problem\n" in own
 
 
 def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
