@@ -4,12 +4,14 @@ import importlib.util
 import json
 import os
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from benchmarks import tables
+from titanlite import recipes
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -64,3 +66,43 @@ def test_one_rank_trains_without_the_others(tmp_path: Path):
     applied = {entry["feature"]: entry["applied"] for entry in receipt}
     shares = {"data_parallel_replicate": 1, "data_parallel_shard": 4, "tensor_parallel": 2}
     assert applied["parallelism"] == shares
+
+
+def _finished_run(folder: Path, loss: float) -> None:
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"state": "finished"}))
+    (folder / "config.toml").write_text("[job]\n")
+    rows = [
+        {"step": step, "tokens": step, "loss": loss if step > 20 else 9.0, "experts_fullest.layers.0": 1.5}
+        for step in range(1, 121)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("rowwise", "code"), [(2.02, 0), (2.04, 1)])
+def test_a_recipe_is_judged_by_the_noise_of_the_seeds(
+    rowwise: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Seeds at 1.99, 2, 2.01: a mean of 2, and three deviations of 0.01. A flavor is shown and not judged."""
+    losses = {"bf16-seed-0": 2.0, "bf16-seed-1": 1.99, "bf16-seed-2": 2.01, "rowwise": rowwise, "other": 3.0}
+    for name, loss in losses.items():
+        _finished_run(tmp_path / "runs" / name, loss)
+    given = ["rowwise", "--flavors", "other", "--logs", str(tmp_path), "--picture", str(tmp_path / "curves.png")]
+    monkeypatch.setattr("sys.argv", ["loss_parity.py", *given])
+    assert script("loss_parity").main() == code
+    said = capsys.readouterr().out
+    assert "bf16: 2.0000 ± 0.0300, 3 seeds" in said
+    assert f"| rowwise | {rowwise:.4f} | {rowwise - 2:+.4f} | {'OUTSIDE' if code else 'inside'} | 1.50 |" in said
+    assert (tmp_path / "curves.png").stat().st_size > 0
+
+
+def test_the_eighths_of_a_mixture_differ_in_their_balance_alone():
+    folder = [str(BENCH / "recipes")]
+    loss, bias, nothing = (
+        recipes.load("model", f"olmoe-eighth{name}", folder) for name in ("", "_bias", "_unbalanced")
+    )
+    assert loss.experts is not None
+    assert (loss.experts.balance_loss, loss.experts.balance_bias) == (0.01, 0)
+    for other, rate in ((bias, 0.001), (nothing, 0)):
+        experts = replace(loss.experts, balance_loss=0.0, balance_bias=rate)
+        assert other == replace(loss, help=other.help, experts=experts)
