@@ -82,6 +82,7 @@ class MixtureOfExperts(nn.Module):
         counts: [E] int64, tokens of each expert in training since the start, of this rank.
         sums: [3], as `count_routing` adds them up.
         compute: the experts' arithmetic; a float8 recipe replaces it.
+        n_layers: mixtures of the model, over which losses of routers are means; `build_model` counts them.
     """
 
     bias: Tensor | None

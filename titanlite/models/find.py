@@ -17,6 +17,7 @@ from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import RMSNorm
 from titanlite.models.mistakes import mistake, nearest_method, of_function
 from titanlite.models.own_model import require_trainable
@@ -46,6 +47,7 @@ def model_class(model: Model) -> type[Any]:
         want, fix = "a Python file that can be imported", "run `python " + model.file + "` until it has nothing to say"
         raise ConfigError(describe(model.file, [mistake(error, file, want, fix)])) from error
     classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
+    classes = [c for c in classes if not issubclass(c, MixtureOfExperts)]  # which fills buffers, and is no model
     found = [c for c in classes if issubclass(c, nn.Module) and hasattr(c, "fill_buffers")]
     if len(found) != 1:
         names = ", ".join(c.__name__ for c in found) or "no such class"
@@ -93,6 +95,9 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         fix = "change that line; what depends on values belongs in fill_buffers"
         problem = mistake(error, inspect.getfile(made_by), want, fix, made_by.__init__)
         raise ConfigError(describe(model.file, [problem])) from error
+    mixtures = [module for module in made.modules() if isinstance(module, MixtureOfExperts)]
+    for mixture in mixtures:
+        mixture.n_layers = len(mixtures)
     if model.file:
         require_trainable(made, model.file)
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run

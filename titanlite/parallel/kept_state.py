@@ -14,6 +14,8 @@ from titanlite.errors import Problem, RecipeError, describe
 from titanlite.models.experts import MixtureOfExperts
 
 _OF_EVERY_MODULE = set(vars(nn.Module()))
+_OF_A_MIXTURE = ("bias", "share", "counts", "sums")
+"""The trainer writes two of them between forwards, and the counts are not repeated by recomputation."""
 
 
 def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
@@ -29,10 +31,11 @@ def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
     state: dict[str, object] = {}
     for n in blocks:
         for name, module in model.layers[n].named_modules(prefix=f"layers.{n}"):  # type: ignore[index]
-            if isinstance(module, MixtureOfExperts):
-                continue  # counts what recomputation does not repeat
-            state |= {f"{name}.{own}": (id(x), x._version) for own, x in module.named_buffers(recurse=False)}
-            numbers = {own: value for own, value in vars(module).items() if isinstance(value, int | float)}
+            left_out = _OF_A_MIXTURE if isinstance(module, MixtureOfExperts) else ()
+            buffers = {own: x for own, x in module.named_buffers(recurse=False) if own not in left_out}
+            state |= {f"{name}.{own}": (id(x), x._version) for own, x in buffers.items()}
+            held = [vars(kind) for kind in reversed(type(module).__mro__)] + [vars(module)]  # a class may count
+            numbers = {own: value for each in held for own, value in each.items() if isinstance(value, int | float)}
             state |= {f"{name}.{own}": value for own, value in numbers.items() if own not in _OF_EVERY_MODULE}
     return state
 

@@ -3,7 +3,7 @@
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for the bias.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,11 @@ class Routers:
     def __init__(self, layers: Mapping[str, MixtureOfExperts]) -> None:
         self._layers = dict(layers)
         self._biased = {name: layer for name, layer in layers.items() if layer.bias is not None}
-        self._counted = self._counts()
+        self._all = _Table([*layers.values()])
+        self._balanced = _Table([*self._biased.values()]) if self._biased else None
+        self._counted = self._balanced and self._balanced.counts()
         self.keys = [f"experts_{what}.{name.removesuffix('.experts')}" for what in SEEN for name in layers]
-        self._seen, self._steps = self._totals(), 0
+        self._seen, self._steps = self._all.counts(), 0
 
     def begin(self, share: Tensor) -> None:
         """Let the losses of routers count by the share [] that the next micro-batch has in the step's targets."""
@@ -47,15 +49,16 @@ class Routers:
             skip: [] float32; 1 if the step was left out.
         """
         self._steps += 1
-        if not self._biased:
+        table = self._balanced
+        if table is None or self._counted is None:
             return
-        counts = self._counts()
+        counts = table.counts()
         of_step, self._counted = counts - self._counted, counts
         dist.all_reduce(of_step)
-        for layer, own in zip(self._biased.values(), of_step, strict=True):
-            lack = (own.sum() - own * len(own)).sign()  # whole numbers: exact
-            assert layer.bias is not None  # noqa: S101
-            layer.bias += layer.of.balance_bias * (1 - skip) * lack
+        lack = (of_step.sum(1, keepdim=True) - of_step * table.n_experts).sign()  # whole numbers: exact
+        moves = (table.rates * (1 - skip) * lack).unbind()
+        biases = [layer.bias for layer in self._biased.values() if layer.bias is not None]
+        torch._foreach_add_(biases, [move[: len(bias)] for move, bias in zip(moves, biases, strict=True)])
 
     def seen(self) -> Tensor:
         """Return what routing was in the steps since the last call, over all ranks, each of which calls this.
@@ -63,29 +66,53 @@ class Routers:
         Returns:
             [numbers] float32 on the device, as `keys` has them.
         """
-        totals, steps = self._totals(), max(self._steps, 1)
-        since, self._seen, self._steps = totals - self._seen, totals, 0
-        # A step without numbers, which is left out, is in one line alone.
-        torch._foreach_zero_([layer.sums for layer in self._layers.values()])
-        self._seen[:, -3:] = 0
+        table, steps = self._all, max(self._steps, 1)
+        counts, sums = table.counts(), torch.stack(each := [layer.sums for layer in self._layers.values()])
+        since = torch.cat(((counts - self._seen).double(), sums), 1)  # float64 has counts exactly
+        self._seen, self._steps = counts, 0
+        torch._foreach_zero_(each)  # a step without numbers, which is left out, is in one line alone
         dist.all_reduce(since)
         counts, (entropy, balance, z) = since[:, :-3], since[:, -3:].unbind(1)
-        mean, K = counts.mean(1), next(iter(self._layers.values())).of.top_k
-        tokens = counts.sum(1) / K
-        of_layers = counts.amax(1) / mean, counts.amin(1) / mean, entropy / tokens, balance / steps, z / steps
-        return torch.cat(of_layers).float()
+        chosen = counts.sum(1)
+        mean, tokens = chosen / table.n_experts[:, 0], chosen / table.top_k
+        fullest, emptiest = counts.amax(1) / mean, table.least(counts) / mean
+        return torch.cat((fullest, emptiest, entropy / tokens, balance / steps, z / steps)).float()
 
     def state(self) -> dict[str, Tensor]:
         """Name what a checkpoint must hold beside the weights; loading into these restores it."""
         return {f"{name}.bias": layer.bias for name, layer in self._biased.items() if layer.bias is not None}
 
-    def _totals(self) -> Tensor:
-        """Return of each layer the tokens of each expert and its sums so far, [layers, E + 3] float64: exact counts."""
-        return torch.stack([torch.cat((layer.counts.double(), layer.sums)) for layer in self._layers.values()])
 
-    def _counts(self) -> Tensor:
-        """Return tokens of each expert so far, [layers with a bias, E]."""
-        return torch.stack([layer.counts for layer in self._biased.values()]) if self._biased else torch.empty(0)
+class _Table:
+    """The counts of several mixtures side by side, which may differ in their experts.
+
+    Args:
+        layers: the mixtures; their buffers are filled.
+
+    Attributes:
+        n_experts: [layers, 1] int64.
+        top_k: [layers] int64.
+        rates: [layers, 1] float32, of the bias.
+    """
+
+    def __init__(self, layers: Sequence[MixtureOfExperts]) -> None:
+        self._layers = layers
+        new, sizes = layers[0].counts.new_tensor, [layer.of.n_experts for layer in layers]
+        self.n_experts, self.top_k = new(sizes)[:, None], new([layer.of.top_k for layer in layers])
+        self.rates = new([layer.of.balance_bias for layer in layers], dtype=torch.float32)[:, None]
+        self._nothing = new([0])
+        column = torch.arange(max(sizes), device=self.n_experts.device)
+        self._is_expert = column < self.n_experts
+        first = self.n_experts.cumsum(0) - self.n_experts
+        self._places = torch.where(self._is_expert, first + column, sum(sizes))  # of what is no expert: a 0 behind all
+
+    def counts(self) -> Tensor:
+        """Return the tokens of each expert so far, [layers, most experts of a layer] int64, 0 where there is none."""
+        return torch.cat([*(layer.counts for layer in self._layers), self._nothing])[self._places]
+
+    def least(self, counts: Tensor) -> Tensor:
+        """Return the smallest count of each layer, [layers]."""
+        return counts.masked_fill(~self._is_expert, torch.inf).amin(1)
 
 
 def routers_of(model: nn.Module) -> Routers | None:

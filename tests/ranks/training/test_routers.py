@@ -1,5 +1,6 @@
 """A mixture of experts trains, alike under FSDP; its bias follows the use of experts, and is in checkpoints."""
 
+import math
 from contextlib import closing
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, train
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.parallel.kept_state import state_of, written
 from titanlite.training.build import Run, fastest_attention
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step
@@ -161,5 +163,82 @@ def test_the_receipt_says_that_float8_leaves_routers_alone(tmp_path: Path) -> No
         why = {skipped.what: skipped.why for skipped in entry.skipped}
         assert why["layers.0.experts.router"] == "a router's logits are of float32"
         assert not any("w13" in name or "w2" in name for name in why)
+
+    run_ranks(body, tmp_path, 1)
+
+
+MIXED = """
+from dataclasses import replace
+from titanlite.models import llama3
+from titanlite.models.experts import MixtureOfExperts
+
+class Mine(MixtureOfExperts):
+    calls = 0
+
+    def forward(self, x):
+        return super().forward(x)
+
+class Mixed(llama3.Llama3):
+    def __init__(self, dims, seq_len):
+        super().__init__(dims, seq_len)
+        for layer, change in zip(self.layers[1:], ({"n_experts": 4}, {"top_k": 1, "balance_bias": 0.01}), strict=True):
+            of = replace(dims, experts=replace(dims.experts, **change))
+            layer.feed_forward = Mine(of, 0.02, 0.01)
+
+    def fill_buffers(self):
+        super().fill_buffers()
+        for layer in self.layers[1:]:
+            layer.feed_forward.fill_buffers()
+"""
+
+
+def mixed(folder: Path, forward: str = "return super().forward(x)") -> tuple[str, ...]:
+    """Flags of a model file with a dense block, one of four experts and one of eight, of which a token has one."""
+    (folder / "mixed.py").write_text(MIXED.replace("return super().forward(x)", forward))
+    (folder / "model").mkdir()
+    experts = "n_layers = 3\n[experts]\nn_experts = 8\ntop_k = 2\nffn_dim = 128\nbalance_loss = 0.01\n"
+    (folder / "model" / "mixed-small.toml").write_text(f'extends = "llama3-debug"\n{experts}')
+    file = f"--model.file={folder / 'mixed.py'}", "--model.flavor=small", f"--job.recipe_dirs={folder}"
+    return (*file, "--activation_checkpoint.recipe=balanced", "--job.strict=false")
+
+
+def test_mixtures_of_a_model_may_differ(tmp_path: Path) -> None:
+    asked = checked(tmp_path, 2, mixed(tmp_path))
+
+    def body() -> None:
+        run = assemble(asked)
+        take_steps(run, 2)
+        kept = state_of(run.model, run.save_list_use.checkpointed)
+        assert written(run.kept_state, kept, "mixed.py") is None
+        assert run.routers is not None
+        assert [layer.n_layers for layer in layers_of(run)] == [2, 2]  # a dense block has no loss of a router
+        seen = dict(zip(run.routers.keys, run.routers.seen().tolist(), strict=True))
+        for n, (layer, E, K) in enumerate(zip(layers_of(run), (4, 8), (2, 1), strict=True), 1):
+            counts = layer.counts.clone()
+            dist.all_reduce(counts)
+            name = f"layers.{n}.feed_forward"
+            assert counts.sum() == K * 2 * 4 * 64
+            assert seen[f"experts_fullest.{name}"] == pytest.approx(counts.max().item() * E / counts.sum().item())
+            assert seen[f"experts_emptiest.{name}"] == pytest.approx(counts.min().item() * E / counts.sum().item())
+            assert 0.5 * math.log(E) < seen[f"experts_entropy.{name}"] <= math.log(E) + 1e-6
+            assert 0.9 * K < seen[f"experts_balance_loss.{name}"] < E + 1e-6
+        unbiased, biased = layers_of(run)
+        assert unbiased.bias is None
+        assert biased.bias is not None
+        assert {*biased.bias.mul(100).round().int().tolist()} <= {-2, -1, 0, 1, 2}
+        assert biased.bias.any()
+
+    run_ranks(body, tmp_path, 2)
+
+
+def test_a_mixture_of_ones_own_that_counts_its_calls_is_found(tmp_path: Path) -> None:
+    """A save-list would count them twice."""
+    asked = checked(tmp_path, 1, mixed(tmp_path, "self.calls += 1; return super().forward(x)"))
+
+    def body() -> None:
+        run = assemble(asked)
+        take_steps(run, 1)
+        found = written(run.kept_state, state_of(run.model, run.save_list_use.checkpointed), "mixed.py")
+        assert "layers.1.feed_forward.calls and 1 more" in str(found)
 
     run_ranks(body, tmp_path, 1)
