@@ -15,10 +15,11 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.float8.emulated import DTYPES, Cast
 from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.aligned_rows import aligned_rows
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import expert_gate_cast, expert_gate_grad_cast
 from titanlite.kernels.float8_cast import cast_rows, cast_transpose, transpose
 from titanlite.kernels.grouped_matmul import scaled_grouped_gradient, scaled_grouped_matmul
-from titanlite.kernels.routing import combine, expert_rows, spread_rows
+from titanlite.kernels.token_exchange import Dispatch, Routing
 
 
 class Float8Experts:
@@ -26,14 +27,17 @@ class Float8Experts:
 
     Args:
         recipe: the arithmetic.
+        group: as of `kernels.experts.ParallelExperts`, where ranks share experts out.
     """
 
-    def __init__(self, recipe: Float8Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Float8Recipe, group: Group | None = None) -> None:
+        self.recipe, self.group = recipe, group
 
     def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
         """Return [M, D]."""
-        return _Float8Experts.apply(x, weights, choices, w13, w2, n_experts, self.recipe)  # type: ignore[no-any-return]
+        group = () if self.group is None else self.group
+        count = n_experts // (1 if self.group is None else self.group.size)
+        return _Float8Experts.apply(x, weights, choices, w13, w2, count, self.recipe, *group)  # type: ignore[no-any-return]
 
 
 class _Side(NamedTuple):
@@ -57,44 +61,49 @@ class _Float8Experts(torch.autograd.Function):
         choices: Tensor,
         w13: Tensor,
         w2: Tensor,
-        E: int,
+        count: int,
         recipe: Float8Recipe,
+        *group: str | int,
     ) -> Tensor:
-        rows, slots, offsets = expert_rows(choices, 0, E)
+        ctx.to = to = Dispatch(*group)
         c, fast = Cast(*cast_rows(x, DTYPES[recipe.input.dtype])), recipe.accumulation.output == "fast"
-        a = _product_of_rows(_sent(c, rows, slots), _by_expert(w13, E, recipe), offsets, x.dtype, fast)
+        *sent, every = to.gathered(*c, choices)
+        routing = to.routing(every, count)
+        _, slots, offsets = routing
+        a = _product_of_rows(_sent(Cast(*sent), routing, to), _by_expert(w13, count, recipe), offsets, x.dtype, fast)
         h = Cast(*expert_gate_cast(a, slots, DTYPES[recipe.input.dtype]))
-        o = _product_of_rows(h, _by_expert(w2, E, recipe), offsets, x.dtype, fast)
-        ctx.save_for_backward(*c, weights, a, rows, slots, offsets, w13, w2)
-        ctx.E, ctx.recipe = E, recipe
-        return combine(o, rows, weights)
+        o = _product_of_rows(h, _by_expert(w2, count, recipe), offsets, x.dtype, fast)
+        ctx.save_for_backward(*c, weights, choices if group else None, a, w13, w2, *routing)
+        ctx.count, ctx.recipe = count, recipe
+        return to.sums(o, routing, choices, weights, count)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        qdata, scale_inv, weights, a, rows, slots, offsets, w13, w2 = ctx.saved_tensors
-        recipe, dtype, K = ctx.recipe, grad.dtype, weights.shape[1]
+        *c, weights, choices, a, w13, w2, rows, slots, offsets = ctx.saved_tensors
+        recipe, dtype, count, to, routing = ctx.recipe, grad.dtype, ctx.count, ctx.to, Routing(rows, slots, offsets)
         fast = recipe.accumulation.grad_input == "fast"
         g = Cast(*cast_rows(grad.contiguous(), DTYPES[recipe.grad_output.dtype]))
-        d_h = _product_of_rows(_sent(g, rows, slots), _transposed(w2, ctx.E, recipe, g.qdata), offsets, dtype, fast)
+        *of_all, weights = to.gathered(*g, *c, weights)
+        g, c = Cast(*of_all[:2]), Cast(*of_all[2:])
+        d_h = _product_of_rows(_sent(g, routing, to), _transposed(w2, count, recipe, g.qdata), offsets, dtype, fast)
         cast = expert_gate_grad_cast(d_h, a, weights, slots, DTYPES[recipe.grad_output.dtype])
-        (d_a, h), d_weights = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
-        d_x = combine(
-            _product_of_rows(d_a, _transposed(w13, ctx.E, recipe, d_a.qdata), offsets, dtype, fast), rows, None
-        )
-        row_of, token_of, begins = aligned_rows(slots, offsets, K)
+        (d_a, h), dots = (Cast(*cast[:2]), Cast(*cast[2:4])), cast[4]
+        d_rows = _product_of_rows(d_a, _transposed(w13, count, recipe, d_a.qdata), offsets, dtype, fast)
+        d_x, d_weights = to.gradients(d_rows, routing, choices, dots, count)
+        row_of, token_of, begins = aligned_rows(slots, offsets, weights.shape[1])
         weight = weights.flatten()[slots.clamp(min=0)][:, None]
         weighed = _Side(Cast(h.qdata, h.scale_inv * weight), row_of)
         how = begins, recipe, dtype
         d_w2 = _gradient(_Side(g, token_of), weighed, *how)
-        d_w13 = _gradient(_Side(d_a, row_of), _Side(Cast(qdata, scale_inv), token_of), *how)
-        return d_x, d_weights, None, d_w13, d_w2, None, None
+        d_w13 = _gradient(_Side(d_a, row_of), _Side(c, token_of), *how)
+        return d_x, d_weights, None, d_w13, d_w2, None, None, *[None] * 3 * (to.group is not None)
 
 
-def _sent(c: Cast, rows: Tensor, slots: Tensor) -> Cast:
+def _sent(c: Cast, routing: Routing, to: Dispatch) -> Cast:
     """Send the bytes and scales of tokens to their experts."""
-    K = rows.shape[1]
-    return Cast(spread_rows(c.qdata, rows, None, len(slots)), c.scale_inv[slots.clamp(min=0) // K])
+    K = routing.rows.shape[1]
+    return Cast(to.rows(c.qdata, routing), c.scale_inv[routing.slots.clamp(min=0) // K])
 
 
 def _product_of_rows(a: Cast, weight: Cast, offsets: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:

@@ -7,7 +7,8 @@ x, the gate and up projections of each row, and which row is whose; the rest is 
     backward   g = dy[token] W2       d_weight = g · h   dW2 = dy[token]ᵀ (weight · h)
                d_a = swiglu'(weight · g, a)              dW13 = d_aᵀ x[token]          dx = Σ d_a W13
 
-So the results o of single experts, the largest of all, are kept nowhere.
+So the results o of single experts, the largest of all, are kept nowhere. Of ranks that share experts out, each computes
+the rows of its own (`token_exchange.py`): tokens are gathered anew in backward.
 
 Source: Guo et al. 2025, "SonicMoE", section 3, for the gradient of a weight without o.
 """
@@ -19,11 +20,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.float8_cast import cast_rows
 from titanlite.kernels.grouped_matmul import grouped_matmul, grouped_weight_gradient
 from titanlite.kernels.operators import operator
-from titanlite.kernels.routing import combine, expert_rows, spread_rows
 from titanlite.kernels.swiglu import gated, swiglu_grad
+from titanlite.kernels.token_exchange import Dispatch, Routing
 
 
 @operator("expert_gate", "expert_gate.launch_expert_gate")
@@ -123,23 +125,63 @@ def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor
     return _Experts.apply(x, weights, choices, w13, w2)  # type: ignore[no-any-return]
 
 
+class ParallelExperts:
+    """The experts of a layer, of which this rank has some; called as `experts`, by all ranks of the group.
+
+    Tokens travel, weights stay: for the same tokens, results and gradients have the same bits for any number of ranks.
+    The gradient of a weight has the tokens of all of them. Memory is for the worst router, which sends every token of
+    every rank here: P·M·K rows. No token is dropped.
+
+    Args:
+        group: the P ranks, rank p with the E/P experts from p·E/P on.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
+        """Send each token through its experts, wherever they are.
+
+        Args:
+            x: [M, D], this rank's tokens; M is equal on all ranks.
+            weights: [M, K] float32, of a token's experts.
+            choices: [M, K] int32, their numbers among all E.
+            w13: [E/P·2F, D], of this rank's experts.
+            w2: [E/P·D, F].
+            n_experts: E.
+
+        Returns:
+            [M, D], as `experts` does.
+        """
+        w13, w2 = (w.unflatten(0, (n_experts // self.group.size, -1)) for w in (w13, w2))
+        return _Experts.apply(x, weights, choices, w13, w2, *self.group)  # type: ignore[no-any-return]
+
+
 @torch._dynamo.allow_in_graph
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        rows, slots, offsets = expert_rows(choices, 0, len(w13))
-        a = grouped_matmul(spread_rows(x, rows, None, len(slots)), w13, offsets)
-        ctx.save_for_backward(x, weights, a, rows, slots, offsets, w13, w2)
-        return combine(grouped_matmul(expert_gate(a, slots), w2, offsets), rows, weights)
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, *group: str | int
+    ) -> Tensor:
+        ctx.to = to = Dispatch(*group)
+        every_x, every = to.gathered(x, choices)
+        routing = to.routing(every, len(w13))
+        a = grouped_matmul(to.rows(every_x, routing), w13, routing.offsets)
+        ctx.save_for_backward(x, weights, choices if group else None, a, w13, w2, *routing)
+        o = grouped_matmul(expert_gate(a, routing.slots), w2, routing.offsets)
+        return to.sums(o, routing, choices, weights, len(w13))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, a, rows, slots, offsets, w13, w2 = ctx.saved_tensors
-        grad_rows = spread_rows(grad.contiguous(), rows, None, len(slots))
+        x, weights, choices, a, w13, w2, *routing = ctx.saved_tensors
+        to, routing = ctx.to, Routing(*routing)
+        _, slots, offsets = routing
+        grad, weights, x = to.gathered(grad.contiguous(), weights, x)
+        grad_rows = to.rows(grad, routing)
         g = grouped_matmul(grad_rows, w2.mT, offsets)
-        d_a, h, d_weights = expert_gate_grad(g, a, weights, slots)
+        d_a, h, dots = expert_gate_grad(g, a, weights, slots)
         d_w2 = grouped_weight_gradient(grad_rows, h, offsets)
-        d_w13 = grouped_weight_gradient(d_a, spread_rows(x, rows, None, len(slots), d_a), offsets)
-        d_x = combine(grouped_matmul(d_a, w13.mT, offsets), rows, None)
-        return d_x, d_weights, None, d_w13, d_w2
+        d_w13 = grouped_weight_gradient(d_a, to.rows(x, routing, d_a), offsets)
+        d_x, d_weights = to.gradients(grouped_matmul(d_a, w13.mT, offsets), routing, choices, dots, len(w13))
+        return d_x, d_weights, None, d_w13, d_w2, *[None] * 3 * (to.group is not None)

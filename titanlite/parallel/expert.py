@@ -15,8 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.kernels.expert_parallel import ParallelExperts
-from titanlite.kernels.experts import experts
+from titanlite.kernels.experts import ParallelExperts, experts
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.parallel.mesh import Mesh
 from titanlite.receipt import Entry

@@ -8,8 +8,7 @@ from torch import Tensor
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.expert_parallel import ParallelExperts
-from titanlite.kernels.experts import experts
+from titanlite.kernels.experts import ParallelExperts, experts
 
 M, D, F, E, K = 12, 16, 128, 8, 3  # tokens are of all ranks together
 STEPS = 10

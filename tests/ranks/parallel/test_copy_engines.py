@@ -76,7 +76,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
 
         return add
 
-    buffer = device._Exchange.buffer
+    buffer = device.Exchange.buffer
 
     def spoilt(self, size: int, dtype: torch.dtype) -> Tensor:
         given = buffer(self, size, dtype)
@@ -87,7 +87,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
 
     monkeypatch.setattr(device, "channel", channel_of)
     monkeypatch.setattr(device, "ready", ready)
-    monkeypatch.setattr(device._Exchange, "buffer", spoilt)
+    monkeypatch.setattr(device.Exchange, "buffer", spoilt)
     monkeypatch.setattr(build, "no_copy_engines", lambda mesh: None)
     return moved
 

@@ -36,10 +36,16 @@ chunk."""
 COUNTERS = HEADER + 8192
 """After them, one for each block of rows that arrives."""
 
-OPERATORS = ("all_gather_matmul", "matmul_reduce_scatter", "FSDP's all-gather", "FSDP's reduce-scatter")
+OPERATORS = (
+    "all_gather_matmul",
+    "matmul_reduce_scatter",
+    "FSDP's all-gather",
+    "FSDP's reduce-scatter",
+    "exchange with experts",
+)
 """Names by the number under which a kernel reports a failure."""
 
-FSDP_GATHER, FSDP_REDUCE = 2, 3
+FSDP_GATHER, FSDP_REDUCE, EXPERTS = 2, 3, 4
 
 _DEADLINE_S = 600.0
 
@@ -57,7 +63,7 @@ class Channel:
         process_group: itself.
         rank: this process's, in the group.
         ranks: their number, 2 to 8.
-        operator: FSDP_GATHER or FSDP_REDUCE; None: collective matmuls.
+        operator: FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls.
         n_slots: how often `slots` holds an operator's data.
         number: of all channels of this process.
         flags: [ranks · (1 + CHUNKS)] int32, written by peers: one for each, then the ready flags of each one's chunks.
@@ -212,7 +218,7 @@ def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channe
 
     Args:
         group: its name.
-        operator: FSDP_GATHER or FSDP_REDUCE; None: collective matmuls.
+        operator: FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls.
         n_slots: how many calls' data there is room for.
     """
     process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
@@ -242,7 +248,7 @@ def peer_failure() -> PeerError | None:
         number, peer, waited, op = found.failure.tolist()
         if number:
             whom = f"rank {peer}" if peer >= 0 else "its own copies"
-            call = number if found.operator is None else (number + 1) // 2  # FSDP's ranks meet twice a call
+            call = number if found.operator is None else (number + 1) // 2  # ranks meet twice a call
             return PeerError(
                 f"{OPERATORS[op]}, call {call} of group {found.name}: rank {found.rank} of {found.ranks} waited "
                 f"{waited / 1e9:.1f} s for {whom}, then gave up\n"

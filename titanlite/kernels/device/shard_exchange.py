@@ -21,6 +21,9 @@ Two slots are enough as long as no more than one gather is ahead of the one in u
 `set_modules_to_forward_prefetch` or `…_backward_prefetch` with several units, which nothing here calls, would.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 import triton.language as tl
@@ -58,7 +61,7 @@ def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr
     tl.store(out + at, total, mask=at < size)
 
 
-class _Exchange:
+class Exchange:
     """Memory that the ranks of a group push into, in as many slots as the channel has, taken in turn."""
 
     def __init__(self, channel: Channel) -> None:
@@ -91,6 +94,19 @@ class _Exchange:
         to = self.channel
         n_bytes = parts[0].nbytes
         first = self.turn * to.capacity + to.rank * n_bytes
+        with self.between_meetings():
+            for peer in self.peers():
+                to.peers[peer][first : first + n_bytes].copy_(parts[peer].view(torch.uint8))
+
+    def peers(self) -> list[int]:
+        """All other ranks, of which every rank begins with another one."""
+        to = self.channel
+        return [(to.rank + i) % to.ranks for i in range(1, to.ranks)]
+
+    @contextmanager
+    def between_meetings(self) -> Iterator[None]:
+        """Let ranks meet, before which no peer's memory may be written, and again when all have written."""
+        to = self.channel
         met = to.rank, to.ranks, MAX_RANKS, to.operator
         meet = ready(
             _meet, to.number, 1, (),
@@ -98,13 +114,11 @@ class _Exchange:
         )  # fmt: skip  # one warp: a second that gave up first would take down what the first has to say
         to.order()
         meet()
-        for i in range(1, to.ranks):  # every rank begins with another peer
-            peer = (to.rank + i) % to.ranks
-            to.peers[peer][first : first + n_bytes].copy_(parts[peer].view(torch.uint8))
+        yield
         meet()
 
 
-class AllGather(_Exchange):
+class AllGather(Exchange):
     """FSDP's all-gather.
 
     Args:
@@ -123,7 +137,7 @@ class AllGather(_Exchange):
         self.push((shard,) * self.channel.ranks)
 
 
-class ReduceScatter(_Exchange):
+class ReduceScatter(Exchange):
     """FSDP's reduce-scatter, with sums in float32. Arguments as of `AllGather`."""
 
     def __init__(self, group: str) -> None:

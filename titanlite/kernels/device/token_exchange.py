@@ -1,0 +1,121 @@
+"""Device code of `titanlite.kernels.token_exchange`: copy engines bring tokens, a kernel stores rows with their owners.
+
+All calls of a group share one piece of memory, which the meetings of `shard_exchange` keep apart.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.channel import EXPERTS, channel
+from titanlite.kernels.device.expert_rows import NUMBERS, WIDEST, launch_combine
+from titanlite.kernels.device.launch import cdiv, ready
+from titanlite.kernels.device.shard_exchange import Exchange
+
+_ALIGNMENT = 16
+
+
+@cache
+def _exchange(group: str) -> Exchange:
+    return Exchange(channel(group, EXPERTS, n_slots=1))
+
+
+@triton.jit
+def _send_rows(
+    o, slots, dots, peer_slots, R, of_rank, dots_at,
+    HAS_DOTS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store rows, [R, D], and a number of each with the rank that has the row's token, in the place of its slot."""
+    r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    slot = tl.load(slots + r, mask=r < R, other=-1)
+    owner = tl.maximum(slot, 0) // of_rank
+    place = slot - owner * of_rank
+    there = slot >= 0
+    address = tl.multiple_of(tl.load(peer_slots + owner), [16])
+    found = tl.load(o + r.to(tl.int64)[:, None] * D + d, mask=there[:, None] & (d < D), other=0.0)
+    base = address.to(tl.pointer_type(o.dtype.element_ty))[:, None]
+    tl.store(base + place.to(tl.int64)[:, None] * D + d, found, mask=there[:, None] & (d < D))
+    if HAS_DOTS:  # noqa: SIM102  # known when compiling
+        if tl.program_id(1) == 0:
+            dot = tl.load(dots + slot, mask=there, other=0.0)
+            tl.store((address + dots_at).to(tl.pointer_type(tl.float32)) + place, dot, mask=there)
+
+
+def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
+    """Launch the operator's copies."""
+    by, own = _exchange(group), [x.contiguous() for x in own]
+    to = by.channel
+    begins = _begins([to.ranks * x.nbytes for x in own])
+    memory = by.buffer(begins[-1], torch.uint8)
+    out = [x.new_empty(to.ranks * len(x), *x.shape[1:]) for x in own]
+    with by.between_meetings():
+        for peer in by.peers():
+            for x, begin in zip(own, begins, strict=False):
+                first = begin + to.rank * x.nbytes
+                to.peers[peer][first : first + x.nbytes].copy_(_bytes(x))
+        for x, whole in zip(own, out, strict=True):
+            whole.chunk(to.ranks)[to.rank].copy_(x)
+    for whole, begin in zip(out, begins, strict=False):
+        arrived = memory[begin : begin + whole.nbytes].chunk(to.ranks)
+        for peer in by.peers():
+            _bytes(whole.chunk(to.ranks)[peer]).copy_(arrived[peer])
+    return out
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _begins(sizes: Sequence[int]) -> list[int]:
+    """Lay parts of memory behind one another: where each begins, and where the last one ends."""
+    begins = [0]
+    for n_bytes in sizes:
+        begins.append(cdiv(begins[-1] + n_bytes, _ALIGNMENT) * _ALIGNMENT)
+    return begins
+
+
+def launch_combine_at_owners(
+    o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str
+) -> Tensor:
+    """Launch the operator's kernels."""
+    arrived, _ = _at_owners(o, slots, choices, None, group)
+    return launch_combine(arrived, _slots_of(choices), weights)
+
+
+def launch_gradients_at_owners(
+    o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """Launch the operator's kernels."""
+    arrived, of_weights = _at_owners(o, slots, choices, dots.contiguous(), group)
+    return launch_combine(arrived, _slots_of(choices), None), of_weights.view_as(choices).clone()
+
+
+def _slots_of(choices: Tensor) -> Tensor:
+    return torch.arange(choices.numel(), dtype=torch.int32, device=choices.device).view_as(choices)
+
+
+def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
+    """Send rows; return those of this rank's slots, [M·K, D], and their numbers, [M·K] float32, of use with `dots`.
+
+    They are the group's memory until its next call.
+    """
+    by, o, n = _exchange(group), o.contiguous(), choices.numel()
+    (R, D), to = o.shape, by.channel
+    sizes = n * D * o.element_size(), n * 4
+    begins = _begins(sizes)
+    memory = by.buffer(begins[-1], torch.uint8)
+    width = min(WIDEST, triton.next_power_of_2(D))
+    rows = NUMBERS // width
+    tensors = o, slots.contiguous(), slots if dots is None else dots, to.peer_slots
+    send = ready(
+        _send_rows, (R, D, n, o.dtype, dots is None, to.number), (cdiv(R, rows), cdiv(D, width)), tensors,
+        lambda: (*tensors, R, n, begins[1], dots is not None, D, width, rows), num_warps=8,
+    )  # fmt: skip
+    with by.between_meetings():
+        send()
+    of_rows, of_dots = (memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False))
+    return of_rows.view(o.dtype).view(n, D), of_dots.view(torch.float32)

@@ -1,0 +1,197 @@
+"""Tokens that travel to their experts, and results that come back, among ranks that share the experts of a layer out.
+
+Each of P ranks has M tokens and E/P experts. A token that chooses 8 of 128 experts reaches nearly all of a few ranks,
+so all tokens go to all of them, which is near the least traffic and has one size whatever the routers say. What comes
+back are results of single slots, each from the one rank that has the slot's expert: nothing is added on the way, and
+owners add in the order of slots, as `combine` does, so that results have the same bits for any P.
+
+    gather_from_ranks                        all-gather, once to each rank
+    combine_at_owners, gradients_at_owners   rows to the slots of their owners, and sums there
+
+On GPUs of one host that see each other's memory copy engines gather, and a kernel stores each row where its owner adds
+it up; elsewhere both are NCCL's collectives, of which the second moves a row for every slot of every rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanlite.kernels.collectives import Group, all_gather, exchange, named_group
+from titanlite.kernels.lowering import no_peer_access
+from titanlite.kernels.operators import device_code, operator
+from titanlite.kernels.products import MAX_RANKS
+from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, spread_rows
+
+
+def no_token_exchange(group: str) -> str | None:
+    """Return why NCCL moves tokens among the GPUs of a group, or None; a collective of its ranks, once.
+
+    Args:
+        group: name of the process group.
+    """
+    ranks = named_group(group).size
+    return (
+        f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}" if ranks > MAX_RANKS else no_peer_access(group)
+    )
+
+
+_gather = device_code("token_exchange.launch_gather")
+_combine = device_code("token_exchange.launch_combine_at_owners")
+_gradients = device_code("token_exchange.launch_gradients_at_owners")
+
+
+def _gather_on_gpus(own: list[Tensor], group: str) -> list[Tensor]:
+    return (gather_from_ranks.definition if no_token_exchange(group) else _gather)(own, group)
+
+
+@operator("gather_from_ranks", _gather_on_gpus)
+def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
+    """Concatenate the tensors of all ranks along dim 0.
+
+    Args:
+        own: [M, …] each, of equal shapes on all ranks.
+        group: name of the process group.
+
+    Returns:
+        [P·M, …] each.
+    """
+    return [all_gather(as_bytes(x), named_group(group)).view(x.dtype) for x in own]
+
+
+def _combine_on_gpus(o: Tensor, *others: Any) -> Tensor:
+    return (combine_at_owners.definition if no_token_exchange(others[-1]) else _combine)(o, *others)
+
+
+@operator("combine_at_owners", _combine_on_gpus)
+def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str) -> Tensor:
+    """Send rows to the ranks whose tokens they are of, and add up those of each token as `combine` does.
+
+    Args:
+        o: [R, D], of this rank's experts.
+        slots: [R] int32, m·K + k of each row among the tokens of all ranks; -1 for none.
+        choices: [M, K] int32, of this rank's tokens.
+        weights: [M, K] float32.
+        n_experts: of each rank.
+        group: name of the process group.
+
+    Returns:
+        [M, D] in `o.dtype`.
+    """
+    return combine(_to_owners(o, slots, choices, named_group(group)), _arrived(choices, n_experts), weights)
+
+
+def _gradients_on_gpus(o: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return (gradients_at_owners.definition if no_token_exchange(others[-1]) else _gradients)(o, *others)
+
+
+@operator("gradients_at_owners", _gradients_on_gpus)
+def gradients_at_owners(
+    o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
+) -> tuple[Tensor, Tensor]:
+    """Send rows to the ranks whose tokens they are of, as `combine_at_owners` does, with weights of 1; and the
+    gradients of weights.
+
+    Args:
+        o: [R, D].
+        slots: [R] int32.
+        choices: [M, K] int32.
+        dots: [P·M, K], of use where a slot's expert is here.
+        n_experts: of each rank.
+        group: name of the process group.
+
+    Returns:
+        [M, D] in `o.dtype`, and [M, K] in `dots.dtype`.
+    """
+    of, at = named_group(group), _arrived(choices, n_experts)
+    return combine(_to_owners(o, slots, choices, of), at, None), exchange(dots.flatten(), of)[at.long()]
+
+
+def _to_owners(o: Tensor, slots: Tensor, choices: Tensor, group: Group) -> Tensor:
+    """Send rows by all-to-all.
+
+    Returns:
+        [P·M·K, D]: from each rank in turn the rows of this rank's slots, of use where it has their experts.
+    """
+    n = group.size * choices.numel()
+    rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
+    places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
+    rows = rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)
+    return exchange(gather_rows(o, rows[:-1], 1), group)
+
+
+def _arrived(choices: Tensor, n_experts: int) -> Tensor:
+    """Find the row that `_to_owners` brings the result of each slot in: [M, K] int32."""
+    slots = torch.arange(choices.numel(), dtype=torch.int32, device=choices.device).view_as(choices)
+    return choices // n_experts * choices.numel() + slots
+
+
+class Routing(NamedTuple):
+    """The places of rows, as `expert_rows` returns them."""
+
+    rows: Tensor
+    slots: Tensor
+    offsets: Tensor
+
+
+class Dispatch:
+    """The way of tokens to their experts and back.
+
+    Args:
+        group: the P ranks that share experts out, rank p with the E/P from p·E/P on; none: all experts are here, P = 1.
+    """
+
+    def __init__(self, *group: str | int) -> None:
+        self.group = Group(*group) if group else None  # type: ignore[arg-type]
+
+    def gathered(self, *own: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors by token, [M, …], with those of all ranks, [P·M, …]."""
+        return own if self.group is None else tuple(gather_from_ranks(list(own), self.group.name))
+
+    def routing(self, choices: Tensor, count: int) -> Routing:
+        """Find the rows of this rank's experts.
+
+        Args:
+            choices: [P·M, K], of all ranks.
+            count: of this rank's experts.
+        """
+        return Routing(*expert_rows(choices, 0 if self.group is None else self.group.rank * count, count))
+
+    def rows(self, x: Tensor, routing: Routing, after: Tensor | None = None) -> Tensor:
+        """Give each row its token, [R, D]; zeros where it has none.
+
+        Args:
+            x: [P·M, D].
+            routing: of all tokens.
+            after: as of `spread_rows`.
+        """
+        if self.group is None:
+            return spread_rows(x, routing.rows, None, len(routing.slots), after)
+        return gather_rows(x, routing.slots, routing.rows.shape[1], after)
+
+    def sums(self, o: Tensor, routing: Routing, choices: Tensor, weights: Tensor, count: int) -> Tensor:
+        """Add up the results of each token of this rank, times their weights: [M, D].
+
+        Args:
+            o: [R, D], of this rank's experts.
+            routing: of all tokens.
+            choices, weights: [M, K], of this rank's tokens.
+            count: of this rank's experts.
+        """
+        if self.group is None:
+            return combine(o, routing.rows, weights)
+        return combine_at_owners(o, routing.slots, choices, weights, count, self.group.name)
+
+    def gradients(
+        self, o: Tensor, routing: Routing, choices: Tensor, dots: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Add up the gradients of each token of this rank, [M, D], and take those of its weights, [M, K].
+
+        Args:
+            o: [R, D], of this rank's experts.
+            routing, choices, count: as of `sums`.
+            dots: [P·M, K], gradients of the weights of slots whose experts are here.
+        """
+        if self.group is None:
+            return combine(o, routing.rows, None), dots
+        return gradients_at_owners(o, routing.slots, choices, dots, count, self.group.name)
