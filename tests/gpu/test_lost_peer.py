@@ -21,6 +21,7 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None
     from titanlite.kernels.device.channel import peer_failure, set_deadline
     from titanlite.kernels.device.shard_exchange import AllGather, ReduceScatter
     from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
+    from titanlite.kernels.token_exchange import combine_at_owners, gather_from_ranks
 
     dist.init_process_group(
         **take_gpu(rank, world)._asdict(),
@@ -42,7 +43,15 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None
         _, y = all_gather_matmul(x, [w], 0, 256 * world, group)
         matmul_reduce_scatter([y], [w], 0, group)
 
-    step = matmuls
+    def tokens() -> None:
+        choices = torch.full((256, 1), 0, device="cuda", dtype=torch.int32)  # all to the first rank's expert
+        slots = torch.arange(256 * world, device="cuda", dtype=torch.int32)
+        (whole,) = gather_from_ranks([x], group)
+        combine_at_owners(
+            whole, slots if rank == 0 else -slots - 1, choices, torch.ones(256, 1, device="cuda"), 1, group
+        )
+
+    step = tokens if of == "experts" else matmuls
     if of == "FSDP":
         gather, reduce, step = AllGather(group), ReduceScatter(group), shards
     step()
@@ -70,7 +79,7 @@ def rank_of_many(rank: int, world: int, folder: Path, end: str, of: str) -> None
 @pytest.mark.gpu
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("end", ["dies", "stalls"])
-@pytest.mark.parametrize("of", ["matmuls", "FSDP"])
+@pytest.mark.parametrize("of", ["matmuls", "FSDP", "experts"])
 def test_lost_peer(of: str, end: str, tmp_path: Path) -> None:
     world = min(torch.cuda.device_count(), 8)
     if world < 2:
@@ -87,7 +96,11 @@ def test_lost_peer(of: str, end: str, tmp_path: Path) -> None:
         seconds, *message = (tmp_path / f"rank{rank}").read_text().splitlines()
         print(f"rank {rank}: {seconds} s, {message[0]}")
         assert float(seconds) < DEADLINE_S + 3
-        calls = {"matmuls": ("all_gather_matmul", "matmul_reduce_scatter"), "FSDP": ("FSDP's all-gather", "FSDP's red")}
+        calls = {
+            "matmuls": ("all_gather_matmul", "matmul_reduce_scatter"),
+            "FSDP": ("FSDP's all-gather", "FSDP's red"),
+            "experts": "exchange with experts",
+        }
         assert message[0].startswith(calls[of])
         assert f"rank {rank} of {world} waited" in message[0]
         assert " for rank " in message[0]

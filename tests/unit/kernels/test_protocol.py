@@ -7,6 +7,10 @@ e takes slot e mod 2 of the memory, whatever its kind:
     pulling one     write own slot; signal all; of each peer in turn, wait for it and read its slot
     reduce-scatter  push a part into each peer's slot; signal all; wait for all; read own slot
 
+What FSDP and experts exchange has one slot and two meetings, in each of which all signal and wait for all:
+
+    exchange        meet; push a part into each peer's slot; meet; read own slot
+
 A signal from one rank to another is a count that only grows, to e + 1; to wait is to see e + 1 from every rank. Nothing
 else keeps a rank from overwriting what a peer has yet to read, so the model looks at every state that can be reached.
 
@@ -24,7 +28,7 @@ from typing import NamedTuple
 
 import pytest
 
-ALL_GATHER, PULL, REDUCE_SCATTER = "A", "P", "R"
+ALL_GATHER, PULL, REDUCE_SCATTER, EXCHANGE = "A", "P", "R", "X"
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Protocol:
     waits_for_last_epoch: bool = False
     signals_first: bool = False
     signals_one_peer: bool = False
+    meets_before: bool = True
+    meets_after: bool = True
 
 
 class Step(NamedTuple):
@@ -65,6 +71,9 @@ def stream(operators: str, me: int, ranks: int, protocol: Protocol) -> list[Step
     for epoch, kind in enumerate(operators):
         count = operators[:epoch].count(kind) if protocol.counts_kinds_apart else epoch
         slot, value = count % protocol.slots, (kind, epoch)
+        if kind == EXCHANGE:
+            steps += exchange(me, ranks, epoch, protocol)
+            continue
         if kind != REDUCE_SCATTER:
             writes = [Step("write", me, slot, everyone, value)]
             reads = [Step("read", peer, slot, everyone, value) for peer in peers]
@@ -82,6 +91,20 @@ def stream(operators: str, me: int, ranks: int, protocol: Protocol) -> list[Step
             steps.append(Step("wait", me, parts=everyone, value=wanted))
         steps += reads
     return steps
+
+
+def exchange(me: int, ranks: int, epoch: int, protocol: Protocol) -> list[Step]:
+    """The steps of one rank in one exchange, whose meetings count two epochs."""
+    everyone, value = tuple(range(ranks)), (EXCHANGE, epoch)
+
+    def meeting(number: int) -> list[Step]:
+        signals = [Step("signal", (me + i) % ranks, value=number) for i in range(1, ranks + 1)]
+        return [*signals, Step("wait", me, parts=everyone, value=number)]
+
+    before = meeting(2 * epoch + 1) if protocol.meets_before else []
+    after = meeting(2 * epoch + 2) if protocol.meets_after else []
+    pushes = [Step("write", (me + i) % ranks, 0, (me,), value) for i in range(1, ranks + 1)]
+    return [*before, *pushes, *after, Step("read", me, 0, everyone, value)]
 
 
 def first_fault(operators: Sequence[str], protocol: Protocol) -> str | None:
@@ -162,6 +185,13 @@ def test_no_interleaving_reads_a_wrong_number_or_waits_forever(ranks: int, lengt
 )
 def test_faults_are_found(fault: Protocol, found: str, operators: str):
     assert found in (first_fault([operators] * 3, fault) or "")
+
+
+@pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 2)])
+def test_one_slot_is_enough_between_two_meetings(ranks: int, calls: int):
+    assert first_fault([EXCHANGE * calls] * ranks, Protocol(slots=1)) is None
+    for fault in (Protocol(slots=1, meets_before=False), Protocol(slots=1, meets_after=False)):
+        assert "reads" in (first_fault([EXCHANGE * calls] * ranks, fault) or "")
 
 
 def test_slots_must_be_counted_over_both_kinds():

@@ -27,7 +27,7 @@ def _exchange(group: str) -> Exchange:
 @triton.jit
 def _send_rows(
     o, slots, dots, peer_slots, R, of_rank, dots_at,
-    HAS_DOTS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    HAS_DOTS: tl.constexpr, RANKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store rows, [R, D], and a number of each with the rank that has the row's token, in the place of its slot."""
     r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
@@ -35,14 +35,16 @@ def _send_rows(
     owner = tl.maximum(slot, 0) // of_rank
     place = slot - owner * of_rank
     there = slot >= 0
-    address = tl.multiple_of(tl.load(peer_slots + owner), [16])
     found = tl.load(o + r.to(tl.int64)[:, None] * D + d, mask=there[:, None] & (d < D), other=0.0)
-    base = address.to(tl.pointer_type(o.dtype.element_ty))[:, None]
-    tl.store(base + place.to(tl.int64)[:, None] * D + d, found, mask=there[:, None] & (d < D))
+    to = place.to(tl.int64)[:, None] * D + d
+    for peer in tl.static_range(RANKS):  # an address for each row would be one of which no alignment is known
+        rows = tl.multiple_of(tl.load(peer_slots + peer).to(tl.pointer_type(o.dtype.element_ty)), 16)
+        tl.store(rows + to, found, mask=(there & (owner == peer))[:, None] & (d < D))
     if HAS_DOTS:  # noqa: SIM102  # known when compiling
         if tl.program_id(1) == 0:
             dot = tl.load(dots + slot, mask=there, other=0.0)
-            tl.store((address + dots_at).to(tl.pointer_type(tl.float32)) + place, dot, mask=there)
+            address = tl.load(peer_slots + owner) + dots_at
+            tl.store(address.to(tl.pointer_type(tl.float32)) + place, dot, mask=there)
 
 
 def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
@@ -113,7 +115,7 @@ def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, g
     tensors = o, slots.contiguous(), slots if dots is None else dots, to.peer_slots
     send = ready(
         _send_rows, (R, D, n, o.dtype, dots is None, to.number), (cdiv(R, rows), cdiv(D, width)), tensors,
-        lambda: (*tensors, R, n, begins[1], dots is not None, D, width, rows), num_warps=8,
+        lambda: (*tensors, R, n, begins[1], dots is not None, to.ranks, D, width, rows), num_warps=8,
     )  # fmt: skip
     with by.between_meetings():
         send()
