@@ -241,9 +241,6 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
         problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')
-    elif p.expert_parallel_degree > 1:
-        want = '"default" where parallelism.expert_parallel_degree > 1: a block is sharded over two sets of ranks'
-        problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')
     if config.training.mixed_precision_reduce != "float32":
         saw, want = show(config.training.mixed_precision_reduce), '"float32", in which fsdp_copy_engines adds gradients'
         problems.add("training.mixed_precision_reduce", saw, want, 'mixed_precision_reduce = "float32"')

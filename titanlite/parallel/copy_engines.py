@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
 
 from titanlite.kernels.lowering import no_peer_access
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.param_groups import param_groups
+from titanlite.parallel.param_group import param_group
 from titanlite.receipt import Entry, Skipped
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ def no_copy_engines(mesh: Mesh) -> str | None:
     """
     if mesh.device.type != "cuda":
         return "there are none without GPUs"
-    if mesh.experts is not None:
-        return "experts of a block are sharded over other ranks than the rest of it"
     if why := _first_reason(no_peer_access(shard_group(mesh))):
         return why
     from titanlite.kernels.device import shard_exchange
@@ -112,11 +111,20 @@ def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Ent
         is_asked: whether the config insists on them.
         why: what stands in the way, if anything does.
     """
-    units = [param_groups(m) for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
-    groups = [of_unit[0] for of_unit in units if of_unit]  # else it has no weights
+    units = [m for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
+    groups = [group for group in map(param_group, units) if group is not None]  # else it has no weights
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
     reason = "" if count == len(groups) else why or "not applied"
-    applied = {"blocks": count, "by NCCL, because": reason} if reason else {"blocks": count}
+    applied: dict[str, object] = {"blocks": count, "by NCCL, because": reason} if reason else {"blocks": count}
+    if (n := sum(_has_sharded_experts(block) for block in model.layers)) and count:  # type: ignore[union-attr]
+        applied["by NCCL"] = f"experts of {n} blocks, over ranks of their own"
     missed = (Skipped("blocks", reason),) if reason else ()
     key, asked = "parallelism.fsdp_copy_engines", "always" if is_asked else None
     return Entry("fsdp_copy_engines", asked, applied, count=count, missed=missed, key=key)
+
+
+def _has_sharded_experts(block: nn.Module) -> bool:
+    """Check that some experts are a unit of their own, which several ranks split."""
+    weights = [m.w13 for m in block.modules() if isinstance(m, MixtureOfExperts)]
+    groups = [param_group(weight) for weight in weights if isinstance(weight, FSDPModule)]
+    return any(group is not None and group.mesh_info.mesh.size(-1) > 1 for group in groups)

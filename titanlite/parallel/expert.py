@@ -1,18 +1,12 @@
 """Expert parallelism: each rank of a group has some of the experts of every layer, whole, and gets all tokens for them.
 
 A group is a run of neighbours among the ranks that shard each parameter. The weights of experts are DTensors over it,
-by rows, which are in order of the experts; FSDP splits what a rank has over the ranks of other groups. All else of the
-model is sharded as it is without: over all ranks.
+by rows, which are in order of the experts; FSDP splits what a rank has over the ranks of other groups, as units of
+their own (`fsdp.py`). All else of the model is sharded as it is without: over all ranks.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.experts import ParallelExperts, experts
@@ -32,7 +26,7 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
 
     Raises:
         ShardingError: there is none, a layer has a number of experts that the ranks do not divide, or computes in a way
-            of its own; or torch is older than 2.13.
+            of its own.
     """
     fix = "expert_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
@@ -46,19 +40,11 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
         for name, layer in layers.items()
         if layer.compute is not experts or type(layer).forward is not MixtureOfExperts.forward
     ]
-    if not _has_meshes():
-        want = "torch 2.13: its FSDP splits each parameter over ranks of its own"
-        wrong.append(Problem(KEY, f"{degree}, with torch {torch.__version__}", want, f"{fix}, or another torch"))
     if not layers:
         wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]
     if wrong:
         raise ShardingError(describe("expert parallelism", wrong))
     return layers
-
-
-def _has_meshes() -> bool:
-    """Check that this torch's FSDP may split a parameter over other ranks than the rest of its module."""
-    return hasattr(_fsdp_common, "ShardPlacementResult")
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
@@ -92,20 +78,3 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
         "dropped": 0,
     }
     return Entry("expert_parallel", group.size, applied, count=len(layers), key=KEY)
-
-
-def placement(mesh: Mesh) -> Callable[[nn.Parameter], Any] | None:
-    """Return what tells FSDP which ranks split a parameter, or None where all split every one.
-
-    Args:
-        mesh: the mesh.
-
-    """
-    if mesh.experts is None:
-        return None
-    if mesh.replicas > 1:
-        on = HSDPMeshInfo(mesh.experts["dp_replicate", "dp_shard"], shard_mesh_dim=1, replicate_mesh_dim=0)
-    else:
-        on = FSDPMeshInfo(mesh.experts["dp_shard"], shard_mesh_dim=0)
-    of_experts = _fsdp_common.ShardPlacementResult(None, on)
-    return lambda weight: of_experts if isinstance(weight, DTensor) else None

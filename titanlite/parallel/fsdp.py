@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Config
 from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Embedding
 from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, shard_group
-from titanlite.parallel.expert import placement
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.param_groups import param_groups
+from titanlite.parallel.param_group import param_group
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
 
 
@@ -39,6 +40,7 @@ class FSDPUnit:
         reshards: whether gathered weights are freed after forward.
         is_read_backward: whether backward needs them, gathered again if they were freed.
         is_block: whether it is one of `layers`, which copy engines may gather.
+        read_by: the module whose forward reads the weights, where it calls none of `modules`: FSDP's hooks are there.
     """
 
     modules: tuple[nn.Module, ...]
@@ -46,6 +48,7 @@ class FSDPUnit:
     reshards: bool
     is_read_backward: bool = True
     is_block: bool = False
+    read_by: nn.Module | None = None
 
 
 def frees_after_forward(config: Config, shards: int) -> tuple[bool, bool]:
@@ -64,7 +67,8 @@ def frees_after_forward(config: Config, shards: int) -> tuple[bool, bool]:
 def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
     """Each block, the embedding and the head are a unit; of tied ones, all but the blocks is.
 
-    An embedding is gathered for forward alone, unless it is tied to the head, of the user's class, or hooked.
+    An embedding is gathered for forward alone, unless it is tied to the head, of the user's class, or hooked. Experts
+    that are shared out are units of their own, over their own ranks, and freed when their block is.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`; not sharded yet.
@@ -76,12 +80,27 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
     """
     on = mesh.fsdp
     frees_blocks, frees_ends = frees_after_forward(config, on.size(-1))
-    units = [FSDPUnit((block,), on, frees_blocks, is_block=True) for block in model.layers]  # type: ignore[union-attr]
+    units = _expert_units(model, mesh, frees_blocks)
+    units += [FSDPUnit((block,), on, frees_blocks, is_block=True) for block in model.layers]  # type: ignore[union-attr]
     embedding, head = model.tok_embeddings, (model.norm, model.output)
     if model.output.weight is not embedding.weight:  # type: ignore[union-attr]
         reads = not _looks_up(embedding)  # type: ignore[arg-type]
         units += [FSDPUnit((embedding,), on, frees_blocks, is_read_backward=reads), FSDPUnit(head, on, frees_ends)]  # type: ignore[arg-type]
     return [*units, FSDPUnit((model,), on, frees_ends)]
+
+
+def _expert_units(model: nn.Module, mesh: Mesh, reshards: bool) -> list[FSDPUnit]:
+    """The experts of each block together, and those outside of blocks, if ranks share them out."""
+    if mesh.experts is None:
+        return []
+    units, seen = [], set[nn.Module]()
+    for reader in (*model.layers, model):  # type: ignore[misc]
+        layers = [m for m in reader.modules() if isinstance(m, MixtureOfExperts) and m not in seen]
+        seen.update(layers)
+        if layers:
+            weights = tuple(part for layer in layers for part in (layer.w13, layer.w2))
+            units.append(FSDPUnit(weights, mesh.expert_shards, reshards, read_by=reader))
+    return units
 
 
 def apply_fsdp(
@@ -104,22 +123,25 @@ def apply_fsdp(
     )
     # By copy engines gradients travel as they are; the sum is in float32 all the same.
     pushed = replace(policy, reduce_dtype=policy.param_dtype) if by_copy_engines else policy
-    units, place = fsdp_units(model, config, mesh), placement(mesh)  # all, before FSDP's hooks
+    units = fsdp_units(model, config, mesh)  # all, before FSDP's hooks
     for unit in units:
         how, modules = pushed if unit.is_block else policy, list(unit.modules)
         together = modules if len(modules) > 1 else modules[0]
-        reshards = unit.reshards
-        fully_shard(together, mesh=unit.mesh, reshard_after_forward=reshards, shard_placement_fn=place, mp_policy=how)
+        fully_shard(together, mesh=unit.mesh, reshard_after_forward=unit.reshards, mp_policy=how)
         if not unit.is_read_backward:
             unit.modules[0].set_unshard_in_backward(False)  # type: ignore[operator]
+        if unit.read_by is not None:  # whose own hooks come later, and run around these
+            state = unit.modules[0]._get_fsdp_state()  # type: ignore[operator]
+            unit.read_by.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+            unit.read_by.register_forward_hook(state._post_forward)
+    _prefetch_experts(model, units)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # gloo cannot divide while it reduces, hence the plain sum.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-            if follow and mesh.dp_size > 1:
-                for group in param_groups(module):
-                    group._reduce_scatter_comm = _ReduceScatter()
+            if follow and mesh.dp_size > 1 and (group := param_group(module)) is not None:
+                group._reduce_scatter_comm = _ReduceScatter()
     if by_copy_engines:
         from titanlite.kernels.device import shard_exchange
 
@@ -130,6 +152,15 @@ def apply_fsdp(
         for block in model.layers:  # type: ignore[union-attr]
             block.set_custom_all_gather(gather)
             block.set_custom_reduce_scatter(reduce)
+
+
+def _prefetch_experts(model: nn.Module, units: list[FSDPUnit]) -> None:
+    """Gather the experts of a block while backward is in the block behind it: by itself FSDP gathers one unit ahead."""
+    experts = {unit.read_by: unit.modules[0] for unit in units if unit.read_by is not None}
+    last = model.output if isinstance(model.output, FSDPModule) else model
+    for block, behind in pairwise((*model.layers, last)):  # type: ignore[misc]
+        if block in experts:
+            behind.set_modules_to_backward_prefetch([block, experts[block]])  # type: ignore[operator, list-item]
 
 
 def _looks_up(embedding: nn.Module) -> bool:
@@ -174,34 +205,37 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
     for unit in model.modules():
         if not isinstance(unit, FSDPModule):
             continue
-        groups = [group for group in param_groups(unit) if group not in done]  # none of a unit without weights
-        if not groups:  # or one of several modules
+        group = param_group(unit)
+        if group is None or group in done:  # a unit without weights, or one of several modules
             continue
-        done.update(groups)
+        done.add(group)
         unit.unshard()
-        for group in groups:
-            for param in group.fsdp_params:
-                weight = param.unsharded_param
-                if isinstance(weight, DTensor):
-                    weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
-                    param._setattr_on_modules(weight)
-                    param.is_dtensor = False  # nor are its gradients
-                if group.mesh_info.mesh.size() == 1:
-                    hook = partial(_accumulate_into_master, dtype, param.sharded_param)
-                    weight.register_post_accumulate_grad_hook(hook)
+        for param in group.fsdp_params:
+            weight = param.unsharded_param
+            if isinstance(weight, DTensor):
+                weight = param._unsharded_param = nn.Parameter(weight._local_tensor, weight.requires_grad)
+                param._setattr_on_modules(weight)
+                param.is_dtensor = False  # nor are its gradients
+            if group.mesh_info.mesh.size() == 1:
+                hook = partial(_accumulate_into_master, dtype, param.sharded_param)
+                weight.register_post_accumulate_grad_hook(hook)
         unit.reshard()
-        for group in groups:
-            if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
-                elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
-                reduce.exchange.prepare(
-                    elements * mesh.fsdp.size(-1), getattr(torch, config.training.mixed_precision_param)
-                )
+        if isinstance(reduce := group._reduce_scatter_comm, PushedReduceScatter):
+            elements = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
+            in_dtype = getattr(torch, config.training.mixed_precision_param)
+            reduce.exchange.prepare(elements * mesh.fsdp.size(-1), in_dtype)
 
 
-def dtype_of_reduction(unit: FSDPModule) -> str:
-    """Name what gradients of a gathered unit are rounded to on their way to their masters."""
+def units_of(block: nn.Module) -> list[FSDPModule]:
+    """Return a block, and the experts in it that are a unit of their own: one of the modules of each."""
+    found = {m._get_fsdp_state(): m for m in block.modules() if isinstance(m, FSDPModule)}
+    return list(found.values())
+
+
+def dtype_of_reduction(block: nn.Module) -> str:
+    """Name what gradients of a gathered block are rounded to on their way to their masters."""
     dtypes = set[object]()
-    for group in param_groups(unit):
+    for group in filter(None, map(param_group, units_of(block))):
         weights = [param.unsharded_param for param in group.fsdp_params]
         hooks = [hook for w in weights for hook in (w._post_accumulate_grad_hooks or {}).values()]
         if hooks:

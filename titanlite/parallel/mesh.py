@@ -45,6 +45,12 @@ class Mesh:
         return Group(ep.get_group().group_name, ep.size(), ep.get_local_rank())
 
     @property
+    def expert_shards(self) -> DeviceMesh:
+        """The ranks that FSDP splits the experts of a rank over: 1-D, or 2-D with replicas."""
+        assert self.experts is not None  # noqa: S101
+        return self.experts["dp_replicate", "dp_shard"] if self.replicas > 1 else self.experts["dp_shard"]
+
+    @property
     def tp_group(self) -> Group | None:
         """The ranks that share each layer, or None if layers are whole."""
         if self.tp_size == 1:

@@ -7,7 +7,6 @@ shapes, memory off the allocator.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.activation_checkpoint.receipt import save_list_entry
 from titanlite.errors import Problem, StrictError, describe
@@ -21,7 +20,7 @@ from titanlite.models.layers import CausalAttention
 from titanlite.observe.console import Console
 from titanlite.observe.memory import memory_gib
 from titanlite.parallel.compile import compile_entry
-from titanlite.parallel.fsdp import dtype_of_reduction
+from titanlite.parallel.fsdp import dtype_of_reduction, units_of
 from titanlite.parallel.kept_state import state_of, written
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.receipt import Entry, Skipped
@@ -100,10 +99,11 @@ def _memory(run: Run) -> tuple[Entry, Problem | None]:
 def _dtypes(run: Run) -> Entry:
     """The dtypes of master weights, of weights in compute, of the gradient reduction and of the moments."""
     block: nn.Module = run.model.layers[0]  # type: ignore[index,assignment]
-    assert isinstance(block, FSDPModule)  # noqa: S101
-    block.unshard()
+    for unit in units_of(block):
+        unit.unshard()
     compute, reduction = _dtype_names(list(block.parameters())), dtype_of_reduction(block)
-    block.reshard()
+    for unit in units_of(block):
+        unit.reshard()
     found = {
         "parameters": _dtype_names([local_data(p) for p in run.parameters]),
         "compute": compute,

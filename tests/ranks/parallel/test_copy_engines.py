@@ -27,6 +27,7 @@ from titanlite.parallel.fsdp import dtype_of_reduction
 from titanlite.receipt import Receipt
 from titanlite.training import build
 from titanlite.training.build import Run
+from titanlite.training.receipt import _dtypes
 
 device = pytest.importorskip("titanlite.kernels.device.shard_exchange")
 
@@ -117,6 +118,7 @@ def test_exchanges(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run_ranks(body, tmp_path, world)
 
 
+EXPERTS = ["--model.name", "qwen3_moe", "--parallelism.expert_parallel_degree", "2"]
 LAYOUTS = {
     "FSDP 2": (2, []),
     "two micro-steps": (2, ["--training.global_batch_size", "4"]),
@@ -126,6 +128,7 @@ LAYOUTS = {
     "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
     "never freed": (2, ["--parallelism.fsdp_reshard_after_forward", "never"]),
     "tied": (2, ["--model.name", "gemma3", "--model.flavor", "debug"]),
+    "EP 2": (2, EXPERTS),
 }
 
 
@@ -226,11 +229,6 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
     run_ranks(body, tmp_path, 2)
 
 
-def test_experts_on_ranks_of_their_own_leave_all_to_nccl() -> None:
-    mesh: Any = SimpleNamespace(device=torch.device("cuda"), experts="a mesh")
-    assert "experts of a block are sharded over other ranks" in (copy_engines.no_copy_engines(mesh) or "")
-
-
 class Stream:
     """What FSDP orders on CPUs, too, where nothing comes of it: how many copies out of a gather this one is behind."""
 
@@ -274,7 +272,7 @@ MICRO_STEPS, FULL = ["--training.global_batch_size", "4"], ["--activation_checkp
         ("always", FULL),
         ("never", MICRO_STEPS),
         *slow(("default", MICRO_STEPS), ("default", FULL), ("always", []), ("always", MICRO_STEPS)),
-        *slow(("never", []), ("never", FULL)),
+        *slow(("never", []), ("never", FULL), ("default", EXPERTS)),
     ],
 )
 def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
@@ -316,23 +314,46 @@ def test_a_slot_is_written_when_what_was_gathered_there_has_been_copied_out(
     monkeypatch.setattr(copy_engines.PushedAllGather, "allocate", note_allocate)
     monkeypatch.setattr(copy_engines.PushedAllGather, "__call__", note_push)
     monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather_copy_out", note_copy_out)
-    flags = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2", *flags]
+    world = 4 if flags is EXPERTS else 2  # experts are gathered too, by gloo
+    flags = ["--training.mixed_precision_param=bfloat16", f"--training.global_batch_size={world}", *flags]
     flags += ["--model.n_layers=5", f"--parallelism.fsdp_reshard_after_forward={reshard}"]
-    asked = checked(tmp_path, 2, [*flags, "--parallelism.fsdp_copy_engines=always"])
+    asked = checked(tmp_path, world, [*flags, "--parallelism.fsdp_copy_engines=always"])
 
     def body() -> None:
         take_steps(assemble(asked), 2)
         assert len(overlaps) >= 15
         assert any(overlaps)
 
-    run_ranks(body, tmp_path, 2)
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.slow
+def test_experts_that_several_ranks_split_are_gathered_by_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All else is by copy engines, and the receipt tells."""
+    in_files(tmp_path, monkeypatch)
+    asked = checked(tmp_path, 4, [*EXPERTS, "--parallelism.fsdp_copy_engines=always"])
+
+    def body() -> None:
+        run = assemble(asked)
+        take_steps(run, 1)
+        assert by_copy_engines(run) == 2
+        assert not any(isinstance(comm_of(b.experts.w13), copy_engines.PushedReduceScatter) for b in run.model.layers)  # type: ignore[union-attr]
+        entry = copy_engines_entry(run.model, True, None)
+        assert entry.applied == {"blocks": 2, "by NCCL": "experts of 2 blocks, over ranks of their own"}
+        assert not _dtypes(run).missed
+
+    run_ranks(body, tmp_path, 4)
+
+
+def comm_of(unit: nn.Module) -> object:
+    return unit._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm  # type: ignore[operator, union-attr]
 
 
 def by_copy_engines(run: Run) -> int:
     """Units whose gradients are reduced by them; that says float32, too, which the receipt reads."""
     blocks: list[nn.Module] = list(run.model.layers)  # type: ignore[arg-type]
-    comms = [block._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for block in blocks]  # type: ignore[operator, union-attr]
-    assert {dtype_of_reduction(block) for block in blocks} == {"float32"}  # type: ignore[arg-type]
+    comms = [comm_of(block) for block in blocks]
+    assert {dtype_of_reduction(block) for block in blocks} == {"float32"}
     return sum(isinstance(comm, copy_engines.PushedReduceScatter) for comm in comms)
 
 

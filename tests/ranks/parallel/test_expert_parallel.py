@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
@@ -69,6 +70,104 @@ def test_compiled_blocks_train_alike(tmp_path):
     truth = train(tmp_path, 2, flags, steps=3)
     got = train(tmp_path, 2, [*flags, "--compile.enable"], steps=3, timeout_s=300)
     assert max(off_by(got, truth).values()) <= 1e-6
+
+
+OWN = """
+from torch import nn
+
+from titanlite.models import moe
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.layers import RMSNorm
+
+
+class Twice(moe.Qwen3MoEBlock):
+    def __init__(self, dims):
+        super().__init__(dims)
+        self.more = nn.ModuleDict({"experts": MixtureOfExperts(dims, 0.02, 0.01)})
+
+    def forward(self, x, cos, sin, sequences):
+        h = super().forward(x, cos, sin, sequences)
+        return h + self.more["experts"](h)
+
+
+class Dense(moe.Qwen3MoEBlock):
+    def __init__(self, dims):
+        super().__init__(dims)
+        del self.experts
+
+    def forward(self, x, cos, sin, sequences):
+        return x + self.attention(self.ffn_norm(self.attention_norm(x)), cos, sin, sequences)
+
+
+class Mine(moe.Qwen3MoE):
+    def __init__(self, dims, seq_len):
+        super().__init__(dims, seq_len)
+        self.layers = nn.ModuleList(kind(dims) for kind in (Twice, Dense, moe.Qwen3MoEBlock))
+        self.norm = Last(dims)
+
+    def fill_buffers(self):
+        super(moe.Mixtral, self).fill_buffers()
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.fill_buffers()
+
+
+class Last(RMSNorm):
+    def __init__(self, dims):
+        super().__init__(dims.dim, dims.norm_eps)
+        self.between = MixtureOfExperts(dims, 0.02, 0.01)
+
+    def forward(self, x):
+        return super().forward(x + self.between(x))
+"""
+
+
+@pytest.mark.parametrize("world", [2, *slow(4)])
+@pytest.mark.parametrize("flags", [[], *slow(["--compile.enable"])])
+def test_experts_anywhere_in_a_model_train_alike(world: int, flags: list[str], tmp_path: Path) -> None:
+    """Two layers of them in a block, none in the next, and some outside of blocks."""
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "model").mkdir()
+    recipe = (Path(__file__).parents[3] / "recipes" / "model" / "qwen3_moe-debug.toml").read_text()
+    (tmp_path / "model" / "mine-odd.toml").write_text(recipe)
+    flags = ["--model.file", str(tmp_path / "mine.py"), "--model.flavor", "odd", "--optimizer.lr", "3e-4", *flags]
+    flags += ["--job.recipe_dirs", str(tmp_path)]
+    truth = train(tmp_path, world, flags, steps=2, timeout_s=300)
+    got = train(tmp_path, world, [*flags, DEGREE, "2"], steps=2, timeout_s=300)
+    assert sum(".experts.w13." in name or "between.w13." in name for name in got.gradients) == 4
+    assert max(off_by(got, truth).values()) <= 1e-6
+
+
+def test_experts_are_gathered_while_backward_is_in_the_block_behind(tmp_path, monkeypatch) -> None:
+    asked = checked(tmp_path, 4, [*MOE, "--model.n_layers", "3", DEGREE, "2"])
+    gather, after = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.FSDPParamGroup.post_backward
+    seen: list[str] = []
+
+    def note_gather(params, *args):
+        seen.append(f"gather {params[0]._param_fqn}")
+        return gather(params, *args)
+
+    def note_after(self, *args):
+        seen.append(f"after {self.fsdp_params[0]._param_fqn}")
+        return after(self, *args)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", note_gather)
+    monkeypatch.setattr(_fsdp_param_group.FSDPParamGroup, "post_backward", note_after)
+
+    def body() -> None:
+        run = assemble(asked)
+        seen.clear()
+        take_steps(run, 1)
+        backward = seen[1 + max(i for i, what in enumerate(seen) if what.startswith("gather tok")) :]
+        first, rest = "layers.{}.attention_norm.weight", "layers.{}.experts.w13.weight"
+        forward = [f"gather {part.format(n)}" for n in range(3) for part in (first, rest)]
+        assert [what for what in backward if what in forward][:6] == forward
+        backward = [what for what in backward if what in forward or what.startswith("after")][6:]
+        for n in (0, 1):
+            behind = backward.index(f"after {rest.format(n + 1)}")
+            assert all(backward.index(f"gather {part.format(n)}") < behind for part in (first, rest))
+
+    run_ranks(body, tmp_path, 4)
 
 
 def test_a_model_without_experts_or_with_too_few_is_refused() -> None:

@@ -19,13 +19,17 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism, Training
+from titanlite.config.schema import Model as ModelConfig
 from titanlite.float8.weight import local_data
+from titanlite.models.find import build_model
 from titanlite.models.layers import Embedding
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel import fsdp
+from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize, fsdp_units
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
+from titanlite.recipes import load
 
 SIZES = ModelDims("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
 S = 8
@@ -357,6 +361,21 @@ def test_a_sum_takes_what_the_compute_stream_has_freed_and_nothing_else_is_writt
         torch.use_deterministic_algorithms(before)
     assert (made.data_ptr(), made.shape, made.dtype) == (freed, size, torch.float32)
     assert bool((made == 1).all())
+
+
+def test_experts_that_ranks_share_out_are_units_of_their_own(tmp_path) -> None:
+    def body() -> None:
+        dims, config = load("model", "qwen3_moe-debug"), Parallelism(expert_parallel_degree=2)
+        model = build_model(ModelConfig(name="qwen3_moe"), dims, S)
+        mesh = build_mesh(config, torch.device("cpu"))
+        apply_expert_parallel(model, mesh, S)
+        units = fsdp_units(model, Config(parallelism=config), mesh)
+        blocks = list(model.layers)  # type: ignore[arg-type]
+        assert [unit.modules for unit in units[:2]] == [(b.experts.w13, b.experts.w2) for b in blocks]
+        assert [unit.read_by for unit in units] == [*blocks, None, None, None]
+        assert [unit.mesh.size() for unit in units] == [2, 2, 4, 4, 4]
+
+    run_ranks(body, tmp_path, 4)
 
 
 @pytest.mark.parametrize(("tied", "names"), [(False, ["tok_embeddings", "norm output"]), (True, [])])

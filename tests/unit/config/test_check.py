@@ -211,11 +211,6 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
             4,
             ["tensor_parallel_degree = 2", "1: a mixture of experts has no tensor-parallel layout"],
         ),
-        (
-            {"expert_parallel_degree": 2, "fsdp_copy_engines": "always"},
-            4,
-            ['fsdp_copy_engines = "always"', "a block is sharded over two sets of ranks"],
-        ),
     ],
 )
 def test_experts_that_ranks_cannot_share_out(values: dict[str, object], world: int | None, parts: list[str]) -> None:

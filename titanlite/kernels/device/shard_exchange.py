@@ -18,7 +18,7 @@ A rank comes to a meeting when the stream of the call has come there:
     what peers pushed is there     they have come to the second meeting, behind their copies
 
 Two slots are enough as long as no more than one gather is ahead of the one in use: FSDP does no more by itself, and
-`set_modules_to_forward_prefetch` or `…_backward_prefetch` with several units, which nothing here calls, would.
+`set_modules_to_forward_prefetch` or `…_backward_prefetch` with several blocks, which nothing here calls, would.
 """
 
 from collections.abc import Iterator
