@@ -1,17 +1,23 @@
 """Write the config that a TOML file of torchtitan v0.2 means.
 
 Each of its keys becomes the key that it is here; one without a counterpart becomes a comment with the reason, and is
-listed. Keys that it leaves out and that have another default here are written with torchtitan's. Data, tokenizer and
-layout are not looked at: titanlite validate does that. The run is named after the file that is written.
+listed. Keys that it leaves out and that have another default here are written with torchtitan's. What titanlite refuses
+together is listed, and written all the same. Data, tokenizer and the number of processes are not looked at: titanlite
+validate does that. The run is named after the file that is written.
 """
 
 import sys
 from pathlib import Path
 
 from titanlite.commands.arguments import Command
+from titanlite.config.check import check_config
 from titanlite.config.convert_torchtitan import convert_torchtitan
+from titanlite.config.problems import Origin
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError
+from titanlite.preflight.checked_run import check_filters
 from titanlite.recipes import model_dims
 
 _COMMAND = Command(
@@ -38,17 +44,30 @@ def run(argv: list[str]) -> int:
         )
     made = convert_torchtitan(Path(files[0]), Path(out or files[0]).stem)
     config = made.config()
-    model_dims(config, made.origin)  # a model that is none here is nothing to convert
+    dims = model_dims(config, made.origin)  # a model that is none here is nothing to convert
     if not has_bos(config.data.tokenizer):
         made.without_bos()
+    summary = "\n".join([made.summary(), *_to_change(config, dims)])
     if not out:
         sys.stdout.write(made.to_toml())
-        sys.stderr.write(f"{made.summary()}\n")
+        sys.stderr.write(f"{summary}\n")
         return 0
     try:
         Path(out).write_text(made.to_toml(), encoding="utf-8")
     except OSError as error:
         want = "a file that can be written"
         raise ConfigError.of("command line", "--out", out, f"{want}: {error.strerror}", "name another") from None
-    sys.stdout.write(f"{made.summary()}\nnext: titanlite validate {out} --world N\n")
+    sys.stdout.write(f"{summary}\nnext: titanlite validate {out} --world N\n")
     return 0
+
+
+def _to_change(config: Config, dims: ModelDims) -> list[str]:
+    """Say in a line each what no run takes together."""
+    lines: list[str] = []
+    for check in (lambda: check_config(config, dims, None), lambda: check_filters(config, dims, Origin(""))):
+        try:
+            check()
+        except ConfigError as error:
+            found = [problem for report in error.args for problem in report.problems]
+            lines += [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in found]
+    return lines

@@ -8,8 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from titanlite.config.build import show
-from titanlite.config.problems import Problems
+from titanlite.config.problems import Problems, show
 from titanlite.config.recipe_schema import Experts, ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import nearest

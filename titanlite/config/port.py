@@ -13,6 +13,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any, cast
 
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.problems import Problems, show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import (
@@ -145,8 +146,8 @@ class TorchtitanConfig:
         if (here := stands_for(key)) and here <= {*self.beside}:
             return True
         match key.split("."):
-            case ["quantize", _, kind, name]:
-                return name == "recipe_name" or not self._converts(kind)
+            case ["quantize", part, kind, name]:
+                return name == "recipe_name" or not self._converts(kind, part)
             case ["validation", "local_batch_size" | "seq_len" as name]:
                 return self(key) == self(f"training.{name}")
             case [section, "dataset"]:
@@ -193,9 +194,9 @@ class TorchtitanConfig:
                 value = f"hf:{value}:{of_c4}".rstrip(":")
             case [_, "total_steps"] if isinstance(value, int) and value > self("training.steps"):
                 text += f" with job.stop_after = {self('training.steps')}"
-            case [*_, "filter_fqns"] if "auto_filter_small_kn" in cast("list[str]", value):
-                value = [one for one in cast("list[str]", value) if one != "auto_filter_small_kn"]
-                text += "; titanlite has no auto_filter_small_kn"
+            case [*_, kind, "filter_fqns"]:
+                value, more = self._filters(kind, cast("list[str]", value))
+                text += more
             case _:
                 pass
         return text.replace("{}", show(value))
@@ -210,9 +211,30 @@ class TorchtitanConfig:
         unit = 10 ** (len(str(takes)) - 1)
         return -(-takes // unit) * unit
 
-    def _converts(self, kind: str) -> bool:
-        """Return whether linear layers are converted to `kind`, under its name in this release or the one before."""
-        return any(name in (kind, f"quantize.linear.{kind}") for name in self("model.converters"))
+    def _filters(self, kind: str, given: list[str]) -> tuple[list[str], str]:
+        """Return the layers that a conversion leaves alone, as they are called here, and what to say of them."""
+        kept, said = [one for one in given if one != "auto_filter_small_kn"], ""
+        if len(kept) < len(given):
+            said += "; titanlite has no auto_filter_small_kn"
+        if not self._is_mixture():
+            return kept, said
+        named = [one for one in kept if one.rpartition(".")[2] not in ("router", "gate")]
+        if len(named) < len(kept):
+            said += "; routers are in float32 always"
+        if not (self._converts(kind, "grouped_mm") and self(f"quantize.grouped_mm.{kind}.fqns")):
+            named += ["experts.w13", "experts.w2"]
+            said += "; experts are not converted, as there"
+        return named, said
+
+    def _is_mixture(self) -> bool:
+        """Return whether the model is a mixture of experts here."""
+        name = dict(SETS.findall(self.answer("model.flavor"))).get("model.name", "").strip('"') or self("model.name")
+        return name in ARCHITECTURES and "experts" in ARCHITECTURES[name].needs
+
+    def _converts(self, kind: str, part: str = "linear") -> bool:
+        """Return whether layers are converted to `kind`; linear ones also under their name of the release before."""
+        names = (f"quantize.{part}.{kind}", *((kind,) if part == "linear" else ()))
+        return any(name in names for name in self("model.converters"))
 
     def left_out(self, given: Collection[str]) -> dict[str, str]:
         """Return the keys of titanlite that are not `given` and have another default, with that of torchtitan."""

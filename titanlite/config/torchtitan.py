@@ -11,7 +11,9 @@ _CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml
 _PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
 _CONTEXT = "remove it; titanlite has no context parallelism"
 _EXPERTS = "remove it; parallelism.expert_parallel_degree alone says where experts are, and tokens travel by NCCL"
-_GROUPED = "remove it; experts compute in float8 where float8.recipe has scales by row"
+_GROUPED = (
+    "remove it; experts compute in float8 where float8.recipe has scales by row, but for what float8.filter_fqns names"
+)
 _MEMORY = "remove it; titanlite has no memory snapshots"
 _LOADER = "remove it; batches are read ahead from token shards, without workers"
 _RECIPE = "remove it; the float8 recipe sets it (fsdp_all_gather)"

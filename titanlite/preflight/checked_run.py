@@ -27,6 +27,7 @@ from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
+from titanlite.float8.scope import require_matches
 from titanlite.forecast.check_save_list import check_attention, check_names_of_list
 from titanlite.preflight.hints import (
     cut_schedule,
@@ -136,6 +137,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     config, hint = _under_current_name(config) if float8 else (config, None)
     if save_list is not None and dims is not None:
         attempt(lambda: _check_save_list(config, dims, save_list), "activation_checkpoint.recipe", "model")
+    if float8 is not None and dims is not None:
+        attempt(lambda: check_filters(config, dims, origin), "float8.filter_fqns", "model")
     attempt(lambda: check_config(config, dims, world_size, origin, unread))
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
@@ -201,6 +204,17 @@ def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> No
     if layers is not None:
         is_plain &= not config.parallelism.async_tensor_parallel
         check_attention(save_list, layers, dims.n_layers, (MATMUL,) if is_plain else (*CLASSES["matmul"], *FUSED))
+
+
+def check_filters(config: Config, dims: ModelDims, origin: Origin) -> None:
+    """Refuse filters that name no layer of a model whose layers are known without torch.
+
+    Raises:
+        RecipeError: with all of them.
+    """
+    if config.float8.recipe != "none" and (layers := layers_of_block(config.model, dims)) is not None:
+        names = [f"layers.{n}.{layer}" for n in range(dims.n_layers) for layer in layers]
+        require_matches(config.float8.filter_fqns, [*names, "output"], origin)
 
 
 def _under_current_name(config: Config) -> tuple[Config, str | None]:

@@ -747,10 +747,11 @@ def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch
     (tmp_path / "list.toml").write_text(f'help = ""\ndefault = "recompute"\n{rule}')
     said = heads(EVERY_STAGE, tmp_path, "--profiling.steps", "few", "--job.name", "a/b", world=3)
     assert said == [
-        "/run.toml: 6 problems",
+        "/run.toml: 7 problems",
         "line 4  optimizer.lrr = 1",
         "line 6  training.global_batch_size = -1",
         "line 8  data.source = '/no/such'",
+        'line 11  float8.filter_fqns = "wkqv"',
         "line 15  parallelism.tensor_parallel_degree = 2",
         'line 17  checkpoint.interval = "often"',
         'line 19  metrics.wandb_project = ""',
@@ -771,7 +772,7 @@ def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch
         ('[job]\nrecipe_dirs = "a"\n[float8]\nrecipe = "mine"\n', "float8"),
         ('[float8]\nrecip = "mine"\n[metrics]\nfloat8_numerics_freq = 5\n', "numerics"),
         ('[model]\nnam = "gpt2"\nflavor = "124M"\n', "flavor"),
-        ('[model]\nn_heads = 0\n[float8]\nrecipe = "rowwise"\nfilter_fqns = ["wkqv"]\n', "filter"),
+        ('[model]\nflavor = "debugg"\n[float8]\nrecipe = "rowwise"\nfilter_fqns = ["wkqv"]\n', "filter"),
         ('[float8]\nrecipe = "rowise"\nfilter_fqns = ["wkqv"]\n', "filter"),
         ('[model]\nflavor = "debugg"\n[optimizer]\nweight_decay_exclude = ["x"]\n', "exclude"),
         ('[training]\nseq_len = 0\n[activation_checkpoint]\nrecipe = "list.toml"\n', "rules"),

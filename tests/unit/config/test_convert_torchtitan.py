@@ -7,7 +7,12 @@ import tomli
 
 from tests.support.launched import REPOSITORY
 from titanlite.commands import main
+from titanlite.config.build import from_table
+from titanlite.config.check import check_config
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
+from titanlite.recipes import load
 
 THEIRS = """\
 [job]
@@ -183,3 +188,51 @@ def test_a_file_without_a_key_of_torchtitan_is_refused(convert) -> None:
         code, made, said = convert(text)
         assert (code, made) == (2, "")
         assert "want: a key or a value that only torchtitan has, as model.hf_assets_path; none is: " in said
+
+
+MIXTURE = """
+[model]
+name = "qwen3"
+flavor = "debugmodel_moe"
+converters = ["quantize.linear.float8"{more}]
+[quantize.linear.float8]
+recipe_name = "rowwise"
+{filters}
+[quantize.grouped_mm.float8]
+fqns = ["experts"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "filters", "written"),
+    [
+        ("", "", ["experts.w13", "experts.w2"]),
+        ("", 'filter_fqns = ["output", "router.gate"]', ["output", "experts.w13", "experts.w2"]),
+        (', "quantize.grouped_mm.float8"', 'filter_fqns = ["output", "router.gate"]', ["output"]),
+    ],
+)
+def test_experts_are_in_float8_where_they_were(convert, more: str, filters: str, written: list[str]) -> None:
+    code, out, said = convert(MIXTURE.format(more=more, filters=filters))
+    table = tomli.loads(out)
+    assert code == 0
+    assert table["float8"] == {"recipe": "rowwise", "filter_fqns": written}
+    assert table["model"] == {"name": "qwen3_moe", "flavor": "debug"}
+    assert "to change" not in said
+    assert ("quantize.grouped_mm.float8.fqns" in said) == bool(more)
+
+
+def test_what_is_refused_together_is_listed_in_the_words_of_validate(convert) -> None:
+    """Whatever the checks of a config say: this asks them too."""
+    text = MIXTURE.format(more="", filters='filter_fqns = ["wk"]')
+    code, out, said = convert(f"{text}[parallelism]\ntensor_parallel_degree = 2\nexpert_parallel_degree = 3\n")
+    assert code == 0
+    config = from_table(Config, tomli.loads(out), Problems(Origin("")))
+    with pytest.raises(ConfigError) as error:
+        check_config(config, load("model", "qwen3_moe-debug"), None)
+    found = [f"{p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for r in error.value.args for p in r.problems]
+    assert found
+    listed = [line.removeprefix("  to change: ") for line in said.splitlines() if "to change" in line]
+    assert listed[:-1] == found
+    assert listed[-1].startswith(
+        'float8.filter_fqns = "wk"; want part of the name of a linear layer: wqkv, wo, w13, w2'
+    )
