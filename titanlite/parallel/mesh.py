@@ -72,6 +72,9 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
     ]
     layout = {"data_parallel_replicate": mesh.replicas, "tensor_parallel": mesh.tp_size}
     layout["data_parallel_shard"] = mesh.dp_size // mesh.replicas
+    if (group := mesh.expert_group) is not None:
+        requested.append(config.expert_parallel_degree)
+        layout["expert_parallel"] = group.size
     return Entry("parallelism", requested, layout, count=mesh.dp_size * mesh.tp_size)
 
 

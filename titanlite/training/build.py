@@ -38,6 +38,7 @@ from titanlite.forecast.memory import Memory, MemoryModel
 from titanlite.forecast.rank_model import sharding_plan
 from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.models.experts import GroupedProjection
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
@@ -88,6 +89,12 @@ class Run:
     def n_elements(self) -> int:
         """Return the number of the model's parameters, those of all ranks together, each shared one once."""
         return sum(parameter.numel() for parameter in self.model.parameters())  # of a split one, its whole
+
+    @property
+    def n_active(self) -> int:
+        """Return the number of parameters that one token uses: of each layer's experts those that it goes to."""
+        of_experts = [module for module in self.model.modules() if isinstance(module, GroupedProjection)]
+        return self.n_elements - sum(layer.weight.numel() - layer.used_by_a_token for layer in of_experts)
 
 
 def fastest_attention() -> AbstractContextManager[object]:

@@ -51,8 +51,9 @@ def first_lines(
         has = f"{sum(n or 0 for n in n_tokens):,}: {epochs(at.epoch(max(at.start, steps)))}"
     has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
     all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
+    used = f", of which a token uses {run.n_active:,}" if run.n_active < run.n_elements else ""
     lines = [
-        _line("model", f"{name}, {run.n_elements:,} parameters"),
+        _line("model", f"{name}, {run.n_elements:,} parameters{used}"),
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
         _line("tokens", f"{all_steps}; {has}"),
         *(_line("source", text) for text in _of_mixture(position)),
@@ -125,7 +126,9 @@ def _mesh_in_words(mesh: Mesh, world: int) -> str:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU process"
     is_several = world > 1 and mesh.device.type != "cuda"
     axes = {"replicas": mesh.replicas, "FSDP": mesh.dp_size // mesh.replicas, "tensor parallel": mesh.tp_size}
+    group = mesh.expert_group
     split = " × ".join(f"{name} {degree}" for name, degree in axes.items() if degree > 1)
+    split += f" (experts over {group.size})" if group is not None else ""
     return f"{world} × {device}{'es' * is_several}" + (f": {split}" if split else "")
 
 

@@ -7,7 +7,12 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from tests.support.launched import Desk, Ended
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, checked
 from titanlite.commands import main
+from titanlite.config.architectures import n_active_parameters, n_parameters
+from titanlite.parallel.mesh import mesh_entry
+from titanlite.training.summary import _mesh_in_words
 
 
 def said(output: str, first: str, last: str) -> dict[str, str]:
@@ -57,3 +62,19 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
     assert longer[""].startswith(
         f"by a schedule of 16 steps the learning rate goes from {whole.steps[7]['lr']:.3g} to "
     )
+
+
+def test_a_mixture_is_said_with_the_parameters_of_a_token_and_where_its_experts_are(tmp_path: Path) -> None:
+    flags = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
+    asked = checked(tmp_path, 2, flags)
+
+    def body() -> None:
+        run = assemble(asked)
+        model, dims = asked.config.model, asked.dims
+        assert (run.n_elements, run.n_active) == (n_parameters(model, dims), n_active_parameters(model, dims))
+        assert _mesh_in_words(run.mesh, 2) == "2 × CPU processes: FSDP 2 (experts over 2)"
+        entry = mesh_entry(asked.config.parallelism, run.mesh)
+        assert entry.requested == [1, -1, 1, 2]
+        assert entry.applied["expert_parallel"] == 2  # type: ignore[index]
+
+    run_ranks(body, tmp_path, 2)
