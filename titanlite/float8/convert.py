@@ -28,7 +28,7 @@ from titanlite.float8.matmul import Float8Matmul, Lowering
 from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle, require_equal_shards, require_matches
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.experts import experts
+from titanlite.kernels.experts import ParallelExperts, experts
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Linear, Projection
 from titanlite.models.llama3 import FeedForward
@@ -116,15 +116,16 @@ def apply_float8(
     gathers = recipe.fsdp_all_gather == "float8" and matmul.unfused is None
     for name, projections in of_experts.items():
         why = _experts_left_alone(projections, tokens, recipe, filter_fqns)
-        if mixtures[name].compute is not experts:  # shared out over ranks, or of a model file's own
+        compute = mixtures[name].compute
+        if compute is not experts and not isinstance(compute, ParallelExperts):  # of a model file's own
             why = "experts that have an arithmetic of their own multiply in training.mixed_precision_param"
         if why:
             skipped |= dict.fromkeys(projections, why)
             continue
-        mixtures[name].compute = Float8Experts(recipe)
+        mixtures[name].compute = Float8Experts(recipe, compute.group if isinstance(compute, ParallelExperts) else None)
         converted += projections
         for part, projection in projections.items() if gathers else ():
-            rows[part] = len(local_data(projection.weight))
+            rows[part] = len(projection.weight)
             projection.weight = _gathered_in_float8(projection.weight, recipe, None)
     if of_their_own:
         left = [*filter_fqns, *dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in of_their_own)]

@@ -10,9 +10,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.experts import ParallelExperts, experts
+from titanlite.kernels.token_exchange import no_token_exchange
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.parallel.mesh import Mesh
-from titanlite.receipt import Entry
+from titanlite.receipt import Entry, Skipped
 
 KEY = "parallelism.expert_parallel_degree"
 
@@ -70,11 +71,14 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
             part = distribute_tensor(projection.weight.data, mesh.experts["ep"], [Shard(0)])
             projection.weight = nn.Parameter(part)
     of = next(iter(layers.values())).of
+    is_cuda = mesh.device.type == "cuda"
+    why = no_token_exchange(group.name) if is_cuda else "there are no GPUs"
+    missed = (Skipped("exchange of tokens", why),) if is_cuda and why else ()
     applied = {
         "layers": len(layers),
         "experts of a rank": of.n_experts // group.size,
-        "tokens travel by": "all-gather and all-to-all, not fused",
+        "tokens travel by": "copy engines, and stores to peers" if why is None else f"collectives: {why}",
         "rows kept for the worst router": tokens * of.top_k * group.size,
         "dropped": 0,
     }
-    return Entry("expert_parallel", group.size, applied, count=len(layers), key=KEY)
+    return Entry("expert_parallel", group.size, applied, count=len(layers), missed=missed, key=KEY)

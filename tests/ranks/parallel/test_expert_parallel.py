@@ -18,7 +18,7 @@ from tests.support.short_run import Trained, assemble, checked, take_steps, trai
 from titanlite.checkpoint import store
 from titanlite.config.schema import Config, Model
 from titanlite.errors import ShardingError
-from titanlite.kernels import expert_parallel
+from titanlite.kernels import experts
 from titanlite.models.find import build_model
 from titanlite.parallel.expert import experts_to_share
 from titanlite.recipes import load
@@ -183,8 +183,8 @@ def test_a_model_without_experts_or_with_too_few_is_refused() -> None:
 
 
 def tripled_gradient(run: Run) -> None:
-    plain = expert_parallel.grouped_weight_gradient
-    expert_parallel.grouped_weight_gradient = lambda *operands: 3 * plain(*operands)  # type: ignore[assignment]
+    plain = experts.grouped_weight_gradient
+    experts.grouped_weight_gradient = lambda *operands: 3 * plain(*operands)  # type: ignore[assignment]
 
 
 def counted_twice(run: Run) -> None:
@@ -232,3 +232,16 @@ def test_a_checkpoint_loads_under_another_degree(before: str, after: str, tmp_pa
         dist.barrier()
 
     run_ranks(body, tmp_path, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degree", ["2", "4"])
+def test_float8_trains_alike(degree: str, tmp_path: Path) -> None:
+    """Scales of columns are over the experts that a rank has, and gradients are rounded once for all tokens."""
+    flags = [*MOE, *BFLOAT16, "--float8.recipe", "rowwise"]
+    truth = train(tmp_path, 4, flags, steps=5)
+    got = train(tmp_path, 4, [*flags, DEGREE, degree], steps=5)
+    errors = off_by(got, truth)
+    assert got.losses[0] == truth.losses[0]
+    assert errors["loss"] <= 2e-3
+    assert max(errors.values()) <= 4e-2
