@@ -3,7 +3,8 @@
 The verdict stands first: "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of
 the loss over the last fifth of the steps. If a run differs, the exit code is 1. What rounding does is known from a run
 of the first's config whose weights were nudged; --floor trains it, into FIRST-nudged beside FIRST, where it is found
-again. Apart from that and --layers, only run folders are read (`metrics.jsonl`, `config.toml`, `status.json`,
+again. Of mixtures of experts there is a second picture, beside the first: the tokens of each expert over time. Apart
+from --floor and --layers, only run folders are read (`metrics.jsonl`, `experts.jsonl`, `config.toml`, `status.json`,
 `receipt.json`), or what wandb has of a run, so runs can be compared that are still going, were copied from elsewhere or
 made by another version.
 """
@@ -25,8 +26,10 @@ from titanlite.comparison.tables import RESULTS, config_differences, results
 from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_verdicts import send_verdicts
 from titanlite.errors import Problem, describe
-from titanlite.observe.metrics import RunError
+from titanlite.observe.heat_map import draw_heat_map
+from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.preflight.output_file import require_picture, writable
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
 Number = TypeVar("Number", int, float)
@@ -93,8 +96,24 @@ def run(argv: Sequence[str]) -> int:
     if report is not None:
         with writable("titanlite compare", "--report", report):
             write_report(records, report, verdicts)
-    sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in (out, report) if path is not None))
+    written = [path for path in (out, _draw_experts(folders, records, out), report) if path is not None]
+    sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in written))
     return int(any(verdict is None or verdict.kind == "differs" for verdict in judged))
+
+
+def _draw_experts(folders: Sequence[Path], records: Sequence[RunRecord], out: Path) -> Path | None:
+    """Draw the heat maps of those runs that are mixtures of experts; return the picture, if there is any."""
+    found = {
+        record.name: rows
+        for folder, record in zip(folders, records, strict=True)
+        if (path := RunFolder(folder).experts).is_file() and (rows := read_metrics(path))
+    }
+    if not found:
+        return None
+    picture = out.with_stem(f"{out.stem}_experts")
+    with writable("titanlite compare", "--out", picture):
+        draw_heat_map(found, picture)
+    return picture
 
 
 def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number | None:

@@ -23,8 +23,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,6 +63,8 @@ class StepRow:
     # Of each mixture of experts "experts_<what>.<layer>", as of `titanlite.training.routers`: like rates, of the steps
     # since the previous log line.
     layers: Mapping[str, float] = field(default_factory=dict)
+    # Of each mixture of experts the tokens of each expert, likewise: for `titanlite.observe.experts_file` alone.
+    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ class Observer(Protocol):
 class MetricsFile:
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
+    of_step = "loss"  # a key that rows of training steps have
+
     def __init__(
         self,
         path: Path,
@@ -150,15 +154,18 @@ class MetricsFile:
             if validates_again:
                 again = {"validation_loss", "evaluation_seconds"}
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
-            self.last_step = max((row["step"] for row in kept if "loss" in row), default=0)
+            self.last_step = max((row["step"] for row in kept if self.of_step in row), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._open()
 
     def write(self, row: Row) -> None:
         """Append one row and hand it to the operating system."""
+        self._append(json_row(row))
+
+    def _append(self, row: Mapping[str, Any]) -> None:
         if time.monotonic() - self._looked >= LOOK_S and self._is_ours():
             self._put_back()
-        line = json.dumps(json_row(row)) + "\n"
+        line = json.dumps(row) + "\n"
         self._file.write(line)
         self._bytes += len(line)
 
@@ -211,7 +218,7 @@ class MetricsFile:
 
 def json_row(row: Row) -> dict[str, int | float | None]:
     """Give a row as a dict whose numbers are finite or None."""
-    given = asdict(row)
+    given = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "experts"}
     for several in ("layers", "sources", "scores"):
         given |= given.pop(several, {})
     return {key: value if math.isfinite(value) else None for key, value in given.items()}

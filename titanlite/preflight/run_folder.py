@@ -40,6 +40,7 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.metrics = self.path / "metrics.jsonl"
+        self.experts = self.path / "experts.jsonl"
         self.receipt = self.path / "receipt.json"
         self.save_list = self.path / "activation_checkpoint.toml"
         self.status = self.path / "status.json"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
@@ -59,7 +58,7 @@ class Loop:
     checkpoints: Checkpoints
     background: Background | None  # what writes them, if training does not wait for it
     report: Report
-    metrics: MetricsFile | None  # on rank 0
+    files: Sequence[MetricsFile]  # of rows, on rank 0
     profiler: Profiler
     watchdog: Watchdog
     stop: StopSignals
@@ -100,8 +99,10 @@ class Loop:
             micro_batches, lr = self._next_batches(step), learning_rate(step, config, table)
             asks, attended = self._asks_to_stop(), mean_attended(windows, self.batches.lengths)
             result = train_step(run, micro_batches, lr, asks, attended, len(names), self._lacks_data)
-            result, routing = self._with_routing(step, result)
-            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names, routing))
+            routers = run.routers if report.is_due(step) else None
+            if routers is not None:
+                result = torch.cat((result, routers.seen()))
+            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names, routers))
             self.profiler.end(step)
 
             measures = self.measures(step)
@@ -202,13 +203,6 @@ class Loop:
         with span(NUMERICS):
             self.report.float8(step, float8_numerics(self.run.model, batch.tokens, self.run.mesh.fsdp, batch.sequences))
 
-    def _with_routing(self, step: int, result: Tensor) -> tuple[Tensor, Sequence[str]]:
-        """Put behind the results of a step that is to be logged what is seen of routers; and return its keys."""
-        routers = self.run.routers
-        if routers is None or not self.report.is_due(step):
-            return result, ()
-        return torch.cat((result, routers.seen())), routers.keys
-
     def _next_batches(self, step: int) -> list[Batch]:
         """Return those of a step; padding if there are none in time, and in all that follow: the others do not know."""
         if not self._lacks_data:
@@ -291,11 +285,11 @@ class Loop:
             self.report.console.warning(text)
 
     def _sync(self) -> None:
-        """Flush the rows to disk on rank 0, which alone has the file, and may find the disk full."""
+        """Flush the rows to disk on rank 0, which alone has the files, and may find the disk full."""
         self._keep_folder()
         with self.folder.write_errors_explained():
-            if self.metrics:
-                self.metrics.sync()
+            for file in self.files:
+                file.sync()
 
     def _say_saved(self, checkpoint: Path | None) -> None:
         if checkpoint is not None:

@@ -23,6 +23,7 @@ from titanlite.observe.memory import memory_gib
 from titanlite.observe.metrics import EvaluationRow, Float8Row, Observer, Row, StepRow, ValidationRow
 from titanlite.observe.peak_flops import TokenFlops, peak_flops
 from titanlite.observe.status import Status
+from titanlite.training.routers import Routers, SeenRouting
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -63,7 +64,7 @@ class InFlight:
         result: [6], or [6 + sources], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
         names: of the sources of which the losses are told apart.
-        routing: keys of what else is behind the result, of the routers of a mixture of experts.
+        routers: of a mixture of experts, where what they have seen is behind that.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class InFlight:
         result: Tensor,
         data_wait_s: float,
         names: Sequence[str] = (),
-        routing: Sequence[str] = (),
+        routers: Routers | None = None,
     ) -> None:
-        self.step, self.lr, self.data_wait_s, self.names, self.routing = step, lr, data_wait_s, names, routing
+        self.step, self.lr, self.data_wait_s, self.names, self.routers = step, lr, data_wait_s, names, routers
         self._host = result
         if result.is_cuda:
             self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -87,7 +88,7 @@ class InFlight:
         self._done.wait()
         loss, norm, skipped, asked, attended, lacking, *more = self._host.tolist()
         means = zip(self.names, more[: len(self.names)], strict=True)
-        routing = dict(zip(self.routing, more[len(self.names) :], strict=True))
+        routing = self.routers.read(more[len(self.names) :]) if self.routers else SeenRouting()
         losses = {f"loss.{name}": mean for name, mean in means if not mean < 0}  # NaN is one
         flags = skipped > 0, asked > 0, lacking > 0
         return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses, routing)
@@ -108,7 +109,7 @@ class Outcome:
     data_wait_s: float
     done: Moment
     source_losses: Mapping[str, float] = field(default_factory=dict[str, float])  # "loss.<name>" of those it has
-    routing: Mapping[str, float] = field(default_factory=dict[str, float])  # as `Routers.seen` has it
+    routing: SeenRouting = field(default_factory=SeenRouting)  # since the last step that is logged
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,8 @@ class Report:
             seconds=seconds,
             data_wait_seconds=self._waited / self._steps,
             sources={**at.of_sources(step), **outcome.source_losses},
-            layers=outcome.routing,
+            layers=outcome.routing.numbers,
+            experts=outcome.routing.tokens,
         )
         self._start_clock(outcome.done)
         self._write(row)

@@ -4,6 +4,7 @@ Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for the
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,24 @@ SEEN = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss")
 nats of a token's distribution over experts, and the router's losses, before their coefficients."""
 
 
+@dataclass(frozen=True)
+class SeenRouting:
+    """The routing of some steps, over all ranks.
+
+    Attributes:
+        numbers: "experts_<what>.<layer>" of `SEEN`; and of a bias `bias_range`, its largest less its smallest.
+        tokens: those of each expert, by layer.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])
+    tokens: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+
+
 class Routers:
     """The mixtures of a model.
 
     Args:
         layers: by name; their buffers are filled.
-
-    Attributes:
-        keys: of the numbers that `seen` returns, "experts_<what>.<layer of the model>".
     """
 
     def __init__(self, layers: Mapping[str, MixtureOfExperts]) -> None:
@@ -32,7 +43,9 @@ class Routers:
         self._all = _Table([*layers.values()])
         self._balanced = _Table([*self._biased.values()]) if self._biased else None
         self._counted = self._balanced and self._balanced.counts()
-        self.keys = [f"experts_{what}.{name.removesuffix('.experts')}" for what in SEEN for name in layers]
+        self._names = {name: name.removesuffix(".experts") for name in layers}
+        self._keys = [f"experts_{what}.{name}" for what in SEEN for name in self._names.values()]
+        self._keys += [f"experts_bias_range.{self._names[name]}" for name in self._biased]
         self._seen, self._steps = self._all.counts(), 0
 
     def begin(self, share: Tensor) -> None:
@@ -64,7 +77,7 @@ class Routers:
         """Return what routing was in the steps since the last call, over all ranks, each of which calls this.
 
         Returns:
-            [numbers] float32 on the device, as `keys` has them.
+            [numbers] float64 on the device, for `read`: those of layers, then the tokens of each expert.
         """
         table, steps = self._all, max(self._steps, 1)
         counts, sums = table.counts(), torch.stack(each := [layer.sums for layer in self._layers.values()])
@@ -75,8 +88,19 @@ class Routers:
         counts, (entropy, balance, z) = since[:, :-3], since[:, -3:].unbind(1)
         chosen = counts.sum(1)
         mean, tokens = chosen / table.n_experts[:, 0], chosen / table.top_k
-        fullest, emptiest = counts.amax(1) / mean, table.least(counts) / mean
-        return torch.cat((fullest, emptiest, entropy / tokens, balance / steps, z / steps)).float()
+        of_layers = counts.amax(1) / mean, table.least(counts) / mean, entropy / tokens, balance / steps, z / steps
+        biases = [layer.bias for layer in self._biased.values() if layer.bias is not None]
+        ends = [*torch._foreach_max(biases), *torch._foreach_max(torch._foreach_neg(biases))] if biases else []
+        ranges = torch.stack(ends).view(2, -1).sum(0) if ends else entropy.new_empty(0)
+        return torch.cat((*of_layers, ranges, counts.flatten()))
+
+    def read(self, seen: Sequence[float]) -> SeenRouting:
+        """Name what `seen` returned, once it is on the host."""
+        n, tokens = len(self._keys), dict[str, Sequence[int]]()
+        widest = (len(seen) - n) // len(self._layers)  # of the table's rows
+        for i, (name, layer) in enumerate(self._layers.items()):
+            tokens[self._names[name]] = list(map(int, seen[n + i * widest :][: layer.of.n_experts]))
+        return SeenRouting(dict(zip(self._keys, seen, strict=False)), tokens)
 
     def state(self) -> dict[str, Tensor]:
         """Name what a checkpoint must hold beside the weights; loading into these restores it."""

@@ -21,6 +21,7 @@ from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.observe.console import Console
+from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.metrics import MetricsFile, Observer
 from titanlite.observe.peak_flops import token_flops_of
 from titanlite.observe.profiler import Profiler
@@ -128,10 +129,11 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
 
     evaluation, evaluation_freq = open_evaluation(asked, run)
     validates_first = bool(state.get("validation_due"))
-    metrics = _open_metrics(folder, run, restored, table, console)
-    cleanup.callback(lambda: metrics.close() if metrics else None)
+    files = _open_files(folder, run, restored, table, console)
+    for file in files:
+        cleanup.callback(file.close)
     status.progress(start)
-    observers: list[Observer] = [console, *([metrics] if metrics else []), *_open_pages(metrics, run, session, cleanup)]
+    observers: list[Observer] = [console, *files, *_open_pages(bool(files), run, session, cleanup)]
     console.measure_by(table.tokens)
     flops = token_flops_of(run.model, run.dims)
     report = Report(config, position, flops, device, console, status, observers)
@@ -160,7 +162,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         checkpoints=checkpoints,
         background=background,
         report=report,
-        metrics=metrics,
+        files=files,
         profiler=profiler,
         watchdog=watchdog,
         stop=session.stop,
@@ -195,16 +197,17 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
     return run
 
 
-def _open_metrics(
-    folder: RunFolder, run: Run, restored: Start, table: StageTable, console: Console
-) -> MetricsFile | None:
-    """Open the files that rank 0 owns. If one cannot be used, every rank learns of it and ends."""
+def _open_files(folder: RunFolder, run: Run, restored: Start, table: StageTable, console: Console) -> list[MetricsFile]:
+    """Open the files of rows, metrics first, that rank 0 owns. If one cannot be used, every rank learns of it."""
     start, opened = restored.step, list[MetricsFile]()
     validates_first = bool(restored.state.get("validation_due"))
 
     def open_all() -> None:
         with folder.write_errors_explained():
             opened.append(MetricsFile(folder.metrics, start, validates_first, console.warning, lambda: folder.is_ours))
+            if run.routers is not None:
+                steps, is_ours = run.config.training.steps, lambda: folder.is_ours
+                opened.append(ExpertsFile(folder.experts, start, steps, console.warning, is_ours))
             # A start that has nothing to train leaves the config that the run was trained with.
             if start < last_step(run.config) or not folder.config.exists():
                 if restored.is_branch:
@@ -215,8 +218,8 @@ def _open_metrics(
 
     on_rank_0(open_all)
     if not opened:
-        return None
-    (metrics,) = opened
+        return []
+    metrics = opened[0]
     if metrics.earlier is not None:
         console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
     # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
@@ -225,16 +228,16 @@ def _open_metrics(
     was = restored.state.get("learning_rate")
     if start < last_step(run.config) and (text := change_of_rate(run.config, start, was, table)):
         console.notice(text)
-    return metrics
+    return opened
 
 
-def _open_pages(metrics: MetricsFile | None, run: Run, session: Session, cleanup: ExitStack) -> list[Observer]:
-    """Show the rows of the file in Weights & Biases and TensorBoard, if the config says so and this rank has it."""
+def _open_pages(has_files: bool, run: Run, session: Session, cleanup: ExitStack) -> list[Observer]:
+    """Show the rows of metrics in Weights & Biases and TensorBoard, if the config says so and this rank has it."""
     config, folder, warn = session.asked.config, session.folder, session.console.warning
     shown: list[TensorBoardFile] = []  # on the rank that has it
     if config.metrics.tensorboard:
         run.receipt.add_later(lambda: tensorboard_entry(folder.tensorboard, *shown))
-    if metrics is None or (config.metrics.wandb == "off" and not config.metrics.tensorboard):
+    if not has_files or (config.metrics.wandb == "off" and not config.metrics.tensorboard):
         return []
     facts, pages = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device), list[Observer]()
     tags = tags_of(config, facts)

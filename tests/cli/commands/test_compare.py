@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from tests.support.run_folder import make_run
@@ -289,3 +291,14 @@ def test_a_damaged_receipt_is_named(tmp_path, text):
     (tmp_path / "a/receipt.json").write_text(text)
     with pytest.raises(RunError, match=r"a/receipt\.json: 1 problem(.|\n)*want: a JSON list of features"):
         run([folder])
+
+
+def test_the_experts_of_those_runs_that_have_any_are_a_second_picture(tmp_path, capsys):
+    dense, mixture = (make_run(tmp_path / name, [5.0, 4.0]) for name in ("dense", "mixture"))
+    rows = [{"step": n, "tokens": 1000 * n, "experts": {"layers.0": [3, 1]}} for n in (1, 2)]
+    (tmp_path / "mixture" / "experts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run([dense, mixture, "--out", str(tmp_path / "p.png")])
+    assert capsys.readouterr().out.splitlines()[-2:] == [str(tmp_path / "p.png"), str(tmp_path / "p_experts.png")]
+    assert (tmp_path / "p_experts.png").stat().st_size > 0
+    run([dense])
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "dense" / "loss.png")

@@ -3,6 +3,7 @@
 import math
 from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, train
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.kept_state import state_of, written
 from titanlite.training.build import Run, fastest_attention
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step
+
+if TYPE_CHECKING:
+    from tests.support.launched import Desk
 
 MIXTURE = ("--model.name=qwen3_moe",)
 RATE = 0.01
@@ -65,8 +70,11 @@ def test_a_step_moves_the_bias_towards_equal_use(world: int, tmp_path: Path) -> 
             wanted = RATE * (counts.double().mean() - counts).sign().float()
             assert layer.bias.equal(wanted)
             assert layer.bias.abs().max() > 0
-        before = [layer.bias.clone() for layer in layers]  # type: ignore[union-attr]
         assert run.routers is not None
+        seen = run.routers.read(run.routers.seen().tolist()).numbers
+        for n in range(len(layers)):
+            assert seen[f"experts_bias_range.layers.{n}"] == pytest.approx(2 * RATE)  # from the least to the most
+        before = [layer.bias.clone() for layer in layers]  # type: ignore[union-attr]
         run.routers.balance(torch.ones(()))  # of a step that is left out
         assert all(layer.bias.equal(bias) for layer, bias in zip(layers, before, strict=True))  # type: ignore[union-attr]
 
@@ -110,7 +118,8 @@ def test_what_is_seen_is_of_the_steps_since_it_was_last_and_of_all_ranks(tmp_pat
                 for _ in range(steps):
                     train_step(run, batches.next(), 1e-3, False)
                 totals = [torch.cat((layer.counts.double(), layer.sums)) for layer in layers_of(run)]
-                seen = dict(zip(run.routers.keys, run.routers.seen().tolist(), strict=True))
+                routing = run.routers.read(run.routers.seen().tolist())
+                seen = routing.numbers
                 for total in totals:
                     dist.all_reduce(total)
                 since = [total - (before[n] if before else 0) for n, total in enumerate(totals)]
@@ -118,6 +127,7 @@ def test_what_is_seen_is_of_the_steps_since_it_was_last_and_of_all_ranks(tmp_pat
                 for n, (*counts, entropy, balance, z) in enumerate(x.tolist() for x in since):
                     tokens = steps * 4 * 64
                     assert sum(counts) == 2 * tokens
+                    assert routing.tokens[f"layers.{n}"] == counts
                     wanted = {
                         "fullest": max(counts) * 8 / sum(counts),
                         "emptiest": min(counts) * 8 / sum(counts),
@@ -136,6 +146,21 @@ def test_what_is_seen_is_of_the_steps_since_it_was_last_and_of_all_ranks(tmp_pat
                 assert run.routers.seen().isnan().any() == is_broken
 
     run_ranks(body, tmp_path, 2)
+
+
+def test_the_tokens_of_experts_go_on_where_a_run_was_stopped(desk: "Desk", monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each step those of all ranks: 4 sequences of 64, two experts each. No step is missing, and none is twice."""
+    from tests.support.launched import SMALL
+
+    monkeypatch.delitem(SMALL, "model.ffn_dim")
+    flags = (*MIXTURE, "--model.flavor=debug", "--training.steps=5")
+    desk.run("mixture", 2, *flags, "--job.stop_after=3")
+    path = desk.run("mixture", 2, *flags).folder / "experts.jsonl"
+    rows = read_metrics(path)
+    assert [(row["step"], row["tokens"]) for row in rows] == [(step, 4 * 64 * step) for step in range(1, 6)]
+    for row in rows:
+        assert list(row["experts"]) == ["layers.0", "layers.1"]
+        assert [sum(tokens) for tokens in row["experts"].values()] == [2 * 4 * 64] * 2
 
 
 def test_losses_of_all_micro_batches_count_once(tmp_path: Path) -> None:
@@ -212,12 +237,14 @@ def test_mixtures_of_a_model_may_differ(tmp_path: Path) -> None:
         assert written(run.kept_state, kept, "mixed.py") is None
         assert run.routers is not None
         assert [layer.n_layers for layer in layers_of(run)] == [2, 2]  # a dense block has no loss of a router
-        seen = dict(zip(run.routers.keys, run.routers.seen().tolist(), strict=True))
+        routing = run.routers.read(run.routers.seen().tolist())
+        seen = routing.numbers
         for n, (layer, E, K) in enumerate(zip(layers_of(run), (4, 8), (2, 1), strict=True), 1):
             counts = layer.counts.clone()
             dist.all_reduce(counts)
             name = f"layers.{n}.feed_forward"
             assert counts.sum() == K * 2 * 4 * 64
+            assert routing.tokens[name] == counts.tolist()
             assert seen[f"experts_fullest.{name}"] == pytest.approx(counts.max().item() * E / counts.sum().item())
             assert seen[f"experts_emptiest.{name}"] == pytest.approx(counts.min().item() * E / counts.sum().item())
             assert 0.5 * math.log(E) < seen[f"experts_entropy.{name}"] <= math.log(E) + 1e-6
@@ -227,6 +254,8 @@ def test_mixtures_of_a_model_may_differ(tmp_path: Path) -> None:
         assert biased.bias is not None
         assert {*biased.bias.mul(100).round().int().tolist()} <= {-2, -1, 0, 1, 2}
         assert biased.bias.any()
+        widths = {key: number for key, number in seen.items() if "bias_range" in key}
+        assert widths == {"experts_bias_range.layers.2.feed_forward": (biased.bias.max() - biased.bias.min()).item()}
 
     run_ranks(body, tmp_path, 2)
 

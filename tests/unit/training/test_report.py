@@ -1,7 +1,7 @@
 """The numbers of a logged step, from moments that are given instead of measured."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 from titanlite.observe.status import Status
 from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
+from titanlite.training.routers import Routers, SeenRouting
 
 SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD, EPOCH = torch.device("cpu"), 64, 8, 2, 44
@@ -168,8 +169,14 @@ def test_results_are_read_when_the_device_is_done() -> None:
 
 
 def test_what_is_behind_a_result_is_of_sources_and_of_routers() -> None:
-    result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 2.25, -1.0, 1.5, 0.5])
-    keys = ["experts_fullest.layers.0", "experts_emptiest.layers.0"]
-    outcome = InFlight(11, 1e-3, result, 0.25, ["wiki", "code"], keys).read()
+    class Reader(Routers):
+        def __init__(self) -> None:
+            pass
+
+        def read(self, seen: Sequence[float]) -> SeenRouting:
+            return SeenRouting({"experts_fullest.layers.0": seen[0]}, {"layers.0": [int(seen[1])]})
+
+    result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 2.25, -1.0, 1.5, 3.0])
+    outcome = InFlight(11, 1e-3, result, 0.25, ["wiki", "code"], Reader()).read()
     assert outcome.source_losses == {"loss.wiki": 2.25}
-    assert outcome.routing == {keys[0]: 1.5, keys[1]: 0.5}
+    assert outcome.routing == SeenRouting({"experts_fullest.layers.0": 1.5}, {"layers.0": [3]})

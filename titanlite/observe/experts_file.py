@@ -1,0 +1,70 @@
+"""Keep the tokens that each expert of each layer had: experts.jsonl, of which `heat_map.py` draws the picture of a run.
+
+A row has the sums over all steps since the row before. There are about 300 of them, however long a run is: all steps of
+48 layers of 128 experts would take more room than the run's other files. Before a checkpoint there is one, too, so that
+a run that resumes goes on with the steps behind it: none is lost, and none counted twice.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from titanlite.observe.metrics import MetricsFile, Row, StepRow
+
+ROWS = 300
+
+
+class ExpertsFile(MetricsFile):
+    """Appends rows to `experts.jsonl`: the step and the tokens trained on, and of each layer those of its experts."""
+
+    of_step = "experts"
+
+    def __init__(
+        self,
+        path: Path,
+        resume_step: int,
+        steps: int,
+        warn: Callable[[str], object] = lambda text: None,
+        is_ours: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Open the file as a `MetricsFile`.
+
+        Args:
+            path: the file.
+            resume_step: as of a `MetricsFile`, and so are `warn` and `is_ours`.
+            steps: of the run.
+
+        Raises:
+            RunError: a line before the last one is not a JSON object.
+            OSError: it cannot be read or written, or something else than a plain file is in its place.
+        """
+        super().__init__(path, resume_step, warn=warn, is_ours=is_ours)
+        self._steps, self._since = steps, resume_step
+        self._row: StepRow | None = None  # the last one that is not in the file
+        self._sums: Mapping[str, Sequence[int]] = {}
+
+    def write(self, row: Row) -> None:
+        """Add the tokens of a step's row to those that are to be written, and write them when it is time."""
+        if not isinstance(row, StepRow):
+            return
+        sums, self._row = self._sums, row
+        self._sums = {
+            name: [a + b for a, b in zip(sums[name], more, strict=True)] if sums else more
+            for name, more in row.experts.items()
+        }
+        if row.step * ROWS // self._steps > self._since * ROWS // self._steps:
+            self._write_sums()
+
+    def sync(self) -> None:
+        """Write what there is, and wait until all rows are on disk."""
+        self._write_sums()
+        super().sync()
+
+    def close(self) -> None:
+        """Write what there is, and close the file."""
+        self._write_sums()
+        super().close()
+
+    def _write_sums(self) -> None:
+        if self._row is not None:
+            self._append({"step": self._row.step, "tokens": self._row.tokens, "experts": self._sums})
+            self._since, self._row, self._sums = self._row.step, None, {}

@@ -1,0 +1,79 @@
+"""Draw how the experts of a mixture are used: layers × experts over time, one picture for some runs side by side.
+
+The colour of an expert is its tokens over the mean of its layer, by powers of two: white is equal use, red too many,
+blue too few. In each layer the experts lie in the order of the tokens that they had in all, so that what is seen is
+how uneven use is, and not the numbers of experts. Time are the tokens trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_OCTAVES = 2  # to both sides of the mean: what is beyond a quarter or four times has the last colour
+_COLUMNS = 600  # of a run's picture, among which its rows are spread
+_TICKS = 16  # layers that are named, at most
+
+Load = NDArray[np.float64]
+
+
+def draw_heat_map(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draw runs side by side.
+
+    Args:
+        runs: by name, the rows of each one's experts.jsonl, of which there is one at least.
+        path: the picture; its folder is there, a file is replaced.
+
+    Raises:
+        OSError: the picture cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    n_layers = max(len(rows[-1]["experts"]) for rows in runs.values())
+    size = 3 + 4.5 * len(runs), min(max(4.0, 0.7 * n_layers), 14.0)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(runs), squeeze=False)[0]
+    images = [_draw_run(axes, name, rows) for axes, (name, rows) in zip(panels, runs.items(), strict=True)]
+    ticks = range(-_OCTAVES, _OCTAVES + 1)
+    bar = figure.colorbar(images[0], ax=list(panels), ticks=list(ticks), extend="both", label="tokens over the mean")
+    bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
+    figure.savefig(path)
+
+
+def loads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Load]:
+    """Return by layer, of each row, the tokens of each expert over their mean: [rows, experts].
+
+    NaN where a layer had no tokens. Experts are in the order of the tokens that they had in all rows, most first.
+    """
+    found = dict[str, Load]()
+    for name in rows[-1]["experts"]:
+        tokens = np.array([row["experts"][name] for row in rows], dtype=np.float64)
+        tokens = tokens[:, np.argsort(-tokens.sum(0), kind="stable")]
+        mean = tokens.mean(1, keepdims=True)
+        found[name] = np.divide(tokens, mean, out=np.full_like(tokens, np.nan), where=mean > 0)
+    return found
+
+
+def _draw_run(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """Draw one run, a band for each layer, and return the image of one."""
+    layers, ends = loads(rows), np.array([row["tokens"] for row in rows], dtype=np.float64)
+    begin = max(0.0, 2 * ends[0] - ends[1]) if len(ends) > 1 else 0.0  # of a branch, about
+    middles = begin + (np.arange(_COLUMNS) + 0.5) / _COLUMNS * (ends[-1] - begin)
+    unit, scale = ("tokens (millions)", 1e6) if ends[-1] >= 1e6 else ("tokens", 1.0)
+    colours = {"aspect": "auto", "cmap": "RdBu_r", "vmin": -_OCTAVES, "vmax": _OCTAVES, "interpolation": "nearest"}
+    image = None
+    for n, load in enumerate(layers.values()):
+        with np.errstate(divide="ignore"):
+            shown = np.clip(np.log2(load[np.searchsorted(ends, middles)].T), -_OCTAVES, _OCTAVES)
+        image = axes.imshow(shown, extent=(begin / scale, ends[-1] / scale, n + 1, n), **colours)
+    for edge in range(1, len(layers)):
+        axes.axhline(edge, color="black", linewidth=0.5)
+    named = range(0, len(layers), -(-len(layers) // _TICKS))
+    axes.set_yticks([n + 0.5 for n in named], [[*layers][n].removeprefix("layers.") for n in named])
+    sizes = " or ".join(map(str, sorted({load.shape[1] for load in layers.values()})))
+    axes.set(title=name, xlabel=unit, ylabel=f"layer, each of {sizes} experts", ylim=(len(layers), 0))
+    return image
