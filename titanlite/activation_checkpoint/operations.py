@@ -9,6 +9,8 @@ SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+GATHER_FROM_RANKS = "titanlite.gather_from_ranks.default"
+TO_OWNERS = ("titanlite.combine_at_owners.default", "titanlite.gradients_at_owners.default")  # the latter of backward
 GATHER_MATMUL = "titanlite.all_gather_matmul.default"
 MATMUL_SCATTER = "titanlite.matmul_reduce_scatter.default"
 MEAN, AMAX, MAX = "aten.mean.dim", "aten.amax.default", "aten.max.default"
@@ -37,21 +39,24 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "statistics": (MEAN, AMAX, MAX, MAX_OF_RANKS),
     "cast": (CAST, SWIGLU_CAST, CAST_BLOCKS, EXPERT_GATE_CAST),
     "experts": (GROUPED_MATMUL, SCALED_GROUPED_MATMUL),
-    "dispatch": (GATHER_ROWS, SPREAD_ROWS),
+    "dispatch": (GATHER_ROWS, SPREAD_ROWS, GATHER_FROM_RANKS, TO_OWNERS[0]),
     "route": (
         *("titanlite.router_logits.default", "titanlite.route.default", "titanlite.expert_rows.default"),
         *("titanlite.count_choices.default", "titanlite.count_routing.default"),
     ),
 }
 """The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
-float8 scales, those of all ranks too; a cast is one to float8; dispatch gives rows of experts their tokens. What is not
-listed here is recomputed unless it is named itself."""
+float8 scales, those of all ranks too; a cast is one to float8; dispatch gives rows of experts their tokens, among ranks
+too, and sends results back. What is not listed here is recomputed unless it is named itself."""
 
 ALWAYS_KEPT = "route"
 """The class that is kept whatever a list says: where tokens go is decided once, and counted once."""
 
 WIDER = {"experts": "matmul"}
 """Classes whose operations a rule for another class is for, too: the first rule that names either decides."""
+
+EXCHANGES = (GATHER_FROM_RANKS, *TO_OWNERS)
+"""Collectives of expert parallelism: tokens to experts, and rows to the owners of tokens."""
 
 GRADIENTS_OF_EXPERTS = ("titanlite.grouped_weight_gradient.default", "titanlite.scaled_grouped_gradient.default")
 """Products of backward alone, which no rule is for: of rows, [R, N] and [R, K], and of what is transposed."""

@@ -4,8 +4,8 @@ The rules are applied twice: to the operations that run (`apply.py`), and to tho
 cost of each rule (`forecast/activation_cost.py`). Nothing here needs torch.
 
 An operation belongs to a linear layer by its place: what comes before a matmul (a norm's statistics, a gather, a cast)
-prepares that layer's input, a reduce-scatter ends the layer of the last matmul. So a rule for `wqkv` holds whatever
-arithmetic the layer runs in.
+prepares that layer's input; a reduce-scatter, or results of experts that are sent back, end the layer of the last
+matmul. So a rule for `wqkv` holds whatever arithmetic the layer runs in.
 """
 
 import json
@@ -23,6 +23,9 @@ from titanlite.errors import RecipeError
 
 BLOCK = "block"
 """The name of a rule for whole blocks: they run without checkpointing, as all do where a list saves everything."""
+
+ENDS = (ops.SCATTER, ops.TO_OWNERS[0])
+"""Operations that end the layer of the last matmul."""
 
 Action = Literal["save", "recompute"]
 
@@ -77,7 +80,7 @@ class BlockRules:
             return Decision("save", () if named is None else (named,), named, "")
         default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
         classes = FUSED.get(op) or (self._class(op, to_float8),)
-        layer = self._layer(self._matmuls - (op == ops.SCATTER)) if classes[0] not in (None, "attention") else ""
+        layer = self._layer(self._matmuls - (op in ENDS)) if classes[0] not in (None, "attention") else ""
         found = [self._first(op, name, layer) for name in reversed(classes)]  # what is the result first
         if classes == (None,) and op in CLASS_OF:  # made of a weight, which rules never keep, whatever they name
             found = [i for i in found if i is None or self._save_list.rules[i].action == "recompute"] or [None]

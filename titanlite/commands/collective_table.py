@@ -36,17 +36,19 @@ def sent_mib(listed: Sequence[Traffic]) -> float:
     return sum(t.times * t.sent_bytes for t in listed) / _MIB
 
 
-def collective_table(listed: Sequence[Traffic], micro_steps: int) -> str:
+def collective_table(listed: Sequence[Traffic], micro_steps: int, is_complete: bool = True) -> str:
     """Format a list of collectives.
 
     Args:
         listed: of a step.
         micro_steps: of it.
+        is_complete: whether these are all; their sum is not called the step's otherwise.
     """
     header = ["collective", "pass", "at", "whole", "moves", "ranks", "times a step", "MiB each", "MiB a step"]
     steps = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
-    total = f"each rank sends {sent_mib(listed):,.1f} MiB a step of {steps}\n"
-    return (columns(header, *collective_rows(listed)) if listed else "") + total
+    total = f"{sent_mib(listed):,.1f} MiB a step of {steps}\n"
+    said = "each rank sends" if is_complete else "what each rank sends is not known; what is listed is"
+    return (columns(header, *collective_rows(listed)) if listed else "") + f"{said} {total}"
 
 
 def as_dicts(listed: Sequence[Traffic]) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
 
         text = sharding_table(planned.sharding) + "\n"
     if planned.traffic:
-        text += collective_table(planned.traffic, planned.memory.micro_steps)
+        text += collective_table(planned.traffic, planned.memory.micro_steps, planned.is_complete)
     text += "".join(f"{note}\n" for note in planned.notes)
     if planned.sharding is not None:
         if planned.pairs:
@@ -71,7 +71,7 @@ def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
     said["step"] = {
         "tokens": planned.tokens,
         "collectives": as_dicts(planned.traffic),
-        "sent_bytes": sum(t.times * t.sent_bytes for t in planned.traffic),
+        "sent_bytes": sum(t.times * t.sent_bytes for t in planned.traffic) if planned.is_complete else None,
         "not_listed": list(planned.notes),
     }
     return said | (planned.predicted.as_dict() if planned.predicted else {})
@@ -89,7 +89,7 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
         at = f"{kind} {direction} {name}".strip()  # what is reduced before the update is at no module
         what, seen = f"{at}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
-    facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}"
+    facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}" if planned.is_complete else "not known"
     if planned.sharding is not None:
         for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
             facts[f"{kind} {direction} {name}, with its matmul"] = verdict

@@ -10,15 +10,17 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
+from titanlite.forecast.activation_cost import BlockCost, block_costs, no_cost_reasons
 from titanlite.forecast.attended import attended_share
-from titanlite.forecast.comm_volume import Traffic, again, of_loss, of_update, of_weights
+from titanlite.forecast.comm_volume import Traffic, again, of_experts, of_loss, of_update, of_weights
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from titanlite.commands.fused_pairs import CollectiveMatmul
     from titanlite.float8.convert import Maximum
     from titanlite.sharding.representative_blocks import PlannedLayers
@@ -37,6 +39,7 @@ class PlannedRun:
         maxima: that are reduced over the tensor-parallel ranks in a micro-step.
         predicted: None if the number of processes is not known.
         notes: what `traffic` leaves out; a line each.
+        is_complete: whether `traffic` has all collectives of every step.
     """
 
     memory: MemoryModel
@@ -47,6 +50,7 @@ class PlannedRun:
     maxima: "Sequence[Maximum]"
     predicted: Forecast | None
     notes: tuple[str, ...] = ()
+    is_complete: bool = True
 
 
 def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE) -> PlannedRun:
@@ -81,10 +85,13 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         predicted = _of_stages(
             forecast(memory, checked.save_list, measured_rates(device), attended), checked.table, tokens, config
         )
+    blocks, unknown = _block_prices(memory, checked.save_list or (predicted and predicted.save_list))
     if t == 1:
-        traffic, notes = _traffic(memory, world)
-        notes = (*_stages_in_words(checked), *notes)
-        return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes)
+        others, notes, is_complete = _traffic(checked, rank.model, memory, world)
+        if memory.run.expert_parallel == 1:
+            unknown = ()  # backward repeats no collective
+        traffic, notes = (*of_experts(memory, blocks), *others), (*_stages_in_words(checked), *unknown, *notes)
+        return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes, is_complete and not unknown)
     import torch
     import torch.nn.functional as F
 
@@ -98,15 +105,17 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     layers = {name: layer for name, layer in rank.model.named_modules() if isinstance(layer, ParallelLinear)}
     in_float8 = [name for name, layer in layers.items() if layer.fused is not None and layer.matmul is not F.linear]
     maxima = rank.float8.maxima if rank.float8 is not None else ()
-    repeated, unknown = _repeated(memory, checked.save_list or (predicted and predicted.save_list))
+    repeated = [again(block) for block in blocks]
     of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps)
     of_tokens.append(of_loss(each, t, memory.micro_steps))
-    others, notes = _traffic(memory, world, -(-whole_gradients(sharding) // shards))
+    replicated = -(-whole_gradients(sharding) // shards)
+    others, notes, is_complete = _traffic(checked, rank.model, memory, world, replicated)
     if any(pair.obstacle == NOT_ASKED for pair in pairs):
         note = "what is fused is not known without Triton (pip install triton); a predicted time has all of them fused"
         notes = (*notes, note)
     notes = (*_stages_in_words(checked), *unknown, *notes)
-    return PlannedRun(memory, tokens, sharding, (*of_tokens, *others), pairs, maxima, predicted, notes)
+    traffic, is_complete = (*of_tokens, *of_experts(memory, blocks), *others), is_complete and not unknown
+    return PlannedRun(memory, tokens, sharding, traffic, pairs, maxima, predicted, notes, is_complete)
 
 
 def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Config) -> Forecast:
@@ -131,26 +140,35 @@ def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
 
 
 def _traffic(
-    memory: MemoryModel, world: int | None, replicated: int = 0
-) -> tuple[tuple[Traffic, ...], tuple[str, ...]]:
-    """The collectives of a step but for those of tokens, and what is not known of them.
+    checked: CheckedRun, model: "nn.Module", memory: MemoryModel, world: int | None, replicated: int = 0
+) -> tuple[tuple[Traffic, ...], tuple[str, ...], bool]:
+    """The collectives of a step but for those of tokens, what is not listed of them, and whether all of a step are.
 
     `replicated` elements of gradients are added up by the ranks of a tensor-parallel group.
     """
     t = memory.run.tensor_parallel
     if world is None:
-        return tuple(of_update(replicated, t, 1)), (
-            "--world N adds the collectives of data-parallel ranks and the reductions over all ranks",
-        )
+        note = "--world N adds the collectives of data-parallel ranks and the reductions over all ranks"
+        return tuple(of_update(replicated, t, 1)), (note,), False
+    from titanlite.models.experts import MixtureOfExperts
+
+    layers = [part for part in model.modules() if isinstance(part, MixtureOfExperts)]
+    of_biased = [layer.of.n_experts for layer in layers if layer.bias is not None]
+    biased = len(of_biased) * max(of_biased, default=0)
+    sources, notes = len(checked.inputs.trained), tuple[str, ...]()
+    of_step = of_update(replicated, t, world, sources if sources > 1 else 0, biased)
+    if layers and world > 1:  # as `training/routers.py` sees them
+        numbers = len(layers) * (max(layer.of.n_experts for layer in layers) + 3)
+        when = f"in a step that metrics.log_freq = {memory.config.metrics.log_freq} logs"
+        notes = (f"not listed: {when}, an all_reduce of {numbers:,} numbers of routers in float64",)
     if memory.run.no_trace_reason and world > t:
-        return tuple(of_update(replicated, t, world)), (
-            f"the collectives of FSDP are not listed: {in_a_line(memory.run.no_trace_reason)}",
-        )
-    return (*of_weights(memory), *of_update(replicated, t, world)), ()
+        why = in_a_line(memory.run.no_trace_reason)
+        return tuple(of_step), (f"the collectives of FSDP are not listed: {why}", *notes), False
+    return (*of_weights(memory), *of_step), notes, True
 
 
-def _repeated(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[set[tuple[str, str]]], tuple[str, ...]]:
-    """Return what backward of each block communicates again, and why that is not known."""
+def _block_prices(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[BlockCost], tuple[str, ...]]:
+    """Return the price of each block, or why it, and what backward communicates again, is not known."""
     if memory.run.no_trace_reason is not None:
         why = in_a_line(memory.run.no_trace_reason)
     elif save_list is None:
@@ -158,5 +176,5 @@ def _repeated(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[set
     elif unpriced := no_cost_reasons(save_list):
         why = f"save-list {memory.config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
     else:
-        return [again(block) for block in block_costs(memory.run, save_list)], ()
+        return block_costs(memory.run, save_list), ()
     return [], (f"collectives that backward repeats are not listed: {why}",)

@@ -214,9 +214,6 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
-    if chosen.recipe == "auto" and config.parallelism.expert_parallel_degree > 1:
-        want = "the name of a save-list where parallelism.expert_parallel_degree > 1, of which no memory is predicted"
-        problems.add("activation_checkpoint.recipe", '"auto"', want, 'recipe = "full"')
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')

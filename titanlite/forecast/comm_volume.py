@@ -3,9 +3,10 @@
 `titanlite plan` lists it, and `step_time.py` divides it by rates. Collectives of tokens between tensor-parallel layers
 are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
 
-    forward          FSDP gathers each unit of weights; vocabulary-parallel loss: two numbers a token and rank
+    forward          FSDP gathers each unit of weights; tokens of experts and their results; vocabulary-parallel loss:
+                     two numbers a token and rank
     backward         FSDP gathers again what it has freed, but for an untied embedding, and sums and scatters gradients;
-                     replicas add theirs
+                     replicas add theirs; tokens of experts again, and their gradients both ways
     recomputation    tokens, where the save-list does not keep what was communicated
     update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers
 
@@ -13,12 +14,14 @@ Not counted: what FSDP pads, where the rows of a weight are no multiple of its s
 embedding that is of the user's class, or hooked.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.forecast.activation_cost import BlockCost
+from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES, FUSED, GATHER_FROM_RANKS
+from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.traced_block import Operation
 from titanlite.forecast.traced_run import HEAD, UnitSize
 from titanlite.sharding.sent_bytes import sent_bytes
 
@@ -65,6 +68,8 @@ class Unit:
         gathered_bytes: as they travel, with their scales in float8.
         gathers: in a micro-step; the second is in backward.
         reduced: bytes of an element of a gradient on its way to the rank that sums it; replicas add those sums.
+        shards: ranks that split it.
+        block: number of the block that it belongs to, or None.
     """
 
     name: str
@@ -72,22 +77,29 @@ class Unit:
     gathered_bytes: int
     gathers: int
     reduced: int
+    shards: int
+    block: int | None = None
 
 
 def units(memory: MemoryModel) -> list[Unit]:
     """FSDP's units, in the order in which forward needs them: the embedding or all but the blocks, blocks, the head.
+
+    Experts that ranks share out are units of their own, behind their blocks.
 
     Args:
         memory: of the run.
     """
     run, ends_stay = memory.run, not memory.ends_freed
 
-    def unit(name: str, size: UnitSize, stays: bool, reduced: int = memory.reduced) -> Unit:
-        return Unit(name, size.elements, size.gathered + size.scales, 1 if stays else 2, reduced)
+    def unit(name: str, size: UnitSize, stays: bool, shards: int = memory.shards) -> Unit:
+        return Unit(name, size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, shards)
 
-    blocks = [
-        unit(f"layers.{n}", size, memory.blocks_stay, memory.reduced_block) for n, size in enumerate(run.block_units)
-    ]
+    blocks: list[Unit] = []
+    for n, (size, experts) in enumerate(zip(run.block_units, run.expert_units, strict=True)):
+        name, stays = f"layers.{n}", memory.blocks_stay
+        blocks.append(replace(unit(name, size, stays), reduced=memory.reduced_block, block=n))
+        if experts.elements:
+            blocks.append(replace(unit(f"{name}.experts", experts, stays, memory.expert_shards), block=n))
     if not run.output.elements:
         return [unit("tok_embeddings", run.embedding, ends_stay), *blocks]
     # An untied embedding is not read again in backward.
@@ -100,25 +112,26 @@ def of_weights(memory: MemoryModel) -> list[Traffic]:
     Args:
         memory: of the run.
     """
-    shards, replicas, n = memory.shards, memory.replicas, memory.micro_steps
+    replicas, n = memory.replicas, memory.micro_steps
     fsdp_units = units(memory)
     found: list[Traffic] = []
     passes: tuple[Pass, Pass] = ("forward", "backward")
     for gathers, direction in enumerate(passes, 1):
         found += [
-            Traffic("all_gather", direction, u.name, (u.elements,), "weights", shards, u.gathered_bytes, n)
+            Traffic("all_gather", direction, u.name, (u.elements,), "weights", u.shards, u.gathered_bytes, n)
             for u in fsdp_units
-            if u.gathers >= gathers and shards > 1
+            if u.gathers >= gathers and u.shards > 1
         ]
-    for kind, ranks, parts in (("reduce_scatter", shards, 1), ("all_reduce", replicas, shards)):
+    for kind in ("reduce_scatter", "all_reduce"):
         for u in reversed(fsdp_units):
-            reduced = u.reduced if kind == "reduce_scatter" else memory.reduced
+            scatters = kind == "reduce_scatter"
+            ranks, parts, reduced = (u.shards, 1, u.reduced) if scatters else (replicas, u.shards, memory.reduced)
             if ranks > 1 and (size := -(-u.elements // parts)):
                 what = "sum of gradients"
                 found.append(Traffic(kind, "backward", u.name, (size,), what, ranks, reduced * size, n))
     run = memory.run
     if run.float8 is not None and (scaled := sum(u.scaled_whole for u in (*run.block_units, run.output))):
-        over = [shards, run.tensor_parallel if run.float8.reduce_amax else 1]
+        over = [memory.shards, run.tensor_parallel if run.float8.reduce_amax else 1]
         moves = "maxima of weights"
         found += [Traffic("all_reduce", "update", "", (scaled,), moves, r, 4 * scaled, 1) for r in over if r > 1]
     return found
@@ -136,13 +149,47 @@ def of_loss(tokens: int, ranks: int, micro_steps: int) -> Traffic:
     return Traffic("all_gather", "forward", "loss", shape, moves, ranks, 8 * ranks * tokens, micro_steps)
 
 
-def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic]:
+def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic]:
+    """The collectives of expert parallelism.
+
+    Args:
+        memory: of the run.
+        blocks: the price of each; of none, what backward repeats is left out.
+    """
+    run, ranks = memory.run, memory.run.expert_parallel
+    top_k = memory.dims.experts.top_k if memory.dims.experts else 1
+    found, repeated = list[Traffic](), {n: block.recomputed for n, block in enumerate(blocks)}
+    for n, block in enumerate(run.blocks):
+        passes: dict[Pass, Sequence[Operation | Activation]] = {
+            "forward": block.forward,
+            "recomputation": repeated.get(n, ()),
+            "backward": block.backward,
+        }
+        for direction, operations in passes.items():
+            for each in operations:
+                if each.op not in EXCHANGES:
+                    continue
+                whole = each.received * ranks // (ranks - 1)
+                is_gather, is_gradient = each.op == GATHER_FROM_RANKS, direction == "backward"
+                whole *= 1 if is_gather else ranks  # from each rank to each other one the rows of its slots
+                if is_gather:
+                    kind, rows, moves = "all_gather", 1, "tokens, gradients, weights" if is_gradient else "tokens"
+                else:
+                    kind, rows, moves = "all_to_all", top_k, "gradients" if is_gradient else "results"
+                where, shape = f"layers.{n}.experts", (ranks * run.tokens * rows, memory.dims.dim)
+                found.append(Traffic(kind, direction, where, shape, moves, ranks, whole, memory.micro_steps))
+    return found
+
+
+def of_update(replicated: int, tensor_parallel: int, world: int, sources: int = 0, biased: int = 0) -> list[Traffic]:
     """The reductions between backward and the update, and the one before forward, of a count.
 
     Args:
         replicated: elements that a rank holds of gradients of weights that tensor-parallel ranks hold whole.
         tensor_parallel: ranks.
         world: all ranks.
+        sources: of data that losses are told apart by.
+        biased: experts that a bias balances: the most of a layer, times such layers.
     """
     found: list[Traffic] = []
     if tensor_parallel > 1 and replicated:
@@ -152,13 +199,15 @@ def of_update(replicated: int, tensor_parallel: int, world: int) -> list[Traffic
         "number of targets": (1, 8),
         "norm of gradients": (1, 4),
         "loss, tokens attended to, whether to stop, and who lacks data": (4, 16),
+        "loss and targets of each source": (2 * sources, 16 * sources),
+        "tokens of each expert that a bias balances": (biased, 8 * biased),
     }
     return [
         *found,
         *(
             Traffic("all_reduce", "update", "", (n,), what, world, size, 1)
             for what, (n, size) in scalars.items()
-            if world > 1
+            if world > 1 and n
         ),
     ]
 

@@ -22,6 +22,8 @@ class Rates:
         device_gib: its memory.
         matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
+        grouped: TFLOP/s of the products of experts, of rows and of weights' gradients, by the rows of an expert in the
+            mean; `grouped_fast` and `grouped_split` in float8.
         attention: TFLOP/s of forward and backward, by the width of a head.
         attention_documents: the shares of these that attention within documents reaches, of what is attended.
         attention_window: the same of attention to a window.
@@ -40,6 +42,9 @@ class Rates:
     matmul_beside_collectives: float
     float8_fast: float
     float8_split: float
+    grouped: Mapping[int, tuple[float, float]]
+    grouped_fast: Mapping[int, tuple[float, float]]
+    grouped_split: Mapping[int, tuple[float, float]]
     attention: Mapping[int, tuple[float, float]]
     attention_documents: Mapping[int, tuple[float, float]]
     attention_window: tuple[float, float]
@@ -54,6 +59,19 @@ class Rates:
     def attention_of(self, width: int) -> tuple[float, float]:
         """Those of the narrowest heads that are as wide, or of the widest."""
         return _as_wide(self.attention, width)
+
+    def grouped_of(self, rows: float, is_gradient: bool, fast: bool | None) -> float:
+        """Return TFLOP/s of a product of experts.
+
+        Args:
+            rows: of an expert in the mean.
+            is_gradient: of weights.
+            fast: sums of float8 are left to the tensor cores; None: not in float8.
+        """
+        table = self.grouped if fast is None else self.grouped_fast if fast else self.grouped_split
+        (few, slow), (many, quick) = ((n, of[is_gradient]) for n, of in (min(table.items()), max(table.items())))
+        of_an_end = (1 / slow - 1 / quick) / (1 / few - 1 / many)
+        return 1 / (1 / quick + of_an_end * (1 / max(rows, 1.0) - 1 / many))
 
     def documents_of(self, width: int) -> tuple[float, float]:
         """The same of `attention_documents`."""
@@ -81,8 +99,8 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
     read["attention_window"] = tuple(read["attention_window"])
-    for name in ("attention", "attention_documents"):
-        read[name] = {int(width): tuple(rates) for width, rates in read[name].items()}
+    for name in ("attention", "attention_documents", "grouped", "grouped_fast", "grouped_split"):
+        read[name] = {int(by): tuple(rates) for by, rates in read[name].items()}
     return Rates(**read)
 
 

@@ -30,6 +30,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
+from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel.fsdp import frees_after_forward
 
 if TYPE_CHECKING:
@@ -116,12 +117,15 @@ class MemoryModel:
 
     Attributes:
         config, dims, float8, world: as given; `run` is the rank's model, traced.
-        shards: ranks that FSDP splits each parameter over; `replicas` hold the same.
+        shards: ranks that FSDP splits each parameter over; `replicas` hold the same. The experts of a rank, where ranks
+            share them out, are split over `expert_shards`.
         micro_steps: of a step.
-        block: elements of the largest block's weights on a rank, before FSDP splits them; `embedding` and `head`
-            likewise, positions with the one and the final norm with the other; `parameters` all of them.
+        block: elements of the largest block's weights on a rank, before FSDP splits them, without `experts` that are
+            shared out; `embedding` and `head` likewise, positions with the one and the final norm with the other;
+            `parameters` all of them, and `shard` what FSDP leaves of these.
         copy_engines: whether they gather and reduce blocks, as far as the config says.
-        gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_head` likewise.
+        gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_experts` and `gathered_head`
+            likewise.
         alone: whether there is nobody to reduce gradients with.
         gradients_follow: whether gradients are made among activations, which are freed meanwhile: not where they are
             there already in the next micro-step, nor where their sum is widened on the stream that makes it.
@@ -140,6 +144,7 @@ class MemoryModel:
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree
         self.shards = data_ranks // self.replicas
+        self.expert_shards = max(1, self.shards // mesh.expert_parallel_degree)
         at_once = training.local_batch_size * data_ranks
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
@@ -151,17 +156,30 @@ class MemoryModel:
         self.copy_engines = uses_copy_engines(config, self.shards)
         self.reduced_block = self.run.itemsize if self.copy_engines else self.reduced
         of_blocks, first, last = self.run.block_units, self.run.embedding, self.run.output
-        self.block = max(unit.elements for unit in of_blocks)
+        self.block, self.experts = (max(u.elements for u in units) for units in (of_blocks, self.run.expert_units))
         self.gathered_block = max(unit.gathered for unit in of_blocks)
+        self.gathered_experts = max(unit.gathered for unit in self.run.expert_units)
         self.embedding = first.elements
         # Tied weights are one unit, gathered from the first layer to the end of backward.
         self.head, self.gathered_head = last.elements or first.elements, last.gathered or first.gathered
-        self.parameters = sum(unit.elements for unit in (*of_blocks, first, last))
+        others, of_experts = (sum(u.elements for u in us) for us in ((*of_blocks, first, last), self.run.expert_units))
+        self.parameters = others + of_experts
+        self.shard = others // self.shards + of_experts // self.expert_shards
+
+    @property
+    def experts_are_reduced(self) -> bool:
+        """True if other ranks have gradients of the same experts, where these are shared out."""
+        return self.expert_shards * self.replicas > 1
 
     @property
     def symmetric_memory(self) -> int:
-        """Bytes that copy engines push blocks into: two that are gathered, and the gradients of one."""
-        return 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
+        """Bytes that other ranks write into.
+
+        Copy engines push two gathered blocks and the gradients of one; tokens of experts arrive in memory of their own.
+        """
+        of_blocks = 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
+        received, ranks = max((block.most_exchanged for block in self.run.blocks), default=0), self.run.expert_parallel
+        return of_blocks + (received * ranks // (ranks - 1) if 1 < ranks <= MAX_RANKS else 0)
 
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak.
@@ -180,9 +198,9 @@ class MemoryModel:
         Args:
             blocks: what each block keeps and computes again, in the order in which they run.
         """
-        shard, e, n = self.parameters // self.shards, self.run.itemsize, len(blocks)
+        shard, e, n = self.shard, self.run.itemsize, len(blocks)
         held, tied = sum(block.held for block in blocks), self.dims.tied_embeddings
-        head, block = self.gathered_head, self.gathered_block
+        head, block = self.gathered_head, self.gathered_block + self.gathered_experts
         stays = n * block if self.blocks_stay else 0
         embedding = e * self.embedding if self.blocks_stay and not tied else 0
         of_head = 0 if tied else 4 * self.head // self.shards  # a tied gradient is whole once the embedding's is added
@@ -190,6 +208,7 @@ class MemoryModel:
         def gradients(blocks_done: int) -> tuple[int, int]:
             """And the holes between them."""
             of_blocks = 4 * blocks_done * self.block // self.shards
+            of_blocks += 4 * blocks_done * self.experts // self.expert_shards
             share = HOLES if self.alone else HOLES_OF_SHARDS
             return (of_head + of_blocks, int(share * of_blocks)) if self.gradients_follow else (4 * shard, 0)
 
@@ -199,6 +218,7 @@ class MemoryModel:
         left = held
         of_ends = head if tied else 0  # a gathered head that is also the embedding stays, and so does its gradient
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
+        of_block += self.reduced * self.experts if self.experts_are_reduced else 0
         before = 0 if tied else reduced * self.head  # of the unit before, it is there until that of the next is
         for done, cost in enumerate(reversed(blocks)):
             traced = self.run.blocks[n - 1 - done]
@@ -233,7 +253,9 @@ class MemoryModel:
         embedding, head = e * self.embedding, self.gathered_head
         order = [(0, embedding), (embedding, block), (block, block)]
         order += [] if self.dims.tied_embeddings else [(block, head)]
-        return max(before + unit + unit // self.shards for before, unit in order)
+        of_experts = self.gathered_experts if self.expert_shards > 1 else 0  # one on its way, and one before
+        experts = 2 * of_experts + of_experts // self.expert_shards
+        return max(before + unit + unit // self.shards for before, unit in order) + experts
 
     def _reducing(self) -> int:
         """Bytes of what is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype.
@@ -242,7 +264,8 @@ class MemoryModel:
         """
         if self.alone:
             return 0
-        largest = max(self.embedding, self.head, self.block) // self.shards
+        of_experts = self.experts // self.expert_shards if self.experts_are_reduced else 0
+        largest = max(max(self.embedding, self.head, self.block) // self.shards, of_experts)
         widened = largest * self.reduced if self.reduced != 4 else 0
         divided = largest * self.reduced if self.shards == 1 else 0
         return widened + divided + (4 * largest if self.micro_steps > 1 else 0)

@@ -1,7 +1,7 @@
 """The model of a run as one of its ranks has it, on the meta device and without the other ranks.
 
-It is made by what makes the trainer's: `build_model`, the sharding plan and the tensor-parallel layers, and the float8
-recipe. So what they refuse is refused here, in the same words.
+It is made by what makes the trainer's: `build_model`, the sharding plan and the tensor-parallel layers, the experts
+that ranks share out, and the float8 recipe. So what they refuse is refused here, in the same words.
 """
 
 import functools
@@ -18,6 +18,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Model
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.kernels.collectives import Group
+from titanlite.kernels.experts import ParallelExperts
 from titanlite.models.find import build_model
 from titanlite.parallel.expert import experts_to_share
 from titanlite.parallel.tensor import LayerPlan, split_layers
@@ -85,12 +86,21 @@ def rank_model(
             sharding_plan(config, dims)
         split_layers(made, _plans[config.model, dims], _group(t), mesh.async_tensor_parallel, _part(t))
     if mesh.expert_parallel_degree > 1:
-        experts_to_share(made, mesh.expert_parallel_degree)
+        _share_experts(made, mesh.expert_parallel_degree)
     if float8 is None:
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs
     converted = apply_float8(made, recipe, config.float8.filter_fqns, torch.device("cpu"), tokens, shards)
     return RankModel(made, converted)
+
+
+def _share_experts(model: nn.Module, ranks: int) -> None:
+    """Leave the first rank's experts of each layer."""
+    for layer in experts_to_share(model, ranks).values():
+        layer.compute = ParallelExperts(_group(ranks))
+        for projection in (layer.w13, layer.w2):
+            own = projection.weight[: len(projection.weight) // ranks]
+            projection.weight = nn.Parameter(torch.empty_like(own))
 
 
 def _part(ranks: int) -> Any:

@@ -6,7 +6,7 @@
     elementwise      bytes of norms, RoPE, gates, the loss and casts to float8, each read and written once a pass
     recomputation    what the save-list does not keep, once more
     tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
-                     both take beyond that matmul
+                     both take beyond that matmul; those of expert parallelism, with the passes over what arrives
     weights          casts and copies around FSDP's collectives
     fsdp             collectives in the open: the first gathers, the last reduction, and in each block what is longer
                      than its compute
@@ -19,6 +19,8 @@ Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as i
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import Float8Recipe
@@ -28,11 +30,12 @@ from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.traced_block import Operation, TracedBlock
+from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _T, _G = 1e12, 1e9
-_PRODUCTS = (*CLASSES["matmul"], *CLASSES["experts"], *ops.GRADIENTS_OF_EXPERTS)
+_GROUPED = (*CLASSES["experts"], *ops.GRADIENTS_OF_EXPERTS)
+_PRODUCTS = (*CLASSES["matmul"], *_GROUPED)
 
 
 def token_bytes(tokens: int, width: int, itemsize: int, float8: Float8Recipe | None = None) -> int:
@@ -88,7 +91,7 @@ class StepTimeModel:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
         found = {a: self._seconds(a, forward=True) for listed in expensive(self.run).values() for a in listed}
         first = self.run.blocks[0]
-        of_dispatch = sum(each.moved for each in first.forward if each.op in CLASSES["dispatch"])
+        of_dispatch = sum(each.moved for each in first.forward if each.op in (ops.GATHER_ROWS, ops.SPREAD_ROWS))
         return RecomputeTimes(found, (first.elementwise[0] - of_dispatch) / self.rates.memory / _G)
 
     def step(self, blocks: Sequence[BlockCost]) -> StepTime:
@@ -115,7 +118,7 @@ class StepTimeModel:
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
         of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
-        updated = self.memory.optimizer.moved * memory.parameters / memory.shards
+        updated = self.memory.optimizer.moved * memory.shard
         return StepTime(**of_step, optimizer=1e3 * updated / rates.optimizer / _G)
 
     def tokens_per_second(self, time: StepTime) -> float:
@@ -131,7 +134,7 @@ class StepTimeModel:
                 if each.op in CLASSES["attention"]:
                     rates = self._attention_rates(each)
                     attention += self._attended_flops(each) / _T * (1 / rates[0] + 2.5 / rates[1])
-                elif each.op in CLASSES["communication"]:
+                elif each.op in CLASSES["communication"] or each.op in ops.EXCHANGES:
                     tokens += self._seconds(each, forward)
                 elif each.op in FUSED or each.op in _PRODUCTS:
                     alone = self._product(each, forward)
@@ -143,9 +146,9 @@ class StepTimeModel:
         """Seconds of an operation."""
         if each.op in CLASSES["attention"]:
             return self._attended_flops(each) / self._attention_rates(each)[0] / _T
-        if each.op in CLASSES["dispatch"]:
-            return each.moved / self.rates.memory / _G
         wire = each.received / self.rates.tensor_parallel / _G
+        if each.op in CLASSES["dispatch"] or each.op in ops.EXCHANGES:
+            return wire + (each.moved - each.received) / self.rates.memory / _G
         if each.op in FUSED:
             return self.rates.fused * max(self._product(each, forward), wire)
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
@@ -170,11 +173,22 @@ class StepTimeModel:
     def _product(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of a product, alone."""
         rates = self.rates
+        if each.op in _GROUPED:
+            return each.flops / self._grouped_rate(each) / _T
         rate = rates.matmul_alone if self.memory.shards == 1 else rates.matmul_beside_collectives
         if each.in_float8 and self.run.float8:
             of = self.run.float8.accumulation
             rate = rates.float8_fast if (of.output if forward else of.grad_input) == "fast" else rates.float8_split
         return each.flops / rate / _T
+
+    def _grouped_rate(self, each: Operation | Activation) -> float:
+        """TFLOP/s of a product of experts, whose groups are counted by their offsets."""
+        args = each.call[1]
+        (offsets,) = (shape for shape in args if isinstance(shape, Shape) and shape.dtype == torch.int32)
+        by_column = each.op == ops.GRADIENTS_OF_EXPERTS[1]  # of transposed operands
+        rows = args[0].size[by_column] / self.run.expert_parallel / (offsets.size[0] - 1)
+        fast = bool(args[-1]) if each.in_float8 else None
+        return self.rates.grouped_of(rows, each.op in ops.GRADIENTS_OF_EXPERTS, fast)
 
     def _on_the_wire(self, kind: str, whole: int) -> float:
         """Seconds of a collective of tokens, of so many bytes."""
@@ -182,24 +196,26 @@ class StepTimeModel:
 
     def _copied(self) -> float:
         """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step."""
-        memory, fsdp_units = self.memory, units(self.memory)
-        gathered = sum(unit.gathers * unit.gathered_bytes for unit in fsdp_units)
-        cast = (4 * sum(unit.gathers * unit.elements for unit in fsdp_units) + gathered) / memory.shards
-        copied = 2 * gathered if memory.shards > 1 else 0
-        return cast + copied + (self.run.itemsize + memory.reduced) * memory.parameters
+        moved = (self.run.itemsize + self.memory.reduced) * self.memory.parameters
+        for unit in units(self.memory):
+            cast = (4 * unit.elements + unit.gathered_bytes) / unit.shards
+            moved += unit.gathers * (cast + (2 * unit.gathered_bytes if unit.shards > 1 else 0))
+        return moved
 
     def _fsdp(self, n: int, compute: float) -> float:
         """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""
         memory, rate = self.memory, self.rates.fsdp * _G
-        embedding, block = units(memory)[:2]
+        embedding, *others = units(memory)
+        block = [unit for unit in others if unit.block == 0]
 
         def gather(unit: Unit) -> float:
-            return sent_bytes("all_gather", unit.gathered_bytes, memory.shards) / rate
+            return sent_bytes("all_gather", unit.gathered_bytes, unit.shards) / rate
 
         def reduction(unit: Unit) -> float:
-            sums = memory.reduced * unit.elements // memory.shards
-            scattered = sent_bytes("reduce_scatter", unit.reduced * unit.elements, memory.shards)
+            sums = memory.reduced * unit.elements // unit.shards
+            scattered = sent_bytes("reduce_scatter", unit.reduced * unit.elements, unit.shards)
             return (scattered + sent_bytes("all_reduce", sums, memory.replicas)) / rate
 
-        of_block = block.gathers * gather(block) + reduction(block)
-        return gather(embedding) + gather(block) + reduction(embedding) + n * max(0.0, of_block - compute)
+        of_block = sum(unit.gathers * gather(unit) + reduction(unit) for unit in block)
+        first = gather(embedding) + sum(map(gather, block))
+        return first + reduction(embedding) + n * max(0.0, of_block - compute)

@@ -74,8 +74,17 @@ def _operation(activation: Activation, device: torch.device) -> Callable[[], obj
     if activation.op in CLASSES["experts"]:
         args = [_even_groups(a, len(args[0])) if _is_index(a) else a for a in args]
     if activation.op in CLASSES["dispatch"]:
-        args = [torch.arange(a.numel(), dtype=a.dtype, device=device).view_as(a) if _is_index(a) else a for a in args]
+        args = [_in_order(a) if _is_places(a, activation.op) else a for a in args]
     return lambda: func(*args, **kwargs)
+
+
+def _is_places(argument: object, op: str) -> bool:
+    """Check that an argument has rows or slots, each once, and not choices of experts."""
+    return _is_index(argument) and (argument.dim() == 1 or op not in ops.EXCHANGES)  # type: ignore[attr-defined]
+
+
+def _in_order(places: Tensor) -> Tensor:
+    return torch.arange(places.numel(), dtype=places.dtype, device=places.device).view_as(places)
 
 
 def _is_index(argument: object) -> bool:

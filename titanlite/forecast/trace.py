@@ -23,7 +23,7 @@ from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.data.document_starts import twice_attended
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
-from titanlite.kernels.products import FLOAT8
+from titanlite.kernels.products import FLOAT8, MAX_RANKS
 from titanlite.models.experts import product_names
 from titanlite.models.layers import CausalAttention
 
@@ -36,19 +36,21 @@ _IN_A_ROW = {"mean", "sum", "var_mean"}
 _REDUCTIONS = {*_IN_A_ROW, "amax", "max"}
 
 
-def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> TracedBlock:
+def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], expert_ranks: int = 1) -> TracedBlock:
     """Run a block forward and backward on the meta device.
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
         args: what it is given; tensors that have a gradient require one.
         kwargs: likewise.
+        expert_ranks: P, over which the experts of a layer are shared out. Their rows have room for the worst router; of
+            P places that a product has, one in the mean is a token's.
     """
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     stream = [t for t in given if t.requires_grad]
     itemsize = stream[0].itemsize if stream else 2
     windows = tuple(m.window for m in block.modules() if isinstance(m, CausalAttention))
-    recorder = _Recorder(itemsize, windows)
+    recorder = _Recorder(itemsize, windows, expert_ranks)
     weights = {*recorder.known(*block.parameters(), *block.buffers())}
     others = {*recorder.known(*given)}
     recorder.tokens |= {*recorder.known(*stream)}
@@ -138,7 +140,7 @@ def _attend(
 class _Recorder(TorchDispatchMode):
     """Lists operations by the storages that they read and make."""
 
-    def __init__(self, itemsize: int, windows: Sequence[int]) -> None:
+    def __init__(self, itemsize: int, windows: Sequence[int], expert_ranks: int) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
@@ -149,7 +151,7 @@ class _Recorder(TorchDispatchMode):
         self._apart: set[int] = set()
         self._before: set[int] = set()
         self._levels: dict[int, int] = {}
-        self._itemsize, self._windows = itemsize, windows
+        self._itemsize, self._windows, self._expert_ranks = itemsize, windows, expert_ranks
 
     def known(self, *tensors: Tensor) -> list[int]:
         """Give the numbers of tensors' storages, new ones to those that have none."""
@@ -198,7 +200,7 @@ class _Recorder(TorchDispatchMode):
         if of_tokens:
             self.tokens.update(makes)
         fusible = torch.Tag.pointwise in func.tags or name in _FUSIBLE
-        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._windows)
+        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._windows, self._expert_ranks)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
         after = level if fusible or name in _IN_A_ROW else level + 1  # what is scaled by a maximum is read once more
@@ -233,7 +235,13 @@ class _Recorder(TorchDispatchMode):
 
 
 def _cost(
-    op: str, args: Any, given: list[Tensor], results: list[Tensor], itemsize: int, windows: Sequence[int]
+    op: str,
+    args: Any,
+    given: list[Tensor],
+    results: list[Tensor],
+    itemsize: int,
+    windows: Sequence[int],
+    expert_ranks: int,
 ) -> tuple[int, int, int]:
     """Give the FLOPs of an operation, the bytes that it reads, writes and receives, and those that it receives.
 
@@ -259,10 +267,17 @@ def _cost(
         K = (args[1] if op == "aten.addmm.default" else args[0]).shape[-1]
         return 2 * results[0].numel() * K, moved, 0
     if op in CLASSES["experts"]:
-        return 2 * results[0].numel() * args[0].shape[1], moved, 0
+        return 2 * results[0].numel() * args[0].shape[1] // expert_ranks, moved, 0
     if op in ops.GRADIENTS_OF_EXPERTS:
         R = args[0].shape[0 if op == ops.GRADIENTS_OF_EXPERTS[0] else 1]
-        return 2 * R * results[0].shape[1] * results[0].shape[2], moved, 0
+        return 2 * R * results[0].shape[1] * results[0].shape[2] // expert_ranks, moved, 0
+    if op in ops.EXCHANGES:
+        gathers, made = op == ops.GATHER_FROM_RANKS, sum(t.nbytes for t in results)
+        arrived = made if gathers else _rows_of_owner(*args)
+        received = arrived * (expert_ranks - 1) // expert_ranks
+        if not gathers and expert_ranks > MAX_RANKS:
+            received *= expert_ranks  # by NCCL a row comes from each rank for each slot
+        return 0, arrived * (1 if gathers else 2) + made + received, received  # copied out, or read and added up
     if op in CLASSES["communication"]:
         received = abs(results[0].nbytes - given[0].nbytes)
         return 0, received, received
@@ -274,3 +289,9 @@ def _cost(
     if op in CLASSES["cast"]:
         return results[0].numel(), read + sum(t.nbytes for t in results), 0
     return 0, moved, 0
+
+
+def _rows_of_owner(o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, *_: object) -> int:
+    """Give the bytes of the rows of a rank's tokens, [M·K, D], and of their weights' gradients if `beside` has them."""
+    is_gradient = len(beside) > len(choices)
+    return choices.numel() * (o.shape[1] * o.itemsize + (beside.itemsize if is_gradient else 0))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titanlite.activation_checkpoint.operations import CLASS_OF, FUSED, GRADIENTS_OF_EXPERTS
+from titanlite.activation_checkpoint.operations import CLASS_OF, EXCHANGES, FUSED, GRADIENTS_OF_EXPERTS
 
 
 class Shape(NamedTuple):
@@ -153,7 +153,7 @@ class TracedBlock:
                 "attention" in each.op
                 or each.op in FUSED
                 or CLASS_OF.get(each.op) in ("matmul", "communication", "experts")
-                or each.op in GRADIENTS_OF_EXPERTS
+                or each.op in (*GRADIENTS_OF_EXPERTS, *EXCHANGES)
             )
             if not each.of_tokens or not each.reads or is_timed:
                 continue
@@ -189,6 +189,12 @@ class TracedBlock:
     def _is_remade(self, value: int) -> bool:
         """Check whether a compiler makes a value of forward once more in backward."""
         return value in self.makers and self.forward[self.makers[value]].is_fusible
+
+    @cached_property
+    def most_exchanged(self) -> int:
+        """Most bytes that a rank receives in one collective of expert parallelism."""
+        operations = *self.forward, *self.backward
+        return max((each.received for each in operations if each.op in EXCHANGES), default=0)
 
     @cached_property
     def input_bytes(self) -> int:

@@ -23,6 +23,7 @@ from titanlite.forecast.rank_model import rank_model
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import TracedBlock
 from titanlite.models.block_kinds import kind_of
+from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear, Sequences
 
 HEAD = "output"
@@ -55,12 +56,14 @@ class TracedRun:
         tokens: M, of a micro-step of this data-parallel rank.
         seq_len: S.
         tensor_parallel: t.
+        expert_parallel: P, ranks that the experts of a layer are shared out over.
         itemsize: bytes of an element of the compute dtype.
         compiled: whether blocks are compiled.
         float8: the recipe, if any layer computes in float8.
         blocks: the trace of each block; those that are alike share one.
         head: the trace of the last norm and the head.
-        block_units: of each block.
+        block_units: of each block, without the next.
+        expert_units: the experts of each block where ranks share them out: FSDP splits these over other ranks.
         embedding: of all in front of the blocks; with tied weights, of all but the blocks.
         output: of the last norm and the head; of nothing with tied weights.
         no_trace_reason: why the model could not be traced, or None.
@@ -70,12 +73,14 @@ class TracedRun:
     tokens: int
     seq_len: int
     tensor_parallel: int
+    expert_parallel: int
     itemsize: int
     compiled: bool
     float8: Float8Recipe | None
     blocks: tuple[TracedBlock, ...]
     head: TracedBlock | None
     block_units: tuple[UnitSize, ...]
+    expert_units: tuple[UnitSize, ...]
     embedding: UnitSize
     output: UnitSize
     no_trace_reason: Problem | None = None
@@ -110,7 +115,8 @@ def traced_run(
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel, mesh.expert_parallel_degree
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data)
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
-    is_its_own = model is not None and (float8 is not None or mesh.tensor_parallel_degree > 1)
+    is_split = max(mesh.tensor_parallel_degree, mesh.expert_parallel_degree) > 1
+    is_its_own = model is not None and (float8 is not None or is_split)
     if key not in _runs or is_its_own:
         _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8).model)
     return _runs[key]
@@ -124,16 +130,12 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     of_head = [p for module in own for p in module.parameters()]  # type: ignore[union-attr,operator]
     in_blocks = {p for block in blocks for p in block.parameters()}
     others = [p for p in model.parameters() if p not in in_blocks and (is_tied or all(p is not q for q in of_head))]
-    kinds = [kind_of(block) for block in blocks]
-    units = {kind: _unit_size(list(block.parameters()), dtype) for kind, block in zip(kinds, blocks, strict=True)}
+    kinds, ranks = [kind_of(block) for block in blocks], config.parallelism.expert_parallel_degree
+    units = {kind: _units_of(block, ranks, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
         starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
-        if (degree := config.parallelism.expert_parallel_degree) > 1:
-            want = "1, of which memory, time and collectives are predicted"
-            why = Problem("parallelism.expert_parallel_degree", str(degree), want, "expert_parallel_degree = 1")
-        else:
-            traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype)
+        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, ranks)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own
@@ -147,16 +149,26 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
         tokens=tokens,
         seq_len=training.seq_len,
         tensor_parallel=config.parallelism.tensor_parallel_degree,
+        expert_parallel=ranks,
         itemsize=dtype.itemsize,
         compiled=config.compile.enable,
         float8=float8,
         blocks=tuple(traces[kind] for kind in kinds if traces),
         head=traces.get(HEAD),
-        block_units=tuple(units[kind] for kind in kinds),
+        block_units=tuple(units[kind][0] for kind in kinds),
+        expert_units=tuple(units[kind][1] for kind in kinds),
         embedding=_unit_size(others, dtype),
         output=_unit_size([] if is_tied else of_head, dtype),
         no_trace_reason=why,
     )
+
+
+def _units_of(block: nn.Module, ranks: int, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:
+    """Give the size of a block's weights, and of its experts' if `ranks` share them out."""
+    layers = [part for part in block.modules() if isinstance(part, GroupedProjection) and ranks > 1]
+    shared_out = [weight for layer in layers for weight in layer.parameters()]
+    others = [weight for weight in block.parameters() if all(weight is not own for own in shared_out)]
+    return _unit_size(others, dtype), _unit_size(shared_out, dtype)
 
 
 def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
@@ -187,7 +199,7 @@ def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _traces(
-    model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype
+    model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, expert_ranks: int
 ) -> dict[str, TracedBlock]:
     """Trace the first block of each kind, by its kind, and the head."""
     first: dict[str, nn.Module] = {}
@@ -217,9 +229,9 @@ def _traces(
     found: dict[str, TracedBlock] = {}
     for kind, block in zip(kinds, fewer.layers, strict=True):  # type: ignore[arg-type]
         if kind not in found:
-            found[kind] = _trace(block, *calls[block][:2])
+            found[kind] = _trace(block, *calls[block][:2], expert_ranks)
     head = nn.Sequential(fewer.norm, fewer.output)  # type: ignore[arg-type]
-    found[HEAD] = _trace(head, *calls[fewer.norm][:2])  # type: ignore[index]
+    found[HEAD] = _trace(head, *calls[fewer.norm][:2], expert_ranks)  # type: ignore[index]
     return found
 
 
@@ -232,9 +244,9 @@ def _run_once(
     return calls[module][2]
 
 
-def _trace(module: nn.Module, args: Any, kwargs: Any) -> TracedBlock:
+def _trace(module: nn.Module, args: Any, kwargs: Any, expert_ranks: int) -> TracedBlock:
     def apart(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, apart, (args, kwargs))
-    return trace(module, args, kwargs)
+    return trace(module, args, kwargs, expert_ranks)

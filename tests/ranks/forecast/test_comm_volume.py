@@ -32,6 +32,7 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.seen, self._inside = Seen(), False
         self._gathered = 0  # inside an operator: bytes and their scales, two here, are one collective there
+        self._exchanged = 0  # likewise; on GPUs a row travels for each slot, here one from each rank
         real = collectives._ops
 
         class Inside:
@@ -66,11 +67,16 @@ class Collectives(TorchDispatchMode):
             if self._gathered:
                 self._add("all_gather", 2, self._gathered)
                 self._gathered = 0
+            if self._exchanged:
+                self._add("all_to_all", 2, self._exchanged)
+                self._exchanged = 0
 
     def _functional(self, name: str, x: torch.Tensor, group: str) -> None:
         ranks = dist.distributed_c10d._resolve_process_group(group).size()
         kinds = {"reduce_scatter_tensor": "reduce_scatter"}
-        if name != "all_gather_into_tensor":
+        if name == "all_to_all_single":
+            self._exchanged += x.nbytes
+        elif name != "all_gather_into_tensor":
             self._add(kinds.get(name, name), ranks, x.nbytes)
         elif self._inside:
             self._gathered += x.nbytes * ranks
@@ -83,6 +89,7 @@ class Collectives(TorchDispatchMode):
 
 
 TP, ASYNC = ("--parallelism.tensor_parallel_degree", "2"), ("--parallelism.async_tensor_parallel",)
+EXPERTS = ("--model.name", "qwen3_moe", "--parallelism.expert_parallel_degree", "2")
 HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
 BF16 = ("--training.mixed_precision_param", "bfloat16")
 
@@ -116,6 +123,7 @@ def reshard(when: str) -> tuple[str, ...]:
             (2, (*TP, *ASYNC, *in_float8("tensorwise"), *keeping("matmuls"))),
         ),
         (2, ("--model.name", "gemma3", *TP, *reshard("always"), *keeping("full"))),
+        (4, (*EXPERTS, *keeping("full"))),
     ],
     ids=lambda value: " ".join(flag.rpartition(".")[2] for flag in value) if isinstance(value, tuple) else str(value),
 )

@@ -13,7 +13,14 @@ import titanlite.models.moe  # noqa: F401  # whose operators are there then
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
-from titanlite.activation_checkpoint.operations import CLASSES, FUSED, GATHER_ROWS, GRADIENTS_OF_EXPERTS, GROUPED_MATMUL
+from titanlite.activation_checkpoint.operations import (
+    CLASSES,
+    EXCHANGES,
+    FUSED,
+    GATHER_ROWS,
+    GRADIENTS_OF_EXPERTS,
+    GROUPED_MATMUL,
+)
 from titanlite.activation_checkpoint.rules import BlockRules, kernels
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
@@ -445,4 +452,5 @@ def test_every_operator_of_titanlite_has_a_class():
         *in_classes,
         *elsewhere,
         *GRADIENTS_OF_EXPERTS,
+        *EXCHANGES,
     }

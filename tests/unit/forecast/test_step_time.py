@@ -67,9 +67,20 @@ def test_a_mixture_of_experts_multiplies_by_the_experts_of_a_token_alone() -> No
     asked += ["--training.local_batch_size=4", "--training.global_batch_size=4", "--activation_checkpoint.recipe=none"]
     predicted, step = step_of([*asked, "--training.mixed_precision_param=bfloat16"], 1, "h200")
     D, F, M, top_k = 2048, 768, 4 * 4096, 8
-    weights = 4 * (D * (32 + 2 * 4) * 128 + 32 * 128 * D + top_k * 3 * F * D) + D * 151936
-    assert step.matmul == pytest.approx(6 * M * weights / predicted.rates.matmul_alone / 1e9, rel=1e-6)
+    others = 4 * (D * (32 + 2 * 4) * 128 + 32 * 128 * D) + D * 151936
+    of_rows, of_weights = predicted.rates.grouped[M * top_k // 128]
+    of_experts = 4 * top_k * 3 * F * D * (4 / of_rows + 2 / of_weights)
+    assert step.matmul == pytest.approx(M * (6 * others / predicted.rates.matmul_alone + of_experts) / 1e9, rel=1e-6)
     assert step.total == pytest.approx(140, rel=0.04)
+
+
+@pytest.mark.parametrize(("recipe", "ms"), [("none", 233.7), ("rowwise", 216)])
+def test_a_step_of_experts_that_fsdp_gathers(recipe: str, ms: float) -> None:
+    """Eight layers of Qwen3 30B-A3B on two H200, as measured (rows of 1a6a339 in benchmarks/results/runs.jsonl)."""
+    flags = ["--model.n_layers", "8", "--training.seq_len", "4096", "--training.local_batch_size", "4"]
+    flags += ["--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", FLOAT8, recipe, "--data.document_mask=false"]
+    _, step = model("8b", 2, "none", *flags)
+    assert step.total == pytest.approx(ms, rel=0.06)
 
 
 def test_devices_have_all_rates() -> None:

@@ -1,0 +1,144 @@
+"""What is predicted where ranks share experts out, against formulas, at sizes that need no GPU."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from titanlite.config.recipe_schema import SaveList, SaveRule
+from titanlite.config.toml_file import shipped_folder
+from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.comm_volume import of_experts, of_weights, units
+from titanlite.forecast.device_specs import measured_rates
+from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.step_time import StepTimeModel
+from titanlite.forecast.suggest_flags import LEAST
+from titanlite.preflight.checked_run import checked_run
+
+CONFIG = str(shipped_folder("configs") / "qwen3_moe_debug.toml")
+SMALL = (
+    "--training.seq_len=64",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=16",
+    "--parallelism.fsdp_copy_engines=never",
+)
+BF16 = ("--training.mixed_precision_param=bfloat16", "--compile.enable")
+M, D, E, K, F = 128, 256, 8, 2, 128
+OF_EXPERT = 3 * D * F
+
+
+def memory_of(ranks: int, world: int = 8, *flags: str) -> MemoryModel:
+    degree = f"--parallelism.expert_parallel_degree={ranks}"
+    run = checked_run(["--config", CONFIG, *SMALL, degree, *flags], world_size=world)
+    return MemoryModel(run.config, run.dims, run.float8, world)
+
+
+def ops_of(operations: Sequence, *names: str) -> list:
+    return [each for each in operations if each.op.split(".")[1] in names]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_has_its_experts_and_a_shard_of_all_else(ranks: int) -> None:
+    """Of E/P experts a layer FSDP leaves one of dp_shard / P parts, which is as much as without."""
+    one, split = memory_of(1), memory_of(ranks)
+    experts = 2 * E * OF_EXPERT
+    assert split.parameters == one.parameters - experts + experts // ranks
+    assert split.shard == one.shard == one.parameters // 8
+    assert (split.shards, split.expert_shards) == (8, 8 // ranks)
+    assert (split.block, split.experts) == (one.block - E * OF_EXPERT, E // ranks * OF_EXPERT)
+    assert split.peak_under(LEAST).parameters == 4 * split.shard
+    assert split.peak_under(LEAST).optimizer == 8 * split.shard
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_experts_travel_among_the_ranks_of_other_groups_alone(ranks: int) -> None:
+    memory = memory_of(ranks)
+    of_experts = [t for t in of_weights(memory) if t.module == "layers.0.experts"]
+    seen = [(t.kind, t.direction, t.ranks, t.whole_bytes) for t in of_experts]
+    whole = 4 * E // ranks * OF_EXPERT
+    want = [("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")]
+    assert seen == [(*each, 8 // ranks, whole) for each in want if ranks < 8]
+    assert [unit.shards for unit in units(memory) if unit.block == 0] == [8, 8 // ranks]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_tokens_go_to_all_ranks_and_come_back_by_slot(ranks: int) -> None:
+    """In bytes of bfloat16; choices and weights have four, and gradients of weights."""
+    memory = memory_of(ranks, 8, *BF16)
+    seen = {(t.kind, t.direction): t for t in of_experts(memory, block_costs(memory.run, LEAST))}
+    others = ranks - 1
+    sent = {
+        ("all_gather", "forward"): others * M * (2 * D + 4 * K),
+        ("all_to_all", "forward"): others * M * K * 2 * D // ranks,
+        ("all_gather", "backward"): others * M * (2 * 2 * D + 4 * K),
+        ("all_to_all", "backward"): others * M * K * (2 * D + 4) // ranks,
+        ("all_gather", "recomputation"): others * M * (2 * D + 4 * K),  # for the rows that w13 multiplies
+    }
+    assert {key: t.sent_bytes for key, t in seen.items()} == sent
+    assert {t.ranks for t in seen.values()} == {ranks}
+    assert memory.symmetric_memory == max(ranks * M * (2 * 2 * D + 4 * K), M * K * (2 * D + 4))
+    assert all(t.times == 1 for t in seen.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_rows_have_room_for_the_worst_router_and_products_the_flops_of_the_mean(ranks: int) -> None:
+    one, split = memory_of(1, 8, *BF16), memory_of(ranks, 8, *BF16)
+    (before, after), names = (m.run.blocks[0] for m in (one, split)), ("grouped_matmul", "grouped_weight_gradient")
+    for forward in ("forward", "backward"):
+        flops = [[o.flops for o in ops_of(getattr(block, forward), *names)] for block in (before, after)]
+        assert flops[0] == flops[1]
+        assert flops[0]
+    w13 = ops_of(after.forward, "grouped_matmul")[0]
+    assert after.bytes_of(w13.makes) == ranks * M * K * 2 * F * 2
+    assert w13.flops == 2 * M * K * 2 * F * D
+
+
+def test_lists_keep_the_exchange_and_what_experts_make() -> None:
+    """`dispatch` the tokens of all ranks and their rows, `experts` the product of w13; what nothing in backward reads,
+    the results that come back, is kept by no list."""
+    memory = memory_of(4, 8, *BF16)
+
+    def held(rule: str) -> int:
+        costs = block_costs(memory.run, SaveList("", "recompute", (SaveRule(rule, "save"),)))
+        repeated = {each.op.split(".")[1] for each in costs[0].recomputed}
+        assert ("gather_from_ranks" in repeated) == (rule not in ("dispatch", "experts"))
+        assert "expert_rows" not in repeated
+        return costs[0].held - block_costs(memory.run, LEAST)[0].held
+
+    assert held("experts") == 4 * M * K * 2 * F * 2
+    assert held("dispatch") == 4 * M * K * D * 2
+
+
+def test_a_rate_of_grouped_products_follows_the_rows_of_an_expert() -> None:
+    """All FLOPs over all time of the rows in benchmarks/results/kernels.jsonl; a row of few takes longer."""
+    file = shipped_folder("configs").parent / "benchmarks" / "results" / "kernels.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rates = measured_rates()
+    for model, n in (("Qwen3-30B-A3B", 1024), ("Mixtral 8x7B", 4096)):
+        for fast, kind in ((None, ""), (True, ", float8, fast"), (False, ", float8, split")):
+            for is_gradient in (False, True):
+                of = [
+                    row
+                    for row in rows
+                    if row["kernel"] == "grouped_matmul"
+                    and row["model"] == model
+                    and row["product"].endswith(kind)
+                    and ("float8" in row["product"]) == bool(kind)
+                    and ("of itself" in row["product"]) == is_gradient
+                ]
+                measured = sum(row["ms"] * row["tflops"] for row in of) / sum(row["ms"] for row in of)
+                assert rates.grouped_of(n, is_gradient, fast) == pytest.approx(measured, rel=0.1)
+    by_rows = [rates.grouped_of(n, False, None) for n in (64, 256, 1024, 2048, 4096, 16384)]
+    assert by_rows == sorted(by_rows)
+    assert by_rows[0] > 0
+    assert by_rows[-1] < 745
+
+
+def test_a_step_takes_longer_by_the_tokens_that_travel() -> None:
+    one, split = (memory_of(ranks, 8, *BF16) for ranks in (1, 4))
+    rates = measured_rates()
+    before, after = (StepTimeModel(memory, rates).step(block_costs(memory.run, LEAST)) for memory in (one, split))
+    sent = sum(t.sent_bytes for t in of_experts(split, ()))
+    assert before.tokens == 0
+    assert after.tokens > 1e3 * sent / rates.tensor_parallel / 1e9
+    assert after.matmul < before.matmul  # an expert has more rows, of more ranks
