@@ -11,12 +11,14 @@ import titanlite.training.build as build
 import titanlite.training.loop as loop
 import titanlite.training.receipt as training_receipt
 import titanlite.training.train as train
+from tests.support import short_run
 from tests.support.launched import Desk
+from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import OutOfMemoryError
 from titanlite.forecast.activation_cost import block_costs
-from titanlite.forecast.choose_save_list import RecomputeTimes
+from titanlite.forecast.choose_save_list import RecomputeTimes, choose
 from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.preflight.checked_run import checked_run
@@ -274,3 +276,18 @@ def test_a_cpu_run_that_is_predicted_not_to_fit_says_so_before_its_first_step(de
     assert warned
     assert "step  1" not in before
     assert "0.1 are available" in after
+
+
+def test_auto_keeps_experts_that_ranks_share_out_within_a_budget(tmp_path: Path, monkeypatch) -> None:
+    """The exchange is timed among the ranks; halfway between nothing and all something is kept, and a step runs."""
+    experts = ["--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2", "--training.global_batch_size=2"]
+    asked = short_run.checked(tmp_path, 2, [*experts, AUTO, budget(8)])
+    monkeypatch.setattr(build, "choose", lambda memory, times, _: choose(memory, times, least(memory)))
+
+    def body() -> None:
+        run = short_run.assemble(asked)
+        assert run.chosen is not None
+        assert {rule.op for rule in run.save_list.rules} & {"dispatch", "experts", "matmul", "attention", "block"}
+        assert torch.isfinite(short_run.take_steps(run, 1)).all()
+
+    run_ranks(body, tmp_path, 2)
