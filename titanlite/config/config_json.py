@@ -188,8 +188,9 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     layout = LAYOUTS[config.model.name]
     theirs = model_keys(layout, cast(ModelDims, recipe))
     theirs.pop("layer_types", None)  # follows from the rest
-    for problem in without_place(layout, dims):
-        problems.add(problem.where, problem.saw, problem.want, problem.fix)
+    for problem in without_place(layout, dims, is_start=True):
+        want = f"a recipe without {problem.where} = {problem.saw}: the folder's model has {problem.want}"
+        problems.add("model.flavor", show(config.model.flavor), want, f'{problem.fix}, or "{FROM_CHECKPOINT}"')
     if differ := _differences(theirs, model_keys(layout, dims)):
         want = f"a config.json of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'

@@ -225,12 +225,18 @@ def _told(keys: Mapping[str, str], dims: ModelDims) -> dict[str, Any]:
     return {theirs: attrgetter(ours)(dims) for theirs, ours in keys.items()}
 
 
-def without_place(layout: HubLayout, dims: ModelDims) -> list[Problem]:
-    """Return what a recipe says of its experts that transformers does not compute."""
+def without_place(layout: HubLayout, dims: ModelDims, is_start: bool = False) -> list[Problem]:
+    """Return what a recipe says of its experts that transformers does not compute.
+
+    Args:
+        layout: of the architecture.
+        dims: the model's dimensions.
+        is_start: weights come from transformers: a bias, which starts at 0, changes no logit of theirs.
+    """
     of = dims.experts
     if of is None:
         return []
-    wanted: dict[str, object] = {"scale": 1.0, "shared": 0, "balance_bias": 0.0}
+    wanted: dict[str, object] = {"scale": 1.0, "shared": 0, **({} if is_start else {"balance_bias": 0.0})}
     if of.score == "sigmoid":
         wanted["score"] = layout.fixed.get("experts.score", "softmax")
     if "experts.normalised" not in layout.sizes.values():

@@ -31,6 +31,7 @@ from titanlite.float8.scope import require_matches
 from titanlite.forecast.check_save_list import check_attention, check_names_of_list
 from titanlite.preflight.hints import (
     cut_schedule,
+    no_export,
     not_chosen,
     other_tokenizer,
     other_training,
@@ -175,7 +176,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
-    found = (hint, steps_hint, *unread_environment(config), cut if is_look else None, inputs.unused)
+    found = (hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused)
+    found = (*found, cut if is_look else None)
     hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
     return CheckedRun(config, dims, save_list, float8, origin, inputs, port, table, hints, warned, saved)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanlite.config.build import show
 from titanlite.config.config_json_keys import DROPOUT
+from titanlite.config.hugging_face import LAYOUTS, without_place
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
@@ -121,6 +122,14 @@ def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
     is_given = bool(config.checkpoint.initial_load_path)  # with the weights, whose rows are so many
     fix = "" if is_given else f"; --model.vocab_size {larger} costs less than that"
     return f"model.vocab_size = {size} {why}: {slow}{fix}"
+
+
+def no_export(config: Config, dims: ModelDims) -> str | None:
+    """Say so if a shipped architecture's recipe has experts that no class of transformers computes."""
+    if config.model.file or not (wrong := without_place(LAYOUTS[config.model.name], dims)):
+        return None
+    what = ", ".join(f"{problem.where} = {problem.saw}" for problem in wrong)
+    return f"titanlite export will refuse this model: {what} is computed by no class of transformers"
 
 
 def cut_schedule(config: Config) -> str | None:

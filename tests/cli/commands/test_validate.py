@@ -103,6 +103,18 @@ def test_torchtitans_word_for_a_save_list_is_answered_as_its_own_key(file: str) 
         checked_run([file, "--activation_checkpoint.recipe", "selective"])
 
 
+def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    recipe = 'extends = "qwen3_moe-debug"\n[experts]\nbalance_bias = 0.001\n'
+    (tmp_path / "model" / "qwen3_moe-mine.toml").write_text(recipe)
+    flags = ["--config", file, "--model.name", "qwen3_moe", "--job.recipe_dirs", str(tmp_path), "--model.flavor"]
+    assert checked_run([*flags, "debug"]).hints == ()
+    (hint,) = checked_run([*flags, "mine"]).hints
+    assert hint.startswith(
+        "titanlite export will refuse this model: experts.balance_bias = 0.001 is computed by no class"
+    )
+
+
 def test_a_folder_of_weights_without_a_config(file: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r'initial_load_path = ".*/empty", which has no config.json\n'):

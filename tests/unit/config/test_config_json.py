@@ -495,3 +495,19 @@ def test_a_model_that_transformers_does_not_compute_is_not_said_to_be_exported()
     assert not can_export(Model(name="qwen3_moe"), replace(dims, experts=replace(dims.experts, balance_bias=1e-3)))
     assert not can_export(Model(name="qwen3_moe", file="mine.py"), dims)
     assert not can_export(Model(name="gpt2"), replace(load("model", "gpt2-debug"), n_kv_heads=1))
+
+
+def test_a_bias_for_balance_starts_with_weights_that_have_none(tmp_path: Path) -> None:
+    """It is 0 then, and changes no logit; what does is refused, by the recipe that has it."""
+    folder = make_folder(tmp_path, "qwen3_moe-30B-A3B")
+    dims = load("model", "qwen3_moe-30B-A3B")
+    assert dims.experts is not None
+    config = Config(model=Model(name="qwen3_moe", flavor="mine"), checkpoint=Checkpoint(initial_load_path=str(folder)))
+    biased = replace(dims.experts, balance_bias=1e-3, balance_loss=0.0, z_loss=1e-4)
+    check_initial_load_path(config, replace(dims, experts=biased), Origin("config"))
+    with pytest.raises(ConfigError) as caught:
+        check_initial_load_path(config, replace(dims, experts=replace(biased, shared=1)), Origin("config"))
+    assert (
+        'model.flavor = "mine"\n      want: a recipe without experts.shared = 1: the folder\'s model has 0, which every'
+    ) in str(caught.value)
+    assert "balance_bias" not in str(caught.value)
