@@ -29,7 +29,7 @@ _COMMAND = Command(
         f"{_MODEL} NAME-FLAVOR": "what to train, as llama3-8B (`titanlite recipes model` lists them); 8B is llama3's",
         f"{_DATA} SOURCE": "text to train on, as data.source: python_stdlib, files, or hf:<dataset>",
         f"{_TOKENIZER} PATH": "tokenizer.json, or bytes; default: bytes",
-        f"{_TOKENS} N": "tokens to train on, as 20B or 1.5e9; default: 20 for each parameter",
+        f"{_TOKENS} N": "tokens to train on, as 20B or 1.5e9; default: 20 for each parameter that a token uses",
         f"{_GPU} NAME": f"plan for this GPU instead of those here: {', '.join(GPU_NAMES)}",
         f"{_GIB} GIB": "memory of each GPU, if it is not that GPU's; without --gpu, that of the nearest in memory",
         f"{_WORLD} N": "number of GPUs, over 8 whole hosts, or of processes of a CPU; default: all GPUs here, or one",
@@ -70,7 +70,9 @@ def run(argv: list[str]) -> int:
     if is_terminal and _TOKENIZER not in given:
         tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", _loaded)
     if is_terminal and _TOKENS not in given:
-        tokens = _counted(_ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter", "0", _counted))
+        tokens = _counted(
+            _ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter that a token uses", "0", _counted)
+        )
     with at_work("comparing layouts, batches and save-lists"):
         choices = choose_run(file.stem, Wishes(model, data, tokenizer, tokens), machine)
     _write_checked(file, config_text(choices, str(file)), machine.world)

@@ -14,7 +14,7 @@ import torch
 
 from titanlite import recipes
 from titanlite.commands.new_wishes import Wishes, wished_inputs, wished_model
-from titanlite.config.architectures import n_parameters
+from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
@@ -28,7 +28,8 @@ from titanlite.observe.peak_flops import dense_bf16_flops, peak_flops
 from titanlite.preflight.machine import Machine
 
 TOKENS_A_PARAMETER = 20
-"""Tokens that a compute budget is best spent on (Hoffmann et al., arXiv 2203.15556)."""
+"""Tokens that a compute budget is best spent on (Hoffmann et al., arXiv 2203.15556), for each parameter of a dense
+model; of a mixture of experts, for each that a token uses, as compute is by these."""
 
 FITTED_FROM = 1e17
 """FLOPs of the smallest runs that the power laws of batch and learning rate were fitted to."""
@@ -51,6 +52,7 @@ class Choices:
         inputs: its data.
         machine: what it is for.
         parameters: of the model.
+        active: those of them that a token uses.
         tokens: that are meant to be trained on.
         chosen: the layout, batch and save-list; `options` are those that there were.
         compute: FLOPs of the run.
@@ -63,6 +65,7 @@ class Choices:
     inputs: Inputs
     machine: Machine
     parameters: int
+    active: int
     tokens: int
     chosen: Option
     options: Sequence[Option]
@@ -88,8 +91,8 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     model = replace(model, vocab_size=_vocabulary(inputs, recipes.model_dims(config)))
     config = replace(config, model=model)
     dims = recipes.model_dims(config)
-    parameters = n_parameters(model, dims) or 0
-    tokens = wishes.tokens or TOKENS_A_PARAMETER * parameters
+    parameters, active = n_parameters(model, dims) or 0, n_active_parameters(model, dims) or 0
+    tokens = wishes.tokens or TOKENS_A_PARAMETER * active
     is_cpu = machine.rates is None
     S = _sequence(dims, parameters, is_cpu)
     config = replace(config, training=replace(config.training, seq_len=S))
@@ -115,6 +118,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         inputs=inputs,
         machine=machine,
         parameters=parameters,
+        active=active,
         tokens=tokens,
         chosen=chosen,
         options=options,

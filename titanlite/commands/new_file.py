@@ -98,7 +98,8 @@ def _heading(choices: Choices, file: str) -> list[str]:
 
 def _model_keys(choices: Choices) -> list[_Key]:
     model = choices.config.model
-    keys = [_Key("name", model.name), _Key("flavor", model.flavor, f"{large(choices.parameters)} parameters")]
+    used = f", of which a token uses {large(choices.active)}" if choices.active < choices.parameters else ""
+    keys = [_Key("name", model.name), _Key("flavor", model.flavor, f"{large(choices.parameters)} parameters{used}")]
     if model.vocab_size is not None:
         n_ids = choices.inputs.tokenizer.vocab_size if choices.inputs.tokenizer else 0
         what = f"the {n_ids:,} ids of the tokenizer" if 0 < n_ids <= model.vocab_size else "the ids of the recipe"
@@ -127,13 +128,16 @@ def _training_keys(choices: Choices) -> list[_Key]:
     training, world = choices.config.training, choices.machine.world
     sequences = training.global_batch_size or 1
     per_step = sequences * training.seq_len
-    ratio = choices.tokens / choices.parameters
+    ratio, each = choices.tokens / choices.active, "for each parameter"
     best = f"about {TOKENS_A_PARAMETER} are the best use of compute; more make a better model of this size"
+    if choices.active < choices.parameters:
+        each += f" that a token uses, {choices.tokens / choices.parameters:.3g} for each of all"
+        best = f"about {TOKENS_A_PARAMETER} are the best use of compute for dense models; mixtures often take more"
     micro_steps = sequences // (training.local_batch_size * world // choices.chosen.degree)
     batch = f"{large(per_step)} tokens a step, in {micro_steps:,} micro-step{'s' * (micro_steps > 1)}"
     law = f"0.292·C^0.3271 tokens for the C = {choices.compute:.2g} FLOPs of the run (arXiv 2401.02954)"
     keys = [
-        _Key("steps", training.steps, f"{large(choices.tokens)} tokens, {ratio:.3g} for each parameter; {best}"),
+        _Key("steps", training.steps, f"{large(choices.tokens)} tokens, {ratio:.3g} {each}; {best}"),
         _Key("seq_len", training.seq_len, _of_length(choices)),
         _Key("local_batch_size", training.local_batch_size, _of_at_a_time(choices)),
         _Key("global_batch_size", sequences, f"{batch}: {law}, rounded to whole micro-batches"),
@@ -172,8 +176,12 @@ def _layout_keys(choices: Choices) -> list[_Key]:
         return []
     shards = world // chosen.degree
     why = f"FSDP over {shards} × tensor parallel {chosen.degree}" if chosen.degree > 1 else f"FSDP over all {world}"
-    if choices.machine.rates is not None:
+    if choices.machine.rates is not None and any(o.degree != chosen.degree for o in choices.options):
         why += ": " + _others(choices.options, chosen, "degree", "tensor parallel {}")
+    elif choices.machine.rates is not None and choices.dims.experts is None:
+        why += ": nothing else is possible"
+    if choices.dims.experts is not None and shards > 1:
+        why += "; expert_parallel_degree, which shares experts out over some of these ranks, was not compared"
     keys = [_Key("tensor_parallel_degree", chosen.degree, why)]
     if mesh.async_tensor_parallel:
         keys.append(_Key("async_tensor_parallel", True, "its collectives run inside its matmuls"))

@@ -4,7 +4,7 @@ from typing import Any
 
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
-from titanlite.commands.planned_run import PlannedRun
+from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.text_table import columns
 
@@ -53,9 +53,15 @@ def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
     """Explain the placement of a tensor."""
     if planned.sharding is None:
-        want = "more than 1: nothing is split over tensor-parallel ranks"
-        problem = Problem("parallelism.tensor_parallel_degree", "1", want, "--parallelism.tensor_parallel_degree 2")
-        raise ConfigError(describe(file, [problem]))
+        key, config = "parallelism.tensor_parallel_degree", planned.memory.config
+        if (only := only_tensor_parallel_degree(config, planned.memory.dims)) is not None:
+            ep = config.parallelism.expert_parallel_degree
+            of_experts = f", once experts are shared out over {ep} of them" if ep > 1 else ""
+            fix = f"leave --why out: FSDP splits each weight by rows over the ranks{of_experts}"
+            problem = Problem("--why", tensor, f"a tensor that is split by {key}, which must be {only}", fix)
+            raise ConfigError(describe("command line", [problem]))
+        want, fix = "more than 1: nothing is split over tensor-parallel ranks", f"--{key} 2"
+        raise ConfigError(describe(file, [Problem(key, "1", want, fix)]))
     from titanlite.commands.sharding_table import why
 
     return why(planned.sharding, tensor)

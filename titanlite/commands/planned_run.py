@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
-from titanlite.config.recipe_schema import SaveList
+from titanlite.config.check import check_config
+from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
@@ -70,7 +71,8 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     if t == 1 and world is None:
         want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
         price = "--activation-checkpoint for what the save-list costs"
-        fix = f"--world 2, or --parallelism.tensor_parallel_degree 2, or {price}"
+        can_split = only_tensor_parallel_degree(config, checked.dims) is None
+        fix = f"--world 2, or {'--parallelism.tensor_parallel_degree 2, or ' * can_split}{price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     rank = check_with_torch(checked, world)
     fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
@@ -178,3 +180,19 @@ def _block_prices(memory: MemoryModel, save_list: SaveList | None) -> tuple[list
     else:
         return block_costs(memory.run, save_list), ()
     return [], (f"collectives that backward repeats are not listed: {why}",)
+
+
+def only_tensor_parallel_degree(config: Config, dims: ModelDims) -> str | None:
+    """Return what the check of a config wants where a model were split over two tensor-parallel ranks; None: it may be.
+
+    Args:
+        config: of the run.
+        dims: of its model.
+    """
+    key = "tensor_parallel_degree"
+    try:
+        check_config(replace(config, parallelism=replace(config.parallelism, **{key: 2})), dims, None)
+    except ConfigError as error:
+        found = [problem for report in error.args for problem in report.problems]
+        return next((problem.want for problem in found if problem.where.endswith(key)), None)
+    return None

@@ -14,6 +14,9 @@ from tests.cli.commands.conftest import Call
 from tests.support.needs import slow
 from titanlite.commands import main
 from titanlite.commands.new_choices import fitted_learning_rate
+from titanlite.config.architectures import n_active_parameters
+from titanlite.config.schema import Model
+from titanlite.recipes import load
 
 MACHINES = {
     "1 x 80 GB": (("--gpu", "h100", "--world", "1"), "h100"),
@@ -72,7 +75,7 @@ def test_in_a_terminal_it_asks_until_an_answer_is_one(
     assert asked.count("model, as llama3-8B [llama3-debug]: ") == 2
     assert asked.count("hf:<dataset> [python_stdlib]: ") == 2
     assert asked.count("tokenizer.json [bytes]: ") == 1
-    assert asked.count("20 for each parameter [0]: ") == 2
+    assert asked.count("20 for each parameter that a token uses [0]: ") == 2
     assert "want: a number of tokens from 1 to 1e+18, as 20B, 500M or 1.5e9" in asked
     config = tomli.loads(Path("llama3-debug.toml").read_text())
     assert config["data"]["source"] == text
@@ -182,3 +185,20 @@ def test_the_learning_rate_is_that_of_the_paper() -> None:
     assert fitted_learning_rate(6 * 6.9e9 * 2e12) == 4.3e-4
     assert fitted_learning_rate(6 * 67e9 * 2e12) == 3.2e-4
     assert fitted_learning_rate(1e12) == fitted_learning_rate(1e17)
+
+
+def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: str) -> None:
+    """Compute goes by these, and the rule of 20 is of dense models; no key says so alone."""
+    call("new", "mine.toml", "--model", "mixtral-debug", "--data", text, "--gpu", "h100", "--world", "2")
+    written = " ".join(Path("mine.toml").read_text().replace("#", "").split())
+    config = tomli.loads(Path("mine.toml").read_text())
+    dims = load("model", "mixtral-debug")
+    active = n_active_parameters(Model(name="mixtral"), dims) or 0
+    training = config["training"]
+    tokens = training["steps"] * training["global_batch_size"] * training["seq_len"]
+    assert tokens == pytest.approx(20 * active, rel=0.05)
+    assert "million parameters, of which a token uses " in written
+    assert "20 for each parameter that a token uses, " in written
+    assert "the best use of compute for dense models" in written
+    assert "expert_parallel_degree, which shares experts out over some of these ranks, was not compared" in written
+    assert "nothing else is possible" not in written.partition("[parallelism]")[2].partition("[")[0]
