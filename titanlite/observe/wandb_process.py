@@ -15,8 +15,8 @@ them, `lines` says what has ever been sent as which line. It is only added to, a
     keep 12         a start, which found 12 rows in metrics.jsonl: those after them are lost
 
 wandb is given as little as needed: the config (without its secrets), the receipt and a save-list that was chosen, the
-rows, and the machine's load (each start's over that of former ones). Not the command line, the environment, the git
-remote (which may hold a token), the source or the installed packages.
+rows, at the end a mixture's heat map, and the machine's load (each start's over that of former ones). Not the command
+line, the environment, the git remote (which may hold a token), the source or the installed packages.
 
 A row's numbers have the names that `metric_names.py` gives them. wandb has no number that is none: the keys of those
 that were not finite stand in the row's `_null`, so that the row can be read back as it was.
@@ -25,6 +25,7 @@ that were not finite stand in the row's `_null`, so that the row can be read bac
 import fcntl
 import json
 import os
+import runpy
 import select
 import shutil
 import signal
@@ -32,12 +33,14 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import wandb
 
+_HEAT_MAP = Path(__file__).with_name("heat_map.py")  # run by path, as this is: titanlite is not imported here
 _LOOK_S = 0.5  # how often for new rows, and for files that have changed
 
 
@@ -65,6 +68,7 @@ def main() -> None:
                 run.log({} if sent_at is None else _row(rows.readline(), sent_at, work))
             _remove_older(run, work)
             exit_code = _follow(run, rows, lines, commands, work, say)
+        _show_experts(run, Path(work["folder"], "experts.jsonl"), say)
         doing = "finish"
         run.finish(exit_code=exit_code)
         import wandb
@@ -226,6 +230,22 @@ def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[in
                 shutil.copyfile(Path(work["folder"], name), own / name)
                 run.save(str(own / name), base_path=run.dir, policy="now")
                 sent[name] = mark
+
+
+def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
+    """Give wandb the heat map of a mixture's experts in the run's summary, which takes none of its lines."""
+    if not path.is_file():
+        return
+    import wandb
+
+    try:
+        rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+        with TemporaryDirectory() as folder:
+            if rows:
+                runpy.run_path(str(_HEAT_MAP))["draw_heat_map"]({run.name: rows}, Path(folder, "experts.png"))
+                run.summary["experts/heat_map"] = wandb.Image(str(Path(folder, "experts.png")))
+    except Exception as error:  # no reason not to finish
+        say(failed=["draw the experts", _first_line(error)])
 
 
 def _as_it_is_now(rows: IO[bytes], path: Path) -> IO[bytes]:

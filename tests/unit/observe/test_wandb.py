@@ -1,6 +1,7 @@
 """Real wandb, offline: no network, no login. What would be sent is read back from its files."""
 
 import contextlib
+import json
 import os
 import re
 import struct
@@ -59,8 +60,12 @@ def train(folder, mode, first, last, end=FINISH, code=0, **env):
     return done.stdout
 
 
+def items_of(given):
+    return {item.key or "/".join(item.nested_key): item.value_json for item in given}
+
+
 def items(history):
-    return {item.key or "/".join(item.nested_key): item.value_json for item in history.item}
+    return items_of(history.item)
 
 
 def produced(folder):
@@ -74,6 +79,7 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
         subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, capture_output=True)
     assert train(folder, "offline", 1, 6, **SECRETS) == ""
     run_id, between = (folder / "wandb/run_id").read_text().strip(), time.time()
+    (folder / "experts.jsonl").write_text('{"step": 7, "tokens": 7000, "experts": {"layers.0": [3, 1]}}\n')
     assert train(folder, "offline", 4, 7, **SECRETS) == ""  # resumed from step 3
     assert (folder / "wandb/run_id").read_text().strip() == run_id
 
@@ -97,6 +103,11 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
     assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7]
     times = [float(row["_timestamp"]) for row in rows]
     assert times[2] < between < times[3]  # a row that is sent again keeps its time
+
+    summary = {key: value for r in seen if r.HasField("summary") for key, value in items_of(r.summary.update).items()}
+    heat_map = json.loads(summary["experts/heat_map"])
+    assert (heat_map["_type"], heat_map["format"]) == ("image-file", "png")
+    assert (file.parent / "files" / heat_map["path"]).stat().st_size == heat_map["size"] > 0
 
     for path in produced(folder):
         for secret in (*SECRETS.values(), "argvsecret", "remotesecret"):
