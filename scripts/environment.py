@@ -112,7 +112,11 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
         say(f"installing titanlite and what it needs into {VENV}; {download} to download")
     else:
         say(f"adding to {VENV}: {', '.join(lacks)}")
-    clear = ["--clear"] if EVERYTHING in lacks else []
+    made_by = os.path.realpath(PYTHON) if PYTHON.exists() else ""
+    is_anothers = NO_PIP in lacks and made_by != os.path.realpath(sys.executable)
+    if made_by and is_anothers:  # which could not add pip to it
+        say(f"    {made_by} has made it, another Python than {sys.executable}: it is made anew")
+    clear = ["--clear"] if EVERYTHING in lacks or is_anothers else []
     # PyPI's torch for Linux brings CUDA, gigabytes of it. torch's own index has builds without; if it cannot be
     # reached, PyPI's is taken, so one short attempt is enough.
     index = ["--retries", "1", "--timeout", "15", "--extra-index-url", "https://download.pytorch.org/whl/cpu"]
@@ -127,6 +131,8 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
         ),
         "compile what was installed": lambda: subprocess.run(compile_all, stdout=sys.stderr, close_fds=False),
     }
+    if not {EVERYTHING, NO_PIP} & {*lacks}:  # whichever Python has made it, its own pip completes it
+        del steps["make the environment"]
     if sys.platform != "linux" or has_gpu:
         del steps["install torch without CUDA"]
     VENV.mkdir(exist_ok=True)

@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 # What pip 23 and pip 25 say, but for the packages, and the time that unpacking takes.
 STAND_IN = """
 import os, sys, time
+open(__file__ + ".calls", "a").write(" ".join(sys.argv[1:]) + "\\n")
 if "-e" in sys.argv:
     print("Collecting torch<2.15,>=2.11", flush=True)
     print("  Downloading https://host/whl/cpu/torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl (190.1 MB)", flush=True)
@@ -76,3 +77,30 @@ def test_an_installation_that_fails_ends_there_and_is_made_anew(
     said = capfd.readouterr().err
     assert "adding to" in said
     assert "compile" not in said
+
+
+def calls(environment: ModuleType) -> list[str]:
+    return Path(f"{environment.PYTHON}.calls").read_text().splitlines()
+
+
+def test_what_another_python_has_made_is_completed_by_its_own_pip(environment: ModuleType) -> None:
+    """Making it again would have one Python run another's ensurepip, which ends there."""
+    environment.install(["dev"], ["ruff"])
+    assert not any(call.startswith("-m venv") for call in calls(environment))
+    assert any("-m pip install" in call and "[dev]" in call for call in calls(environment))
+
+
+@pytest.mark.parametrize("is_anothers", [True, False])
+def test_what_has_no_pip_is_made_anew_where_another_python_has_made_it(
+    is_anothers: bool, environment: ModuleType, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = environment.PYTHON
+    if is_anothers:
+        other = own.with_name("other")
+        other.write_text(own.read_text())
+        other.chmod(0o755)
+        monkeypatch.setattr(environment, "PYTHON", other)
+    environment.install([], [environment.NO_PIP])
+    monkeypatch.setattr(environment, "PYTHON", own)
+    assert ("-m venv --clear " in calls(environment)[0]) == is_anothers
+    assert (f"{own.with_name('other')} has made it, another Python than " in capfd.readouterr().err) == is_anothers
