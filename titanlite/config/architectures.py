@@ -32,6 +32,7 @@ class Architecture:
         projections: matrices of a feed-forward.
         last_norm: vectors of the norm behind the blocks.
         module: the file, if several architectures share it.
+        splits: whether tensor parallelism has a layout for it: what it computes of heads is of each by itself.
     """
 
     class_name: str
@@ -41,6 +42,7 @@ class Architecture:
     projections: int = 3
     last_norm: int = 1
     module: str = ""
+    splits: bool = True
 
 
 ARCHITECTURES = {
@@ -75,6 +77,7 @@ ARCHITECTURES = {
         (),
         lambda dims, qkv: 2 * dims.dim + qkv - dims.n_kv_heads * dims.head_width,  # values are not normalised
         module="moe",
+        splits=False,
     ),
     "mixtral": Architecture("Mixtral", ("rope_theta", "experts"), (), lambda dims, _: 2 * dims.dim, module="moe"),
 }

@@ -2,6 +2,7 @@
 
 import math
 
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelDims
@@ -54,12 +55,15 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
             f"model.ffn_dim / 128 = {model.ffn_dim // 128}": model.ffn_dim // 128,
             f"model.vocab_size = {model.vocab_size}": model.vocab_size,
         }
+        if (of := model.experts) is not None and of.shared:
+            blocks = of.shared * of.ffn_dim // 128
+            split[f"experts.shared × experts.ffn_dim / 128 = {blocks}"] = blocks
     split[f"seq_len × local_batch_size = {tokens}"] = tokens
     if world is not None and not any_number:
         split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
     bad = [name for name, size in split.items() if size % tensor]
-    if tensor > 1 and model is not None and model.experts is not None:
-        want = "1: a mixture of experts has no tensor-parallel layout"
+    if tensor > 1 and not config.model.file and not ARCHITECTURES[config.model.name].splits:
+        want = f"1: {config.model.name} normalises all heads of a token together"
         problems.add(section + "tensor_parallel_degree", str(tensor), want, "tensor_parallel_degree = 1")
     elif bad:
         degrees = _divisors(math.gcd(*split.values()))
@@ -75,28 +79,27 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
 
 
 def check_expert_parallel(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
-    """Check that experts can be shared out over some of the ranks that shard each parameter."""
+    """Check that experts can be shared out over some of the ranks of a replica."""
     p, name = config.parallelism, "expert_parallel_degree"
-    ep, shards = p.expert_parallel_degree, p.data_parallel_shard_degree
-    others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+    ep, shards, tensor = p.expert_parallel_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
+    others = p.data_parallel_replicate_degree * tensor
     if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
         shards = world // others
-    experts = model and model.experts
-    if ep == 1 or (experts is not None and p.tensor_parallel_degree > 1):  # `check_mesh` refuses the latter
+    experts, ranks = model and model.experts, max(shards, 0) * tensor
+    if ep == 1:
         return
     if model is not None and experts is None and config.model.file:
         want = f"1: the recipe of {config.model.file} has no table [experts]"
         fix = f"{name} = 1; or that table, if the file has a MixtureOfExperts"
     elif model is not None and experts is None:
         want, fix = f"1: {config.model.name} has no experts", f"{name} = 1"
-    elif p.tensor_parallel_degree > 1:
-        want, fix = "1 with parallelism.tensor_parallel_degree", f"{name} = 1"
     elif experts is not None and experts.n_experts % ep:
         want = f"a divisor of experts.n_experts = {experts.n_experts}"
-        fix = _pick(name, ep, _divisors(math.gcd(experts.n_experts, max(shards, 0))))
-    elif shards > 0 and shards % ep:
-        want = f"a divisor of the ranks that shard each parameter, {shards}"
-        fix = _pick(name, ep, _divisors(math.gcd(shards, experts.n_experts if experts else 0)))
+        fix = _pick(name, ep, _divisors(math.gcd(experts.n_experts, ranks)))
+    elif ranks % ep:
+        product = f" × tensor = {shards} × {tensor} = {ranks}" if tensor > 1 else f", {shards}"
+        want = f"a divisor of the ranks that shard each parameter{product}"
+        fix = _pick(name, ep, _divisors(math.gcd(ranks, experts.n_experts if experts else 0)))
     else:
         return
     problems.add(f"parallelism.{name}", str(ep), want, fix)

@@ -87,6 +87,8 @@ def rank_model(
         split_layers(made, _plans[config.model, dims], _group(t), mesh.async_tensor_parallel, _part(t))
     if mesh.expert_parallel_degree > 1:
         _share_experts(made, mesh.expert_parallel_degree)
+    elif t > 1 and dims.experts is not None:
+        experts_to_share(made, 1)
     if float8 is None:
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from titanlite.config.documents import masks_documents
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Parallelism
 from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.rank_model import rank_model
@@ -122,6 +122,15 @@ def traced_run(
     return _runs[key]
 
 
+def _unpredicted(mesh: Parallelism, dims: ModelDims) -> Problem | None:
+    """Name tensor parallelism of a model with experts, which lie on other ranks than all else: it is not predicted."""
+    if mesh.tensor_parallel_degree == 1 or dims.experts is None:
+        return None
+    want = "1 where a model has experts, of which memory, time and collectives are predicted"
+    key = "tensor_parallel_degree"
+    return Problem(f"parallelism.{key}", str(mesh.tensor_parallel_degree), want, f"{key} = 1")
+
+
 def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module) -> TracedRun:
     training = config.training
     dtype, tokens = getattr(torch, training.mixed_precision_param), training.local_batch_size * training.seq_len
@@ -135,7 +144,9 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     traces, why = dict[str, TracedBlock](), None
     try:
         starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
-        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, ranks)
+        why = _unpredicted(config.parallelism, dims)
+        if why is None:
+            traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, ranks)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own

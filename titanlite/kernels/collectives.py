@@ -79,6 +79,19 @@ def maximum(x: Tensor, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.all_reduce(x, "max", group.name))
 
 
+def total(x: Tensor, group: Group) -> Tensor:
+    """Sum the ranks' numbers, element by element, without a gradient.
+
+    Args:
+        x: any shape, equal on all ranks.
+        group: the ranks.
+
+    Returns:
+        As `x`.
+    """
+    return _ops.wait_tensor(_ops.all_reduce(x, "sum", group.name))
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, *group: str | int) -> Tensor:

@@ -15,27 +15,43 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titanlite.kernels.collectives import Group, total
 from titanlite.kernels.operators import operator
 
 
-def balance_loss(logits: Tensor, choices: Tensor) -> Tensor:
+def balance_loss(logits: Tensor, choices: Tensor, group: Group | None = None) -> Tensor:
     """Return E · Σ f·p, K where experts are used alike: f the share of tokens that chose an expert, p its mean
     probability. So `transformers` has it.
 
     Args:
         logits: [M, E] float32.
         choices: [M, K] int32; they have no gradient.
+        group: the ranks that have equally many of a micro-batch's tokens each, or None: these are all.
 
     Returns:
-        [] in `logits.dtype`.
+        [] in `logits.dtype`: this rank's term, and with the gradient of its tokens. f is that of all tokens, and has
+        none; p is a mean, so that the ranks' terms add up to the loss.
     """
-    share = count_choices(choices, logits.shape[1]).to(logits.dtype) / len(choices)
-    return logits.shape[1] * (share * logits.softmax(1).mean(0)).sum()
+    counts = count_choices(choices, logits.shape[1])
+    if group is not None:
+        counts = total(counts, group) / group.size
+    share = counts.to(logits.dtype) / len(choices)
+    loss = logits.shape[1] * (share * logits.softmax(1).mean(0)).sum()
+    return loss if group is None else loss / group.size
 
 
-def z_loss(logits: Tensor) -> Tensor:
-    """Return the mean square of what a softmax divides by, as a logarithm; logits [M, E] → []."""
-    return logits.logsumexp(1).square().mean()
+def z_loss(logits: Tensor, group: Group | None = None) -> Tensor:
+    """Return the mean square of what a softmax divides by, as a logarithm.
+
+    Args:
+        logits: [M, E] float32.
+        group: as of `balance_loss`.
+
+    Returns:
+        [] in `logits.dtype`: this rank's term.
+    """
+    loss = logits.logsumexp(1).square().mean()
+    return loss if group is None else loss / group.size
 
 
 def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import Experts, experts
 from titanlite.kernels.router_losses import balance_loss, count_routing, with_loss, z_loss
 from titanlite.kernels.routing import route, router_logits
@@ -82,6 +83,7 @@ class MixtureOfExperts(nn.Module):
         counts: [E] int64, tokens of each expert in training since the start, of this rank.
         sums: [3], as `count_routing` adds them up.
         compute: the experts' arithmetic; a float8 recipe replaces it.
+        group: the ranks that have equally many of a micro-batch's tokens each; None: this one has them all.
         n_layers: mixtures of the model, over which losses of routers are means; `build_model` counts them.
     """
 
@@ -93,6 +95,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, dims: ModelDims, std: float, residual_std: float) -> None:
         super().__init__()
         self.compute: Experts = experts
+        self.group: Group | None = None
         of = dims.experts
         if of is None:
             raise ValueError("MixtureOfExperts: dims.experts is None; want a recipe with a table [experts]")
@@ -124,7 +127,7 @@ class MixtureOfExperts(nn.Module):
 
     def _trained(self, weights: Tensor, choices: Tensor, logits: Tensor) -> Tensor:
         """Return the weights, whose gradient brings those of the router's own losses, and count."""
-        losses = torch.stack((balance_loss(logits, choices), z_loss(logits)))
+        losses = torch.stack((balance_loss(logits, choices, self.group), z_loss(logits, self.group)))
         count_routing(choices, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
         if not self.of.trains_by_loss:
             return weights

@@ -88,11 +88,21 @@ class Mixtral(llama3.Llama3):
     """The whole model: Llama's with these blocks.
 
     Attributes:
-        sharding: of a tensor-parallel layout there is none yet; `config/check_mesh.py` refuses it.
+        sharding: as Llama's. Experts are not split: each rank sends its own tokens to them.
     """
 
     block: ClassVar[type[nn.Module]] = MixtralBlock
-    sharding: ClassVar[Mapping[str, str]] = {}
+    sharding: Mapping[str, str] = {
+        "tok_embeddings.weight": "tp:0",
+        "@tok_embeddings": "tp:0",
+        "layers.*.attention.wqkv.weight": "tp:0",
+        "output.weight": "tp:0",
+    }
+
+    def __init__(self, dims: ModelDims, seq_len: int) -> None:
+        super().__init__(dims, seq_len)
+        if dims.experts is not None and dims.experts.shared:
+            self.sharding = {**self.sharding, "layers.*.experts.shared.w13.weight": "tp:0"}
 
     def fill_buffers(self) -> None:
         """Compute the rotary table and set the experts' buffers; call once the model is off the meta device."""

@@ -1,6 +1,7 @@
 """Expert parallelism: each rank of a group has some of the experts of every layer, whole, and gets all tokens for them.
 
-A group is a run of neighbours among the ranks that shard each parameter. The weights of experts are DTensors over it,
+A group is a run of neighbours among the ranks that shard each parameter, with those of tensor-parallel groups, which
+have tokens of their own here. The weights of experts are DTensors over it,
 by rows, which are in order of the experts; FSDP splits what a rank has over the ranks of other groups, as units of
 their own (`fsdp.py`). All else of the model is sharded as it is without: over all ranks.
 """
@@ -26,8 +27,8 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
         degree: ranks that share the experts of each out.
 
     Raises:
-        ShardingError: there is none, a layer has a number of experts that the ranks do not divide, or computes in a way
-            of its own.
+        ShardingError: there is none to share out, a layer has a number of experts that the ranks do not divide, or
+            computes in a way of its own.
     """
     fix = "expert_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
@@ -41,7 +42,7 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
         for name, layer in layers.items()
         if layer.compute is not experts or type(layer).forward is not MixtureOfExperts.forward
     ]
-    if not layers:
+    if not layers and degree > 1:
         wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]
     if wrong:
         raise ShardingError(describe("expert parallelism", wrong))
@@ -63,10 +64,14 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
         ShardingError: the model has no experts, or a layer has a number of them that the ranks do not divide.
     """
     group = mesh.expert_group
-    assert mesh.experts is not None and group is not None  # noqa: S101, PT018
-    layers = experts_to_share(model, group.size)
+    assert mesh.experts is not None  # noqa: S101
+    layers = experts_to_share(model, group.size if group else 1)
+    if group is None:
+        own = {"layers": len(layers), "tokens": "each rank's own", "weights": "split over all ranks of a replica"}
+        return Entry("expert_parallel", 1, own, count=len(layers), key=KEY)
+    compute = ParallelExperts(group)
     for layer in layers.values():
-        layer.compute = ParallelExperts(group)
+        layer.compute = compute
         for projection in (layer.w13, layer.w2):
             part = distribute_tensor(projection.weight.data, mesh.experts["ep"], [Shard(0)])
             projection.weight = nn.Parameter(part)

@@ -6,9 +6,10 @@ Three axes, always all three, a degree of one included, so that there is one cod
     dp_shard       FSDP: parameters, gradients and optimizer state are split over it
     tp             each layer is split over it; innermost, so that its ranks are neighbours on one host
 
-The weights of experts that are shared out over ranks have a mesh of the same processes of their own:
+The weights of experts that are shared out over ranks have a mesh of the same processes of their own. Ranks of a
+tensor-parallel group have other tokens each, and are further ranks to it:
 
-    dp_replicate, dp_shard / ep, ep
+    dp_replicate, dp_shard · tp / ep, ep
 """
 
 from dataclasses import dataclass
@@ -34,12 +35,12 @@ class Mesh:
     dp_rank: int
     tp_size: int
     replicas: int
-    experts: DeviceMesh | None = None  # 3-D; None: no rank has only some of the experts
+    experts: DeviceMesh | None = None  # 3-D; None: there are none, or FSDP splits them as all else
 
     @property
     def expert_group(self) -> Group | None:
         """The ranks that the experts of a layer are shared out over, or None if each has all."""
-        if self.experts is None:
+        if self.experts is None or self.experts["ep"].size() == 1:
             return None
         ep = self.experts["ep"]
         return Group(ep.get_group().group_name, ep.size(), ep.get_local_rank())
@@ -78,12 +79,13 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
     return Entry("parallelism", requested, layout, count=mesh.dp_size * mesh.tp_size)
 
 
-def build_mesh(config: Parallelism, device: torch.device) -> Mesh:
+def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = False) -> Mesh:
     """Arrange all processes of the job.
 
     Args:
         config: degrees, already checked against the number of processes.
         device: this process's device.
+        has_experts: whether the model has mixtures of experts.
 
     Returns:
         The mesh; the default process group must exist.
@@ -93,9 +95,9 @@ def build_mesh(config: Parallelism, device: torch.device) -> Mesh:
     names = ("dp_replicate", "dp_shard", "tp")
     mesh = init_device_mesh(device.type, (replicas, shards, tp), mesh_dim_names=names)
     experts, ep = None, config.expert_parallel_degree
-    if ep > 1:
+    if ep > 1 or (has_experts and tp > 1):
         names = ("dp_replicate", "dp_shard", "ep")
-        experts = init_device_mesh(device.type, (replicas, shards // ep, ep), mesh_dim_names=names)
+        experts = init_device_mesh(device.type, (replicas, shards * tp // ep, ep), mesh_dim_names=names)
     replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
     return Mesh(
         device=device,

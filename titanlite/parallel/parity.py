@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.compiler import set_stance
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,7 +93,7 @@ def _compare(
         comparison = BoundaryComparison(whole.record, mesh)
         values = {}
         for name, parameter in parts.named_parameters():
-            shape = parameter.to_local().shape  # type: ignore[attr-defined]
+            shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
             values[parameter] = comparison.part(whole.parameters[name].detach(), shape)
         split = _materialise(parts, values, mesh.device)
         _compute_split(split, blocks, whole, comparison, inspect.getfile(type(model)))

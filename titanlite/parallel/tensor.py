@@ -7,9 +7,10 @@ Tokens are split over the ranks between the matmuls (sequence parallelism) and h
     residual stream, norms        [M/tp, D]
     wqkv, w13, output   gather →  [M, D] @ [N/tp, D].T            column-parallel
     wo, w2                        [M, K/tp] @ [D, K/tp].T → scatter   row-parallel
+    router, experts               [M/tp, D], its weights as `expert.py` shares them out
 
 A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum
-(`replicated_gradients.py`); so is that of a bias that is added to scattered tokens.
+(`replicated_gradients.py`); so are a router's, and that of a bias that is added to scattered tokens.
 
 Nothing is ever computed on a DTensor inside a block: its implicit redistributions are what makes a step slow unseen.
 """
@@ -31,6 +32,8 @@ from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import FusedLinear, FusedMatmul, linear
 from titanlite.kernels.lowering import lowered
+from titanlite.kernels.routing import router_logits
+from titanlite.models.experts import MixtureOfExperts, Router
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
 from titanlite.receipt import Entry, Skipped
 
@@ -158,6 +161,14 @@ class ReplicatedLinear(Linear):
         return add_bias(linear(x, _rank_part(self.weight), matmul=self.matmul), _rank_part(self.bias))
 
 
+class SequenceParallelRouter(Router):
+    """A `Router` over this rank's tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[M/tp, D] → [M/tp, E] float32."""
+        return router_logits(x, _rank_part(self.weight))
+
+
 def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
     """The layer that does what the plan says, or None."""
     if "forward" in vars(module):  # of the object alone; it would run in place of the layer's
@@ -165,6 +176,8 @@ def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
     wanted = plan.gathers, plan.scatters, plan.takes_rows
     if type(module) is RMSNorm:  # not a class of the user's that is derived from it: it computes something else
         layers: dict[tuple[bool, bool, bool], type[nn.Module]] = {(False, False, False): SequenceParallelRMSNorm}
+    elif type(module) is Router:
+        layers = {(False, False, False): SequenceParallelRouter}
     elif type(module) is LayerNorm:
         layers = {(False, False, False): SequenceParallelLayerNorm}
     elif type(module) is Embedding:
@@ -228,9 +241,13 @@ def split_layers(
         ShardingError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so.
     """
     placed: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    of_experts = {part for mixture in mixtures for part in (mixture.w13, mixture.w2)}  # of which others know
+    for mixture in mixtures:
+        mixture.group = group
     for name, module in model.named_modules():
         parameters = {own: p for own, p in module._parameters.items() if p is not None}
-        if not parameters:
+        if not parameters or module in of_experts:
             continue
         layer = plan.get(name)
         parallel = layer and _layer_class(module, layer)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from titanlite.errors import Problem, ShardingError, TitanliteError, describe
 from titanlite.models.mistakes import mistake
+from titanlite.sharding.mixtures import mixtures_as_operators
 
 aten = torch.ops.aten
 
@@ -85,7 +86,10 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
         ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
     """
     said = io.StringIO()  # of an exception torch prints the whole graph so far
-    with _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said):
+    planned = _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said), mixtures_as_operators(model)
+    with contextlib.ExitStack() as stack:
+        for each in planned:
+            stack.enter_context(each)
         try:
             program = torch.export.export(model, tuple(inputs), strict=False)
         except TitanliteError:

@@ -38,7 +38,7 @@ from titanlite.forecast.memory import Memory, MemoryModel
 from titanlite.forecast.rank_model import sharding_plan
 from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
-from titanlite.models.experts import GroupedProjection
+from titanlite.models.experts import GroupedProjection, MixtureOfExperts
 from titanlite.models.find import build_model
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
@@ -129,12 +129,13 @@ def build(
     if config.training.deterministic:  # saying no, too, would load the compiler
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
-    receipt, mesh = Receipt(), build_mesh(config.parallelism, device)
+    largest = largest_stage(config)  # on which depends what has room
+    model = build_model(config.model, dims, longest_seq_len(config))
+    has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
+    receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts)
     receipt.add(Entry("environment", None, _environment(device), count=1))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
 
-    largest = largest_stage(config)  # on which depends what has room
-    model = build_model(config.model, dims, longest_seq_len(config))
     if mesh.tp_group is not None:
         plan = sharding_plan(largest, dims).layers
         if config.model.file:
@@ -145,7 +146,7 @@ def build(
         if is_asynchronous:
             receipt.add_later(partial(fused_layers_entry, model, device))
     if mesh.experts is not None:
-        tokens = largest.training.local_batch_size * largest.training.seq_len
+        tokens = largest.training.local_batch_size * largest.training.seq_len // mesh.tp_size
         receipt.add(apply_expert_parallel(model, mesh, tokens))
     warnings = _apply_float8(model, config, float8, mesh, receipt) if float8 is not None else ()
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None

@@ -370,7 +370,7 @@ def test_layers_of_a_block_are_known_without_torch() -> None:
         assert {product_names(block) for block in made.layers} == {layers_of_block(model, dims)}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("case", DENSE)
+@pytest.mark.parametrize("case", [*DENSE, "qwen3_moe", "mixtral"])
 def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) -> None:
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])

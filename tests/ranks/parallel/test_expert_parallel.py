@@ -77,7 +77,7 @@ from torch import nn
 
 from titanlite.models import moe
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.layers import RMSNorm
+from titanlite.models.layers import Sequences
 
 
 class Twice(moe.Qwen3MoEBlock):
@@ -103,22 +103,21 @@ class Mine(moe.Qwen3MoE):
     def __init__(self, dims, seq_len):
         super().__init__(dims, seq_len)
         self.layers = nn.ModuleList(kind(dims) for kind in (Twice, Dense, moe.Qwen3MoEBlock))
-        self.norm = Last(dims)
+        self.between = MixtureOfExperts(dims, 0.02, 0.01)
+
+    def forward(self, tokens, sequences=None):
+        sequences = sequences or Sequences(self.seq_len)
+        cos, sin = (sequences.begin(table) for table in (self.cos, self.sin))
+        x = self.tok_embeddings(tokens)
+        for block in self.layers:
+            x = block(x, cos, sin, sequences)
+        return self.output(self.norm(x + self.between(x)))
 
     def fill_buffers(self):
         super(moe.Mixtral, self).fill_buffers()
         for module in self.modules():
             if isinstance(module, MixtureOfExperts):
                 module.fill_buffers()
-
-
-class Last(RMSNorm):
-    def __init__(self, dims):
-        super().__init__(dims.dim, dims.norm_eps)
-        self.between = MixtureOfExperts(dims, 0.02, 0.01)
-
-    def forward(self, x):
-        return super().forward(x + self.between(x))
 """
 
 

@@ -207,9 +207,9 @@ def test_impossible_combinations(values: dict[str, object], world: int | None, p
             ["a divisor of the ranks that shard each parameter, 2\n", "= 2 (or 1)"],
         ),
         (
-            {"expert_parallel_degree": 2, "tensor_parallel_degree": 2},
+            {"expert_parallel_degree": 8, "tensor_parallel_degree": 2},
             4,
-            ["tensor_parallel_degree = 2", "1: a mixture of experts has no tensor-parallel layout"],
+            ["a divisor of the ranks that shard each parameter × tensor = 2 × 2 = 4\n", "= 4 (or 2)"],
         ),
     ],
 )
@@ -221,7 +221,22 @@ def test_experts_that_ranks_cannot_share_out(values: dict[str, object], world: i
         assert part in said
 
 
+def test_mixtures_that_tensor_parallelism_cannot_split() -> None:
+    dims, config = load("model", "qwen3_moe-debug"), changed(Config(), parallelism__tensor_parallel_degree=2)
+    said = message(changed(config, model__name="olmoe"), load("model", "olmoe-debug"), 2)
+    assert "1: olmoe normalises all heads of a token together" in said
+    assert dims.experts is not None
+    shared = replace(dims, experts=replace(dims.experts, shared=3))
+    assert "a divisor of experts.shared × experts.ffn_dim / 128 = 3\n" in message(config, shared, 2)
+    said = message(changed(config, float8__recipe="rowwise"), dims, 2)
+    assert '"none" where parallelism.tensor_parallel_degree > 1 and a model has experts' in said
+    auto = changed(config, activation_checkpoint__recipe="auto", activation_checkpoint__budget_gib=60.0)
+    assert "the name of a save-list where parallelism.tensor_parallel_degree > 1" in message(auto, dims, 2)
+
+
 def test_experts_that_ranks_share_out() -> None:
+    config = changed(Config(), parallelism__expert_parallel_degree=4, parallelism__tensor_parallel_degree=4)
+    check_config(config, load("model", "qwen3_moe-debug"), 4)
     config = changed(Config(), parallelism__expert_parallel_degree=4, parallelism__data_parallel_replicate_degree=2)
     for world in (None, 8, 16):
         check_config(config, load("model", "qwen3_moe-debug"), world)

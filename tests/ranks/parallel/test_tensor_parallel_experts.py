@@ -1,0 +1,175 @@
+"""A mixture of experts under tensor parallelism: each rank sends its own tokens to experts, whatever ranks have those.
+
+FSDP over as many data-parallel ranks is the truth: the same micro-batches, of which the balance loss is. Losses of all
+steps and gradients of the first are within 1e-6, for which `tests/ranks/training/test_layouts.py` has the reason; norms
+of later steps within 1e-5, as the first update of Adam has the sign of a gradient however small that is.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.parallel.test_expert_parallel import OWN, off_by
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from tests.support.short_run import Trained, assemble, checked, take_steps, train, whole
+from titanlite.checkpoint import store
+from titanlite.models import moe
+from titanlite.models.experts import MixtureOfExperts
+from titanlite.training import step
+from titanlite.training.build import Run
+from titanlite.training.state import tensors_of
+
+RECIPE = """extends = "qwen3_moe-debug"
+[experts]
+shared = 4
+score = "sigmoid"
+balance_loss = 0.5
+z_loss = 0.05
+balance_bias = 0.01
+"""
+TP, EP = (f"--parallelism.{key}_parallel_degree=" for key in ("tensor", "expert"))
+HSDP = "--parallelism.data_parallel_replicate_degree="
+BATCH = "--training.local_batch_size=2"
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """Of a small mixture with everything that a recipe can ask for, and micro-batches of two sequences."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "qwen3_moe-all.toml").write_text(RECIPE)
+    own = ["--model.name=qwen3_moe", "--model.flavor=all", f"--job.recipe_dirs={tmp_path}"]
+    return [*own, "--optimizer.lr=3e-4", BATCH]
+
+
+def assert_alike(got: Trained, truth: Trained) -> None:
+    assert truth.gradients.keys() == got.gradients.keys() == got.weights.keys()
+    assert all(torch.equal(got.weights[name], weight) for name, weight in truth.weights.items())
+    errors = off_by(got, truth)
+    print({name: f"{error:.1e}" for name, error in sorted(errors.items(), key=lambda item: -item[1])[:4]})
+    wrong = {name: error for name, error in errors.items() if not error <= (1e-5 if name == "norm" else 1e-6)}
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "steps"),
+    [
+        (2, [f"{TP}2", f"{EP}2"], 2),
+        *slow((2, [f"{TP}2"], 10), (4, [f"{TP}2"], 10), (4, [f"{TP}2", f"{EP}2"], 10), (4, [f"{TP}2", f"{EP}4"], 10)),
+        *slow((4, [f"{TP}4", f"{EP}2"], 10), (4, [f"{TP}2", f"{EP}2", f"{HSDP}2"], 10)),
+        *slow((2, [f"{TP}2", f"{EP}2", "--parallelism.async_tensor_parallel"], 3)),
+        *slow((2, [f"{TP}2", f"{EP}2", "--compile.enable"], 3)),
+    ],
+)
+def test_it_trains_as_fsdp_alone(world: int, layout: list[str], steps: int, flags: list[str], tmp_path: Path) -> None:
+    """And every router's bias, and what is told of routing, is the same."""
+    seen: dict[str, torch.Tensor] = {}
+    noted = {}
+
+    def note(run: Run) -> None:
+        assert run.routers is not None
+        balance, routers = run.routers.balance, run.routers
+
+        def noting(skip: torch.Tensor) -> None:
+            balance(skip)
+            rows = torch.cat((routers.seen(), *(bias.flatten() for bias in routers.state().values())))
+            if dist.get_rank() == 0:
+                torch.save(rows, tmp_path / "seen.pt")
+
+        run.routers.balance = noting  # type: ignore[method-assign]
+
+    for name, ranks, more in (("truth", 2 if world == 4 and f"{TP}4" not in layout else 1, []), ("got", world, layout)):
+        noted[name] = train(tmp_path, ranks, [*flags, *more], steps=steps, change=note, timeout_s=300)
+        seen[name] = torch.load(tmp_path / "seen.pt")
+    assert_alike(noted["got"], noted["truth"])
+    torch.testing.assert_close(seen["got"], seen["truth"], rtol=1e-5, atol=1e-7)
+
+
+def own_balance(run: Run) -> None:
+    for module in run.model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.group = None
+
+
+def router_not_summed(run: Run) -> None:
+    routers = {id(m.router.weight) for m in run.model.modules() if isinstance(m, MixtureOfExperts)}
+    reduce = step.reduce_replicated_gradients
+    step.reduce_replicated_gradients = lambda parameters, group: reduce(  # type: ignore[assignment]
+        [p for p in parameters if id(p) not in routers], group
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seen"),
+    [
+        (own_balance, "layers.1.experts.router.weight"),
+        (router_not_summed, "layers.1.experts.router.weight"),
+    ],
+)
+def test_a_fault_is_seen(fault: Callable[[Run], None], seen: str, flags: list[str], tmp_path: Path) -> None:
+    truth = train(tmp_path, 1, flags, steps=1)
+    assert off_by(train(tmp_path, 2, [*flags, f"{TP}2"], steps=1, change=fault), truth)[seen] > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_list", ["full", "balanced", "matmuls"])
+def test_a_save_list_changes_no_bit(save_list: str, flags: list[str], tmp_path: Path) -> None:
+    flags = [*flags, f"{TP}2", f"{EP}2"]
+    truth = train(tmp_path, 2, flags, steps=3)
+    got = train(tmp_path, 2, [*flags, f"--activation_checkpoint.recipe={save_list}"], steps=3)
+    assert max(off_by(got, truth).values()) == 0
+
+
+@pytest.mark.slow
+def test_mixtral_trains_alike(tmp_path: Path) -> None:
+    flags = ["--model.name=mixtral", "--optimizer.lr=3e-4", BATCH]
+    assert_alike(train(tmp_path, 4, [*flags, f"{TP}2", f"{EP}2"], steps=3), train(tmp_path, 2, flags, steps=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [[f"{TP}2", f"{EP}2"], [f"{TP}2"]])
+def test_a_model_file_trains_alike(layout: list[str], tmp_path: Path) -> None:
+    """Each part of it is compared with the whole before the first step, too."""
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine-odd.toml").write_text(RECIPE.replace("shared = 4\n", ""))
+    flags = [f"--model.file={tmp_path / 'mine.py'}", "--model.flavor=odd", f"--job.recipe_dirs={tmp_path}"]
+    flags += ["--optimizer.lr=3e-4", BATCH]
+    assert_alike(train(tmp_path, 4, [*flags, *layout], steps=3), train(tmp_path, 2, flags, steps=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [([f"{TP}2", f"{EP}2"], []), ([f"{EP}2"], [f"{TP}2"]), ([f"{TP}2"], [f"{TP}4", f"{EP}2"])],
+)
+def test_a_checkpoint_loads_under_another_layout(
+    before: list[str], after: list[str], flags: list[str], tmp_path: Path
+) -> None:
+    one = "--training.local_batch_size=1"
+    asked = [checked(tmp_path, 4, [*flags, one, *layout]) for layout in (before, after)]
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+
+    def body() -> None:
+        first, second = map(assemble, asked)
+        take_steps(first, 2)
+        store.write(folder, tensors_of(first))
+        store.read(folder, tensors_of(second))
+        theirs, ours = tensors_of(first), tensors_of(second)
+        assert theirs.keys() == ours.keys()
+        names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+        assert any("exp_avg" in name and whole(theirs[name]).any() for name in names)
+        different = [name for name in names if not torch.equal(whole(theirs[name]), whole(ours[name]))]
+        assert not different, different
+        dist.barrier()
+
+    run_ranks(body, tmp_path, 4)
+
+
+def test_the_layout_is_that_of_llama() -> None:
+    assert moe.Mixtral.sharding == {k: v for k, v in moe.llama3.Llama3.sharding.items() if "feed_forward" not in k}
