@@ -125,6 +125,7 @@ def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     assert [p.stem for p in CONFIGS] == [
         "debug",
         *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b")),
+        "qwen3_moe_30b_a3b",
         "qwen3_moe_debug",
     ]
 
