@@ -4,14 +4,17 @@ Launches are turned into compilations, and a channel of ordinary CPU memory stan
 """
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import triton
+from packaging.version import Version
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -19,6 +22,8 @@ from titanlite.kernels.device import all_gather_matmul, matmul_reduce_scatter, n
 from titanlite.kernels.device import launch as launch_module
 from titanlite.kernels.device.channel import COUNTERS
 
+SHARED_MEMORY = 232448  # bytes that a thread block may have on sm_90
+IS_3_8 = Version(triton.__version__) >= Version("3.8")
 TARGET = GPUTarget("cuda", 90, 32)
 
 
@@ -99,3 +104,25 @@ def accesses(kernel: triton.compiler.CompiledKernel) -> Counter[tuple[str, int]]
     """How often a kernel's code loads ("ld") and stores ("st") so many words of 32 bits of global memory at once."""
     found = re.findall(r"\b(ld|st)\.global(?:\.v([24]))?\.b32 ", kernel.asm["ptx"])
     return Counter((way, int(words or 1)) for way, words in found)
+
+
+def check_resources(compiled: dict[str, triton.compiler.CompiledKernel], folder: Path, may_spill: bool = False) -> None:
+    """Nothing on the stack, no more shared memory than there is."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    for name, kernel in compiled.items():
+        cubin = folder / f"{name}.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+        used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
+        may_spill |= IS_3_8 and name in ("gather_matmul", "matmul_push")  # up to 500 bytes a thread; not timed
+        assert may_spill or used["STACK"] == used["LOCAL"] == "0", f"{name}: {said}"
+        assert kernel.metadata.shared <= SHARED_MEMORY, name
+
+
+def require_products_in_flight(name: str, ptx: str, folder: Path) -> None:
+    """PTX's assembler waits for each product where it cannot tell whose registers are read, and says so."""
+    tool, file = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas", folder / f"{name}.ptx"
+    file.write_text(ptx)
+    command = [tool, "-v", "-arch=sm_90a", file, "-o", folder / "cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "serialized" not in said, said

@@ -7,7 +7,6 @@ and see the rules fail.
 
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -22,9 +21,8 @@ if sys.platform != "linux" or platform.machine() != "x86_64":
 # There, the extra `dev` brings Triton: without it this file is an error and not skipped.
 
 import triton
-from packaging.version import Version
 
-from tests.support.compile_only import compiling, fake_channel
+from tests.support.compile_only import IS_3_8, check_resources, compiling, fake_channel, require_products_in_flight
 from tests.support.needs import slow
 from tests.support.ptx import (
     JOIN,
@@ -49,10 +47,8 @@ from titanlite.kernels.device.tiles import Tiles, measured_tiles
 from titanlite.kernels.products import GatherCall, ScatterCall
 
 RANKS = 4
-SHARED_MEMORY = 232448  # bytes that a thread block may have on sm_90
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 PLAIN = Tiles(specialised=False)
-IS_3_8 = Version(triton.__version__) >= Version("3.8")
 
 # --- rules -------------------------------------------------------------------------------------------------------
 
@@ -306,19 +302,6 @@ def kernels(call: str, ranks: int = RANKS) -> dict[str, triton.compiler.Compiled
     return compiled
 
 
-def check_resources(compiled: dict[str, triton.compiler.CompiledKernel], folder: Path, may_spill: bool = False) -> None:
-    """Nothing on the stack, no more shared memory than there is."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    for name, kernel in compiled.items():
-        cubin = folder / f"{name}.cubin"
-        cubin.write_bytes(kernel.asm["cubin"])
-        said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-        used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
-        may_spill |= IS_3_8 and name in ("gather_matmul", "matmul_push")  # up to 500 bytes a thread; not timed
-        assert may_spill or used["STACK"] == used["LOCAL"] == "0", f"{name}: {said}"
-        assert kernel.metadata.shared <= SHARED_MEMORY, name
-
-
 @pytest.mark.parametrize(
     ("call", "ranks"),
     [
@@ -354,21 +337,12 @@ def test_a_buffer_is_filled_again_when_all_consumers_have_done_with_it(call: str
 
 @pytest.mark.parametrize("call", [call for call in CALLS if "steps" in call])
 def test_products_are_in_flight_together(call: str, tmp_path: Path) -> None:
-    """PTX's assembler waits for each product where it cannot tell whose registers are read, and says so."""
     ((name, ptx),) = ((n, k.asm["ptx"]) for n, k in kernels(call).items() if n in ("gather_matmul", "matmul_push"))
     parts = re.split(PRODUCED, ptx)  # each but the first begins with how many may be in flight
     before = [part for part, after in pairwise(parts) if after.startswith("1")]
     two = [2, 2] if "wide" in call else []  # of each consumer: of the first columns and of the rest
     assert [part.count("wgmma.commit_group") for part in before] == two
     require_products_in_flight(name, ptx, tmp_path)
-
-
-def require_products_in_flight(name: str, ptx: str, folder: Path) -> None:
-    tool, file = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas", folder / f"{name}.ptx"
-    file.write_text(ptx)
-    command = [tool, "-v", "-arch=sm_90a", file, "-o", folder / "cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert "serialized" not in said, said
 
 
 @pytest.mark.parametrize("row", measured_tiles(), ids=lambda row: "-".join(map(str, row)))

@@ -1,7 +1,7 @@
 """Device code of the weights' gradients of `titanlite.kernels.grouped_matmul`: what is contracted has ragged ends.
 
-A tile of a group's gradient runs over the rows of the group. Its last step reads rows of the next group, too: of one
-operand they are set to zero where they lie.
+A tile of a group's gradient runs over the rows of the group. Its first and its last step may read rows of the groups
+beside it, too: of one operand they are set to zero where they lie.
 """
 
 from collections.abc import Callable
@@ -23,23 +23,31 @@ from titanlite.kernels.device.document_tiles import (
     write_words,
 )
 from titanlite.kernels.device.grouped_tiles import (
+    COLUMNS,
     ROWS,
     SHARE,
     WORDS,
     TileShape,
+    add_step,
+    allocate_scales,
     allocate_tiles,
     begin_load,
-    finish_product,
     finish_sum,
-    half_tiles,
-    start_product,
-    store_half,
+    load_scales,
+    no_sums,
+    scale_part,
+    store_part,
+    tile_parts,
     tile_shape,
 )
 from titanlite.kernels.device.launch import Blocks, launch
 from titanlite.kernels.device.operands import aligned
+from titanlite.kernels.device.specialised_matmul import PART, column_parts
 from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position
+
+_MANY = gl.constexpr(2048)
+"""Rows of a group from which on one step more weighs little."""
 
 
 @gluon.jit
@@ -57,14 +65,20 @@ def _produce_contracted(
         group = tile // (x_tiles * y_tiles)
         x, y = tile_position(tile % (x_tiles * y_tiles), x_tiles, y_tiles, SHARE)
         first = gl.load(offsets + group)
-        n = gl.load(offsets + group + 1) - first
+        end = gl.load(offsets + group + 1)
+        begin = first
+        if BY_ROWS:
+            line = first // BK * BK  # from there each row of a step is one line of the L2 cache, not parts of two
+            is_free = (end - line + BK - 1) // BK == (end - first + BK - 1) // BK
+            if (end > first) & (is_free | (end - first >= _MANY)):
+                begin = line
         await_empty(empty, it, STAGES)
-        write_words(words, it % STAGES * WORDS, group * N + x * BM, y * BN, n, 0, 0)
+        write_words(words, it % STAGES * WORDS, group * N + x * BM, y * BN, end - begin, first - begin, 0)
         tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-        if n == 0:
+        if end == begin:
             mbarrier.arrive(ready.index(it % STAGES), count=1)
             it += 1
-        for row in range(first, first + n, BK):
+        for row in range(begin, end, BK):
             slot = begin_load(a_desc, b_desc, ready, empty, it, 2, STAGES)
             for half in gl.static_range(2):
                 feature = x * BM + half * (BM // 2)
@@ -79,15 +93,16 @@ def _produce_contracted(
 
 
 @gluon.jit
-def _clear_behind(buffer, n, BY_ROWS: gl.constexpr):
-    """Set to zero what a block has of rows from number n on; with BY_ROWS they lie along its columns."""
+def _clear_others(buffer, first, end, BY_ROWS: gl.constexpr):
+    """Set to zero what a block has of rows before the first and from the end on; with BY_ROWS they lie along its
+    columns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = buffer.load(layout)
     if BY_ROWS:
         row = gl.arange(0, buffer.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
     else:
         row = gl.arange(0, buffer.shape[0], layout=gl.SliceLayout(1, layout))[:, None]
-    buffer.store(gl.where(row < n, x, gl.zeros_like(x)))
+    buffer.store(gl.where((row >= first) & (row < end), x, gl.zeros_like(x)))
     fence_async_shared()
 
 
@@ -97,40 +112,51 @@ def _contract_rows(
     W: gl.constexpr,
 ):  # fmt: skip
     """Compute half number W of each tile."""
-    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, N, K = given
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
-    c_buf = c_bufs.index(W)
+    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, scale_bufs, N, K = given
     it = 0
     await_ready(ready, 0, STAGES)
     row = read_word(words, 0)
     while row >= 0:
         at = it % STAGES * WORDS
         column = read_word(words, at + 1)
-        n = read_word(words, at + 2)
+        end = read_word(words, at + 2)
+        first = read_word(words, at + 3)
         row += HALF * W
-        acc = gl.zeros((HALF, BN), gl.float32, layout)
-        for k in range(0, n, BK):
+        sums, rest = no_sums(BN, SPLIT, a_bufs.dtype.primitive_bitwidth)
+        if row_scales is not None:
+            rows = row % N + gl.arange(0, HALF, layout=gl.SliceLayout(1, sums.type.layout))
+            of_rows = gl.load(row_scales + rows)
+        if column_scales is not None:
+            of_columns = load_scales(column_scales, column, K, BN)
+        for k in range(0, end, BK):
             slot = it % STAGES
             await_ready(ready, it, STAGES)
             a = a_bufs.index(2 * slot + W)
-            if n - k < BK:
-                _clear_behind(a, n - k, BY_ROWS)
+            if (k < first) | (end - k < BK):
+                _clear_others(a, first - k, end - k, BY_ROWS)
             b = b_bufs.index(slot)
-            sums = start_product(acc, a if BY_ROWS else a.permute((1, 0)), b.permute((1, 0)) if BY_ROWS else b, SPLIT)
-            acc = finish_product(acc, sums, it, empty, k > 0, SPLIT, STAGES)
+            a = a if BY_ROWS else a.permute((1, 0))
+            b = b.permute((1, 0)) if BY_ROWS else b
+            sums, rest = add_step(sums, rest, a, b, it, empty, k > 0, SPLIT, STAGES)
             it += 1
-        if n == 0:  # the words alone
+        if end == 0:  # the words alone
             it += 1
             if SPLIT:
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
-        acc = finish_sum(acc, it, empty, SPLIT, STAGES)
+        sums = finish_sum(sums, it, empty, SPLIT, STAGES)
         if row_scales is not None:
-            rows = row % N + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-            acc = acc * gl.load(row_scales + rows)[:, None]
+            sums = sums * of_rows[:, None]
+            rest = rest * of_rows[:, None]
         if column_scales is not None:
-            columns = column + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-            acc = acc * gl.load(column_scales + columns, mask=columns < K, other=0.0)[None, :]
-        store_half(acc, c_desc, c_buf, row, column)
+            scale_bufs.index(W).store(of_columns)
+        parts = column_parts(sums)
+        if SPLIT:
+            parts += column_parts(rest)
+        for p in gl.static_range(BN // PART):
+            part = parts[p]
+            if column_scales is not None:
+                part = scale_part(part, p, scale_bufs.index(W))
+            store_part(part, p, c_desc, c_bufs, row, column + p * PART, W)
         await_ready(ready, it, STAGES)
         row = read_word(words, it % STAGES * WORDS)
     tma.store_wait(pendings=0)
@@ -145,7 +171,13 @@ def _grouped_weight_gradient(
     """BY_ROWS: whether what is contracted lies along the rows of both operands, as float8 must."""
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 2, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
-    consumer = (a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, N, K)
+    scale_bufs = words  # where there are no scales they are not used
+    if column_scales is not None:
+        scale_bufs = allocate_scales(BN)
+    consumer = (
+        a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc,
+        row_scales, column_scales, scale_bufs, N, K,
+    )  # fmt: skip
     gl.warp_specialize([
         (_contract_rows, (consumer, BY_ROWS, BN, BK, SPLIT, STAGES, 0)),
         (_contract_rows, (consumer, BY_ROWS, BN, BK, SPLIT, STAGES, 1)),
@@ -159,7 +191,7 @@ def launch_grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     tile = tile_shape(x.dtype, True)
 
     def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
-        return blocks(grad, (R, N), N, (tile.step, ROWS // 2)), blocks(x, (R, K), K, (tile.step, tile.columns))
+        return blocks(grad, (R, N), N, (tile.step, ROWS // 2)), blocks(x, (R, K), K, (tile.step, COLUMNS))
 
     return _launch_gradient(grad, x, None, None, offsets, x.new_empty(len(offsets) - 1, N, K), (tile, operands))
 
@@ -178,7 +210,7 @@ def launch_scaled_grouped_gradient(
     tile = tile_shape(x.dtype, fast_accum)
 
     def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
-        return blocks(grad, (N, R), R, (ROWS // 2, tile.step)), blocks(x, (K, R), R, (tile.columns, tile.step))
+        return blocks(grad, (N, R), R, (ROWS // 2, tile.step)), blocks(x, (K, R), R, (COLUMNS, tile.step))
 
     out = x.new_empty(len(offsets) - 1, N, K, dtype=out_dtype)
     return _launch_gradient(grad, x, grad_scale_inv, x_scale_inv, offsets, out, (tile, operands))
@@ -201,8 +233,8 @@ def _launch_gradient(
         multiprocessors(x.device),
         (grad, x, out, grad_scale_inv, x_scale_inv, offsets, counter),
         lambda: (
-            *operands(grad, x), half_tiles(out, tile.columns), grad_scale_inv, x_scale_inv, offsets, counter,
-            G, N, K, by_rows, ROWS, tile.columns, tile.step, tile.split, SHARE, tile.stages,
+            *operands(grad, x), tile_parts(out), grad_scale_inv, x_scale_inv, offsets, counter,
+            G, N, K, by_rows, ROWS, COLUMNS, tile.step, tile.split, SHARE, tile.stages,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -21,20 +21,26 @@ from titanlite.kernels.device.document_tiles import (
     write_words,
 )
 from titanlite.kernels.device.grouped_tiles import (
+    COLUMNS,
     ROWS,
     SHARE,
     WORDS,
+    add_step,
+    allocate_scales,
     allocate_tiles,
     begin_load,
-    finish_product,
     finish_sum,
-    half_tiles,
-    start_product,
-    store_half,
+    load_scales,
+    no_sums,
+    scale_part,
+    store_part,
+    store_rows,
+    tile_parts,
     tile_shape,
 )
 from titanlite.kernels.device.launch import launch
 from titanlite.kernels.device.operands import aligned
+from titanlite.kernels.device.specialised_matmul import PART, column_parts
 from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position
 
@@ -88,9 +94,8 @@ def _multiply_rows(
     given, B_K_MAJOR: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr
 ):
     """Compute half number W of each tile."""
-    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out, row_scales, column_scales, of_group, N, steps = given
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 256 // a_bufs.dtype.primitive_bitwidth])
-    c_buf = c_bufs.index(W)
+    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out = given[:8]
+    row_scales, column_scales, scale_bufs, of_group, N, steps = given[8:]
     it = 0
     await_ready(ready, 0, STAGES)
     row = read_word(words, 0)
@@ -101,26 +106,34 @@ def _multiply_rows(
         group = read_word(words, at + 3)
         row += HALF * W
         if row < end:
-            acc = gl.zeros((HALF, BN), gl.float32, layout)
+            sums, rest = no_sums(BN, SPLIT, a_bufs.dtype.primitive_bitwidth)
+            rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, sums.type.layout))
+            if row_scales is not None:
+                of_rows = gl.load(row_scales + rows, mask=rows < end, other=0.0)
+                of_columns = load_scales(column_scales + group * of_group, column, N, BN)
             for k in range(steps):
                 slot = it % STAGES
                 await_ready(ready, it, STAGES)
                 a = a_bufs.index(slot).slice(HALF * W, HALF, dim=0)
                 b = b_bufs.index(slot).permute((1, 0)) if B_K_MAJOR else b_bufs.index(slot)
-                sums = start_product(acc, a, b, SPLIT)
-                acc = finish_product(acc, sums, it, empty, k > 0, SPLIT, STAGES)
+                sums, rest = add_step(sums, rest, a, b, it, empty, k > 0, SPLIT, STAGES)
                 it += 1
-            acc = finish_sum(acc, it, empty, SPLIT, STAGES)
-            rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-            columns = column + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+            sums = finish_sum(sums, it, empty, SPLIT, STAGES)
             if row_scales is not None:
-                acc = acc * gl.load(row_scales + rows, mask=rows < end, other=0.0)[:, None]
-                acc = acc * gl.load(column_scales + group * of_group + columns, mask=columns < N, other=0.0)[None, :]
-            if row + HALF <= end:
-                store_half(acc, c_desc, c_buf, row, column)
-            else:
-                is_own = (rows < end)[:, None] & (columns < N)[None, :]
-                gl.store(out + rows.to(gl.int64)[:, None] * N + columns[None, :], acc.to(c_buf.dtype), mask=is_own)
+                sums = sums * of_rows[:, None]
+                rest = rest * of_rows[:, None]
+                scale_bufs.index(W).store(of_columns)
+            parts = column_parts(sums)
+            if SPLIT:
+                parts += column_parts(rest)
+            for p in gl.static_range(BN // PART):
+                part = parts[p]
+                if row_scales is not None:
+                    part = scale_part(part, p, scale_bufs.index(W))
+                if row + HALF <= end:
+                    store_part(part, p, c_desc, c_bufs, row, column + p * PART, W)
+                else:
+                    store_rows(part, p, out, c_bufs, row, end, column + p * PART, N, W)
         else:
             for _ in range(steps):
                 await_ready(ready, it, STAGES)
@@ -144,7 +157,13 @@ def _grouped_matmul(
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 1, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
     steps = (K + BK - 1) // BK
-    consumer = (a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out, row_scales, column_scales, of_group, N, steps)
+    scale_bufs = words  # where there are no scales they are not used
+    if column_scales is not None:
+        scale_bufs = allocate_scales(BN)
+    consumer = (
+        a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out,
+        row_scales, column_scales, scale_bufs, of_group, N, steps,
+    )  # fmt: skip
     gl.warp_specialize([
         (_multiply_rows, (consumer, B_K_MAJOR, BN, SPLIT, STAGES, 0)),
         (_multiply_rows, (consumer, B_K_MAJOR, BN, SPLIT, STAGES, 1)),
@@ -190,7 +209,7 @@ def _launch_product(
     a, weight = aligned(a.contiguous()), aligned(weight)
     out, counter = a.new_empty(R, N, dtype=out_dtype), offsets.new_zeros(1)
     shape = (N, G * K) if beside else (G * N, K) if by_k else (G * K, N)
-    box = (tile.columns, tile.step) if by_k else (tile.step, tile.columns)
+    box = (COLUMNS, tile.step) if by_k else (tile.step, COLUMNS)
     launch(
         _grouped_matmul,
         (R, G, N, K, by_k, beside, of_group, a.dtype, out_dtype, tile.split),
@@ -198,8 +217,8 @@ def _launch_product(
         (a, weight, out, scale_inv, weight_scale_inv, offsets, counter),
         lambda: (
             blocks(a, (R, K), K, (ROWS, tile.step)), blocks(weight, shape, shape[1], box),
-            half_tiles(out, tile.columns), out, scale_inv, weight_scale_inv, offsets, counter,
-            of_group, G, N, K, by_k, beside, ROWS, tile.columns, tile.step, tile.split, SHARE, tile.stages,
+            tile_parts(out), out, scale_inv, weight_scale_inv, offsets, counter,
+            of_group, G, N, K, by_k, beside, ROWS, COLUMNS, tile.step, tile.split, SHARE, tile.stages,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -94,7 +94,7 @@ def _halves(x):
 
 
 @gluon.jit
-def _column_parts(x):
+def column_parts(x):
     """Split a tile into parts of `PART` columns."""
     if x.shape[1] == PART:
         parts = (x,)
@@ -206,7 +206,7 @@ def consume(
     tile = _read_word(tiles.index(0), WARPS)
     while tile >= 0:
         sums = gl.zeros((ROWS, BN), gl.float32, layout)
-        parts = _column_parts(out)
+        parts = column_parts(out)
         for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
             sums = _start_product(sums, k > 0, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
             if before >= 0:
@@ -227,7 +227,7 @@ def consume(
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
         tile = _read_word(tiles.index(it % STAGES), WARPS)
     if before >= 0:
-        parts = _column_parts(out)
+        parts = column_parts(out)
         for p in gl.static_range(PARTS):
             _store_part(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
     execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
@@ -275,7 +275,7 @@ def consume_in_steps(
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
                 acc += sums
             it += 1
-        parts = _column_parts(_scaled_tile(
+        parts = column_parts(_scaled_tile(
             acc, bias, row_scale, column_scale, tile, x_blocks, y_tiles, segment, per_segment, N, layout,
             BIAS, OF_ROWS, OF_COLUMNS, OWNERS, BM, BN, CONSUMER, 0,
         ).to(c_buf.dtype))  # fmt: skip
