@@ -15,12 +15,12 @@ from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
 from titanlite.forecast.step_time import StepTime, StepTimeModel
-from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
+from titanlite.forecast.suggest_flags import fastest_first, overrides_that_fit, processes_that_fit
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
 
 _CLASSES = {  # of work, where the name in `StepTime` says too little
-    "tokens": "TP collectives",
+    "tokens": "collectives of tokens",
     "weights": "FSDP copies and casts",
     "fsdp": "FSDP collectives not overlapped",
 }
@@ -234,7 +234,8 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     if predicted.on_device <= usable(gib):
         return
     asked = memory, predicted.save_list, usable(gib)
-    flags, more = overrides_that_fit(*asked), processes_that_fit(*asked)
+    flags = fastest_first(memory, overrides_that_fit(*asked), predicted.rates)
+    more = processes_that_fit(*asked, and_changes=not flags)
     besides = ""
     if pushed := predicted.symmetric_memory:
         besides = f" and {byte_size(pushed)} of symmetric memory (copy engines, where they can)"
@@ -242,7 +243,13 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     want = f"{least}: the predicted peak{besides}, with {MARGIN:.1%} of the device left free"
     listed = "".join(f"\n          {flag}" for flag in flags)
     if flags:
-        fix = f"one of these{listed}" + (f"\n          or {more}, more processes" if more else "")
+        order = ", the cheapest first" if flags[0].tokens_per_second else ""
+        fix = f"one of these{order}{listed}" + (f"\n          or {more}, more processes" if more else "")
     else:
-        fix = f"{more or 'a smaller model'}: no other save-list, layout and batch would make it fit"
+        alone = "no other save-list, layout and batch would make it fit"
+        fix = (
+            f"{more}: with as many processes as now {alone}"
+            if more
+            else f"a smaller model: {alone}, nor more processes"
+        )
     raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))

@@ -5,7 +5,7 @@ Each change is a flag of train.py, checked as a config would be, and priced by `
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite import recipes
@@ -15,7 +15,11 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, RecipeError
+from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.choose_save_list import choose
+from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
+from titanlite.forecast.step_time import StepTimeModel
 
 LEAST = SaveList("", "recompute")
 """The list that keeps least: nothing but the input of each block."""
@@ -31,14 +35,21 @@ class Override:
         flag: to paste behind the command.
         peak: predicted with it, in bytes.
         frees: bytes less than without it, with those of symmetric memory where the limit is a device's.
+        config: with it.
+        save_list: with it; None: chosen by `auto` within the budget of `config`.
+        tokens_per_second: predicted by GPU; 0: not known.
     """
 
     flag: str
     peak: int
     frees: int
+    config: Config = field(repr=False, compare=False)
+    save_list: SaveList | None = field(repr=False, compare=False)
+    tokens_per_second: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
+        said = f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
+        return said + (f", {self.tokens_per_second:,.0f} tok/s/GPU" if self.tokens_per_second else "")
 
 
 def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of_device: bool = True) -> list[Override]:
@@ -67,7 +78,8 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
             peak, symmetric = priced
             needed = peak + symmetric * of_device
             if needed <= limit and needed < now:
-                found.append(Override(change.flag, peak, now - needed))
+                with_list = change.save_list or save_list
+                found.append(Override(change.flag, peak, now - needed, change.config, with_list))
         return sorted(found, key=lambda override: -override.peak)
 
     lists = fitting(_save_lists(config))
@@ -76,13 +88,15 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
         peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
         to_auto = "" if is_auto else "--activation_checkpoint.recipe auto "
         flag = f"{to_auto}--activation_checkpoint.budget_gib {budget}"
-        lists = [Override(flag, peak, now - pushed - peak), *lists]
-    sequences = sequences_per_step(config, model.world)
-    layouts, batches = fitting(_layouts(config, sequences)), fitting(_batches(config))
+        chosen = replace(config.activation_checkpoint, recipe=recipes.AUTO, budget_gib=budget)
+        by_auto = replace(config, activation_checkpoint=chosen)
+        lists = [Override(flag, peak, now - pushed - peak, by_auto, None), *lists]
+    sequences, has_experts = sequences_per_step(config, model.world), model.dims.experts is not None
+    layouts, batches = fitting(_layouts(config, sequences, has_experts)), fitting(_batches(config))
     if not (lists or layouts or batches):
         lists = fitting(
             replace(second, flag=f"{first.flag} {second.flag}")
-            for first in (*_layouts(config, sequences), *_batches(config))
+            for first in (*_layouts(config, sequences, has_experts), *_batches(config))
             for second in (*_save_lists(first.config), *_batches(first.config))
         )
     kinds = lists, layouts, batches
@@ -92,17 +106,68 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
     )
 
 
-def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float) -> str | None:
+def fastest_first(model: MemoryModel, overrides: list[Override], rates: Rates) -> list[Override]:
+    """Predict the speed of each change, and put the one that costs least of it first; as they came if none is known.
+
+    Args:
+        model: of the run.
+        overrides: of it.
+        rates: of the device.
+    """
+    found = [replace(each, tokens_per_second=_speed(model, each, rates)) for each in overrides]
+    return sorted(found, key=lambda each: -each.tokens_per_second)
+
+
+def _speed(model: MemoryModel, override: Override, rates: Rates) -> float:
+    """Tokens a second and GPU with a change; 0 if no rates are known of it."""
+    memory = MemoryModel(override.config, model.dims, model.float8, model.world)
+    if no_rates_reason(memory) is not None:
+        return 0.0
+    time, save_list = StepTimeModel(memory, rates), override.save_list
+    if save_list is None:
+        save_list = choose(memory, time.times(), override.config.activation_checkpoint.budget_gib or 0.0).save_list
+    return time.tokens_per_second(time.step(block_costs(memory.run, save_list)))
+
+
+def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:
     """Double the processes until the run fits. Returns the flags, or None if a thousand times as many are not enough.
 
     Takes what `overrides_that_fit` takes.
+
+    Args:
+        model: of the run.
+        save_list: of the run.
+        limit: bytes of the peak and of symmetric memory.
+        and_changes: whether to try with each number a list that keeps less, too, then one sequence at a time, then both
+            and other layouts.
     """
     for more in (model.world << n for n in range(1, 11)):
-        change = _over_the_others(_Change(f"--world {more}", model.config))
-        priced = _priced(model, change.config, more, save_list)
-        if priced is not None and sum(priced) <= limit:
-            return change.flag
+        own = _over_the_others(_Change(f"--world {more}", model.config))
+        for change in (own, *(_with_less(own, model.dims.experts is not None) if and_changes else ())):
+            priced = _priced(model, change.config, more, change.save_list or save_list)
+            if priced is not None and sum(priced) <= limit:
+                return change.flag
     return None
+
+
+def _with_less(run: "_Change", has_experts: bool) -> "Iterator[_Change]":
+    """A run that keeps nothing, of one sequence at a time, or both, and these in other layouts."""
+    config, none = run.config, _changed(run.config, "activation_checkpoint", "recipe", "full")
+    keeping = [] if config.activation_checkpoint.budget_gib else [replace(none, save_list=LEAST)]
+    at_a_time = [next(_batches(config))] if config.training.local_batch_size > 1 else []
+    both = [_behind(first, "activation_checkpoint", "recipe", "full") for first in at_a_time if keeping]
+    both = [replace(change, save_list=LEAST) for change in both]
+    for change in (*keeping, *at_a_time, *both):
+        yield replace(change, flag=f"{run.flag} {change.flag}")
+    for last in (both or keeping or at_a_time)[:1]:
+        for layout in _layouts(last.config, None, has_experts):
+            yield replace(layout, flag=f"{run.flag} {last.flag} {layout.flag}", save_list=last.save_list)
+
+
+def _behind(first: "_Change", section: str, key: str, value: Any) -> "_Change":
+    """A second change behind a first."""
+    second = _changed(first.config, section, key, value)
+    return replace(second, flag=f"{first.flag} {second.flag}")
 
 
 def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList) -> tuple[int, int] | None:
@@ -174,8 +239,9 @@ def _save_lists(config: Config) -> Iterator[_Change]:
         yield replace(_changed(config, "activation_checkpoint", "recipe", name), save_list=other)
 
 
-def _layouts(config: Config, sequences: int | None) -> Iterator[_Change]:
-    """NCCL for blocks; more ranks to a layer, with as many sequences a step; fewer replicas; weights that are freed."""
+def _layouts(config: Config, sequences: int | None, has_experts: bool) -> Iterator[_Change]:
+    """NCCL for blocks; more ranks to a layer, with as many sequences a step; fewer replicas; weights that are freed;
+    and experts shared out over more or fewer ranks."""
     mesh = config.parallelism
     if mesh.fsdp_copy_engines != "never":
         yield _changed(config, "parallelism", "fsdp_copy_engines", "never")
@@ -189,6 +255,9 @@ def _layouts(config: Config, sequences: int | None) -> Iterator[_Change]:
     for degree in range(1, mesh.data_parallel_replicate_degree):
         yield _over_the_others(_changed(config, "parallelism", "data_parallel_replicate_degree", degree))
     yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always")
+    for degree in (1, 2, 4, 8) if has_experts else ():
+        if degree != mesh.expert_parallel_degree:
+            yield _changed(config, "parallelism", "expert_parallel_degree", degree)
 
 
 def _over_the_others(change: _Change) -> _Change:

@@ -21,6 +21,13 @@ def kind_of(block: nn.Module) -> str:
         shapes = [(n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in module._parameters.items()]
         buffers = [(n, None if b is None else (tuple(b.shape), b.dtype)) for n, b in module._buffers.items()]
         hooks = [list(h.values()) for k, h in vars(module).items() if k.endswith("_hooks") and h]
-        plain = {k: repr(v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+        plain = {k: _described(v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
         seen.append((name, id(type(module)), shapes, buffers, hooks, plain))
     return repr(seen)
+
+
+def _described(value: object) -> str:
+    """Describe an attribute: by its class and its own attributes if it says of itself only where it is in memory."""
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        return f"{type(value).__qualname__} {id(type(value))} {vars(value)}"
+    return repr(value)
