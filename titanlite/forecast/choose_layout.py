@@ -95,7 +95,7 @@ def options_of_layout(
         float8: arithmetic of the linear layers, or None.
     """
     memory = MemoryModel(config, dims, float8, world)
-    if no_rates_reason(memory) is not None:
+    if memory.run.no_trace_reason is not None or no_rates_reason(memory) is not None:
         return []
     time, budget = StepTimeModel(memory, rates), rates.device_gib - RESERVE_GIB
     lists = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}

@@ -220,10 +220,12 @@ class MemoryModel:
         reduced, of_block = (0, 0) if self.alone else (self.reduced, self.reduced_block * self.block)
         of_block += self.reduced * self.experts if self.experts_are_reduced else 0
         before = 0 if tied else reduced * self.head  # of the unit before, it is there until that of the next is
+        kinds = {id(block): block for block in self.run.blocks}  # those that are alike share one
+        kept = {key: held_without_checkpointing(block, self.run.compiled) for key, block in kinds.items()}
         for done, cost in enumerate(reversed(blocks)):
             traced = self.run.blocks[n - 1 - done]
             weights = (stays - done * block if self.blocks_stay else block) + embedding + of_ends
-            again = max(0, held_without_checkpointing(traced, self.run.compiled) - cost.held)
+            again = max(0, kept[id(traced)] - cost.held)
             moments.append((weights, of_ends + before, *gradients(done), left, 0, again + self._in_block(n - 1 - done)))
             left, before = left - cost.held, of_block
         if not tied:  # of many ranks FSDP has freed the gathered head: its place is too small for what is reduced

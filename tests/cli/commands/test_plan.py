@@ -337,7 +337,7 @@ def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str])
         "--device-gib = 74\n      want: at least 74.7 GiB: the predicted peak and 1.2 GiB of symmetric memory (copy"
         in err
     )
-    first = err.partition("one of these\n")[2].split()[:4]
+    first = err.partition("the cheapest first\n")[2].split()[:4]
     assert first == ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "71.6"]
     call("plan", *FOUR, "--device-gib", "74", *first)
     assert "--device = NVIDIA H200, 139.8 GiB\n" in call("plan", *FOUR, "--training.local_batch_size", "8", ends=2)
@@ -349,7 +349,7 @@ def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str])
     # No flag alone: two, or more processes.
     two = (
         call("plan", LARGE, "--world", "8", "--device-gib", "24", ends=2)
-        .partition("one of these\n")[2]
+        .partition("the cheapest first\n")[2]
         .partition("  frees")[0]
         .split()
     )

@@ -6,11 +6,13 @@ from titanlite import recipes
 from titanlite.config.check import sequences_per_step
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
+from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import GIB, MemoryModel
-from titanlite.forecast.suggest_flags import LEAST, overrides_that_fit, processes_that_fit
+from titanlite.forecast.suggest_flags import LEAST, fastest_first, overrides_that_fit, processes_that_fit
 from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
+FULL = ("--activation_checkpoint.recipe", "full")
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
 
 
@@ -168,3 +170,32 @@ def test_an_explicit_number_of_shards_is_given_up_for_another_layout() -> None:
     free, fixed = flags
     assert len(free) > 1
     assert fixed == [f"{flag} --parallelism.data_parallel_shard_degree -1" for flag in free]
+
+
+MOE = ("--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", "--training.seq_len", "4096")
+
+
+def test_another_expert_degree_is_proposed_and_the_cheapest_change_comes_first() -> None:
+    """Eight ranks keep rows for eight times as many tokens: two of them keep fewer, and are faster than any list."""
+    run = checked(*MOE, "--parallelism.expert_parallel_degree", "8", world=8)
+    assert run.save_list is not None
+    memory, limit = model_of(run, 8), 78 * GIB
+    found = fastest_first(memory, overrides_that_fit(memory, run.save_list, limit), measured_rates("h100"))
+    assert found[0].flag == "--parallelism.expert_parallel_degree 2"
+    speeds = [override.tokens_per_second for override in found if "batch" not in override.flag]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[-1] > 0
+    assert len(speeds) >= 2
+    fewer = checked(*MOE, *found[0].flag.split(), world=8)
+    assert held(fewer, 8) <= limit
+
+
+def test_where_nothing_fits_more_processes_that_keep_less_do() -> None:
+    """Qwen3 235B-A22B: activations of the run's own list are more than a GPU, however many share the weights."""
+    run = checked("--model.name", "qwen3_moe", "--model.flavor", "235B-A22B", world=64)
+    assert run.save_list is not None
+    asked = model_of(run, 64), run.save_list, 77 * GIB
+    assert processes_that_fit(*asked) is None
+    more = processes_that_fit(*asked, and_changes=True)
+    assert more == "--world 128 --activation_checkpoint.recipe full"
+    assert peak(checked("--model.name", "qwen3_moe", "--model.flavor", "235B-A22B", *FULL, world=128), 128) <= 77 * GIB
