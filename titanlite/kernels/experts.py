@@ -30,7 +30,7 @@ from titanlite.kernels.token_exchange import Dispatch, Routing
 
 @operator("expert_gate", "expert_gate.launch_expert_gate")
 def expert_gate(a: Tensor, slots: Tensor) -> Tensor:
-    """Return `swiglu` of each row, zeros for a row that is nobody's.
+    """Return `swiglu` of each row, zeros for a row that is nobody's: as of `gather_rows`.
 
     Args:
         a: [R, 2F], blocks of 128 columns of gate and up in turn.

@@ -188,7 +188,8 @@ def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = Non
 
     Args:
         x: [M, D].
-        slots: [R] int32, m·K + k of each row; -1 for a row of zeros.
+        slots: [R] int32, m·K + k of each row; -1 for a row of zeros. On a GPU those more than 128 behind the last
+            row of a token are not written.
         top_k: K.
         after: as for `spread_rows`.
 

@@ -32,7 +32,8 @@ def test_code_for_sm_90_moves_16_bytes_of_a_row_at_once(D, K):
         launch_row_dots(x, o, rows)
     found = {name: accesses(kernel) for name, kernel in compiled.items()}
     # 256 threads have 8,192 numbers of four rows, and the slots of these; of a token each has 16 bytes of each row.
-    assert (found["_gather_rows"]["ld", 4], found["_gather_rows"]["st", 4]) == (4 + 1, 4)
+    assert found["_gather_rows"]["ld", 4] in (4 + 1, 4 + 2)  # slots of rows before, too
+    assert found["_gather_rows"]["st", 4] == 4
     assert (found["_combine_rows"]["ld", 4], found["_combine_rows"]["st", 4]) == (K, 1)
     assert (found["_spread_rows"]["ld", 4], found["_spread_rows"]["st", 4]) == (1, K)
     assert found["_row_dots"]["ld", 4] >= 4

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titanlite.kernels.device.expert_rows import is_far_behind
 from titanlite.kernels.device.float8_cast import scale_from_amax
 from titanlite.kernels.device.launch import launch
 from titanlite.kernels.device.swiglu import (
@@ -22,6 +23,8 @@ from titanlite.kernels.device.swiglu import (
 @triton.jit
 def _expert_gate(a, slots, out, blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if is_far_behind(slots, row):
+        return
     is_row = tl.load(slots + row) >= 0
     for first in range(0, blocks, BLOCKS):
         n = first + tl.arange(0, BLOCKS)[:, None]
@@ -34,6 +37,8 @@ def _expert_gate(a, slots, out, blocks, BLOCKS: tl.constexpr):
 @triton.jit
 def _expert_gate_grad(grad, a, weights, slots, d_a, h, d_weights, blocks, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if is_far_behind(slots, row):
+        return
     slot = tl.load(slots + row)
     is_row = slot >= 0
     weight = tl.load(weights + slot, mask=is_row, other=0.0)
@@ -62,6 +67,8 @@ def _expert_gate_grad(grad, a, weights, slots, d_a, h, d_weights, blocks, BLOCKS
 @triton.jit
 def _expert_gate_cast(a, slots, out, scale_invs, blocks, most, BLOCKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    if is_far_behind(slots, row):
+        return
     dtype: tl.constexpr = a.dtype.element_ty
     gate, up = gate_blocks(a + row * blocks * 2 * BLOCK, blocks, 0, BLOCKS)
     h = tl.where(tl.load(slots + row) >= 0, gate * fast_sigmoid(gate) * up, 0.0)
@@ -75,6 +82,8 @@ def _expert_gate_grad_cast(
     grad, a, weights, slots, d_a, d_a_scale_invs, h, h_scale_invs, d_weights, blocks, most, BLOCKS: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
+    if is_far_behind(slots, row):
+        return
     dtype: tl.constexpr = a.dtype.element_ty
     slot = tl.load(slots + row)
     is_row = slot >= 0

@@ -15,8 +15,17 @@ from titanlite.kernels.routing import as_bytes
 
 WIDEST = 2048
 """Numbers of a row that a thread block has at once."""
+BEHIND = tl.constexpr(128)
+"""Rows of no token behind the last of one that are zeros, as many as a tile of a grouped product has; others are not
+written."""
 NUMBERS = 8192
 """Numbers of all rows that a thread block copies, or multiplies, at once."""
+
+
+@triton.jit
+def is_far_behind(slots, row):
+    """Tell whether rows lie so far behind the last row of a token that nobody reads them."""
+    return tl.load(slots + row - BEHIND, mask=row >= BEHIND, other=0) < 0
 
 
 @triton.jit
@@ -24,8 +33,9 @@ def _gather_rows(x, slots, out, R, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.c
     r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
     slot = tl.load(slots + r, mask=r < R, other=-1)
     token = (slot // K).to(tl.int64)[:, None]
+    is_read = (r < R) & ~is_far_behind(slots, tl.minimum(r, R - 1))
     found = tl.load(x + token * D + d, mask=(slot >= 0)[:, None] & (d < D), other=0)
-    tl.store(out + r.to(tl.int64)[:, None] * D + d, found, mask=(r < R)[:, None] & (d < D))
+    tl.store(out + r.to(tl.int64)[:, None] * D + d, found, mask=is_read[:, None] & (d < D))
 
 
 @triton.jit
