@@ -122,8 +122,16 @@ def steps() -> str:
 
 def loss() -> str:
     """Return the loss of each recipe after 1,500 steps, beside three seeds of bf16."""
-    lines = [[row["run"], row["loss"], f"{row['off']:+.4f}", row["commit"]] for row in rows("loss") if "noise" in row]
+    runs = [row for row in rows("loss", config="configs/llama3_150m.toml") if "noise" in row]
+    lines = [[row["run"], row["loss"], f"{row['off']:+.4f}", row["commit"]] for row in runs]
     return table("150M, 1,500 steps | loss | from the mean of bf16 | commit", lines)
+
+
+def balance() -> str:
+    """Return the loss of a mixture in float8 and by ways of balance, beside three seeds of bf16."""
+    runs = rows("loss", config="scripts/bench/olmoe_eighth.toml")
+    lines = [[r["run"], r["loss"], f"{r['off']:+.4f}", r["fullest"], r["emptiest"], r["commit"]] for r in runs]
+    return table("840M, 1,000 steps | loss | from the mean of bf16 | fullest expert | emptiest | commit", lines)
 
 
 def float8_layers() -> str:
@@ -179,7 +187,19 @@ def experts() -> str:
     return table("model | product | ms | TFLOP/s | cuBLAS, one weight | torch, grouped | GPU | commit", lines)
 
 
-TABLES = [figures, layouts, save_lists, steps, loss, float8_layers, collective_matmuls, documents, experts, kernels]
+TABLES = [
+    figures,
+    layouts,
+    save_lists,
+    steps,
+    loss,
+    float8_layers,
+    collective_matmuls,
+    documents,
+    experts,
+    balance,
+    kernels,
+]
 
 
 def filled(page: str) -> str:

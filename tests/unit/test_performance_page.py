@@ -50,6 +50,6 @@ def test_figures_in_the_text_are_those_of_rows() -> None:
     for layout, arithmetic in (("FSDP 4", "bf16"), ("FSDP 4", "`rowwise`"), ("TP 4, async", "`rowwise`")):
         row = by_layout[layout, arithmetic, "`none`"]
         assert f"{row['tokens_per_second']:,}" in page
-    (rowwise,) = tables.rows("loss", run="rowwise")
+    (rowwise,) = tables.rows("loss", run="rowwise", config="configs/llama3_150m.toml")
     assert f"`rowwise` is {rowwise['off']} from the mean of bf16" in page
     assert f"spread by {rowwise['noise']}" in page
