@@ -39,7 +39,8 @@ def draw_heat_map(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -
     panels = figure.subplots(1, len(runs), squeeze=False)[0]
     images = [_draw_run(axes, name, rows) for axes, (name, rows) in zip(panels, runs.items(), strict=True)]
     ticks = range(-_OCTAVES, _OCTAVES + 1)
-    bar = figure.colorbar(images[0], ax=list(panels), ticks=list(ticks), extend="both", label="tokens over the mean")
+    bar = figure.colorbar(images[0], ax=list(panels), ticks=list(ticks), extend="both", aspect=40, extendfrac=0.02)
+    bar.set_label("tokens over the mean")
     bar.ax.set_yticklabels([f"{2.0**tick:g}" for tick in ticks])
     figure.savefig(path)
 
