@@ -9,6 +9,7 @@ SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
+TOTAL = "_c10d_functional.all_reduce.default"
 GATHER_FROM_RANKS = "titanlite.gather_from_ranks.default"
 TO_OWNERS = ("titanlite.combine_at_owners.default", "titanlite.gradients_at_owners.default")  # the latter of backward
 GATHER_MATMUL = "titanlite.all_gather_matmul.default"

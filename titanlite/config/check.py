@@ -218,9 +218,6 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
     if config.float8.recipe != "none" and is_split:
         want = '"none" where parallelism.tensor_parallel_degree > 1 and a model has experts'
         problems.add("float8.recipe", show(config.float8.recipe), want, 'recipe = "none"')
-    if chosen.recipe == "auto" and is_split:
-        want = "the name of a save-list where parallelism.tensor_parallel_degree > 1 and a model has experts"
-        problems.add("activation_checkpoint.recipe", '"auto"', want, 'recipe = "full"')
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES, FUSED, GATHER_FROM_RANKS
+from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES, FUSED, GATHER_FROM_RANKS, TOTAL
 from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation
@@ -150,14 +150,15 @@ def of_loss(tokens: int, ranks: int, micro_steps: int) -> Traffic:
 
 
 def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic]:
-    """The collectives of expert parallelism.
+    """The collectives of expert parallelism, and the counts of tensor-parallel ranks' tokens.
 
     Args:
         memory: of the run.
         blocks: the price of each; of none, what backward repeats is left out.
     """
     run, ranks = memory.run, memory.run.expert_parallel
-    top_k = memory.dims.experts.top_k if memory.dims.experts else 1
+    tokens, t = run.tokens // run.tensor_parallel, run.tensor_parallel
+    top_k, n_experts = (of.top_k, of.n_experts) if (of := memory.dims.experts) else (1, 0)
     found, repeated = list[Traffic](), {n: block.recomputed for n, block in enumerate(blocks)}
     for n, block in enumerate(run.blocks):
         passes: dict[Pass, Sequence[Operation | Activation]] = {
@@ -166,7 +167,14 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
             "backward": block.backward,
         }
         for direction, operations in passes.items():
+            where = f"layers.{n}.experts"
             for each in operations:
+                if each.op == TOTAL:
+                    what = "tokens of each expert"
+                    size = 8 * n_experts
+                    found.append(
+                        Traffic("all_reduce", direction, where, (n_experts,), what, t, size, memory.micro_steps)
+                    )
                 if each.op not in EXCHANGES:
                     continue
                 whole = each.received * ranks // (ranks - 1)
@@ -176,7 +184,7 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
                     kind, rows, moves = "all_gather", 1, "tokens, gradients, weights" if is_gradient else "tokens"
                 else:
                     kind, rows, moves = "all_to_all", top_k, "gradients" if is_gradient else "results"
-                where, shape = f"layers.{n}.experts", (ranks * run.tokens * rows, memory.dims.dim)
+                shape = (ranks * tokens * rows, memory.dims.dim)
                 found.append(Traffic(kind, direction, where, shape, moves, ranks, whole, memory.micro_steps))
     return found
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from titanlite.config.documents import masks_documents
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
-from titanlite.config.schema import Config, Parallelism
+from titanlite.config.schema import Config
 from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.rank_model import rank_model
@@ -63,7 +63,8 @@ class TracedRun:
         blocks: the trace of each block; those that are alike share one.
         head: the trace of the last norm and the head.
         block_units: of each block, without the next.
-        expert_units: the experts of each block where ranks share them out: FSDP splits these over other ranks.
+        expert_units: the experts of each block where FSDP splits them over other ranks than all else: where ranks share
+            them out, and under tensor parallelism.
         embedding: of all in front of the blocks; with tied weights, of all but the blocks.
         output: of the last norm and the head; of nothing with tied weights.
         no_trace_reason: why the model could not be traced, or None.
@@ -122,15 +123,6 @@ def traced_run(
     return _runs[key]
 
 
-def _unpredicted(mesh: Parallelism, dims: ModelDims) -> Problem | None:
-    """Name tensor parallelism of a model with experts, which lie on other ranks than all else: it is not predicted."""
-    if mesh.tensor_parallel_degree == 1 or dims.experts is None:
-        return None
-    want = "1 where a model has experts, of which memory, time and collectives are predicted"
-    key = "tensor_parallel_degree"
-    return Problem(f"parallelism.{key}", str(mesh.tensor_parallel_degree), want, f"{key} = 1")
-
-
 def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module) -> TracedRun:
     training = config.training
     dtype, tokens = getattr(torch, training.mixed_precision_param), training.local_batch_size * training.seq_len
@@ -140,13 +132,12 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     in_blocks = {p for block in blocks for p in block.parameters()}
     others = [p for p in model.parameters() if p not in in_blocks and (is_tied or all(p is not q for q in of_head))]
     kinds, ranks = [kind_of(block) for block in blocks], config.parallelism.expert_parallel_degree
-    units = {kind: _units_of(block, ranks, dtype) for kind, block in zip(kinds, blocks, strict=True)}
+    apart = max(ranks, config.parallelism.tensor_parallel_degree) > 1
+    units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
         starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
-        why = _unpredicted(config.parallelism, dims)
-        if why is None:
-            traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, ranks)
+        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, ranks)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own
@@ -174,9 +165,9 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     )
 
 
-def _units_of(block: nn.Module, ranks: int, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:
-    """Give the size of a block's weights, and of its experts' if `ranks` share them out."""
-    layers = [part for part in block.modules() if isinstance(part, GroupedProjection) and ranks > 1]
+def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:
+    """Give the size of a block's weights, and of its experts' if these are split over other ranks."""
+    layers = [part for part in block.modules() if isinstance(part, GroupedProjection) and apart]
     shared_out = [weight for layer in layers for weight in layer.parameters()]
     others = [weight for weight in block.parameters() if all(weight is not own for own in shared_out)]
     return _unit_size(others, dtype), _unit_size(shared_out, dtype)

@@ -1,7 +1,7 @@
-"""A mixture of experts as one operator of a plan: each rank sends its own tokens, whatever it has of the experts.
+"""A mixture of experts as one operator of a plan: each rank routes and sends its own tokens.
 
-How ranks share out the weights of experts is no matter of tensor parallelism (`parallel/expert.py`): to its rows of
-tokens a layer has all of them, and a gradient of each that lacks those of other ranks' tokens.
+The weights of experts are not in it: how ranks share them out, and add up their gradients, is no matter of tensor
+parallelism (`parallel/expert.py`).
 """
 
 import contextlib
@@ -15,13 +15,13 @@ from titanlite.kernels.operators import Split, operator
 from titanlite.models.experts import MixtureOfExperts
 
 
-@operator("planned_mixture", None, splits=(Split((0, None, None, None), 0),))
-def planned_mixture(x: Tensor, router: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+@operator("planned_mixture", None, splits=(Split((0, None), 0),))
+def planned_mixture(x: Tensor, router: Tensor) -> Tensor:
     """Return memory of the shape of a mixture's result, [M, D], for a graph that is planned and never run.
 
     Args:
         x: [M, D].
-        router, w13, w2: the layer's weights.
+        router: [E, D], its weight.
     """
     return torch.empty_like(x)
 
@@ -45,5 +45,5 @@ def mixtures_as_operators(model: nn.Module) -> Iterator[None]:
 
 
 def _forward(layer: MixtureOfExperts, x: Tensor) -> Tensor:
-    y = planned_mixture(x, layer.router.weight, layer.w13.weight, layer.w2.weight)
+    y = planned_mixture(x, layer.router.weight)
     return y if layer.shared is None else y + layer.shared(x)

@@ -124,6 +124,8 @@ def reshard(when: str) -> tuple[str, ...]:
         ),
         (2, ("--model.name", "gemma3", *TP, *reshard("always"), *keeping("full"))),
         (4, (*EXPERTS, *keeping("full"))),
+        *slow((4, (*EXPERTS, *TP)), (2, (*EXPERTS, *TP, *keeping("full")))),
+        (2, ("--model.name", "qwen3_moe", *TP, *keeping("balanced"))),
     ],
     ids=lambda value: " ".join(flag.rpartition(".")[2] for flag in value) if isinstance(value, tuple) else str(value),
 )

@@ -230,8 +230,6 @@ def test_mixtures_that_tensor_parallelism_cannot_split() -> None:
     assert "a divisor of experts.shared × experts.ffn_dim / 128 = 3\n" in message(config, shared, 2)
     said = message(changed(config, float8__recipe="rowwise"), dims, 2)
     assert '"none" where parallelism.tensor_parallel_degree > 1 and a model has experts' in said
-    auto = changed(config, activation_checkpoint__recipe="auto", activation_checkpoint__budget_gib=60.0)
-    assert "the name of a save-list where parallelism.tensor_parallel_degree > 1" in message(auto, dims, 2)
 
 
 def test_experts_that_ranks_share_out() -> None:
