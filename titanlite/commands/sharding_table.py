@@ -26,10 +26,20 @@ def weight_rows(planned: PlannedLayers) -> list[list[str]]:
     """
     held = [t for t in planned.plan.tensors.values() if t.name.endswith((".weight", ".bias"))]
     rows = ((n, (t.shape, t.placements, t.origins[0].reason), t) for t in held for n in planned.names(t.name))
-    return [
-        [name, "×".join(map(str, t.shape)), placement_text(t.placements[0]), t.origins[0].reason]
-        for name, _, t in alike(rows)
-    ]
+    found = []
+    for name, _, t in alike(rows):
+        how = placement_text(t.placements[0]), t.origins[0].reason
+        found.append([name, "×".join(map(str, t.shape)), *(("-", _APART) if _is_apart(planned, t.name) else how)])
+    return found
+
+
+_APART = "experts: by FSDP alone"
+
+
+def _is_apart(planned: PlannedLayers, name: str) -> bool:
+    """Check that a parameter of the plan is none of a layer that tensor parallelism knows."""
+    layers = [planned.layers.get(n.rpartition(".")[0]) for n in planned.names(name)]
+    return not any(layer is not None and name.rpartition(".")[2] in layer.placements for layer in layers)
 
 
 def token_traffic(
@@ -138,7 +148,8 @@ def why(planned: PlannedLayers, tensor: str) -> str:
     at, name = known[asked]
     place = BLOCK_NAME.match(at)
     axis = next(iter(plan.axes))
-    text = "\n  <- ".join(plan.why(name, axis)) + "\n"
+    is_apart = name.endswith((".weight", ".bias")) and _is_apart(planned, name)
+    text = "\n  <- ".join([f"{name}: -", _APART] if is_apart else plan.why(name, axis)) + "\n"
     for c in plan.collectives:
         if c.direction == "forward" and c.module == at and c.tensor != name:
             text += f"{c.kind} of " + "\n  <- ".join(plan.why(c.tensor, axis)) + "\n"

@@ -214,10 +214,6 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
         problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
-    is_split = config.parallelism.tensor_parallel_degree > 1 and model is not None and model.experts is not None
-    if config.float8.recipe != "none" and is_split:
-        want = '"none" where parallelism.tensor_parallel_degree > 1 and a model has experts'
-        problems.add("float8.recipe", show(config.float8.recipe), want, 'recipe = "none"')
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
         problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')

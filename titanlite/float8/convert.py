@@ -125,7 +125,8 @@ def apply_float8(
         mixtures[name].compute = Float8Experts(recipe, compute.group if isinstance(compute, ParallelExperts) else None)
         converted += projections
         for part, projection in projections.items() if gathers else ():
-            rows[part] = len(projection.weight)
+            group = mixtures[name].group  # whose ranks split these weights further
+            rows[part] = len(projection.weight) // (1 if group is None else group.size)
             projection.weight = _gathered_in_float8(projection.weight, recipe, None)
     if of_their_own:
         left = [*filter_fqns, *dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in of_their_own)]

@@ -28,6 +28,7 @@ DEBUG = str(shipped_folder("configs") / "debug.toml")
 TWO = ["--parallelism.tensor_parallel_degree", "2", "--model.n_layers", "4"]  # two blocks stand for all
 LARGE = str(shipped_folder("configs") / "llama3_8b.toml")
 MIXTURE = [str(shipped_folder("configs") / "qwen3_moe_debug.toml")]
+OLMOE = [*MIXTURE, "--model.name", "olmoe"]
 SMALL, FOUR = [DEBUG, "--world", "2"], [LARGE, "--world", "4"]
 ASYNC = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
 
@@ -520,8 +521,8 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
         ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
         ([DEBUG, *TWO, "--why"], "--why"),
         ([*SMALL, "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
-        ([*MIXTURE, "--world", "2", "--why", "experts.w13"], "fix:  leave --why out: FSDP splits each weight by rows"),
-        (MIXTURE, "fix:  --world 2, or --activation-checkpoint for what"),
+        ([*OLMOE, "--world", "2", "--why", "experts.w13"], "fix:  leave --why out: FSDP splits each weight by rows"),
+        (OLMOE, "fix:  --world 2, or --activation-checkpoint for what"),
         ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
         ([*SMALL, "--device-gib", "none"], "the GiB of a device"),
         ([DEBUG, *TWO, "--device", "h100"], "--world N as well"),

@@ -228,8 +228,6 @@ def test_mixtures_that_tensor_parallelism_cannot_split() -> None:
     assert dims.experts is not None
     shared = replace(dims, experts=replace(dims.experts, shared=3))
     assert "a divisor of experts.shared × experts.ffn_dim / 128 = 3\n" in message(config, shared, 2)
-    said = message(changed(config, float8__recipe="rowwise"), dims, 2)
-    assert '"none" where parallelism.tensor_parallel_degree > 1 and a model has experts' in said
 
 
 def test_experts_that_ranks_share_out() -> None:

@@ -50,6 +50,16 @@ def test_a_rank_has_its_experts_and_a_shard_of_all_else(ranks: int) -> None:
     assert split.peak_under(LEAST).optimizer == 8 * split.shard
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_tensor_parallel_ranks_split_experts_too(ranks: int) -> None:
+    split, one = memory_of(ranks, 8, "--parallelism.tensor_parallel_degree=2"), memory_of(1)
+    assert (split.shards, split.expert_shards) == (4, 8 // ranks)
+    assert split.experts == E // ranks * OF_EXPERT
+    whole = 2 * (2 * D + 2 * 64 + E * D) + D  # norms and routers, which each tensor-parallel rank has: split over 4
+    assert split.shard == one.shard + whole // 4 - whole // 8
+    assert [unit.shards for unit in units(split) if unit.block == 0] == [4, 8 // ranks]
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_travel_among_the_ranks_of_other_groups_alone(ranks: int) -> None:
     memory = memory_of(ranks)
