@@ -16,6 +16,7 @@ from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import fastest_first, overrides_that_fit, processes_that_fit
+from titanlite.forecast.what_travels import what_travels
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
 
@@ -137,6 +138,8 @@ def forecast(
             f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
+    if travels := what_travels(memory, save_list, rates):
+        notes.append(travels)
     if config.data.document_mask:
         notes.append(_attention_note(attended, rates, dims.head_width))
     speed = time.tokens_per_second(step)
@@ -246,10 +249,6 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
         order = ", the cheapest first" if flags[0].tokens_per_second else ""
         fix = f"one of these{order}{listed}" + (f"\n          or {more}, more processes" if more else "")
     else:
-        alone = "no other save-list, layout and batch would make it fit"
-        fix = (
-            f"{more}: with as many processes as now {alone}"
-            if more
-            else f"a smaller model: {alone}, nor more processes"
-        )
+        nothing = "no other save-list, layout and batch would make it fit"
+        fix = f"{more}: {nothing}" if more else f"a smaller model: {nothing}, nor more processes"
     raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))
