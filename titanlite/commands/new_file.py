@@ -181,7 +181,8 @@ def _layout_keys(choices: Choices) -> list[_Key]:
     elif choices.machine.rates is not None and choices.dims.experts is None:
         why += ": nothing else is possible"
     if choices.dims.experts is not None and shards > 1:
-        why += "; expert_parallel_degree, which shares experts out over some of these ranks, was not compared"
+        others = "" if any(o.degree > 1 for o in choices.options) else ", tensor parallelism"
+        why += f"; not compared: expert parallelism (expert_parallel_degree){others}"
     keys = [_Key("tensor_parallel_degree", chosen.degree, why)]
     if mesh.async_tensor_parallel:
         keys.append(_Key("async_tensor_parallel", True, "its collectives run inside its matmuls"))

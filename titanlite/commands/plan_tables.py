@@ -5,6 +5,7 @@ from typing import Any
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
+from titanlite.config.architectures import layers_of_block
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.text_table import columns
 
@@ -52,16 +53,20 @@ def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
 
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
     """Explain the placement of a tensor."""
+    config, dims, key = planned.memory.config, planned.memory.dims, "parallelism.tensor_parallel_degree"
+    layers = layers_of_block(config.model, dims) or ()
+    if any(layer.startswith("experts.w") and f".{layer}." in f".{tensor}." for layer in layers):
+        shared = "each of parallelism.expert_parallel_degree ranks has whole experts of its own, whose rows FSDP splits"
+        return (
+            f"{tensor}: {shared} over the ranks that have the same experts\n  <- no tensor parallelism splits experts\n"
+        )
+    if planned.sharding is None and (only := only_tensor_parallel_degree(config, dims)) is not None:
+        want = f"a tensor that is split by {key}, which must be {only}"
+        fix = "leave --why out: FSDP splits each weight by rows over the ranks"
+        raise ConfigError(describe("command line", [Problem("--why", tensor, want, fix)]))
     if planned.sharding is None:
-        key, config = "parallelism.tensor_parallel_degree", planned.memory.config
-        if (only := only_tensor_parallel_degree(config, planned.memory.dims)) is not None:
-            ep = config.parallelism.expert_parallel_degree
-            of_experts = f", once experts are shared out over {ep} of them" if ep > 1 else ""
-            fix = f"leave --why out: FSDP splits each weight by rows over the ranks{of_experts}"
-            problem = Problem("--why", tensor, f"a tensor that is split by {key}, which must be {only}", fix)
-            raise ConfigError(describe("command line", [problem]))
-        want, fix = "more than 1: nothing is split over tensor-parallel ranks", f"--{key} 2"
-        raise ConfigError(describe(file, [Problem(key, "1", want, fix)]))
+        want = "more than 1: nothing is split over tensor-parallel ranks"
+        raise ConfigError(describe(file, [Problem(key, "1", want, f"--{key} 2")]))
     from titanlite.commands.sharding_table import why
 
     return why(planned.sharding, tensor)

@@ -200,5 +200,5 @@ def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: s
     assert "million parameters, of which a token uses " in written
     assert "20 for each parameter that a token uses, " in written
     assert "the best use of compute for dense models" in written
-    assert "expert_parallel_degree, which shares experts out over some of these ranks, was not compared" in written
+    assert "not compared: expert parallelism (expert_parallel_degree)" in written
     assert "nothing else is possible" not in written.partition("[parallelism]")[2].partition("[")[0]

@@ -99,6 +99,13 @@ def test_why_and_json(tmp_path: Path, call: Call) -> None:
     assert lines[-1] == "layers.1 was planned for this block too: they are alike"
 
 
+def test_why_says_where_experts_are_without_tensor_parallelism(call: Call) -> None:
+    said = call("plan", *OLMOE, "--world", "2", "--why", "layers.0.experts.w13.weight")
+    assert said.splitlines()[-2].startswith(
+        "layers.0.experts.w13.weight: each of parallelism.expert_parallel_degree ranks"
+    )
+
+
 def test_why_takes_every_name_of_the_tables() -> None:
     planned = plan_run(checked_run(["--config", DEBUG, *TWO], world_size=4), DEBUG, 4)
     plan = planned.sharding
@@ -521,7 +528,7 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
         ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
         ([DEBUG, *TWO, "--why"], "--why"),
         ([*SMALL, "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
-        ([*OLMOE, "--world", "2", "--why", "experts.w13"], "fix:  leave --why out: FSDP splits each weight by rows"),
+        ([*OLMOE, "--world", "2", "--why", "output"], "fix:  leave --why out: FSDP splits each weight by rows"),
         (OLMOE, "fix:  --world 2, or --activation-checkpoint for what"),
         ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
         ([*SMALL, "--device-gib", "none"], "the GiB of a device"),
