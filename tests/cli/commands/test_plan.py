@@ -368,9 +368,8 @@ def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str])
     assert two[1::2] == ["2", "16", "full"]
     call("plan", LARGE, "--world", "8", "--device-gib", "24", *two)
     huge = [str(Path(LARGE).with_name("llama3_405b.toml")), "--device-gib", "80", "--world"]
-    assert "fix:  --world 128: no other save-list, layout and batch would make it fit" in call(
-        "plan", *huge, "64", ends=2
-    )
+    said = call("plan", *huge, "64", ends=2)
+    assert "--world 128: with as many processes as now no other save-list, layout and batch would make it fit" in said
     assert main(["plan", *huge, "128"]) == 0
 
 
