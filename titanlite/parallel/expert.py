@@ -24,13 +24,13 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
 
     Args:
         model: any.
-        degree: ranks that share the experts of each out.
+        degree: ranks that share the experts of each out; 1: tensor-parallel ranks send their tokens to all of them.
 
     Raises:
         ShardingError: there is none to share out, a layer has a number of experts that the ranks do not divide, or
             computes in a way of its own.
     """
-    fix = "expert_parallel_degree = 1"
+    fix, one = "expert_parallel_degree = 1", "tensor_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
     wrong = [
         Problem(name, f"{layer.of.n_experts} experts", f"a multiple of {KEY} = {degree}", "another degree")
@@ -40,7 +40,12 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
     wrong += [
         Problem(f"{name}.compute", "one of the model's own", "titanlite's, which ranks can share", fix)
         for name, layer in layers.items()
-        if layer.compute is not experts or type(layer).forward is not MixtureOfExperts.forward
+        if degree > 1 and layer.compute is not experts
+    ]
+    wrong += [
+        Problem(f"{name}.forward", "one of the model's own", "titanlite's, which ranks can share", f"{fix}, {one}")
+        for name, layer in layers.items()
+        if type(layer).forward is not MixtureOfExperts.forward
     ]
     if not layers and degree > 1:
         wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]

@@ -213,6 +213,9 @@ class _Layers:
         for node, name in self.graph.names.items():
             if node not in self.graph.parameters or node not in self.graph.trained:
                 continue
+            if not node.users and self.plan.tensors[name].placements[0] != REPLICATE:
+                want = "no annotation: nothing that is planned reads it; weights of experts are split by FSDP"
+                self._refuse(name, "split by an annotation", want, "remove that")
             if node.users and self.plan.tensors[name].placements[0] == REPLICATE and name not in self.plan.gradients:
                 want = "a weight that is split, or one that each rank uses for a part of the work"
                 self._refuse(name, "whole, and so is its gradient", want, f'"{name}" = "tp:0"')

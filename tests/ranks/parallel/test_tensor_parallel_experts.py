@@ -17,8 +17,15 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import Trained, assemble, checked, take_steps, train, whole
 from titanlite.checkpoint import store
+from titanlite.config.schema import Model
+from titanlite.errors import ShardingError
+from titanlite.kernels.experts import experts
 from titanlite.models import moe
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.find import build_model
+from titanlite.parallel.expert import experts_to_share
+from titanlite.recipes import load
+from titanlite.sharding.layers import plan_layers
 from titanlite.training import step
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
@@ -192,6 +199,21 @@ def test_a_checkpoint_loads_under_another_layout(
         dist.barrier()
 
     run_ranks(body, tmp_path, 4)
+
+
+def test_what_cannot_be_split_is_refused() -> None:
+    dims = load("model", "qwen3_moe-debug")
+    model = build_model(Model(name="qwen3_moe"), dims, 64)
+    first: MixtureOfExperts = model.layers[0].experts  # type: ignore[index,union-attr,assignment]
+    first.compute = lambda *operands: experts(*operands)
+    assert len(experts_to_share(model, 1)) == dims.n_layers
+    first.__class__ = type("Own", (MixtureOfExperts,), {"forward": lambda self, x: x})
+    with pytest.raises(ShardingError, match=r"layers\.0\.experts\.forward = one of the model's own"):
+        experts_to_share(model, 1)
+    model = build_model(Model(name="qwen3_moe"), dims, 64)
+    model.sharding = {**moe.Qwen3MoE.sharding, "layers.*.experts.w2.weight": "tp:1"}  # type: ignore[assignment]
+    with pytest.raises(ShardingError, match=r"experts\.w2\.weight = split by an annotation\n +want: no annotation"):
+        plan_layers(model, 64, 2)
 
 
 def test_the_layout_is_that_of_llama() -> None:
