@@ -59,6 +59,12 @@ WIDER = {"experts": "matmul"}
 EXCHANGES = (GATHER_FROM_RANKS, *TO_OWNERS)
 """Collectives of expert parallelism: tokens to experts, and rows to the owners of tokens."""
 
+MAKE_ROWS = (
+    *(GROUPED_MATMUL, SCALED_GROUPED_MATMUL, GATHER_ROWS, EXPERT_GATE_CAST),
+    *(f"titanlite.{name}.default" for name in ("expert_gate", "expert_gate_grad", "expert_gate_grad_cast")),
+)
+"""Operations whose results are rows of experts: beside them gradients of weights by token, of other length."""
+
 GRADIENTS_OF_EXPERTS = ("titanlite.grouped_weight_gradient.default", "titanlite.scaled_grouped_gradient.default")
 """Products of backward alone, which no rule is for: of rows, [R, N] and [R, K], and of what is transposed."""
 

@@ -81,6 +81,7 @@ def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
         forward=tuple(made[:n_forward]),
         backward=tuple(made[n_backward:]),
         sizes=recorder.sizes,
+        seldom=recorder.seldom,
         given=frozenset(weights | others),
         given_to=pytree.tree_map_only(Tensor, Shape.of, (tuple(args), dict(kwargs))),
         stream=frozenset(recorder.known(*stream)),
@@ -144,6 +145,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
+        self.seldom: dict[int, int] = {}  # rows of experts: places for one that is used
         self.tokens: set[int] = set()  # values that depend on what the block is given
         self.peak = self.widest = 0
         self._numbers: dict[int, tuple[StorageWeakRef, int]] = {}  # a weak reference keeps its key
@@ -196,6 +198,9 @@ class _Recorder(TorchDispatchMode):
             makes = [value for value in makes if value not in reads]
         if not makes:
             return out
+        if self._expert_ranks > 1 and op in ops.MAKE_ROWS:
+            rows = len(next(t for t in results if t.dim() > 1))
+            self.seldom |= dict.fromkeys(self.known(*(t for t in results if len(t) == rows)), self._expert_ranks)
         of_tokens = not reads or not self.tokens.isdisjoint(reads)
         if of_tokens:
             self.tokens.update(makes)
@@ -283,6 +288,8 @@ def _cost(
         return 0, received, received
     if op == ops.MAX_OF_RANKS:
         return 0, results[0].nbytes, results[0].nbytes
+    if op in (ops.GATHER_ROWS, ops.SPREAD_ROWS):
+        return 0, sum(t.nbytes for t in given) + sum(t.nbytes for t in results) // expert_ranks, 0
     read = given[0].numel() * min(itemsize, given[0].itemsize) if given else 0
     if op in CLASSES["statistics"]:
         return given[0].numel() * (2 if op == ops.MEAN else 1), read, 0

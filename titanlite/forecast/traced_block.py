@@ -73,6 +73,8 @@ class TracedBlock:
         forward: operations in the order in which they run.
         backward: likewise.
         sizes: bytes of each value, by its number.
+        seldom: of the values that are rows of experts among ranks that share these out, the places for one that is
+            used in the mean: kernels skip the others.
         given: numbers of the values that are there before: weights, and what the block is given.
         given_to: shapes of the block's arguments, positional and by name.
         stream: numbers of what the block is given and has a gradient, which every checkpointed block keeps.
@@ -88,6 +90,7 @@ class TracedBlock:
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
     sizes: Mapping[int, int]
+    seldom: Mapping[int, int]
     given: frozenset[int]
     given_to: tuple[Any, Any]
     stream: frozenset[int]
@@ -160,7 +163,7 @@ class TracedBlock:
             if each.is_fusible or each.is_reduction:
                 levels.setdefault(each.level, []).append(each)
             else:
-                total += self.bytes_of({*each.reads, *each.makes})
+                total += self._bytes_in_use({*each.reads, *each.makes})
         is_backward = operations is self.backward
         kept = set[int]() if is_backward else {v for v in self.returned.union(self.wanted) if not self._is_remade(v)}
         for level in levels.values():
@@ -170,8 +173,12 @@ class TracedBlock:
             } - made
             outside = {v for each in operations if id(each) not in inside for v in each.reads}
             written = made & (outside | kept)
-            total += self.bytes_of(read | written)
+            total += self._bytes_in_use(read | written)
         return total
+
+    def _bytes_in_use(self, values: Iterable[int]) -> int:
+        """The bytes of some values, but for rows that are nobody's."""
+        return sum(self.sizes[value] // self.seldom.get(value, 1) for value in values)
 
     def _sources(self, value: int) -> set[int]:
         """Give the values that a value of forward is made of, for who reads it in backward; else the value alone."""

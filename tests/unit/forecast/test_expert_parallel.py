@@ -102,6 +102,13 @@ def test_rows_have_room_for_the_worst_router_and_products_the_flops_of_the_mean(
     w13 = ops_of(after.forward, "grouped_matmul")[0]
     assert after.bytes_of(w13.makes) == ranks * M * K * 2 * F * 2
     assert w13.flops == 2 * M * K * 2 * F * D
+    gate, rows = ops_of(after.forward, "expert_gate")[0], ranks * M * K
+    assert {after.seldom[value] for value in (*w13.makes, *gate.makes)} == {ranks}
+    # Kernels skip what is nobody's. More is the reading of all ranks' tokens, twice in backward; less are sums of
+    # results, which are the exchange's. Slots have four bytes a place, and are read a few times.
+    tokens, sums = (ranks * M - M) * D * 2, M * K * D * 2 + M * D * 2
+    for times, was, of in zip((1, 2), before.elementwise, after.elementwise, strict=True):
+        assert of - was == pytest.approx(times * tokens - sums, abs=5 * 4 * rows)
 
 
 def test_lists_keep_the_exchange_and_what_experts_make() -> None:
