@@ -132,7 +132,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name != "never freed"), *slow("never freed")])
+SLOW = "never freed", "EP 2"
+
+
+@pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name not in SLOW), *slow(*SLOW)])
 def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have one order to add in: every loss, norm and weight of three steps is the same."""
     world, flags = LAYOUTS[layout]
