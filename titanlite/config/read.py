@@ -14,6 +14,7 @@ from typing import Any, cast, get_type_hints
 from titanlite.config.build import from_table
 from titanlite.config.port import Port, take_out
 from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import Experts
 from titanlite.config.renamed import replacement
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged
@@ -76,6 +77,9 @@ def suggest_key(path: str, value: object = None) -> str | None:
         return fix
     if "[" in section:  # a table of a list has keys of its own
         return None
+    of_experts = {field.name for field in dataclasses.fields(Experts)}
+    if path.startswith(("experts", "model.experts")) or (section == "model" and key in of_experts):
+        return "write it in the table [experts] of a recipe of your own: docs/how_to/mixture_of_experts.md"
     if flat := next((k for k in schema_keys() if k.replace(".", "_") == path), None):
         return f"did you mean {flat}?"
     if not section and (near := nearest(path, sections())):

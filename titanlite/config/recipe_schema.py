@@ -38,7 +38,7 @@ class Experts:
     normalised: bool = True  # the weights of a token's experts are divided by their sum
     scale: float = 1.0  # of the weights
     shared: int = 0  # experts beside these that every token goes to
-    balance_loss: float = 0.0  # coefficient of the loss of unequal use, in the mean over layers
+    balance_loss: float = 0.0  # coefficient of the loss of unequal use, in the mean over mixtures
     z_loss: float = 0.0  # coefficient of the loss of large logits, likewise
     balance_bias: float = 0.0  # what a step moves an expert's bias by, which shifts the choice alone; 0: none
 

@@ -115,6 +115,11 @@ steps = 1
         ),
         ("[training]\nshuffle_need = 1", ["fix:  remove it"]),  # no nearer to training.seed than to any other
         ("[training]\ndataset_seed = 1", ["fix:  remove it"]),
+        (
+            "[experts]\ntop_k = 1",
+            ["line 1  experts", "the table [experts] of a recipe of your own: docs/how_to/mixture"],
+        ),
+        ("[model]\nn_experts = 1", ["line 2  model.n_experts = 1", "the table [experts] of a recipe of your own"]),
         ("[training]\nsed = 1", ["fix:  did you mean training.seed?"]),
         (
             '[[data.mixture]]\nname = "a"\nsource = "b"\nweight = 1\nmax_epoch = 1',
