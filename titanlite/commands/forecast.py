@@ -138,7 +138,7 @@ def forecast(
             f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
-    if travels := what_travels(memory, save_list, rates):
+    if travels := what_travels(memory, save_list, rates, attended):
         notes.append(travels)
     if config.data.document_mask:
         notes.append(_attention_note(attended, rates, dims.head_width))
@@ -237,7 +237,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     if predicted.on_device <= usable(gib):
         return
     asked = memory, predicted.save_list, usable(gib)
-    flags = fastest_first(memory, overrides_that_fit(*asked), predicted.rates)
+    flags = fastest_first(memory, overrides_that_fit(*asked), predicted.rates, predicted.attended)
     more = processes_that_fit(*asked, and_changes=not flags)
     besides = ""
     if pushed := predicted.symmetric_memory:

@@ -16,6 +16,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, MemoryModel, usable
@@ -106,7 +107,9 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
     )
 
 
-def fastest_first(model: MemoryModel, overrides: list[Override], rates: Rates) -> list[Override]:
+def fastest_first(
+    model: MemoryModel, overrides: list[Override], rates: Rates, attended: AttendedShare | None = None
+) -> list[Override]:
     """Predict the speed of each change, and put the one that costs least of it first.
 
     Those within a percent stay as they came, as do all if no speed is known: forecasts are no more exact than that.
@@ -116,8 +119,9 @@ def fastest_first(model: MemoryModel, overrides: list[Override], rates: Rates) -
         model: of the run.
         overrides: of it.
         rates: of the device.
+        attended: as of `StepTimeModel`.
     """
-    found = [replace(each, tokens_per_second=_speed(model, each, rates)) for each in overrides]
+    found = [replace(each, tokens_per_second=_speed(model, each, rates, attended)) for each in overrides]
     fastest = max((each.tokens_per_second for each in found), default=0.0) or 1.0
     own = sequences_per_step(model.config, model.world)
 
@@ -128,12 +132,12 @@ def fastest_first(model: MemoryModel, overrides: list[Override], rates: Rates) -
     return sorted(found, key=order)
 
 
-def _speed(model: MemoryModel, override: Override, rates: Rates) -> float:
+def _speed(model: MemoryModel, override: Override, rates: Rates, attended: AttendedShare | None) -> float:
     """Tokens a second and GPU with a change; 0 if it is not known, as what copy engines save is not."""
     memory = MemoryModel(override.config, model.dims, model.float8, model.world)
     if memory.copy_engines != model.copy_engines or no_rates_reason(memory) is not None:
         return 0.0
-    time, save_list = StepTimeModel(memory, rates), override.save_list
+    time, save_list = StepTimeModel(memory, rates, attended), override.save_list
     if save_list is None:
         save_list = choose(memory, time.times(), override.config.activation_checkpoint.budget_gib or 0.0).save_list
     return time.tokens_per_second(time.step(block_costs(memory.run, save_list)))

@@ -11,6 +11,7 @@ from dataclasses import replace
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError
 from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
@@ -19,21 +20,21 @@ MOST_TOKENS = 1 << 24
 """Tokens of a micro-step beyond which nothing is looked for."""
 
 
-def what_travels(memory: MemoryModel, save_list: SaveList, rates: Rates) -> str:
+def what_travels(memory: MemoryModel, save_list: SaveList, rates: Rates, attended: AttendedShare | None = None) -> str:
     """Compare the run with its other choice, in a sentence; "" of a dense model, or of ranks that can share nothing.
 
     Args:
         memory: of a run that `no_rates_reason` has nothing against.
         save_list: of the run.
         rates: of the device.
+        attended: as of `StepTimeModel`.
     """
     own, experts = memory.config.parallelism.expert_parallel_degree, memory.dims.experts
     if experts is None or memory.run.tensor_parallel > 1:
         return ""
     degrees = {1, own} if own > 1 else {n for n in (1, 2, 4, 8) if n <= rates.host}
-    found = {
-        degree: steps for degree in sorted(degrees) if (steps := _step_by_tokens(memory, degree, save_list, rates))
-    }
+    how = save_list, rates, attended
+    found = {degree: steps for degree in sorted(degrees) if (steps := _step_by_tokens(memory, degree, *how))}
     tokens, others = memory.run.tokens, [degree for degree in found if degree > 1]
     if 1 not in found or not others:
         return ""
@@ -52,7 +53,7 @@ def what_travels(memory: MemoryModel, save_list: SaveList, rates: Rates) -> str:
 
 
 def _step_by_tokens(
-    memory: MemoryModel, degree: int, save_list: SaveList, rates: Rates
+    memory: MemoryModel, degree: int, save_list: SaveList, rates: Rates, attended: AttendedShare | None
 ) -> Callable[[float], StepTime] | None:
     """The time of a step under an expert-parallel degree; None if the ranks cannot be shared out so."""
     experts = memory.dims.experts
@@ -62,7 +63,7 @@ def _step_by_tokens(
     config = replace(memory.config, parallelism=mesh)
     try:
         other = MemoryModel(config, memory.dims, memory.float8, memory.world)
-        return StepTimeModel(other, rates).by_tokens(block_costs(other.run, save_list))
+        return StepTimeModel(other, rates, attended).by_tokens(block_costs(other.run, save_list))
     except ConfigError:
         return None
 
