@@ -29,7 +29,7 @@ from titanlite.observe.step_profile import (
 
 _SIZES = ("model.*", "training.seq_len", "training.local_batch_size", "training.global_batch_size")
 _AGAIN = ("activation_checkpoint.*",)
-_SPLIT = ("parallelism.tensor_parallel_degree", "parallelism.data_parallel_*")
+_SPLIT = ("parallelism.tensor_parallel_degree", "parallelism.expert_parallel_degree", "parallelism.data_parallel_*")
 _NUMBERS = ("float8.*", "training.mixed_precision_param", "training.deterministic")
 _SENT = (*_SIZES, *_SPLIT, *_NUMBERS, "training.mixed_precision_reduce", *_AGAIN)
 

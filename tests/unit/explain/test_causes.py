@@ -81,6 +81,16 @@ def test_of_two_runs_the_key_that_touches_what_changed_most_is_named():
     assert [key.key for key in config_changes(a, b)] == ["compile.enable", "optimizer.state_dtype"]
 
 
+def test_a_degree_of_parallelism_touches_what_is_sent():
+    fast, slow = ({MATMUL: [(0.0, 50.0)], SHARD: [(50.0, end)]} for end in (55.0, 95.0))
+    a, b = (
+        profiled(rank_profile(parts), parallelism__expert_parallel_degree=degree)
+        for parts, degree in ((fast, 2), (slow, 1))
+    )
+    _, _, keys = first_change(a, b)
+    assert [key.text for key in keys] == ["parallelism.expert_parallel_degree: 2 → 1"]
+
+
 def test_a_change_that_no_key_touches_has_the_cause_itself():
     slow, other = {MATMUL: [(0.0, 80.0)], SHARD: [(80.0, 95.0)]}, {MATMUL: [(0.0, 40.0)], SHARD: [(40.0, 95.0)]}
     even = {MATMUL: [(0.0, 40.0)], SHARD: [(40.0, 55.0)]}
