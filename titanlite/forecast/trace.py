@@ -272,7 +272,8 @@ def _cost(
         K = (args[1] if op == "aten.addmm.default" else args[0]).shape[-1]
         return 2 * results[0].numel() * K, moved, 0
     if op in CLASSES["experts"]:
-        return 2 * results[0].numel() * args[0].shape[1] // expert_ranks, moved, 0
+        rows = args[0].nbytes + results[0].nbytes
+        return 2 * results[0].numel() * args[0].shape[1] // expert_ranks, moved - rows + rows // expert_ranks, 0
     if op in ops.GRADIENTS_OF_EXPERTS:
         R = args[0].shape[0 if op == ops.GRADIENTS_OF_EXPERTS[0] else 1]
         return 2 * R * results[0].shape[1] * results[0].shape[2] // expert_ranks, moved, 0

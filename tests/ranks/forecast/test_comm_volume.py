@@ -1,6 +1,7 @@
 """The list of collectives, held against those of a real step: each with its ranks and the bytes of what it moves."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import DEBUG, assemble, batches_of, checked
 from titanlite.commands.planned_run import plan_run
 from titanlite.config.toml_file import shipped_folder
-from titanlite.forecast.comm_volume import of_weights
+from titanlite.forecast.comm_volume import Traffic, of_update, of_weights
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels import collectives
-from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.sharding.sent_bytes import sent_bytes
 from titanlite.training.build import fastest_attention
 from titanlite.training.step import train_step
@@ -134,7 +135,33 @@ def test_the_list_is_what_runs(
 ) -> None:
     by_nccl = "--parallelism.fsdp_copy_engines=never"  # as on CPUs
     given = ["--model.n_layers", "2", "--training.global_batch_size", str(world), by_nccl, *flags]
-    asked = checked(tmp_path, world, given)
+    assert_runs_as_listed(checked(tmp_path, world, given), world, tmp_path, monkeypatch)
+
+
+def test_what_a_bias_that_balances_experts_adds_up_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a step, of both layers, whatever the micro-steps."""
+    (tmp_path / "recipes" / "model").mkdir(parents=True)
+    recipe = 'extends = "qwen3_moe-debug"\n[experts]\nscore = "sigmoid"\nbalance_loss = 0.0\nbalance_bias = 0.01\n'
+    (tmp_path / "recipes" / "model" / "qwen3_moe-biased.toml").write_text(recipe)
+    own = ["--model.name=qwen3_moe", "--model.flavor=biased", f"--job.recipe_dirs={tmp_path / 'recipes'}"]
+    given = [*own, "--parallelism.fsdp_copy_engines=never", "--training.global_batch_size=4"]
+    asked = checked(tmp_path, 2, given)
+    listed = assert_runs_as_listed(asked, 2, tmp_path, monkeypatch)
+    of_bias = [t for t in listed if t.moves == "tokens of each expert that a bias balances"]
+    assert [(t.shape, t.whole_bytes, t.times) for t in of_bias] == [((2 * 8,), 8 * 2 * 8, 1)]
+
+
+def test_losses_by_source_are_listed() -> None:
+    """Sums of losses and numbers of targets in float64; none of a single source."""
+    by_source = {t.moves: t.whole_bytes for t in of_update(0, 1, 2, sources=3)}
+    assert by_source["loss and targets of each source"] == 2 * 3 * 8
+    assert "loss and targets of each source" not in {t.moves for t in of_update(0, 1, 2)}
+
+
+def assert_runs_as_listed(
+    asked: CheckedRun, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Sequence[Traffic]:
+    """Take a step, and compare its collectives with those of the plan, which are returned."""
     listed = plan_run(asked, str(DEBUG), world).traffic
     expected = Seen()
     for t in listed:
@@ -151,6 +178,7 @@ def test_the_list_is_what_runs(
         assert not wrong, f"(listed, ran): {wrong}"
 
     run_ranks(body, tmp_path, world)
+    return listed
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_reduce", "all_to_all"])
