@@ -22,8 +22,6 @@ _multiply = device_code("grouped_matmul.launch_grouped_matmul")
 _weight_gradient = device_code("grouped_gradient.launch_grouped_gradient")
 _multiply_scaled = device_code("grouped_matmul.launch_scaled_grouped_matmul")
 _scaled_gradient = device_code("grouped_gradient.launch_scaled_grouped_gradient")
-_add_gradient = device_code("grouped_gradient.launch_added_grouped_gradient")
-_add_scaled_gradient = device_code("grouped_gradient.launch_added_scaled_grouped_gradient")
 
 
 def grouped_kernel(a: Tensor, weight: Tensor) -> str:
@@ -85,31 +83,6 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     for group, rows in _groups_with_rows(offsets):
         torch.mm(grad[rows].t(), x[rows], out=gradient[group])
     return gradient
-
-
-def _add_gradient_of_groups(total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
-    is_slow = grouped_kernel(x, total) == "loop" or not total.is_contiguous()
-    (add_grouped_weight_gradient.definition if is_slow else _add_gradient)(total, grad, x, offsets)
-
-
-@operator(
-    "add_grouped_weight_gradient",
-    _add_gradient_of_groups,
-    "(Tensor(a!) total, Tensor grad, Tensor x, Tensor offsets) -> ()",
-)
-def add_grouped_weight_gradient(total: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
-    """Add the gradient of each group's weight to what there is; where a group has no rows nothing is touched.
-
-    Args:
-        total: [G, N, K] in `x.dtype`. It is rounded once for all rows of a call.
-        grad: as of `grouped_weight_gradient`.
-        x: as of `grouped_weight_gradient`.
-        offsets: as of `grouped_matmul`.
-    """
-    exact = torch.promote_types(x.dtype, torch.float32)
-    for group, rows in _groups_with_rows(offsets):
-        product = grad[rows].t().to(exact) @ x[rows].to(exact)
-        total[group] = (total[group] + product).to(total.dtype)
 
 
 def _multiply_scaled_groups(a: Tensor, weight: Tensor, *others: Any) -> Tensor:
@@ -186,43 +159,6 @@ def scaled_grouped_gradient(
     return gradient
 
 
-def _add_scaled_gradient_of_groups(total: Tensor, grad: Tensor, x: Tensor, *others: Any) -> None:
-    is_slow = grouped_kernel(x, total) == "loop" or x.shape[1] % 16 or not total.is_contiguous()
-    (add_scaled_grouped_gradient.definition if is_slow else _add_scaled_gradient)(total, grad, x, *others)
-
-
-@operator(
-    "add_scaled_grouped_gradient",
-    _add_scaled_gradient_of_groups,
-    "(Tensor(a!) total, Tensor grad, Tensor x, Tensor? grad_scale_inv, Tensor? x_scale_inv, Tensor offsets, "
-    "bool fast_accum) -> ()",
-)
-def add_scaled_grouped_gradient(
-    total: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    grad_scale_inv: Tensor | None,
-    x_scale_inv: Tensor | None,
-    offsets: Tensor,
-    fast_accum: bool,
-) -> None:
-    """Add what `scaled_grouped_gradient` returns to what there is; where a group has no rows nothing is touched.
-
-    Args:
-        total: [G, N, K]. It is rounded once for all rows of a call.
-        grad: as of `scaled_grouped_gradient`, like all others.
-        x: its other operand.
-        grad_scale_inv: scales of grad, or None.
-        x_scale_inv: scales of x, or None.
-        offsets: multiples of 16.
-        fast_accum: sums may be left to tensor cores, which keep about 14 bits.
-    """
-    scales = grad_scale_inv, x_scale_inv
-    product = scaled_grouped_gradient.definition(grad, x, *scales, offsets, torch.float32, fast_accum)
-    for group, _ in _groups_with_rows(offsets):
-        total[group] = (total[group] + product[group]).to(total.dtype)
-
-
 def _groups_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     """Give each group that has rows, with them; none without numbers, on the meta device."""
     if offsets.is_meta:
@@ -244,16 +180,6 @@ def _grouped_flops(left_shape, right_shape, *args, **kwargs) -> int:
     """As if every row had its group."""
     R, K = left_shape
     return 2 * R * K * right_shape[1]
-
-
-@register_flop_formula(torch.ops.titanlite.add_grouped_weight_gradient)
-def _added_flops(total_shape, grad_shape, x_shape, *args, **kwargs) -> int:
-    return _grouped_flops(grad_shape, x_shape)
-
-
-@register_flop_formula(torch.ops.titanlite.add_scaled_grouped_gradient)
-def _added_scaled_flops(total_shape, grad_shape, x_shape, *args, **kwargs) -> int:
-    return _scaled_gradient_flops(grad_shape, x_shape)
 
 
 @register_flop_formula(torch.ops.titanlite.scaled_grouped_gradient)

@@ -443,8 +443,6 @@ def test_every_operator_of_titanlite_has_a_class():
         "expert_gate_grad_cast",
         "row_dots",
         "aligned_rows",
-        "add_grouped_weight_gradient",
-        "add_scaled_grouped_gradient",
     ]
     of_weights = ("transpose", "cast_transpose", "cast_rows", "cast_by")
     elsewhere = {f"titanlite.{op}.default" for op in (*gradients, *of_weights, "norm_rope", "expert_gate", "combine")}

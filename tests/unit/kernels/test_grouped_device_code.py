@@ -33,22 +33,15 @@ def multiply_scaled(fast: bool, beside: bool) -> None:
     grouped_matmul.launch_scaled_grouped_matmul(a, weight, torch.ones(R, 1), scales, offsets(), BF16, fast)
 
 
-def gradient(add: bool) -> None:
+def gradient() -> None:
     grad, x = (torch.zeros(R, n, dtype=BF16) for n in (N, K))
-    if add:
-        grouped_gradient.launch_added_grouped_gradient(torch.zeros(G, N, K, dtype=BF16), grad, x, offsets())
-    else:
-        grouped_gradient.launch_grouped_gradient(grad, x, offsets())
+    grouped_gradient.launch_grouped_gradient(grad, x, offsets())
 
 
-def gradient_scaled(fast: bool, of_rows: bool, of_columns: bool, add: bool = False) -> None:
+def gradient_scaled(fast: bool, of_rows: bool, of_columns: bool) -> None:
     grad, x = (torch.zeros(n, R).to(E4M3) for n in (N, K))
     scales = torch.ones(N, 1) if of_rows else None, torch.ones(K, 1) if of_columns else None
-    if add:
-        out = torch.zeros(G, N, K, dtype=BF16)
-        grouped_gradient.launch_added_scaled_grouped_gradient(out, grad, x, *scales, offsets(), fast)
-    else:
-        grouped_gradient.launch_scaled_grouped_gradient(grad, x, *scales, offsets(), BF16, fast)
+    grouped_gradient.launch_scaled_grouped_gradient(grad, x, *scales, offsets(), BF16, fast)
 
 
 def offsets() -> Tensor:
@@ -63,11 +56,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "float8, fast, weights beside each other": partial(multiply_scaled, True, True),
     "float8, split": partial(multiply_scaled, False, False),
     "float8, split, weights beside each other": partial(multiply_scaled, False, True),
-    "gradient, bfloat16": partial(gradient, False),
-    "gradient, bfloat16, added": partial(gradient, True),
-    "gradient, float8, split, added": partial(gradient_scaled, False, False, True, True),
-    "gradient, float8, split, all scales, added": partial(gradient_scaled, False, True, True, True),
-    "gradient, float8, fast, added": partial(gradient_scaled, True, False, True, True),
+    "gradient, bfloat16": gradient,
     "gradient, float8, fast": partial(gradient_scaled, True, False, True),
     "gradient, float8, fast, all scales": partial(gradient_scaled, True, True, True),
     "gradient, float8, split, all scales": partial(gradient_scaled, False, True, True),

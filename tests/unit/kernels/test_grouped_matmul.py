@@ -7,8 +7,6 @@ from torch import Tensor
 from tests.support.needs import DEVICES
 from titanlite.kernels.float8_cast import cast_rows, cast_transpose
 from titanlite.kernels.grouped_matmul import (
-    add_grouped_weight_gradient,
-    add_scaled_grouped_gradient,
     grouped_kernel,
     grouped_matmul,
     grouped_weight_gradient,
@@ -71,36 +69,6 @@ def test_each_weight_has_the_gradient_of_its_rows(counts: list[int], device: str
     assert torch.allclose(got, masked_gradient(grad, x, counts), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("counts", COUNTS)
-def test_gradients_of_windows_add_up(counts: list[int], device: str) -> None:
-    """Nothing is touched where a group has no rows in a window: what stands there need not be a number."""
-    N, K = 5, 6
-    windows = [counts, [2 * n for n in counts]]
-    operands = [[random(sum(w), n, seed=n * sum(w), device=device) for n in (N, K)] for w in windows]
-    total = random(len(counts), N, K, seed=2, device=device)
-    total[torch.tensor(counts) == 0] = float("nan")
-    before = total.clone()
-    for window, (grad, x) in zip(windows, operands, strict=True):
-        add_grouped_weight_gradient(total, grad, x, offsets_of(window, device))
-    for (grad, x), window in zip(operands, windows, strict=True):
-        before += masked_gradient(grad, x, window)
-    assert torch.allclose(total, before, rtol=0, atol=3e-13, equal_nan=True)
-
-
-def test_compilers_see_that_a_total_changes() -> None:
-    grad, x, offsets = random(9, 5, seed=0), random(9, 6, seed=1), offsets_of([9])
-
-    def two_windows(grad: Tensor, x: Tensor) -> Tensor:
-        total = grouped_weight_gradient(grad, x, offsets)
-        before = total * 1
-        add_grouped_weight_gradient(total, grad, x, offsets)
-        return total - before
-
-    got = torch.compile(two_windows, backend="aot_eager", fullgraph=True)(grad, x)
-    assert torch.allclose(got, (grad.t() @ x)[None], rtol=0, atol=1e-13)
-
-
 def test_shapes_are_known_without_numbers() -> None:
     a, weight, offsets = torch.empty(8, 6), torch.empty(3, 5, 6), torch.empty(4, dtype=torch.int32)
     a, weight, offsets = (t.to("meta") for t in (a, weight, offsets))
@@ -149,24 +117,6 @@ def test_the_kernel_of_hopper_has_the_gradient_of_the_definition(counts: list[in
         truth, sizes = grad[i:j].double().t() @ x[i:j].double(), grad[i:j].double().abs().t() @ x[i:j].double().abs()
         assert within_bfloat16(own, truth, sizes, int(j - i))
     assert torch.equal(got, grouped_weight_gradient(grad, x, offsets))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("counts", ON_GPUS)
-@pytest.mark.parametrize(("N", "K"), [(256, 128), (640, 384)])
-def test_the_kernel_of_hopper_adds_to_a_gradient(counts: list[int], N: int, K: int) -> None:
-    R, G = sum(counts), len(counts)
-    grad, x = (random(R, n, seed=n, device="cuda", dtype=torch.bfloat16) for n in (N, K))
-    total = random(G, N, K, seed=2, device="cuda", dtype=torch.bfloat16)
-    offsets, before, again = offsets_of(counts, "cuda"), total.clone(), total.clone()
-    for into in (total, again):
-        add_grouped_weight_gradient(into, grad, x, offsets)
-    for i, j, own, was in zip(offsets, offsets[1:], total, before, strict=False):
-        if i == j:
-            assert torch.equal(own, was)
-        truth, sizes = (f(grad[i:j].double()).t() @ f(x[i:j].double()) + f(was.double()) for f in (torch.clone, abs))
-        assert within_bfloat16(own, truth, sizes, int(j - i))
-    assert torch.equal(total, again)
 
 
 @pytest.mark.gpu
@@ -258,9 +208,6 @@ def test_float8_gradients_contract_the_rows_of_a_group(
             truth, sizes = (f(of_grad[:, i:j]) @ f(of_x[:, i:j]).t() for f in (lambda t: t, torch.abs))
             assert within_float8(own, truth, sizes)
         assert torch.equal(got, scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast))
-        total = got.clone()
-        add_scaled_grouped_gradient(total, grad, x, *scales, offsets, fast)
-        assert within_float8(total, 2 * got.double(), 2 * got.double().abs())
 
 
 def masked_rows(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:

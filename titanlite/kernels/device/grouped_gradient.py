@@ -4,6 +4,8 @@ A tile of a group's gradient runs over the rows of the group. Its first and its 
 beside it, too: of one operand they are set to zero where they lie.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -50,8 +52,8 @@ _MANY = gl.constexpr(2048)
 
 @gluon.jit
 def _produce_contracted(
-    given, BY_ROWS: gl.constexpr, ADD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    SHARE: gl.constexpr, STAGES: gl.constexpr,
+    given, BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """Claim tiles of all groups, one after the other; say where each lies, and load its rows."""
     a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K = given
@@ -70,23 +72,21 @@ def _produce_contracted(
             is_free = (end - line + BK - 1) // BK == (end - first + BK - 1) // BK
             if (end > first) & (is_free | (end - first >= _MANY)):
                 begin = line
-        following = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
-        if end > first or not ADD:
-            await_empty(empty, it, STAGES)
-            write_words(words, it % STAGES * WORDS, group * N + x * BM, y * BN, end - begin, first - begin, 0)
-            if end == first:
-                mbarrier.arrive(ready.index(it % STAGES), count=1)
-                it += 1
-            for row in range(begin, end, BK):
-                slot = begin_load(a_desc, b_desc, ready, empty, it, 2, STAGES)
-                for half in gl.static_range(2):
-                    feature = x * BM + half * (BM // 2)
-                    at = [feature, row] if BY_ROWS else [row, feature]
-                    tma.async_copy_global_to_shared(a_desc, at, ready.index(slot), a_bufs.index(2 * slot + half))
-                at = [y * BN, row] if BY_ROWS else [row, y * BN]
-                tma.async_copy_global_to_shared(b_desc, at, ready.index(slot), b_bufs.index(slot))
-                it += 1
-        tile = following
+        await_empty(empty, it, STAGES)
+        write_words(words, it % STAGES * WORDS, group * N + x * BM, y * BN, end - begin, first - begin, 0)
+        tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+        if end == begin:
+            mbarrier.arrive(ready.index(it % STAGES), count=1)
+            it += 1
+        for row in range(begin, end, BK):
+            slot = begin_load(a_desc, b_desc, ready, empty, it, 2, STAGES)
+            for half in gl.static_range(2):
+                feature = x * BM + half * (BM // 2)
+                at = [feature, row] if BY_ROWS else [row, feature]
+                tma.async_copy_global_to_shared(a_desc, at, ready.index(slot), a_bufs.index(2 * slot + half))
+            at = [y * BN, row] if BY_ROWS else [row, y * BN]
+            tma.async_copy_global_to_shared(b_desc, at, ready.index(slot), b_bufs.index(slot))
+            it += 1
     await_empty(empty, it, STAGES)
     write_words(words, it % STAGES * WORDS, -1, 0, 0, 0, 0)
     mbarrier.arrive(ready.index(it % STAGES), count=1)
@@ -107,24 +107,12 @@ def _clear_others(buffer, first, end, BY_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _load_like(part, out, row, column, columns):
-    """Load what a matrix of so many columns has where a part is to go."""
-    layout: gl.constexpr = part.type.layout
-    rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
-    at = column + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
-    places = out + rows.to(gl.int64)[:, None] * columns + at[None, :]
-    places = gl.max_contiguous(gl.multiple_of(places, [1, 4]), [1, 2])
-    return gl.load(places, mask=gl.expand_dims(rows < gl.where(column < columns, row + HALF, 0), 1))
-
-
-@gluon.jit
 def _contract_rows(
-    given, BY_ROWS: gl.constexpr, ADD: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr,
-    STAGES: gl.constexpr, W: gl.constexpr,
+    given, BY_ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
     """Compute half number W of each tile."""
-    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out = given[:8]
-    row_scales, column_scales, scale_bufs, N, K = given[8:]
+    a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, scale_bufs, N, K = given
     it = 0
     await_ready(ready, 0, STAGES)
     row = read_word(words, 0)
@@ -164,17 +152,10 @@ def _contract_rows(
         parts = column_parts(sums)
         if SPLIT:
             parts += column_parts(rest)
-        before = ()
-        if ADD:
-            before += (_load_like(parts[0], out, row, column, K), _load_like(parts[1], out, row, column + PART, K))
         for p in gl.static_range(BN // PART):
             part = parts[p]
             if column_scales is not None:
                 part = scale_part(part, p, scale_bufs.index(W))
-            if ADD:
-                part += before[p].to(gl.float32)
-                if p + 2 < BN // PART:  # two are on their way
-                    before += (_load_like(part, out, row, column + (p + 2) * PART, K),)
             store_part(part, p, c_desc, c_bufs, row, column + p * PART, W)
         await_ready(ready, it, STAGES)
         row = read_word(words, it % STAGES * WORDS)
@@ -183,39 +164,36 @@ def _contract_rows(
 
 @gluon.jit
 def _grouped_weight_gradient(
-    a_desc, b_desc, c_desc, out, row_scales, column_scales, offsets, counter, G, N, K,
-    BY_ROWS: gl.constexpr, ADD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    SPLIT: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr,
+    a_desc, b_desc, c_desc, row_scales, column_scales, offsets, counter, G, N, K,
+    BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr,
+    SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """BY_ROWS: whether what is contracted lies along the rows of both operands, as float8 must.
-
-    ADD: whether to add to what is there, and touch nothing of a group without rows.
-    """
+    """BY_ROWS: whether what is contracted lies along the rows of both operands, as float8 must."""
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 2, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
     scale_bufs = words  # where there are no scales they are not used
     if column_scales is not None:
         scale_bufs = allocate_scales(BN)
     consumer = (
-        a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out,
+        a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc,
         row_scales, column_scales, scale_bufs, N, K,
     )  # fmt: skip
     gl.warp_specialize([
-        (_contract_rows, (consumer, BY_ROWS, ADD, BN, BK, SPLIT, STAGES, 0)),
-        (_contract_rows, (consumer, BY_ROWS, ADD, BN, BK, SPLIT, STAGES, 1)),
-        (_produce_contracted, (producer, BY_ROWS, ADD, BM, BN, BK, SHARE, STAGES)),
+        (_contract_rows, (consumer, BY_ROWS, BN, BK, SPLIT, STAGES, 0)),
+        (_contract_rows, (consumer, BY_ROWS, BN, BK, SPLIT, STAGES, 1)),
+        (_produce_contracted, (producer, BY_ROWS, BM, BN, BK, SHARE, STAGES)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 def launch_grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """Launch the operator's kernel."""
-    out = x.new_empty(len(offsets) - 1, grad.shape[1], x.shape[1])
-    return _launch_gradient(grad, x, None, None, offsets, (out, False), tile_shape(x.dtype, True))
+    (R, N), K = grad.shape, x.shape[1]
+    tile = tile_shape(x.dtype, True)
 
+    def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
+        return blocks(grad, (R, N), N, (tile.step, ROWS // 2)), blocks(x, (R, K), K, (tile.step, COLUMNS))
 
-def launch_added_grouped_gradient(out: Tensor, grad: Tensor, x: Tensor, offsets: Tensor) -> None:
-    """Launch the operator's kernel."""
-    _launch_gradient(grad, x, None, None, offsets, (out, True), tile_shape(x.dtype, True))
+    return _launch_gradient(grad, x, None, None, offsets, x.new_empty(len(offsets) - 1, N, K), (tile, operands))
 
 
 def launch_scaled_grouped_gradient(
@@ -228,23 +206,14 @@ def launch_scaled_grouped_gradient(
     fast_accum: bool,
 ) -> Tensor:
     """Launch the operator's kernel."""
-    out = x.new_empty(len(offsets) - 1, len(grad), len(x), dtype=out_dtype)
-    scales = grad_scale_inv, x_scale_inv
-    return _launch_gradient(grad, x, *scales, offsets, (out, False), tile_shape(x.dtype, fast_accum))
+    (N, R), K = grad.shape, len(x)
+    tile = tile_shape(x.dtype, fast_accum)
 
+    def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
+        return blocks(grad, (N, R), R, (ROWS // 2, tile.step)), blocks(x, (K, R), R, (COLUMNS, tile.step))
 
-def launch_added_scaled_grouped_gradient(
-    out: Tensor,
-    grad: Tensor,
-    x: Tensor,
-    grad_scale_inv: Tensor | None,
-    x_scale_inv: Tensor | None,
-    offsets: Tensor,
-    fast_accum: bool,
-) -> None:
-    """Launch the operator's kernel."""
-    scales = grad_scale_inv, x_scale_inv
-    _launch_gradient(grad, x, *scales, offsets, (out, True), tile_shape(x.dtype, fast_accum))
+    out = x.new_empty(len(offsets) - 1, N, K, dtype=out_dtype)
+    return _launch_gradient(grad, x, grad_scale_inv, x_scale_inv, offsets, out, (tile, operands))
 
 
 def _launch_gradient(
@@ -253,25 +222,19 @@ def _launch_gradient(
     grad_scale_inv: Tensor | None,
     x_scale_inv: Tensor | None,
     offsets: Tensor,
-    into: tuple[Tensor, bool],
-    tile: TileShape,
+    out: Tensor,
+    how: tuple[TileShape, Callable[[Tensor, Tensor], tuple[Blocks, Blocks]]],
 ) -> Tensor:
-    """Launch into a tensor; the flag beside it says whether to add to what it has."""
-    (out, is_added), counter, by_rows = into, offsets.new_zeros(1), x.dtype.itemsize == 1
-    grad, x, (G, N, K) = aligned(grad.contiguous()), aligned(x.contiguous()), out.shape
-
-    def operand(t: Tensor, features: int) -> Blocks:
-        box = (features, tile.step) if by_rows else (tile.step, features)
-        return blocks(t, tuple(t.shape), t.shape[1], box)
-
+    (G, N, K), (tile, operands), counter = out.shape, how, offsets.new_zeros(1)
+    grad, x, by_rows = aligned(grad.contiguous()), aligned(x.contiguous()), x.dtype.itemsize == 1
     launch(
         _grouped_weight_gradient,
-        (grad.shape, G, N, K, x.dtype, out.dtype, is_added, tile.split, grad_scale_inv is None, x_scale_inv is None),
+        (grad.shape, G, N, K, x.dtype, out.dtype, tile.split, grad_scale_inv is None, x_scale_inv is None),
         multiprocessors(x.device),
         (grad, x, out, grad_scale_inv, x_scale_inv, offsets, counter),
         lambda: (
-            operand(grad, ROWS // 2), operand(x, COLUMNS), tile_parts(out), out, grad_scale_inv, x_scale_inv, offsets,
-            counter, G, N, K, by_rows, is_added, ROWS, COLUMNS, tile.step, tile.split, SHARE, tile.stages,
+            *operands(grad, x), tile_parts(out), grad_scale_inv, x_scale_inv, offsets, counter,
+            G, N, K, by_rows, ROWS, COLUMNS, tile.step, tile.split, SHARE, tile.stages,
         ),
         num_warps=4,
     )  # fmt: skip
