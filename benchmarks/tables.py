@@ -187,6 +187,15 @@ def experts() -> str:
     return table("model | product | ms | TFLOP/s | cuBLAS, one weight | torch, grouped | GPU | commit", lines)
 
 
+def exchange() -> str:
+    """Return the times of tokens that travel to experts and back, beside NCCL's and a copy's."""
+    columns = "mib_in", "ms", "nccl_ms", "floor_ms", "gpu", "commit"
+    lines = [
+        [row["model"], row["operator"], *map(row.get, columns)] for row in rows("kernels", kernel="token_exchange")
+    ]
+    return table("model | operator | MiB from peers | ms | NCCL | floor | GPU | commit", lines)
+
+
 TABLES = [
     figures,
     layouts,
@@ -196,6 +205,7 @@ TABLES = [
     float8_layers,
     collective_matmuls,
     documents,
+    exchange,
     experts,
     balance,
     kernels,
