@@ -80,15 +80,15 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
         for projection in (layer.w13, layer.w2):
             part = distribute_tensor(projection.weight.data, mesh.experts["ep"], [Shard(0)])
             projection.weight = nn.Parameter(part)
-    of = next(iter(layers.values())).of
+    each = [*dict.fromkeys(layer.of.n_experts // group.size for layer in layers.values())]
     is_cuda = mesh.device.type == "cuda"
     why = no_token_exchange(group.name) if is_cuda else "there are no GPUs"
     missed = (Skipped("exchange of tokens", why),) if is_cuda and why else ()
     applied = {
         "layers": len(layers),
-        "experts of a rank": of.n_experts // group.size,
+        "experts of a rank": each[0] if len(each) == 1 else each,
         "tokens travel by": "copy engines, and stores to peers" if why is None else f"collectives: {why}",
-        "rows kept for the worst router": tokens * of.top_k * group.size,
+        "rows kept for the worst router": tokens * max(layer.of.top_k for layer in layers.values()) * group.size,
         "dropped": 0,
     }
     return Entry("expert_parallel", group.size, applied, count=len(layers), missed=missed, key=KEY)

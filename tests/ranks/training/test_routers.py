@@ -260,6 +260,20 @@ def test_mixtures_of_a_model_may_differ(tmp_path: Path) -> None:
     run_ranks(body, tmp_path, 2)
 
 
+def test_the_receipt_names_the_experts_of_all_that_differ(tmp_path: Path) -> None:
+    flags = mixed(tmp_path)
+    file = tmp_path / "mixed.py"
+    file.write_text(file.read_text().replace("= Mine(of", "= MixtureOfExperts(of"))  # which ranks can share
+    asked = checked(tmp_path, 2, (*flags, "--parallelism.expert_parallel_degree=2"))
+
+    def body() -> None:
+        (entry,) = [entry for entry in assemble(asked).receipt.entries if entry.feature == "expert_parallel"]
+        assert entry.applied["experts of a rank"] == [2, 4]  # type: ignore[index]
+        assert entry.applied["rows kept for the worst router"] == 64 * 2 * 2  # type: ignore[index]
+
+    run_ranks(body, tmp_path, 2)
+
+
 def test_a_mixture_of_ones_own_that_counts_its_calls_is_found(tmp_path: Path) -> None:
     """A save-list would count them twice."""
     asked = checked(tmp_path, 1, mixed(tmp_path, "self.calls += 1; return super().forward(x)"))
