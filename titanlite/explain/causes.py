@@ -159,6 +159,7 @@ _ADVICE = {
     f"{COMMUNICATION} dp_shard": "training.local_batch_size: more work for each gather hides more of it",
     f"{COMMUNICATION} dp_replicate": "training.global_batch_size: more micro-steps need fewer reductions",
     f"{COMMUNICATION} tp": "parallelism.tensor_parallel_degree: fewer ranks, if the memory allows it",
+    f"{COMMUNICATION} ep": "parallelism.expert_parallel_degree: titanlite plan says what another one costs",
     f"{COMMUNICATION} all ranks": "no key: sums of the loss and of gradients' norms, which wait for the slowest rank",
     MATMUL: "activation_checkpoint.recipe: a list that keeps more computes less again",
     ATTENTION: "training.seq_len: its time grows with the square of the sequence",

@@ -42,6 +42,7 @@ TOUCHES = {
     f"{COMMUNICATION} dp_shard": (*_SENT, "parallelism.fsdp_*", "compile.enable"),
     f"{COMMUNICATION} dp_replicate": _SENT,
     f"{COMMUNICATION} tp": (*_SENT, "parallelism.async_tensor_parallel"),
+    f"{COMMUNICATION} ep": (*_SENT, "compile.enable"),
     f"{COMMUNICATION} all ranks": (*_SPLIT, "float8.recipe"),
     STRAGGLER_WAIT: _SPLIT,
     RECOMPILATION: ("compile.enable", "activation_checkpoint.*", "model.*", "training.seq_len"),

@@ -214,7 +214,7 @@ def _of_cpu(
 
     def axis_of_call(start: float) -> str:
         if functional.holds(start):
-            return "tp" if len(run.groups.get("tp", ())) > 1 else "dp_shard"
+            return next((axis for axis in ("tp", "ep") if len(run.groups.get(axis, ())) > 1), "dp_shard")
         return _axis_of_caller(names[start], fsdp.holds(start))
 
     spans: dict[str, list[Interval]] = defaultdict(list)

@@ -257,6 +257,7 @@ def _open_pages(has_files: bool, run: Run, session: Session, cleanup: ExitStack)
 def _profiled(run: Run) -> ProfiledRun:
     """Return what a profile says of a run besides its trace."""
     axes = {name: run.mesh.all[name].get_group() for name in ("dp_replicate", "dp_shard", "tp")}
+    axes |= {"ep": run.mesh.experts["ep"].get_group()} if run.mesh.experts is not None else {}
     shards = [local_data(parameter) for parameter in run.parameters]
     held = {"parameters": shards, "optimizer": run.optimizer.state_tensors()}
     return ProfiledRun(

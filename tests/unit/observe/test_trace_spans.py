@@ -49,8 +49,8 @@ def summary(events, reserved=0, **run):
 ON_GPU = {
     "device": "cuda",
     "world": 4,
-    "axes": {"2": "dp_shard", "3": "tp"},
-    "groups": {"dp_shard": [0, 1], "tp": [0, 2]},
+    "axes": {"2": "dp_shard", "3": "tp", "4": "ep"},
+    "groups": {"dp_shard": [0, 1], "tp": [0, 2], "ep": [0, 2]},
 }
 
 
@@ -69,6 +69,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         *launched(NCCL, 6, 70, 80, 8, 20, **{"Process Group Name": "3"}),
         *launched(NCCL, 7, 80, 90, 9, 20, **{"Process Group Description": "mesh_tp", "Process Group Name": "9"}),
         *launched(NCCL, 8, 90, 100, 10, 20, **{"Process Group Name": "0"}),
+        *launched(NCCL, 8, 120, 125, 14, 20, **{"Process Group Name": "4"}),
         *launched("_meet", 9, 100, 110, 11),
         *launched("Memcpy PtoP (Device -> Device)", 9, 110, 120, 12, cat="gpu_memcpy"),
         event("user_annotation", "gloo:all_reduce", 20, 30, tid=99),  # of objects, on the host
@@ -85,6 +86,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         OPTIMIZER: [(60, 70)],
         "communication dp_shard": [(40, 60), (100, 120)],
         "communication tp": [(70, 90)],
+        "communication ep": [(120, 125)],
         "communication all ranks": [(90, 100)],
         VALIDATION: [(86, 99)],
     }
@@ -92,6 +94,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         "dp_shard": [(40, 60)],
         "dp_shard, by copy engines": [(100, 110)],  # a copy meets nobody
         "tp": [(70, 80), (80, 90)],
+        "ep": [(120, 125)],
         "all ranks": [(90, 100)],
     }
 
