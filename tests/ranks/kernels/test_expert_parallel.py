@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts, experts
 
-M, D, F, E, K = 12, 16, 128, 8, 3  # tokens are of all ranks together
+M, D, F, E, K = 24, 16, 128, 8, 3  # tokens are of all ranks together
 STEPS = 10
 
 
@@ -48,12 +48,13 @@ def trained(rank: int, group: Group | None, kind: str, dtype: torch.dtype) -> li
 
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
 @pytest.mark.parametrize("kind", ["random", *slow("the first rank's", "none of the last rank's")])
-def test_any_degree_has_the_bits_of_one(kind, dtype, tmp_path):
+@pytest.mark.parametrize("world", [4, *slow(8)])
+def test_any_degree_has_the_bits_of_one(world, kind, dtype, tmp_path):
     truth = trained(0, None, kind, dtype)
 
     def body() -> None:
         rank, wrong = dist.get_rank(), []
-        pair = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        pair = [dist.new_group([n, n + 1]) for n in range(0, world, 2)][rank // 2]
         for group in (dist.group.WORLD, pair):
             size = group.size()
             here = Group(group.group_name, size, rank % size)
@@ -62,4 +63,4 @@ def test_any_degree_has_the_bits_of_one(kind, dtype, tmp_path):
                     wrong.append((size, n // 5, n % 5))
         assert not wrong, f"degree, step, which of y, d_x, d_weights, d_w13, d_w2: {wrong}"
 
-    run_ranks(body, tmp_path, 4)
+    run_ranks(body, tmp_path, world)
