@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from tests.support.measured import arguments, measured_runs
+from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES, measured_rates, no_rates_reason
-from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.preflight.checked_run import checked_run
 
@@ -74,13 +75,24 @@ def test_a_mixture_of_experts_multiplies_by_the_experts_of_a_token_alone() -> No
     assert step.total == pytest.approx(140, rel=0.04)
 
 
-@pytest.mark.parametrize(("recipe", "ms"), [("none", 233.7), ("rowwise", 216)])
-def test_a_step_of_experts_that_fsdp_gathers(recipe: str, ms: float) -> None:
-    """Eight layers of Qwen3 30B-A3B on two H200, as measured (rows of 1a6a339 in benchmarks/results/runs.jsonl)."""
+@pytest.mark.parametrize(
+    ("recipe", "degree", "tokens_per_second", "reserved_gib"),
+    [
+        ("none", 1, 70112, 48.88),
+        ("rowwise", 1, 78590, 48.25),
+        ("none", 2, 66192, 50.84),
+        ("rowwise", 2, 74694, 51.09),
+    ],
+)
+def test_measured_steps_of_experts(recipe: str, degree: int, tokens_per_second: float, reserved_gib: float) -> None:
+    """Eight layers of Qwen3 30B-A3B on two H200, which gather experts or send tokens to them (rows of 1a6a339, 5966335
+    and 06af9eb in benchmarks/results/runs.jsonl)."""
     flags = ["--model.n_layers", "8", "--training.seq_len", "4096", "--training.local_batch_size", "4"]
     flags += ["--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", FLOAT8, recipe, "--data.document_mask=false"]
-    _, step = model("8b", 2, "none", *flags)
-    assert step.total == pytest.approx(ms, rel=0.06)
+    predicted, step = model("8b", 2, "none", *flags, f"--parallelism.expert_parallel_degree={degree}")
+    assert predicted.tokens_per_second(step) == pytest.approx(tokens_per_second, rel=0.06)
+    peak = predicted.memory.peak(block_costs(predicted.run, SaveList("", "save")))
+    assert peak.total / GIB == pytest.approx(reserved_gib, rel=0.02)
 
 
 def test_devices_have_all_rates() -> None:
