@@ -9,7 +9,7 @@ OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
 
 
 def test_every_number_of_a_step_is_in_a_group() -> None:
-    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers"}
+    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers", "experts"}
     assert set(NAMES) == keys
     assert {name.partition("/")[0] for name in NAMES.values()} == {"train", "perf", "optim"}
 
