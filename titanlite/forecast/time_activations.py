@@ -42,7 +42,8 @@ def time_block(block: nn.Module, run: TracedRun, device: torch.device) -> Recomp
     Returns:
         Seconds; each the median of five.
     """
-    found = {a: _seconds(_operation(a, device), device) for listed in expensive(run).values() for a in listed}
+    listed = [activation for of_rule in expensive(run).values() for activation in of_rule]
+    found = {a: _seconds(_operation(a, run.expert_parallel, device), device) for a in listed}
     first = run.blocks[0]
     dtype = {2: torch.bfloat16, 4: torch.float32}[run.itemsize]
     whole = _materialised(block, device, dtype)
@@ -61,21 +62,33 @@ def time_block(block: nn.Module, run: TracedRun, device: torch.device) -> Recomp
     return RecomputeTimes(found, elementwise)
 
 
-def _operation(activation: Activation, device: torch.device) -> Callable[[], object]:
+def _operation(activation: Activation, expert_ranks: int, device: torch.device) -> Callable[[], object]:
     """The operation on random operands; attention by the kernel that torch chooses here."""
-    func, args, kwargs = activation.call
-    args, kwargs = _random((args, kwargs), device)
+    args, kwargs = operands(activation, expert_ranks, device)
     if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
         q, k, v = args[:3]
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+    return lambda: activation.call[0](*args, **kwargs)
+
+
+def operands(activation: Activation, expert_ranks: int, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Make what an operation is given: random numbers, and indices as training has them in the mean.
+
+    Args:
+        activation: the operation.
+        expert_ranks: P, over which the experts of a layer are shared out: of P rows one is a token's.
+        device: of the tensors.
+    """
+    _, args, kwargs = activation.call
+    args, kwargs = _random((args, kwargs), device)
     if activation.op == ops.DOCUMENT_ATTENTION:
         args = [*args[:3], _one_document_each(args[3], args[4]), *args[4:]]
     if activation.op in CLASSES["experts"]:
-        args = [_even_groups(a, len(args[0])) if _is_index(a) else a for a in args]
+        args = [_even_groups(a, len(args[0]) // expert_ranks) if _is_index(a) else a for a in args]
     if activation.op in CLASSES["dispatch"]:
-        args = [_in_order(a) if _is_places(a, activation.op) else a for a in args]
-    return lambda: func(*args, **kwargs)
+        args = [_in_order(a, expert_ranks) if _is_places(a, activation.op) else a for a in args]
+    return [*args], kwargs
 
 
 def _is_places(argument: object, op: str) -> bool:
@@ -83,8 +96,10 @@ def _is_places(argument: object, op: str) -> bool:
     return _is_index(argument) and (argument.dim() == 1 or op not in ops.EXCHANGES)  # type: ignore[attr-defined]
 
 
-def _in_order(places: Tensor) -> Tensor:
-    return torch.arange(places.numel(), dtype=places.dtype, device=places.device).view_as(places)
+def _in_order(places: Tensor, expert_ranks: int) -> Tensor:
+    """Say that the first rows have one slot of P each, as many of each rank's tokens, and the others none."""
+    every = torch.arange(places.numel(), dtype=places.dtype, device=places.device) * expert_ranks
+    return torch.where(every < places.numel(), every, -1).view_as(places)
 
 
 def _is_index(argument: object) -> bool:

@@ -4,15 +4,18 @@ import json
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
+from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.toml_file import shipped_folder
-from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.activation_cost import activations, block_costs
 from titanlite.forecast.comm_volume import of_experts, of_weights, units
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import LEAST
+from titanlite.forecast.time_activations import operands
 from titanlite.forecast.what_travels import crossing, what_travels
 from titanlite.preflight.checked_run import checked_run
 
@@ -125,6 +128,31 @@ def test_lists_keep_the_exchange_and_what_experts_make() -> None:
 
     assert held("experts") == 4 * M * K * 2 * F * 2
     assert held("dispatch") == 4 * M * K * D * 2
+
+
+@pytest.mark.parametrize("float8", ["none", "rowwise"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_auto_times_has_the_rows_of_the_mean(ranks: int, float8: str) -> None:
+    """Products have M·K rows, though there is room for P times as many; and each rank is sent as many."""
+    memory, seen = memory_of(ranks, 8, *BF16, f"--float8.recipe={float8}"), list[str]()
+    for each in activations(memory.run.blocks[0]):
+        args, _ = operands(each, ranks, torch.device("cpu"))
+        indices = [a for a in args if isinstance(a, torch.Tensor) and a.dtype == torch.int32]
+        if each.op in CLASSES["experts"]:
+            (offsets,) = indices
+            assert len(args[0]) == ranks * M * K
+            assert (len(offsets), offsets[0], offsets[-1]) == (E // ranks + 1, 0, M * K)
+            assert (offsets.diff() == M * K * ranks // E).all()
+        elif each.op in CLASSES["dispatch"] and indices:
+            places = indices[0].flatten()
+            of_tokens = places[places >= 0]
+            assert len(places) == ranks * M * K
+            assert len(of_tokens.unique()) == len(of_tokens) == M * K
+            assert (torch.bincount(of_tokens // (M * K)) == M * K // ranks).all()
+        else:
+            continue
+        seen.append(each.op)
+    assert len(seen) >= 3
 
 
 def test_a_rate_of_grouped_products_follows_the_rows_of_an_expert() -> None:
