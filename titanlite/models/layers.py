@@ -30,6 +30,11 @@ from titanlite.kernels.window_attention import kernel as kernel_of_window
 from titanlite.kernels.window_attention import window_attention
 
 
+def runs_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Check that a module computes as a class does: by no forward of another class, nor of this object alone."""
+    return type(module).forward is kind.forward and "forward" not in vars(module)
+
+
 class Projection(nn.Module):
     """One weight, or several fused by rows, without the arithmetic.
 

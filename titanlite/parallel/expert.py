@@ -13,6 +13,7 @@ from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.experts import ParallelExperts, experts
 from titanlite.kernels.token_exchange import no_token_exchange
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.layers import runs_forward_of
 from titanlite.parallel.mesh import Mesh
 from titanlite.receipt import Entry, Skipped
 
@@ -45,7 +46,7 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
     wrong += [
         Problem(f"{name}.forward", "one of the model's own", "titanlite's, which ranks can share", f"{fix}, {one}")
         for name, layer in layers.items()
-        if type(layer).forward is not MixtureOfExperts.forward
+        if not runs_forward_of(layer, MixtureOfExperts)
     ]
     if not layers and degree > 1:
         wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]

@@ -34,7 +34,7 @@ from titanlite.kernels.linear import FusedLinear, FusedMatmul, linear
 from titanlite.kernels.lowering import lowered
 from titanlite.kernels.routing import router_logits
 from titanlite.models.experts import MixtureOfExperts, Router
-from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias
+from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias, runs_forward_of
 from titanlite.receipt import Entry, Skipped
 
 _FUSED_LINEAR = FusedLinear()
@@ -171,7 +171,7 @@ class SequenceParallelRouter(Router):
 
 def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
     """The layer that does what the plan says, or None."""
-    if "forward" in vars(module):  # of the object alone; it would run in place of the layer's
+    if not runs_forward_of(module, type(module)):  # the object's own would run in place of the layer's
         return None
     wanted = plan.gathers, plan.scatters, plan.takes_rows
     if type(module) is RMSNorm:  # not a class of the user's that is derived from it: it computes something else

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from titanlite.kernels.operators import Split, operator
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.layers import runs_forward_of
 
 
 @operator("planned_mixture", None, splits=(Split((0, None), 0),))
@@ -33,8 +34,8 @@ def mixtures_as_operators(model: nn.Module) -> Iterator[None]:
     Args:
         model: on the meta device; it is as before afterwards.
     """
-    layers = [m for m in model.modules() if isinstance(m, MixtureOfExperts)]
-    layers = [m for m in layers if type(m).forward is MixtureOfExperts.forward and "forward" not in vars(m)]
+    found = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
+    layers = [m for m in found if runs_forward_of(m, MixtureOfExperts)]
     for layer in layers:
         vars(layer)["forward"] = partial(_forward, layer)
     try:

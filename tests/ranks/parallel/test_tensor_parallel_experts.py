@@ -211,6 +211,10 @@ def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ShardingError, match=r"layers\.0\.experts\.forward = one of the model's own"):
         experts_to_share(model, 1)
     model = build_model(Model(name="qwen3_moe"), dims, 64)
+    model.layers[1].experts.forward = lambda x: x  # type: ignore[index,union-attr,assignment]  # of this object alone
+    with pytest.raises(ShardingError, match=r"layers\.1\.experts\.forward = one of the model's own"):
+        experts_to_share(model, 2)
+    model = build_model(Model(name="qwen3_moe"), dims, 64)
     model.sharding = {**moe.Qwen3MoE.sharding, "layers.*.experts.w2.weight": "tp:1"}  # type: ignore[assignment]
     with pytest.raises(ShardingError, match=r"experts\.w2\.weight = split by an annotation\n +want: no annotation"):
         plan_layers(model, 64, 2)
