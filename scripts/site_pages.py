@@ -30,7 +30,12 @@ from titanlite.config.read import schema_keys, sections  # noqa: E402
 
 KEYS = "reference/keys.md"
 # Which kind of recipe says what a key means.
-KINDS = {"model.flavor": "model", "float8.recipe": "float8", "activation_checkpoint.recipe": "activation_checkpoint"}
+KINDS = {
+    "model.flavor": "model",
+    "optimizer.recipe": "optimizer",
+    "float8.recipe": "float8",
+    "activation_checkpoint.recipe": "activation_checkpoint",
+}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -1,10 +1,11 @@
 """Recipes: TOML files that are found by name, checked against a schema, and only then used.
 
-Three kinds, one folder each under `recipes/`:
+Four kinds, one folder each under `recipes/`:
 
     model                   the dimensions of a published size, named `<model.name>-<model.flavor>`
     float8                  the arithmetic of a linear layer's three matmuls
     activation_checkpoint   a save-list: which activations are kept for backward
+    optimizer               groups of parameters, and the rule by which each is updated
 
 A recipe is legal or it is not loaded: what the schemas (`config/recipe_schema.py`) cannot say about a value,
 `config/check_recipe.py` does. Code elsewhere interprets the fields: no recipe name occurs in an `if`. This module
@@ -19,17 +20,17 @@ from typing import Any, Literal, cast, overload
 
 from titanlite.config.architectures import check_keys
 from titanlite.config.build import from_table, show
-from titanlite.config.check_recipe import check_float8, check_model, check_save_rules
+from titanlite.config.check_recipe import check_float8, check_model, check_optimizer, check_save_rules
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
 from titanlite.config.port import flavor, save_list
 from titanlite.config.problems import Origin, Place, Problems
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
 from titanlite.errors import RecipeError, nearest
 
-Kind = Literal["model", "float8", "activation_checkpoint"]
+Kind = Literal["model", "float8", "activation_checkpoint", "optimizer"]
 AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 
 
@@ -68,9 +69,13 @@ def load(
     extra_dirs: Sequence[str] = (),
     origin: Origin | None = None,
 ) -> SaveList: ...
+@overload
+def load(
+    kind: Literal["optimizer"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+) -> OptimizerRecipe: ...
 def load(
     kind: Kind, name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
-) -> ModelDims | Float8Recipe | SaveList:
+) -> ModelDims | Float8Recipe | SaveList | OptimizerRecipe:
     """Find a recipe, read it with what it extends, and check it.
 
     Args:
@@ -96,9 +101,10 @@ def load(
     if recipe is not None and not problems:
         KINDS[kind].check(recipe, problems)
     problems.raise_all(RecipeError)
-    if isinstance(recipe, SaveList):  # a model tells later what it cannot do; a copy with other rules has no lines
+    # A model tells later what matches nothing; a copy with other rules has no lines.
+    if isinstance(recipe, SaveList | OptimizerRecipe):
         object.__setattr__(recipe, "origin", problems.origin)
-    return cast("ModelDims | Float8Recipe | SaveList", recipe)
+    return cast("ModelDims | Float8Recipe | SaveList | OptimizerRecipe", recipe)
 
 
 def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
@@ -198,4 +204,5 @@ KINDS: dict[Kind, _Kind] = {
     "model": _Kind(ModelDims, check_model, "model.flavor", words=(FROM_CHECKPOINT,)),
     "float8": _Kind(Float8Recipe, check_float8, "float8.recipe", words=("none",)),
     "activation_checkpoint": _Kind(SaveList, check_save_rules, "activation_checkpoint.recipe", words=(AUTO,)),
+    "optimizer": _Kind(OptimizerRecipe, check_optimizer, "optimizer.recipe"),
 }

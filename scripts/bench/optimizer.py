@@ -15,7 +15,8 @@ from titanlite.config.schema import Comm, Optimizer, Parallelism
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.process_group import start_process_group
-from titanlite.training.optimizers.adamw import AdamW
+from titanlite.recipes import load
+from titanlite.training.optimizers.sharded import ShardedOptimizer
 
 GBPS = 4300  # of a device-to-device copy on one H200, read and write
 D, F, V, RANKS = 4096, 14336, 128256, 8
@@ -34,7 +35,8 @@ def main() -> None:
     print(f"{n:,} parameters, milliseconds; the floor at {GBPS} GB/s")
     print("| moments | norm and update | floor | ratio | update | torch's |\n|---|---|---|---|---|---|")
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
-        whole = milliseconds(AdamW(parameters, Optimizer(state_dtype=dtype), mesh), gradients, keep)
+        optimizer = ShardedOptimizer(parameters, Optimizer(state_dtype=dtype), load("optimizer", "adamw"), mesh)
+        whole = milliseconds(optimizer, gradients, keep)
         moments = [[torch.zeros_like(p, dtype=getattr(torch, dtype)) for p in parameters.values()] for _ in range(2)]
         tensors = [p.detach() for p in parameters.values()]
         state = AdamWState(tensors, *moments, [0.1] * len(tensors), one, 0.9, 0.95, 1e-8)
@@ -46,7 +48,7 @@ def main() -> None:
         print(f"| {dtype} | {whole:.2f} | {floor:.2f} | {whole / floor:.2f} | {ours:.2f} | {torchs:.2f} |")
 
 
-def milliseconds(optimizer: AdamW, gradients: dict[str, Tensor], keep: Tensor) -> float:
+def milliseconds(optimizer: ShardedOptimizer, gradients: dict[str, Tensor], keep: Tensor) -> float:
     """Return the median time of a clipped step."""
 
     def step() -> None:

@@ -59,7 +59,7 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
 
 def assemble(asked: CheckedRun) -> Run:
     """The run, on this rank."""
-    run = build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cpu"))
+    run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, torch.device("cpu"))
     take_first_weights(run)
     return run
 

@@ -120,7 +120,7 @@ def describe_type(hint: Any) -> str:
         elif dataclasses.is_dataclass(option):
             words.append("a table")
         elif get_origin(option) is dict:
-            words.append("a table of numbers")
+            words.append(f"a table of {'tables' if dataclasses.is_dataclass(get_args(option)[1]) else 'numbers'}")
         else:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
             words.append(names[option])

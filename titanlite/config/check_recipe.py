@@ -6,7 +6,17 @@ from typing import get_args
 
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import BLOCKS, MATMULS, Experts, Float8Recipe, Granularity, ModelDims, SaveList
+from titanlite.config.ranges import GROUP_RANGES, out_of_range
+from titanlite.config.recipe_schema import (
+    BLOCKS,
+    MATMULS,
+    Experts,
+    Float8Recipe,
+    Granularity,
+    ModelDims,
+    OptimizerRecipe,
+    SaveList,
+)
 from titanlite.errors import nearest
 
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast", "experts", "dispatch", "route")
@@ -162,3 +172,14 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
             problems.add(f"{where}.op", show(rule.op), want, "remove the rule, or move it up")
         if rule.every == 1 and not rule.module and rule.layers == ":":
             decided.add(rule.op)
+
+
+def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
+    """Check that there is a group, and that the numbers of each are in their ranges."""
+    if not recipe.groups:
+        problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
+    for name, group in recipe.groups.items():
+        for key, span in GROUP_RANGES.items():
+            value = getattr(group, key)
+            if value is not None and (text := out_of_range(value, span)):
+                problems.add(f"groups.{name}.{key}", show(value), text, f"leave {key} out: [optimizer] says it")

@@ -30,6 +30,7 @@ from titanlite.config.torchtitan import (
 )
 
 _SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
+_FORMER = {"optimizer.name"}  # keys that titanlite had, too
 BOS = "data.add_bos_token"
 _MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")  # a flavor that masks other documents
 SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
@@ -101,7 +102,8 @@ def take_out(
         problems.add(warmup, show(ported(warmup)), want, f"warmup_steps = {steps}")
     of_values = (answer_to_value(key, value) or "" for key, value in ported.given.items())
     settled = dict(found for answer in (*answers.values(), *of_values) for found in SETS.findall(answer))
-    left_out = ported.left_out({*given, *settled})
+    is_ours = {*own} <= _FORMER  # no file of torchtitan has only these
+    left_out = {} if is_ours else ported.left_out({*given, *settled})
     tokenizer = (settled | left_out).get("data.tokenizer", "").strip('"')
     return _without(table, own), Port(tuple(idle), left_out, tokenizer)
 
@@ -172,6 +174,8 @@ class TorchtitanConfig:
         if not self.fits(key):
             return text.replace(" = {}", "")
         match key.split("."):
+            case ["optimizer", "name"] if value == "Adam":
+                text += " with optimizer.weight_decay = 0.0: Adam without its L2 penalty"
             case ["model", "flavor"]:
                 return flavor(MODELS.get(self("model.name")) or self("model.name"), value) or ""
             case ["model", "converters"] if self._converts("float8"):

@@ -72,21 +72,25 @@ LIST_RANGES = {  # of the numbers in lists of tables
     "data.stage[].lr_decay_to": "[0, 1]",
 }
 
+GROUP_RANGES = {  # of the numbers of an optimizer recipe's groups
+    "lr_factor": "(0, inf)",
+    "weight_decay": "[0, inf)",
+    "beta1": "[0, 1)",
+    "beta2": "[0, 1)",
+    "eps": "(0, inf)",
+}
+
 # Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.
 _FLOAT32_NORMAL = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def check_ranges(config: Config, problems: Problems) -> None:
     """Refuse numbers out of their range, as NaN always is, and those that float32 does not hold."""
-    least, most = _FLOAT32_NORMAL
     for key, span in RANGES.items():
         value, default, name = attrgetter(key)(config), attrgetter(key)(Config()), key.partition(".")[2]
         fix = f"{name} = {show(default)} (the default)" if default is not None else f"leave {name} out"
         fix = replacement(key, value) or fix
-        if isinstance(value, int | float) and not _inside(value, span):
-            problems.add(key, show(value), _range_in_words(span, value), fix)
-        elif isinstance(value, float) and value and not least <= value <= most:
-            want = f"{_range_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}"
+        if isinstance(value, int | float) and (want := out_of_range(value, span)):
             problems.add(key, show(value), want, fix)
         elif value == 0 and span.startswith("[-1"):
             problems.add(key, "0", "-1 (all) or at least 1", f"{name} = -1")
@@ -96,6 +100,16 @@ def check_ranges(config: Config, problems: Problems) -> None:
             value = getattr(table, name)
             if value is not None and not _inside(value, span):
                 problems.add(f"{tables}[{n}].{name}", show(value), _range_in_words(span, value), f"another {name}")
+
+
+def out_of_range(value: float, span: str) -> str | None:
+    """Say which numbers are in a range if `value` is not, or if float32 does not hold it; else None."""
+    least, most = _FLOAT32_NORMAL
+    if not _inside(value, span):
+        return _range_in_words(span, value)
+    if isinstance(value, float) and value and not least <= value <= most:
+        return f"{_range_in_words(span, value)}, that float32 can hold: {least:.3g} to {most:.3g}"
+    return None
 
 
 def _inside(value: float, span: str) -> bool:

@@ -1,8 +1,9 @@
-"""Schemas of the three kinds of recipes, one dataclass each; `titanlite/recipes.py` finds and checks the files.
+"""Schemas of the four kinds of recipes, one dataclass each; `titanlite/recipes.py` finds and checks the files.
 
     model                   the dimensions of a published size, named `<model.name>-<model.flavor>`
     float8                  the arithmetic of a linear layer's three matmuls
     activation_checkpoint   a save-list: which activations are kept for backward
+    optimizer               groups of parameters, and the rule by which each is updated
 
 Code elsewhere interprets these fields: no recipe name occurs in an `if`. They stand beside the schema of the config
 because the cross-checks of a config need the dimensions of its model.
@@ -237,3 +238,28 @@ class Float8Recipe:
         """Return the granularities of the two operands of "output", "grad_input" or "grad_weight"."""
         left, right = MATMULS[matmul]
         return getattr(getattr(self, left), matmul), getattr(getattr(self, right), matmul)
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that are updated alike. What a group leaves out is what `[optimizer]` says."""
+
+    rule: Literal["adamw"]
+    pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
+    shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
+    optional: bool = False  # may take nothing
+    lr_factor: float = 1.0  # of the learning rate
+    weight_decay: float | None = None  # decoupled
+    beta1: float | None = None  # of adamw, as what follows
+    beta2: float | None = None
+    eps: float | None = None
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """The rules of an optimizer. The first group that matches a parameter takes it."""
+
+    help: str
+    groups: dict[str, ParameterGroup]  # by names that the receipt has
+    refs: tuple[str, ...] = ()
+    origin: ClassVar[Origin] = Origin("optimizer")  # no key: where they stand; one that was loaded has its own

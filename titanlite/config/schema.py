@@ -160,10 +160,10 @@ class Training:
 class Optimizer:
     """The optimizer."""
 
-    name: Literal["AdamW"] = "AdamW"
-    """Algorithm."""
+    recipe: str = "adamw"
+    """Optimizer recipe: groups of parameters, and the rule by which each is updated. What a group leaves out of learning rate, betas, eps and weight decay is what the other keys say; `titanlite recipes optimizer` lists them."""
     lr: float = 3e-4
-    """Peak learning rate."""
+    """Peak learning rate; that of a group is a factor of it."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95

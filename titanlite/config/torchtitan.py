@@ -48,7 +48,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "model.tokenizer_path": (None, "use data.tokenizer = {}"),
     "model.converters": ([], "remove it; titanlite has no converters but the recipes of float8.recipe"),
     "model.print_after_conversion": (False, "remove it; receipt.json says what was converted"),
-    "optimizer.name": ("AdamW", None),
+    "optimizer.name": ("AdamW", 'use optimizer.recipe = "adamw"'),
     "optimizer.lr": (8e-4, None),
     "optimizer.beta1": (0.9, None),
     "optimizer.beta2": (0.95, None),
@@ -269,9 +269,6 @@ VALUES: dict[str, dict[object, str]] = {
         if ours
         else "choose one of these: titanlite has no such model; model.file takes a file of your own"
         for name, ours in MODELS.items()
-    },
-    "optimizer.name": {
-        "Adam": 'name = "AdamW" with optimizer.weight_decay = 0.0: Adam without its L2 penalty',
     },
 }
 """Values of keys that are the same here, and what to write instead."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK
 from titanlite.config.build import show
+from titanlite.config.parameter_groups import update_settings
 from titanlite.config.problems import Problems
 from titanlite.config.stages import largest_stage, longest_seq_len
-from titanlite.config.weight_decay import without_decay
 from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteError
 from titanlite.float8.scope import obstacle, odd_sizes, require_matches
 from titanlite.forecast.check_save_list import check_matches, check_names_of_list
@@ -35,7 +35,8 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
         The model as one of its ranks has it.
 
     Raises:
-        TitanliteError: the model cannot be built or split; a pattern matches no parameter or no layer; float8 converts
+        TitanliteError: the model cannot be built or split; a pattern matches no parameter or no layer; a group of the
+            optimizer's takes no parameter, or none a parameter; float8 converts
             no layer, not all that it is to, what is to be fused, or what FSDP cannot gather; a save-list names an
             operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no save-list
             keeps to the budget.
@@ -76,9 +77,10 @@ def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedProjection)]
     in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     reports: list[ErrorReport] = []
     for check in (
-        lambda: without_decay(config.optimizer.weight_decay_exclude, dict(model.named_parameters()), origin),
+        lambda: update_settings(checked.optimizer, config.optimizer, shapes, origin),
         lambda: checked.float8 and require_matches(config.float8.filter_fqns, [*layers, *of_experts], origin),
         lambda: (
             save_list

@@ -19,7 +19,7 @@ from titanlite.config.config_json import FROM_CHECKPOINT, KEY
 from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
@@ -67,6 +67,7 @@ class CheckedRun:
     dims: ModelDims
     save_list: SaveList | None
     float8: Float8Recipe | None
+    optimizer: OptimizerRecipe
     origin: Origin
     inputs: Inputs
     port: Port
@@ -134,7 +135,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
         attempt(lambda: _resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
-    save_list, float8 = _recipes(config, checks)
+    save_list, float8, optimizer = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
     if save_list is not None and dims is not None:
         attempt(lambda: _check_save_list(config, dims, save_list), "activation_checkpoint.recipe", "model")
@@ -164,7 +165,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     is_text = inputs is None or inputs.is_text
     if BOS in port.left_out and not (is_text and has_bos(named)):
         port = port.without_bos()
-    if problems or dims is None or inputs is None or table is None:
+    if problems or dims is None or optimizer is None or inputs is None or table is None:
         of_port = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
     cut, few = cut_schedule(config), other_vocabulary(config, inputs, dims.vocab_size)
@@ -179,11 +180,14 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     found = (hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused)
     found = (*found, cut if is_look else None)
     hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
-    return CheckedRun(config, dims, save_list, float8, origin, inputs, port, table, hints, warned, saved)
+    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, port, table, hints, warned, saved)
 
 
-def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None]:
-    """Load the save-list, unless it is chosen when the run starts, and the float8 recipe, if there is one."""
+def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None, OptimizerRecipe | None]:
+    """Load the save-list, unless it is chosen when the run starts, the float8 recipe, if there is one, and the rules.
+
+    None stands for those, too, that are wrong.
+    """
     dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
     save_list = float8 = None
     if save_name != recipes.AUTO:
@@ -194,7 +198,9 @@ def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Re
     if float8_name != "none":
         needs = ("float8.recipe", "job.recipe_dirs")
         float8 = checks.attempt(lambda: recipes.load("float8", float8_name, dirs, checks.origin), *needs)
-    return save_list, float8
+    needs = ("optimizer.recipe", "job.recipe_dirs")
+    rules = checks.attempt(lambda: recipes.load("optimizer", config.optimizer.recipe, dirs, checks.origin), *needs)
+    return save_list, float8, rules
 
 
 def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> None:

@@ -31,7 +31,6 @@ _IDENTITY = (
     "training.seq_len",
     "training.seed",
     "training.nudge",
-    "optimizer.name",
     "optimizer.state_dtype",
 )
 _PATHS = ("data.source", "data.tokenizer")  # what is there has a fingerprint in each checkpoint

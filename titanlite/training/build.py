@@ -25,7 +25,7 @@ from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.rng import seed_all
 from titanlite.config.check import uses_copy_engines
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage, longest_seq_len
 from titanlite.errors import RecipeError
@@ -50,7 +50,7 @@ from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
 from titanlite.parallel.parity import require_parity
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
-from titanlite.training.optimizers.sharded import ShardedOptimizer, build_optimizer
+from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.routers import Routers, routers_of
 
 
@@ -112,7 +112,12 @@ def fastest_attention() -> AbstractContextManager[object]:
 
 
 def build(
-    config: Config, dims: ModelDims, save_list: SaveList | None, float8: Float8Recipe | None, device: torch.device
+    config: Config,
+    dims: ModelDims,
+    save_list: SaveList | None,
+    float8: Float8Recipe | None,
+    rules: OptimizerRecipe,
+    device: torch.device,
 ) -> Run:
     """Assemble a run with fresh weights.
 
@@ -121,6 +126,7 @@ def build(
         dims: the model's dimensions, overrides applied.
         save_list: which activations are kept; None: the fastest list within `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
+        rules: how each parameter is updated.
         device: this process's; the process group exists.
 
     Returns:
@@ -175,6 +181,8 @@ def build(
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)
+    optimizer = ShardedOptimizer(named, config.optimizer, rules, mesh)
+    receipt.add(optimizer.entry())
     return Run(
         config=config,
         dims=dims,
@@ -188,7 +196,7 @@ def build(
         model=model,
         parameters=parameters,
         loss=CrossEntropy(mesh.tp_group, compile=config.compile.enable),
-        optimizer=build_optimizer(named, config.optimizer, mesh),
+        optimizer=optimizer,
         save_list_use=save_list_use,
         kept_state=state_of(model, save_list_use.checkpointed),
         receipt=receipt,

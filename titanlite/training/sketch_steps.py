@@ -49,7 +49,7 @@ def main() -> None:
     data = open_data(asked, progress=False)
     device = start_process_group(asked.config.comm)
     with fastest_attention():
-        run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
+        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
         take_first_weights(run)
         batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0)
         with closing(data), closing(batches):

@@ -189,7 +189,7 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
         return MemoryModel(largest_stage(asked.config), asked.dims, asked.float8, dist.get_world_size())
 
     with explained(memory, asked.save_list or LEAST, device):
-        run = build(asked.config, asked.dims, asked.save_list, asked.float8, device)
+        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
     if text := foreseen(run.memory, asked.save_list, measure(device)):
         console.warning(text)
     for text in run.warnings:

@@ -191,7 +191,7 @@ def test_what_the_trainer_refuses_is_refused_in_its_words(
         flags += ["--activation_checkpoint.recipe", str(tmp_path / "odd.toml")]
     asked = checked_run(["--config", DEBUG, *flags], world_size=2)
     with ranks_that_move_nothing(2), pytest.raises(TitanliteError) as refused:
-        build(asked.config, asked.dims, asked.save_list, asked.float8, torch.device("cpu"))
+        build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, torch.device("cpu"))
     assert main(["plan", DEBUG, *flags, "--world", "2"]) == 2
     words = str(refused.value)
     if bad == "a filter without a layer":
@@ -398,6 +398,18 @@ def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
     assert 'did you mean "*norm.weight"?' in call(
         "plan", *SMALL, *mine, "--optimizer.weight_decay_exclude", "*norms.weight", ends=2
     )
+
+
+def test_groups_of_an_optimizer_that_do_not_fit_the_model(tmp_path: Path, call: Call) -> None:
+    (tmp_path / "optimizer").mkdir()
+    (mine := tmp_path / "optimizer" / "mine.toml").write_text('help = "Mine."\n[groups.hidden]\nrule = "adamw"\n')
+    flags = ["--job.recipe_dirs", str(tmp_path), "--optimizer.recipe", "mine"]
+    call("plan", *SMALL, *flags)
+    mine.write_text(mine.read_text() + 'pattern = ["layers.*"]\n')
+    assert "none takes tok_embeddings.weight, norm.weight" in call("plan", *SMALL, *flags, ends=2)
+    mine.write_text(mine.read_text().replace("layers", "layer") + '[groups.rest]\nrule = "adamw"\n')
+    assert f'{mine}: 1 problem\n  line 4  groups.hidden.pattern = "layer.*"' in call("plan", *SMALL, *flags, ends=2)
+    assert 'did you mean "adamw"?' in call("plan", *SMALL, "--optimizer.recipe", "adam", ends=2)
 
 
 def test_other_architectures_are_predicted(tmp_path: Path, call: Call) -> None:

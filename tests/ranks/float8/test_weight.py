@@ -113,7 +113,7 @@ def differences(
         compile=Compile(enable=False),
     )
     save_list = recipes.load("activation_checkpoint", "none")
-    run = build(config, SIZES, save_list, recipes.load("float8", float8), CPU)
+    run = build(config, SIZES, save_list, recipes.load("float8", float8), recipes.load("optimizer", "adamw"), CPU)
     shards = [p._local_tensor for p in run.parameters if isinstance(p, DTensor)]
     assert sum(isinstance(shard, WeightShard) for shard in shards) == 4 * SIZES.n_layers
     fault(run)

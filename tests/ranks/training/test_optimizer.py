@@ -15,13 +15,15 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, whole
 from titanlite.config.optimizers import optimizer_cost
+from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.mesh import build_mesh
 from titanlite.parallel.replicated_gradients import is_replicated
-from titanlite.training.optimizers.adamw import AdamW
+from titanlite.recipes import load
+from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.schedule import learning_rate
 from titanlite.training.step import train_step
 
@@ -29,6 +31,7 @@ EPS = torch.finfo(torch.float32).eps
 LR = 1e-2
 SHAPES = {"a.weight": (33, 7), "b.weight": (5,), "norm.weight": (16,)}
 ZERO, ONE = torch.zeros(()), torch.ones(())
+ADAMW = load("optimizer", "adamw")
 
 
 def normal(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -43,18 +46,18 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: normal(shape, 100 * step + i) for i, (name, shape) in enumerate(SHAPES.items())}
 
 
-def alone(test: Callable[[Callable[..., AdamW]], None], folder: Path) -> None:
+def alone(test: Callable[[Callable[..., ShardedOptimizer]], None], folder: Path) -> None:
     """Run a test body on one rank; it gets a maker of optimizers."""
 
     def body() -> None:
         mesh = build_mesh(Parallelism(), torch.device("cpu"))
-        test(lambda **options: AdamW(parameters(), Optimizer(**options), mesh))
+        test(lambda recipe=ADAMW, **options: ShardedOptimizer(parameters(), Optimizer(**options), recipe, mesh))
 
     run_ranks(body, folder, 1)
 
 
 def test_equals_torchs_adamw_and_clipping(tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         ours, reference = make(), parameters()
         norms = [reference.pop("norm.weight")]
         groups = [{"params": list(reference.values())}, {"params": norms, "weight_decay": 0.0}]
@@ -88,7 +91,7 @@ def test_equals_torchs_adamw_and_clipping(tmp_path):
 
 
 def test_excluded_parameters_do_not_decay(tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         zeros = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         ours = make(weight_decay=0.5, weight_decay_exclude=("*norm.weight", "b.*"))
         ours.step(zeros, LR, ONE, ZERO)
@@ -103,9 +106,51 @@ def test_excluded_parameters_do_not_decay(tmp_path):
     alone(body, tmp_path)
 
 
+def test_groups_equal_those_of_torchs_adamw(tmp_path):
+    recipe = OptimizerRecipe(
+        "mine",
+        {
+            "matrices": ParameterGroup("adamw", shape="matrix", lr_factor=0.1, weight_decay=0.5),
+            "norms": ParameterGroup("adamw", ("norm.*",), beta1=0.5, beta2=0.7, eps=1e-3),
+            "rest": ParameterGroup("adamw"),
+        },
+    )
+    groups = {
+        "a.weight": {"lr": 0.1 * LR, "weight_decay": 0.5},
+        "norm.weight": {"betas": (0.5, 0.7), "eps": 1e-3, "weight_decay": 0.0},
+        "b.weight": {},
+    }
+
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
+        ours, reference = make(recipe), parameters()
+        theirs = torch.optim.AdamW(
+            [{"params": [reference[name]], **keys} for name, keys in groups.items()],
+            lr=LR,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,
+        )
+        for step in range(1, 11):
+            for name, parameter in reference.items():
+                parameter.grad = gradients(step)[name]
+            theirs.step()
+            ours.step(gradients(step), LR, ONE, ZERO)
+        for name, parameter in reference.items():  # the same kernel, with rates that differ in their last bit
+            bound = 10 * EPS * (parameter.abs() + 2 * LR)
+            assert ((ours.parameters[name] - parameter).abs() <= bound).all(), name
+        listed = ours.entry().applied["groups"]  # type: ignore[index]
+        assert {name: (row["rule"], row["names"], row["elements"]) for name, row in listed.items()} == {
+            "matrices": ("adamw", ["a.weight"], 33 * 7),
+            "rest": ("adamw", ["b.weight"], 5),
+            "norms": ("adamw", ["norm.weight"], 16),
+        }
+
+    alone(body, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_state_has_the_bytes_that_are_said_of_it_without_torch(dtype, tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         ours = make(state_dtype=dtype)
         held = sum(tensor.numel() * tensor.itemsize for tensor in ours.state_tensors())
         assert held == optimizer_cost(ours.config).state * sum(p.numel() for p in ours.locals.values())
@@ -114,7 +159,7 @@ def test_the_state_has_the_bytes_that_are_said_of_it_without_torch(dtype, tmp_pa
 
 
 def test_moments_in_bfloat16_are_rounded_after_each_update(tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         narrow, wide = make(state_dtype="bfloat16"), make()
         for step in range(1, 4):
             for optimizer in (narrow, wide):
@@ -132,7 +177,7 @@ def test_moments_in_bfloat16_are_rounded_after_each_update(tmp_path):
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_a_step_left_out_leaves_every_bit(state_dtype, tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         ours, undisturbed = make(state_dtype=state_dtype), make(state_dtype=state_dtype)
         for step in (1, 2):
             for optimizer in (ours, undisturbed):
@@ -149,7 +194,7 @@ def test_a_step_left_out_leaves_every_bit(state_dtype, tmp_path):
 
 
 def test_state_is_loaded_into_its_own_tensors(tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         ours, restored = make(), make()
         ours.step(gradients(1), LR, ONE, ZERO)
         for name, tensor in restored.state().items():
@@ -178,7 +223,7 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
             name: distribute_tensor(tensor, mesh.all, [Replicate(), Shard(0), over_tp[name]])
             for name, tensor in full.items()
         }
-        ours = AdamW({name: nn.Parameter(tensor) for name, tensor in laid_out.items()}, Optimizer(), mesh)
+        ours = ShardedOptimizer({n: nn.Parameter(t) for n, t in laid_out.items()}, Optimizer(), ADAMW, mesh)
         norm = ours.norm({name: tensor.to_local() for name, tensor in laid_out.items()})
         assert abs(norm.double() - truth) <= 4 * EPS * truth
         ours.step({name: tensor.to_local() for name, tensor in laid_out.items()}, LR, ONE, ZERO)
@@ -190,7 +235,7 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
 
 
 def test_a_missing_gradient_is_an_error(tmp_path):
-    def body(make: Callable[..., AdamW]) -> None:
+    def body(make: Callable[..., ShardedOptimizer]) -> None:
         with pytest.raises(
             StepError, match=r"model: 3 problems\n  a\.weight = no gradient after backward\n +want: a gradient for"
         ):

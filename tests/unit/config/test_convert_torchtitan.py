@@ -69,7 +69,7 @@ def test_what_differs_has_a_comment(convert) -> None:
         'name = "theirs"  # names the run\'s folder, in job.dump_folder\n',
         'flavor = "8B"  # was "debugmodel"\nn_layers = 6\n',
         'tokenizer = "assets/tokenizer.json"  # was model.hf_assets_path = "assets"\n',
-        'name = "AdamW"  # was "Adam"\n',
+        'recipe = "adamw"  # was optimizer.name = "Adam"\n',
         "weight_decay = 0.0  # Adam without its L2 penalty\n",
         "lr = 0.0003\n",
         "warmup_steps = 50  # was 100, which torchtitan shortens to the run\n",

@@ -207,7 +207,10 @@ def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(ke
         ({"lr_scheduler.total_steps": 20_000}, {"training.steps": 20_000, "job.stop_after": 10_000}),
         ({"training.steps": 50}, {"lr_scheduler.warmup_steps": 50}),  # as it shortens the 200 that are its default
         ({"training.steps": 50, "lr_scheduler.warmup_steps": 100}, {"lr_scheduler.warmup_steps": 50}),
-        ({"optimizer.name": "Adam", "optimizer.weight_decay": 0.1}, {"optimizer.weight_decay": 0.0}),
+        (
+            {"optimizer.name": "Adam", "optimizer.weight_decay": 0.1},
+            {"optimizer.recipe": "adamw", "optimizer.weight_decay": 0.0},
+        ),
         ({"model.flavor": "debugmodel"}, {"model.n_layers": 6, "model.vocab_size": 2048, "model.flavor": "8B"}),
         ({"model.name": "llama3_ft"}, {"model.name": "llama3"}),
         ({"training.global_batch_size": -1}, {"training.global_batch_size": None}),

@@ -113,7 +113,7 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     assert (f"write the new one into {tmp_path / 'config.toml'} as well" in text) == key.startswith("data.")
     assert (tmp_path / "config.toml").read_text() == toml(Config())
     with pytest.raises(ConfigError, match="2 problems"):
-        claim(tmp_path, change(other, "optimizer.name", "Other"))
+        claim(tmp_path, change(other, "data.separator_id", 1))
     claim(tmp_path, Config())  # a refused claim holds no lock
 
 

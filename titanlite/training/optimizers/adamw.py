@@ -1,8 +1,8 @@
 """AdamW on each rank's shards, with clipping folded into the update.
 
-Parameters are DTensors, the update is elementwise: it runs on the local shards, in one kernel. Clipping costs one read
-of the gradients for the norm; the division happens inside the kernel. Whether the step is applied at all is decided on
-the device too, so the host never waits.
+Parameters are DTensors, the update is elementwise: it runs on the local shards, in one kernel for all that have one
+learning rate, betas and eps. Clipping costs one read of the gradients for the norm; the division happens inside the
+kernel. Whether the step is applied at all is decided on the device too, so the host never waits.
 
 Bytes per parameter and step: 4 for the norm, 28 for the update (read parameter, gradient and two moments, write
 parameter and two moments), 20 with moments in bfloat16.
@@ -11,39 +11,41 @@ Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", alg
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from titanlite.config.schema import Optimizer
-from titanlite.config.weight_decay import without_decay
 from titanlite.kernels.adamw import AdamWState, adamw
-from titanlite.parallel.mesh import Mesh
-from titanlite.training.optimizers.sharded import ShardedOptimizer
+from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
 
-class AdamW(ShardedOptimizer):
-    """See `ShardedOptimizer`.
+class AdamW(UpdateRule):
+    """See `UpdateRule`."""
 
-    Raises:
-        ConfigError: a pattern of `weight_decay_exclude` matches no parameter.
-    """
+    def __init__(self, own: ParametersOfRule) -> None:
+        dtype = getattr(torch, own.config.state_dtype)
+        self.kept = {
+            kind: {name: torch.zeros_like(p, dtype=dtype) for name, p in own.locals.items()}
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+        together: dict[tuple[float, float, float, float], list[str]] = {}
+        for name in own.names:
+            of = own.settings[name]
+            together.setdefault((of.lr_factor, of.beta1, of.beta2, of.eps), []).append(name)
+        self._updates = [
+            (names, lr_factor, adamw(self._state(own, names, beta1, beta2, eps)))
+            for (lr_factor, beta1, beta2, eps), names in together.items()
+        ]
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: Optimizer, mesh: Mesh) -> None:
-        super().__init__(parameters, config, mesh)
-        dtype = getattr(torch, config.state_dtype)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            self.kept[kind] = {name: torch.zeros_like(p, dtype=dtype) for name, p in self.locals.items()}
-        excluded = without_decay(config.weight_decay_exclude, parameters)
-        state = AdamWState(
-            *([tensors[n] for n in self.names] for tensors in (self.locals, *self.kept.values())),
-            weight_decays=[0.0 if n in excluded else config.weight_decay for n in self.names],
-            updates=self.updates,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
+    def _state(self, own: ParametersOfRule, names: list[str], beta1: float, beta2: float, eps: float) -> AdamWState:
+        return AdamWState(
+            *([tensors[n] for n in names] for tensors in (own.locals, *self.kept.values())),
+            weight_decays=[own.settings[n].weight_decay for n in names],
+            updates=own.updates,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
         )
-        self._update = adamw(state)
 
     def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
-        """See `ShardedOptimizer.step`."""
-        self.updates += 1 - skip
-        self._update([grads[name] for name in self.names], lr, divisor, skip)
+        """See `UpdateRule.step`."""
+        for names, lr_factor, update in self._updates:
+            update([grads[name] for name in names], lr_factor * lr, divisor, skip)

@@ -1,49 +1,69 @@
-"""The base of all optimizers of this trainer: they update each rank's shards, and decide nothing on the host.
+"""The optimizer: each rank updates its shards by the rules of a recipe, and decides nothing on the host.
 
-An optimizer is a file in this folder with a class of the name that `optimizer.name` has; its bytes are an entry of
-`config/optimizers.py`.
+A rule is a file in this folder with a class, which stands in `_RULES`; its name and keys are those of a group of
+`config/recipe_schema.py`, its bytes are said in `config/optimizers.py`.
 """
 
-import importlib
-from abc import ABC, abstractmethod
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.config.parameter_groups import rows_of_groups, update_settings
+from titanlite.config.recipe_schema import OptimizerRecipe
 from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
+from titanlite.receipt import Entry
+from titanlite.training.optimizers.adamw import AdamW
+from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
+
+_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW}
 
 
-class ShardedOptimizer(ABC):
+class ShardedOptimizer:
     """The optimizer of one run.
 
     Args:
         parameters: by name; after FSDP's lazy initialisation, which may move the shards.
         config: `[optimizer]`.
+        recipe: the groups of parameters and their rules.
         mesh: the mesh.
 
     Attributes:
         locals: this rank's shard of each parameter.
-        kept: state of each kind, as "exp_avg", by the parameter's name, laid out as this rank's shard of it.
         updates: [] float32, steps applied so far.
         names: parameters of which this rank has a part: with more ranks than rows, a shard is empty.
+        settings: how each parameter is updated.
+        rules: what updates them, each those that are its.
+
+    Raises:
+        ConfigError: a pattern or group matches no parameter, or no group a parameter.
     """
 
-    def __init__(self, parameters: dict[str, nn.Parameter], config: Optimizer, mesh: Mesh) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], config: Optimizer, recipe: OptimizerRecipe, mesh: Mesh
+    ) -> None:
         self.config, self.mesh, self.parameters = config, mesh, parameters
         self.locals = {name: local_data(p) for name, p in parameters.items()}
-        self.kept: dict[str, dict[str, Tensor]] = {}
         self.updates = torch.zeros((), device=mesh.device)
         self.names = [name for name, p in self.locals.items() if p.numel()]
         # Whole on every tensor-parallel rank: counted once in the norm.
         self._shared = [n for n in self.names if mesh.tp_size > 1 and is_replicated(parameters[n])]
         self._owned = [n for n in self.names if n not in set(self._shared)]
+        self.settings = update_settings(recipe, config, {name: p.shape for name, p in parameters.items()})
+        self.rules = [self._rule(rule) for rule in dict.fromkeys(own.rule for own in self.settings.values())]
+        self._recipe = recipe
 
-    @abstractmethod
+    def _rule(self, rule: str) -> UpdateRule:
+        settings = {name: own for name, own in self.settings.items() if own.rule == rule}
+        parameters, shards = ({name: of[name] for name in settings} for of in (self.parameters, self.locals))
+        own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates)  # type: ignore[arg-type]
+        return _RULES[rule](own)
+
     def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Apply one update, or none.
 
@@ -53,6 +73,9 @@ class ShardedOptimizer(ABC):
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
         """
+        self.updates += 1 - skip
+        for rule in self.rules:
+            rule.step(grads, lr, divisor, skip)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shard of each gradient, float32: the memory that backward filled.
@@ -81,6 +104,15 @@ class ShardedOptimizer(ABC):
         dist.all_reduce(square)
         return (square / self.mesh.replicas).sqrt()
 
+    @property
+    def kept(self) -> dict[str, dict[str, Tensor]]:
+        """State of each kind, as "exp_avg", by the parameter's name, laid out as this rank's shard of it."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for rule in self.rules:
+            for kind, tensors in rule.kept.items():
+                found.setdefault(kind, {}).update(tensors)
+        return found
+
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint must hold, laid out as the parameters are; to load into it restores it."""
         out: dict[str, Tensor] = {"optimizer/updates": self.updates}
@@ -93,11 +125,22 @@ class ShardedOptimizer(ABC):
         """All that it keeps of this rank's shards."""
         return [tensor for tensors in self.kept.values() for tensor in tensors.values()]
 
-
-def build_optimizer(parameters: dict[str, nn.Parameter], config: Optimizer, mesh: Mesh) -> ShardedOptimizer:
-    """Make the optimizer that a config names; arguments as of `ShardedOptimizer`."""
-    file = importlib.import_module(f"titanlite.training.optimizers.{config.name.lower()}")
-    return getattr(file, config.name)(parameters, config, mesh)
+    def entry(self) -> Entry:
+        """Return the entry of the receipt: by group, what its parameters are updated with, and which they are."""
+        rows, groups = rows_of_groups(self.settings), dict[str, dict[str, object]]()
+        for own, names in rows.items():
+            is_excluded = own.weight_decay == 0 and sum(other.group == own.group for other in rows) > 1
+            groups[f"{own.group}, no weight decay" if is_excluded else own.group] = {
+                "pattern": list(self._recipe.groups[own.group].pattern),
+                **{key: value for key, value in asdict(own).items() if key != "group"},
+                "parameters": len(names),
+                "elements": sum(self.parameters[name].numel() for name in names),  # of a split one, its whole
+                "names": names,
+            }
+        counts = {name: f"{row['rule']}, {row['elements']:,} elements" for name, row in groups.items()}
+        applied = {"recipe": self.config.recipe, **counts, "groups": groups}
+        count = len(self.settings)
+        return Entry("optimizer", self.config.recipe, applied, count=count, key="optimizer.recipe")
 
 
 def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:

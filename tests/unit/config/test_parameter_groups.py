@@ -1,0 +1,169 @@
+"""Which group of an optimizer's recipe takes each parameter, and what is refused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from titanlite.config.parameter_groups import UpdateSettings, update_settings
+from titanlite.config.problems import Origin, Place
+from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
+from titanlite.config.schema import Optimizer
+from titanlite.errors import ConfigError, RecipeError
+from titanlite.recipes import load
+
+SHAPES: dict[str, Sequence[int]] = {
+    "tok_embeddings.weight": (256, 64),
+    "layers.0.attention_norm.weight": (64,),
+    "layers.0.wqkv.weight": (192, 64),
+    "layers.0.experts.w13.weight": (8, 256, 64),
+    "layers.1.attention_norm.weight": (64,),
+    "layers.1.wqkv.weight": (192, 64),
+    "layers.1.experts.w13.weight": (8, 256, 64),
+    "norm.weight": (64,),
+    "output.weight": (256, 64),
+}
+
+
+def recipe_of(**groups: ParameterGroup) -> OptimizerRecipe:
+    return OptimizerRecipe("mine", groups)
+
+
+def group(*pattern: str, **keys: object) -> ParameterGroup:
+    return ParameterGroup("adamw", pattern, **keys)  # type: ignore[arg-type]
+
+
+def groups_of(recipe: OptimizerRecipe, config: Optimizer | None = None) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, own in update_settings(recipe, config or Optimizer(), SHAPES).items():
+        found.setdefault(own.group, []).append(name)
+    return found
+
+
+def refused(recipe: OptimizerRecipe, config: Optimizer | None = None, origin: Origin | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        update_settings(recipe, config or Optimizer(), SHAPES, origin)
+    return str(caught.value)
+
+
+def test_the_default_is_what_the_keys_of_the_config_say() -> None:
+    config = Optimizer(
+        weight_decay=0.2, beta1=0.8, beta2=0.7, eps=1e-6, weight_decay_exclude=("*norm.weight", "output.*")
+    )
+    settings = update_settings(load("optimizer", "adamw"), config, SHAPES)
+    assert list(settings) == list(SHAPES)
+    for name, own in settings.items():
+        is_excluded = "norm" in name or name == "output.weight"
+        assert own == UpdateSettings("all", "adamw", 1.0, 0.0 if is_excluded else 0.2, 0.8, 0.7, 1e-6)
+
+
+def test_the_first_group_with_a_pattern_that_matches_takes_a_parameter_and_then_one_without() -> None:
+    recipe = recipe_of(
+        rest=group(),
+        first=group("layers.0.*", shape="matrix"),
+        inside=group("layers.*", shape="matrix"),
+        outside=group("tok_embeddings.*", "output.*"),
+    )
+    assert groups_of(recipe) == {
+        "outside": ["tok_embeddings.weight", "output.weight"],
+        "first": ["layers.0.wqkv.weight", "layers.0.experts.w13.weight"],
+        "inside": ["layers.1.wqkv.weight", "layers.1.experts.w13.weight"],
+        "rest": ["layers.0.attention_norm.weight", "layers.1.attention_norm.weight", "norm.weight"],
+    }
+    assert [*groups_of(recipe_of(matrices=group(shape="matrix"), vectors=group(shape="vector")))["vectors"]] == [
+        name for name in SHAPES if "norm" in name
+    ]
+
+
+def test_a_group_says_what_it_has_otherwise() -> None:
+    own = group("tok_embeddings.*", lr_factor=0.1, weight_decay=0.0, beta1=0.8, beta2=0.99, eps=1e-10)
+    settings = update_settings(recipe_of(embeddings=own, rest=group()), Optimizer(), SHAPES)
+    assert settings["tok_embeddings.weight"] == UpdateSettings("embeddings", "adamw", 0.1, 0.0, 0.8, 0.99, 1e-10)
+    assert settings["output.weight"] == UpdateSettings("rest", "adamw", 1.0, 0.1, 0.9, 0.95, 1e-8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts"),
+    [
+        (
+            {"a": group("*norms.weight"), "rest": group()},
+            ['groups.a.pattern = "*norms.weight"', 'did you mean "*norm.weight"?'],
+        ),
+        (
+            {"a": group("layers.*"), "b": group("layers.1.*"), "rest": group()},
+            ["groups.b", "others come first: a", "remove [groups.b], move it up, or write optional = true"],
+        ),
+        (
+            {"a": group("*norm.weight", shape="matrix"), "rest": group()},
+            ["groups.a", 'a group that takes a parameter; none has shape = "matrix"'],
+        ),
+        ({"a": group(), "b": group()}, ["groups.b", "others come first: a"]),
+        (
+            {"a": group("layers.*")},
+            ["none takes tok_embeddings.weight, norm.weight, output.weight\n", "fix:  add [groups.rest]"],
+        ),
+    ],
+)
+def test_groups_that_do_nothing_and_parameters_without_a_group(
+    groups: dict[str, ParameterGroup], parts: list[str]
+) -> None:
+    said = refused(recipe_of(**groups))
+    assert "1 problem\n" in said
+    for part in parts:
+        assert part in said
+
+
+def test_an_optional_group_may_take_nothing() -> None:
+    recipe = recipe_of(a=group("router.*", optional=True), rest=group())
+    assert groups_of(recipe) == {"rest": list(SHAPES)}
+
+
+def test_a_weight_decay_is_said_once() -> None:
+    """By the group or by the exclusion: neither wins on the quiet."""
+    decays, decays_not = (recipe_of(norms=group("*norm.weight", weight_decay=d), rest=group()) for d in (0.01, 0.0))
+    said = refused(decays)
+    assert 'optimizer.weight_decay_exclude = "*norm.weight"' in said
+    assert "layers.0.attention_norm.weight has groups.norms.weight_decay = 0.01" in said
+    settings = update_settings(decays, Optimizer(weight_decay_exclude=()), SHAPES)
+    assert settings["norm.weight"].weight_decay == 0.01
+    assert update_settings(decays_not, Optimizer(), SHAPES)["norm.weight"].weight_decay == 0.0
+
+
+def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.toml").write_text(
+        'extends = "adamw"\nhelp = "Mine."\n\n[groups.norms]\nrule = "adamw"\npattern = ["*norms.weight"]\n'
+    )
+    origin = Origin("run.toml", {"optimizer.weight_decay_exclude": Place("run.toml", 7)})
+    said = refused(load("optimizer", str(path)), Optimizer(weight_decay_exclude=("*.bias",)), origin)
+    assert f"{path}: 1 problem\n  line 6  groups.norms.pattern" in said
+    assert 'run.toml: 1 problem\n  line 7  optimizer.weight_decay_exclude = "*.bias"' in said
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["  groups\n", "it is missing"]),
+        ("[groups]", ["at least one group"]),
+        ('[groups.a]\nrule = "adam"', ['line 3  groups.a.rule = "adam"', 'want: "adamw"', 'did you mean "adamw"?']),
+        ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing"]),
+        ('[groups.a]\nrule = "adamw"\nlr_factor = 0.0', ["line 4  groups.a.lr_factor = 0.0", "above 0"]),
+        ('[groups.a]\nrule = "adamw"\nbeta2 = 1.0', ["line 4  groups.a.beta2 = 1.0", "below 1"]),
+        ('[groups.a]\nrule = "adamw"\nmomentum = 0.9', ["groups.a.momentum", "one of rule, pattern"]),
+        ('[groups.a]\nrule = "adamw"\npattern = "*"', ['pattern = ["*"]']),
+        ('[[groups]]\nrule = "adamw"', ["want: a table of tables"]),
+    ],
+)
+def test_illegal_recipes(text: str, parts: list[str], tmp_path: Path) -> None:
+    (path := tmp_path / "mine.toml").write_text(f'help = "mine"\n{text}')
+    with pytest.raises(RecipeError) as caught:
+        load("optimizer", str(path))
+    assert "1 problem\n" in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_one_that_extends_another_changes_a_key_or_adds_a_group(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.toml").write_text('extends = "adamw"\n[groups.all]\nlr_factor = 0.5\n')
+    assert load("optimizer", str(path)).groups == {"all": group(lr_factor=0.5)}
+    path.write_text('extends = "adamw"\n[groups.head]\nrule = "adamw"\npattern = ["output.*"]\n')
+    assert groups_of(load("optimizer", str(path)))["head"] == ["output.weight"]

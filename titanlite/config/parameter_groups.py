@@ -1,0 +1,154 @@
+"""Find which group of an optimizer's recipe takes each parameter of a model, and what it is updated with."""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from titanlite.config.build import show
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
+from titanlite.config.schema import Optimizer
+from titanlite.errors import ConfigError, RecipeError, nearest
+
+_EXCLUDE = "optimizer.weight_decay_exclude"
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """All that an update of one parameter depends on beside its gradient and the schedule.
+
+    A group's own value, or that of `[optimizer]`.
+    """
+
+    group: str
+    rule: str
+    lr_factor: float
+    weight_decay: float
+    beta1: float
+    beta2: float
+    eps: float
+
+
+def update_settings(
+    recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str, Sequence[int]], origin: Origin | None = None
+) -> dict[str, UpdateSettings]:
+    """Say of each parameter how it is updated.
+
+    Args:
+        recipe: its groups are asked in order, those without a pattern after all others; the first that matches decides.
+        config: says what groups leave out.
+        shapes: of the whole parameters, by name.
+        origin: where the keys of `config` were given.
+
+    Returns:
+        Settings by name, in the order of `shapes`.
+
+    Raises:
+        ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, or one that is
+            excluded from weight decay has some by its group.
+    """
+    groups = _taken(recipe, shapes)
+    of_recipe, of_config = Problems(recipe.origin), Problems(origin or Origin("config"))
+    _check_groups(recipe, shapes, groups, of_recipe)
+    excluded = _excluded(config.weight_decay_exclude, shapes, of_config)
+    for pattern in config.weight_decay_exclude:
+        _check_decay(pattern, recipe, {n: g for n, g in groups.items() if fnmatch(n, pattern)}, of_config)
+    errors = [p.error(kind) for p, kind in ((of_config, ConfigError), (of_recipe, RecipeError)) if p]
+    if errors:
+        raise type(errors[0])(*(report for error in errors for report in error.args))
+    return {name: _settings(groups[name], recipe.groups, config, name in excluded) for name in shapes}
+
+
+def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer, excluded: bool) -> UpdateSettings:
+    group = groups[name]
+    weight_decay = 0.0 if excluded else config.weight_decay
+    return UpdateSettings(
+        group=name,
+        rule=group.rule,
+        lr_factor=group.lr_factor,
+        weight_decay=weight_decay if group.weight_decay is None else group.weight_decay,
+        beta1=config.beta1 if group.beta1 is None else group.beta1,
+        beta2=config.beta2 if group.beta2 is None else group.beta2,
+        eps=config.eps if group.eps is None else group.eps,
+    )
+
+
+def _taken(recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the group of each parameter that one takes."""
+    ordered = sorted(recipe.groups.items(), key=lambda each: not each[1].pattern)  # stable
+    found = {
+        parameter: next((name for name, group in ordered if _would_take(group, parameter, len(shape))), None)
+        for parameter, shape in shapes.items()
+    }
+    return {parameter: name for parameter, name in found.items() if name is not None}
+
+
+def _would_take(group: ParameterGroup, parameter: str, dimensions: int) -> bool:
+    if group.shape != "any" and (group.shape == "matrix") != (dimensions >= 2):
+        return False
+    return not group.pattern or any(fnmatch(parameter, pattern) for pattern in group.pattern)
+
+
+def _check_groups(
+    recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
+) -> None:
+    """Refuse patterns and groups that do nothing, and parameters that no group takes."""
+    took = {*taken.values()}
+    for name, group in recipe.groups.items():
+        key = f"groups.{name}"
+        lost = [p for p in group.pattern if not any(fnmatch(parameter, p) for parameter in shapes)]
+        for pattern in () if group.optional else lost:
+            _no_match(f"{key}.pattern", pattern, shapes, problems)
+        if name not in took and not lost and not group.optional:
+            others = {taken[n] for n in shapes if n in taken and _would_take(group, n, len(shapes[n]))}
+            why = f"none has shape = {show(group.shape)}"
+            if others:
+                why = f"others come first: {', '.join(sorted(others))}"
+            fix = f"remove [{key}], move it up, or write optional = true"
+            problems.add(key, "", f"a group that takes a parameter; {why}", fix)
+    if left := [name for name in shapes if name not in taken]:
+        names = _one_of_all_blocks(left)
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        want = f"a group for every parameter; none takes {', '.join(names[:4])}{more}"
+        problems.add("groups", "", want, 'add [groups.rest] with rule = "adamw", which takes what no other does')
+
+
+def _excluded(patterns: Sequence[str], parameters: Collection[str], problems: Problems) -> set[str]:
+    """Return the parameters that `optimizer.weight_decay_exclude` names."""
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in parameters):
+            _no_match(_EXCLUDE, pattern, parameters, problems)
+    return {name for name in parameters if any(fnmatch(name, pattern) for pattern in patterns)}
+
+
+def _check_decay(pattern: str, recipe: OptimizerRecipe, taken: Mapping[str, str], problems: Problems) -> None:
+    """Refuse to exclude from weight decay what a group says the weight decay of."""
+    for parameter, name in taken.items():
+        if recipe.groups[name].weight_decay:
+            own = f"groups.{name}.weight_decay = {show(recipe.groups[name].weight_decay)}"
+            want = f"patterns of parameters whose group leaves weight_decay out; {parameter} has {own}"
+            problems.add(_EXCLUDE, show(pattern), want, f"remove it, or that of the recipe ({recipe.origin.source})")
+            return
+
+
+def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Problems) -> None:
+    names = _one_of_all_blocks(parameters)
+    # Those of all that end alike, too: "*attention_norm.weight", "*norm.weight", "*weight".
+    ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
+    near = nearest(pattern, [*names, *ends])
+    want = f"a pattern that matches a parameter: {', '.join(names[:4])}, …"
+    problems.add(key, show(pattern), want, f"did you mean {show(near)}?" if near else "remove it")
+
+
+def _one_of_all_blocks(parameters: Collection[str]) -> list[str]:
+    """Return the names, one for all blocks."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in parameters))
+
+
+def rows_of_groups(settings: Mapping[str, UpdateSettings]) -> dict[UpdateSettings, list[str]]:
+    """Return the parameters that are updated alike, by what they are updated with."""
+    rows = dict[UpdateSettings, list[str]]()
+    for name, own in settings.items():
+        rows.setdefault(own, []).append(name)
+    return rows

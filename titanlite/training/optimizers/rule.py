@@ -1,0 +1,62 @@
+"""The base of the rules by which parameters are updated: one for all those that have it."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from titanlite.config.parameter_groups import UpdateSettings
+from titanlite.config.schema import Optimizer
+from titanlite.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class ParametersOfRule:
+    """Parameters that have one rule.
+
+    Attributes:
+        parameters: by name.
+        locals: this rank's shard of each; empty where it has no part.
+        settings: what each is updated with.
+        config: `[optimizer]`.
+        mesh: the mesh.
+        updates: [] float32, updates so far; counted by the optimizer, before `UpdateRule.step`.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    locals: Mapping[str, Tensor]
+    settings: Mapping[str, UpdateSettings]
+    config: Optimizer
+    mesh: Mesh
+    updates: Tensor
+
+    @property
+    def names(self) -> list[str]:
+        """Parameters of which this rank has a part: with more ranks than rows, a shard is empty."""
+        return [name for name, p in self.locals.items() if p.numel()]
+
+
+class UpdateRule(ABC):
+    """The update of the parameters that have one rule; made with them alone.
+
+    Attributes:
+        kept: state of each kind, as "exp_avg", by the parameter's name, laid out as this rank's shard of it.
+    """
+
+    kept: dict[str, dict[str, Tensor]]
+
+    @abstractmethod
+    def __init__(self, own: ParametersOfRule) -> None:
+        """Make the state of these parameters."""
+
+    @abstractmethod
+    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """Apply one update, or none.
+
+        Args:
+            grads: of all parameters; values of its own are not defined afterwards.
+            lr: learning rate, before a group's factor.
+            divisor: [] float32 that gradients are divided by, to clip them.
+            skip: [] float32; 1 leaves parameters and state as they are.
+        """
