@@ -176,6 +176,8 @@ class TorchtitanConfig:
         match key.split("."):
             case ["optimizer", "name"] if value == "Adam":
                 text += " with optimizer.weight_decay = 0.0: Adam without its L2 penalty"
+            case ["optimizer", "name"] if value != "AdamW":
+                return "use optimizer.recipe, with one that `titanlite recipes optimizer` lists"
             case ["model", "flavor"]:
                 return flavor(MODELS.get(self("model.name")) or self("model.name"), value) or ""
             case ["model", "converters"] if self._converts("float8"):

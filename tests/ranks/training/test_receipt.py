@@ -81,7 +81,10 @@ def test_the_rule_of_every_parameter_is_listed(everything: Ended) -> None:
     assert decays_not["weight_decay"] == 0.0
     assert decays_not["elements"] == 5 * 128
     assert all(name.endswith("norm.weight") for name in decays_not["names"])
-    assert "optimizer: recipe adamw, all adamw, 360,448 elements, all, no weight decay adamw, 640 elements" in everything.output
+    assert (
+        "optimizer: recipe adamw, all adamw, 360,448 elements, all without weight decay adamw, 640 elements"
+        in everything.output
+    )
 
 
 def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk) -> None:

@@ -27,7 +27,7 @@ CHOICES: dict[str, list[Any]] = {
     "model.name": ["llama3", "qwen3"],
     "model.flavor": ["debugmodel", "debugmodel_flex_attn", "8B", "8B_flex", "70B", "405B"],
     "model.converters": [[], ["float8"], ["quantize.linear.float8"], ["quantize.linear.mx"], ["my.converter"]],
-    "optimizer.name": ["Adam", "AdamW"],
+    "optimizer.name": ["Adam", "AdamW", "Lion"],
     "optimizer.implementation": ["for-loop", "foreach", "fused"],
     "training.global_batch_size": [-1, 16],
     "debug.seed": [7],

@@ -130,7 +130,7 @@ class ShardedOptimizer:
         rows, groups = rows_of_groups(self.settings), dict[str, dict[str, object]]()
         for own, names in rows.items():
             is_excluded = own.weight_decay == 0 and sum(other.group == own.group for other in rows) > 1
-            groups[f"{own.group}, no weight decay" if is_excluded else own.group] = {
+            groups[f"{own.group} without weight decay" if is_excluded else own.group] = {
                 "pattern": list(self._recipe.groups[own.group].pattern),
                 **{key: value for key, value in asdict(own).items() if key != "group"},
                 "parameters": len(names),
