@@ -12,6 +12,7 @@ ranks' batches. Equality is to the bit, and by argument:
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
 from titanlite.training import step as train_step_file
 from titanlite.training.build import Run, build, fastest_attention
-from titanlite.training.optimizers.adamw import AdamW
+from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.step import train_step, validation_loss
 
 CPU = torch.device("cpu")
@@ -73,7 +74,8 @@ def alone(float8: Float8Recipe, ranks: int) -> Truth:
     initialise(model, seed=0)
     masters = {name: nn.Parameter(local_data(p)) for name, p in model.named_parameters()}
     loss, truth = CrossEntropy(), Truth(weights={name: local_data(p) for name, p in masters.items()})
-    optimizer = AdamW(masters, OPTIMIZER, SimpleNamespace(device=CPU, tp_size=1))  # type: ignore[arg-type]
+    mesh: Any = SimpleNamespace(device=CPU, tp_size=1)
+    optimizer = ShardedOptimizer(masters, OPTIMIZER, recipes.load("optimizer", "adamw"), mesh)
 
     def used(name: str) -> Tensor:
         master, how = local_data(masters[name]), float8.weight
