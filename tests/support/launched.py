@@ -30,7 +30,6 @@ import torch.utils.serialization.config
 
 import titanlite.exit_code
 import titanlite.observe.peak_flops
-import titanlite.training.optimizers.adamw
 import titanlite.training.train
 import train
 from tests.support.forks import LAUNCHER_VARIABLES, fork, forks_beside_threads, print_to
@@ -50,7 +49,6 @@ _IMPORTED_ONCE = (
     torch.export._trace,
     torch.profiler._cupti_monitor,
     torch.utils.serialization.config,
-    titanlite.training.optimizers.adamw,
     titanlite.training.train,
 )
 
