@@ -54,7 +54,7 @@ def calls_of(
     weights, dots = torch.rand(M, K, device="cuda"), torch.rand(P * M, K, device="cuda")
     of_tokens = (P - 1) * (x.nbytes + own.nbytes)
     of_rows = int((own // count != r).sum()) * D * o.element_size()
-    to, name = _exchange(group.name), group.name
+    to, name = _exchange(group.name, (x,)), group.name
     gather_from_ranks([x, own], name)
 
     def copy(n_bytes: int) -> Callable[[], object]:

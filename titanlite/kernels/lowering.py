@@ -38,6 +38,7 @@ lowered: Counter[Lowered] = Counter()
 _logger = logging.getLogger(__name__)
 
 _access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
+_shared: dict[tuple[str, int], tuple[dist.ProcessGroup, str | None]] = {}
 
 
 implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
@@ -171,6 +172,34 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, own, group=group)
     return gathered
+
+
+def no_shared_memory(group: str, operator: int, n_slots: int) -> str | None:
+    """Return why the ranks of a group cannot share memory for a use, or None; found out together, once.
+
+    If nothing else is in the way they try to, which the system may not allow.
+
+    Args:
+        group: its name.
+        operator, n_slots: as of `device.channel.channel`.
+    """
+    if why := no_peer_access(group):
+        return why
+    from titanlite.kernels.device.channel import channel  # slow to import, and needs Triton
+
+    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    known = _shared.get((group, operator))
+    if known is None or known[0] is not process_group:
+        reason = None
+        try:
+            channel(group, operator, n_slots)
+        except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
+            raise
+        except RuntimeError as error:
+            reason = f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}"
+        of_ranks = _gather_objects(process_group, reason)
+        known = _shared[group, operator] = process_group, next(filter(None, of_ranks), None)
+    return known[1]
 
 
 def no_peer_access(group: str) -> str | None:

@@ -11,6 +11,8 @@ from titanlite.kernels.collectives import gather_dim, named_group
 from titanlite.kernels.shapes import unviewed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+FSDP_GATHER, FSDP_REDUCE, EXPERTS = 2, 3, 4
+"""Uses of memory that ranks share, beside collective matmuls: their numbers in `device.channel.OPERATORS`."""
 MAX_RANKS = 8
 """Most ranks that a fused collective matmul supports."""
 MAX_PAIRS = 3

@@ -55,7 +55,8 @@ class _RMSNorm(torch.autograd.Function):
         mean = h.square().mean(-1, keepdim=True)
         ctx.save_for_backward(x, weight, mean)
         ctx.eps = eps
-        return (h * torch.rsqrt(mean + eps) * weight.float()).to(x.dtype)
+        y = h * torch.rsqrt(mean + eps) * weight.float()
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # torch 2.11 compiles a `to` without effect to no gradient
 
     @staticmethod
     @once_differentiable

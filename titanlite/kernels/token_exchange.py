@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from titanlite.kernels.collectives import Group, all_gather, exchange, named_group
-from titanlite.kernels.lowering import no_peer_access
+from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.operators import device_code, operator
-from titanlite.kernels.products import MAX_RANKS
+from titanlite.kernels.products import EXPERTS, MAX_RANKS
 from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, spread_rows
 
 
@@ -30,10 +30,9 @@ def no_token_exchange(group: str) -> str | None:
     Args:
         group: name of the process group.
     """
-    ranks = named_group(group).size
-    return (
-        f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}" if ranks > MAX_RANKS else no_peer_access(group)
-    )
+    if (ranks := named_group(group).size) > MAX_RANKS:
+        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
+    return no_shared_memory(group, EXPERTS, n_slots=1)
 
 
 _gather = device_code("token_exchange.launch_gather")

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
 
-from titanlite.kernels.lowering import no_peer_access
+from titanlite.kernels.lowering import no_shared_memory
+from titanlite.kernels.products import FSDP_GATHER
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.param_group import param_group
@@ -27,17 +28,7 @@ def no_copy_engines(mesh: Mesh) -> str | None:
     """
     if mesh.device.type != "cuda":
         return "there are none without GPUs"
-    if why := _first_reason(no_peer_access(shard_group(mesh))):
-        return why
-    from titanlite.kernels.device import shard_exchange
-
-    try:
-        shard_exchange.AllGather(shard_group(mesh))
-    except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
-        raise
-    except RuntimeError as error:
-        return _first_reason(f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}")
-    return _first_reason(None)
+    return _first_reason(no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=2))
 
 
 def _first_reason(why: str | None) -> str | None:

@@ -14,6 +14,7 @@ from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.lowering import Lowered, agree, lowered
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.products import NOTHING
+from titanlite.kernels.token_exchange import no_token_exchange
 
 GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus
 SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus
@@ -172,3 +173,29 @@ def test_kernels_get_addresses_of_float32_scales_on_one_device(changed: dict, te
             matmul_reduce_scatter([x], [w], 0, group, **scales)
 
     run_ranks(body, tmp_path)
+
+
+def test_memory_that_one_rank_may_not_share_is_shared_by_none(tmp_path, monkeypatch):
+    def refused(*use: object) -> None:
+        if dist.get_rank() == 1:
+            raise RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
+
+    def body() -> None:
+        monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
+        monkeypatch.setattr("titanlite.kernels.device.channel.channel", refused)
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        for _ in range(2):  # the second time without asking
+            assert no_token_exchange(group) == "symmetric memory: CUDA driver error: operation not permitted"
+
+    run_ranks(body, tmp_path, 2)
+
+
+def test_ranks_that_exchange_tokens_of_other_shapes_are_told(tmp_path, monkeypatch):
+    from titanlite.kernels.device import token_exchange
+
+    def body() -> None:
+        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match=r"rank 1  exchange with experts: torch.float32 \(5, 2\)"):
+            token_exchange.launch_gather([torch.zeros(4 + dist.get_rank(), 2)], group)
+
+    run_ranks(body, tmp_path, 2)

@@ -20,6 +20,8 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
 from titanlite.forecast.memory import MemoryModel
+from titanlite.kernels import lowering
+from titanlite.kernels.device import channel
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel import copy_engines
 from titanlite.parallel.copy_engines import copy_engines_entry
@@ -201,33 +203,35 @@ def test_by_default_copy_engines_are_used_where_they_can(
     assert pushed.communication < by_nccl.communication
 
 
-def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_that_cannot_share_memory_leaves_all_to_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's, which is another than rank 0's."""
-    monkeypatch.setattr(copy_engines, "shard_group", lambda mesh: "shards")
     mesh: Any = SimpleNamespace(device=torch.device("cuda"), experts=None)
 
     def body() -> None:
         refuses = dist.get_rank() == 1
 
-        def share(group: str) -> None:
+        def share(*use: object) -> None:
             if refuses:
                 raise error
 
-        monkeypatch.setattr(device, "AllGather", share)
-        monkeypatch.setattr(copy_engines, "no_peer_access", lambda group: None)
+        def why() -> str | None:
+            lowering._shared.clear()
+            return copy_engines.no_copy_engines(mesh)
+
+        monkeypatch.setattr(copy_engines, "shard_group", lambda mesh: dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        monkeypatch.setattr(channel, "channel", share)
+        monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
         error: Exception = RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
-        assert copy_engines.no_copy_engines(mesh) == "symmetric memory: CUDA driver error: operation not permitted"
+        assert why() == "symmetric memory: CUDA driver error: operation not permitted"
         refuses = False
-        assert copy_engines.no_copy_engines(mesh) is None
+        assert why() is None
         refuses = True
         for error in (torch.OutOfMemoryError("CUDA out of memory"), dist.DistStoreError("wait timeout")):
             with pytest.raises(type(error)):
-                copy_engines.no_copy_engines(mesh)
-        hosts = "ranks on several hosts"
-        monkeypatch.setattr(copy_engines, "no_peer_access", lambda group: hosts * dist.get_rank() or None)
-        assert copy_engines.no_copy_engines(mesh) == "ranks on several hosts"
+                why()
+        refuses, hosts = False, "ranks on several hosts"
+        monkeypatch.setattr(lowering, "no_peer_access", lambda group: hosts * dist.get_rank() or None)
+        assert why() == "ranks on several hosts"
 
     run_ranks(body, tmp_path, 2)
 

@@ -45,8 +45,6 @@ OPERATORS = (
 )
 """Names by the number under which a kernel reports a failure."""
 
-FSDP_GATHER, FSDP_REDUCE, EXPERTS = 2, 3, 4
-
 _DEADLINE_S = 600.0
 
 

@@ -17,8 +17,8 @@ A rank comes to a meeting when the stream of the call has come there:
                                    slots (`tests/ranks/parallel/test_copy_engines.py`); the sum is on the stream itself
     what peers pushed is there     they have come to the second meeting, behind their copies
 
-Two slots are enough as long as no more than one gather is ahead of the one in use: FSDP does no more by itself, and
-`set_modules_to_forward_prefetch` or `…_backward_prefetch` with several blocks, which nothing here calls, would.
+Two slots are enough as long as no more than one gather is ahead of the one that is yet to be copied out. FSDP does no
+more by itself; experts that `parallel/fsdp.py` asks for ahead of their block have memory of their own.
 """
 
 from collections.abc import Iterator
@@ -29,10 +29,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.channel import FSDP_GATHER, FSDP_REDUCE, Channel, channel
+from titanlite.kernels.device.channel import Channel, channel
 from titanlite.kernels.device.launch import cdiv, ready
 from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
-from titanlite.kernels.products import MAX_RANKS
+from titanlite.kernels.products import FSDP_GATHER, FSDP_REDUCE, MAX_RANKS
 
 BLOCK = 1024
 """Elements of a thread block of the sum."""

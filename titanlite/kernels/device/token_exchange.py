@@ -4,23 +4,26 @@ All calls of a group share one piece of memory, which the meetings of `shard_exc
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.kernels.device.channel import EXPERTS, channel
+from titanlite.kernels.device.channel import OPERATORS, channel
 from titanlite.kernels.device.expert_rows import NUMBERS, WIDEST, launch_combine
 from titanlite.kernels.device.launch import cdiv, ready
 from titanlite.kernels.device.shard_exchange import Exchange
+from titanlite.kernels.lowering import agree
+from titanlite.kernels.products import EXPERTS
 
 _ALIGNMENT = 16
 
 
-@cache
-def _exchange(group: str) -> Exchange:
+def _exchange(group: str, tensors: Sequence[Tensor]) -> Exchange:
+    """Return the memory of a group, of which all ranks have agreed that they call alike."""
+    what = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
+    agree(OPERATORS[EXPERTS], group, what, "", None)
     return Exchange(channel(group, EXPERTS, n_slots=1))
 
 
@@ -49,7 +52,7 @@ def _send_rows(
 
 def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
     """Launch the operator's copies."""
-    by, own = _exchange(group), [x.contiguous() for x in own]
+    by, own = _exchange(group, own), [x.contiguous() for x in own]
     to = by.channel
     begins = _begins([to.ranks * x.nbytes for x in own])
     memory = by.buffer(begins[-1], torch.uint8)
@@ -107,7 +110,7 @@ def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, g
 
     They are the group's memory until its next call.
     """
-    by, o, n = _exchange(group), o.contiguous(), choices.numel()
+    by, o, n = _exchange(group, (o, choices)), o.contiguous(), choices.numel()
     (R, D), to = o.shape, by.channel
     sizes = n * D * o.element_size(), n * 4
     begins = _begins(sizes)
