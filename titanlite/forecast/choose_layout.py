@@ -94,7 +94,7 @@ def options_of_layout(
         rates: of them, with their memory.
         float8: arithmetic of the linear layers, or None.
     """
-    memory = MemoryModel(config, dims, float8, world)
+    memory = MemoryModel(config, dims, float8, world, host=rates.host)
     if memory.run.no_trace_reason is not None or no_rates_reason(memory) is not None:
         return []
     time, budget = StepTimeModel(memory, rates), rates.device_gib - RESERVE_GIB
@@ -108,7 +108,8 @@ def options_of_layout(
 
 def _with_auto(config: Config, dims: ModelDims, world: int, rates: Rates) -> Option:
     """Give a layout the list that `auto` would make by these rates."""
-    memory, budget = MemoryModel(config, dims, None, world), rates.device_gib - RESERVE_GIB
+    memory = MemoryModel(config, dims, None, world, host=rates.host)
+    budget = rates.device_gib - RESERVE_GIB
     time, of_peak = StepTimeModel(memory, rates), int((budget - memory.symmetric_memory / GIB) * 10) / 10
     save_list = choose(memory, time.times(), of_peak).save_list
     return _priced_option(_with_list(config, recipes.AUTO, of_peak), memory, time, save_list, budget)

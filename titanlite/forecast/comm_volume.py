@@ -183,7 +183,10 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
                 if is_gather:
                     kind, rows, moves = "all_gather", 1, "tokens, gradients, weights" if is_gradient else "tokens"
                 else:
-                    kind, rows, moves = "all_to_all", top_k, "gradients" if is_gradient else "results"
+                    each_slot = (
+                        ranks if run.exchange_by_nccl else 1
+                    )  # from each rank, or from the one that has its expert
+                    kind, rows, moves = "all_to_all", top_k * each_slot, "gradients" if is_gradient else "results"
                 shape = (ranks * tokens * rows, memory.dims.dim)
                 found.append(Traffic(kind, direction, where, shape, moves, ranks, whole, memory.micro_steps))
     return found

@@ -30,7 +30,6 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
-from titanlite.kernels.products import MAX_RANKS
 from titanlite.parallel.fsdp import frees_after_forward
 
 if TYPE_CHECKING:
@@ -57,6 +56,10 @@ Measured: 0.2 to 1.0 GiB."""
 
 MARGIN = 0.015
 """Share of a budget that stays free: of the runs in runs.jsonl two are 1.4 % short, the next 1.2 %."""
+
+
+GPUS_OF_A_HOST = 8
+"""GPUs of hosts of which nothing is known: as many as rates are of."""
 
 
 EAGER_LOSS_TOKENS = 256
@@ -114,9 +117,10 @@ class MemoryModel:
         float8: arithmetic of the linear layers, or None.
         world: number of processes.
         model: the trainer's, as `traced_run` takes it; None: it is made as the trainer would make it.
+        host: GPUs of one host; None: `GPUS_OF_A_HOST`.
 
     Attributes:
-        config, dims, float8, world: as given; `run` is the rank's model, traced.
+        config, dims, float8, world, host: as given; `run` is the rank's model, traced.
         shards: ranks that FSDP splits each parameter over; `replicas` hold the same. The experts of a rank, where ranks
             share them out, are split over `expert_shards`.
         micro_steps: of a step.
@@ -136,10 +140,19 @@ class MemoryModel:
     """
 
     def __init__(
-        self, config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int, model: "nn.Module | None" = None
+        self,
+        config: Config,
+        dims: ModelDims,
+        float8: Float8Recipe | None,
+        world: int,
+        model: "nn.Module | None" = None,
+        host: int | None = None,
     ) -> None:
         self.config, self.dims, self.float8, self.world = config, dims, float8, world
-        self.run = traced_run(config, dims, float8, model)
+        self.host = host or GPUS_OF_A_HOST
+        # Ranks that share experts out are neighbours.
+        across = world > self.host and self.host % config.parallelism.expert_parallel_degree != 0
+        self.run = traced_run(config, dims, float8, model, across)
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree
@@ -179,7 +192,8 @@ class MemoryModel:
         """
         of_blocks = 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
         received, ranks = max((block.most_exchanged for block in self.run.blocks), default=0), self.run.expert_parallel
-        return of_blocks + (received * ranks // (ranks - 1) if 1 < ranks <= MAX_RANKS else 0)
+        in_place = ranks > 1 and not self.run.exchange_by_nccl
+        return of_blocks + (received * ranks // (ranks - 1) if in_place else 0)
 
     def peak_under(self, save_list: SaveList) -> Memory:
         """Predict the peak.

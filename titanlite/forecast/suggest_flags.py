@@ -134,7 +134,7 @@ def fastest_first(
 
 def _speed(model: MemoryModel, override: Override, rates: Rates, attended: AttendedShare | None) -> float:
     """Tokens a second and GPU with a change; 0 if it is not known, as what copy engines save is not."""
-    memory = MemoryModel(override.config, model.dims, model.float8, model.world)
+    memory = MemoryModel(override.config, model.dims, model.float8, model.world, host=model.host)
     if memory.copy_engines != model.copy_engines or no_rates_reason(memory) is not None:
         return 0.0
     time, save_list = StepTimeModel(memory, rates, attended), override.save_list
@@ -191,7 +191,7 @@ def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList)
     """
     try:
         check_config(config, model.dims, world)
-        other = MemoryModel(config, model.dims, model.float8, world)
+        other = MemoryModel(config, model.dims, model.float8, world, host=model.host)
         return other.peak_under(save_list).total, other.symmetric_memory
     except ConfigError:
         return None

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.data.document_starts import twice_attended
-from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
-from titanlite.kernels.products import FLOAT8, MAX_RANKS
+from titanlite.forecast.traced_block import ExpertRanks, Operation, Shape, TracedBlock
+from titanlite.kernels.products import FLOAT8
 from titanlite.models.experts import product_names
 from titanlite.models.layers import CausalAttention
 
@@ -35,22 +35,26 @@ _IN_A_ROW = {"mean", "sum", "var_mean"}
 
 _REDUCTIONS = {*_IN_A_ROW, "amax", "max"}
 
+_ALL_HERE = ExpertRanks()
 
-def trace(block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], expert_ranks: int = 1) -> TracedBlock:
+
+def trace(
+    block: nn.Module, args: Sequence[object], kwargs: Mapping[str, object], experts: ExpertRanks = _ALL_HERE
+) -> TracedBlock:
     """Run a block forward and backward on the meta device.
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
         args: what it is given; tensors that have a gradient require one.
         kwargs: likewise.
-        expert_ranks: P, over which the experts of a layer are shared out. Their rows have room for the worst router; of
-            P places that a product has, one in the mean is a token's.
+        experts: the ranks that share experts out. Their rows have room for the worst router; of P places that a
+            product has, one in the mean is a token's.
     """
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     stream = [t for t in given if t.requires_grad]
     itemsize = stream[0].itemsize if stream else 2
     windows = tuple(m.window for m in block.modules() if isinstance(m, CausalAttention))
-    recorder = _Recorder(itemsize, windows, expert_ranks)
+    recorder = _Recorder(itemsize, windows, experts)
     weights = {*recorder.known(*block.parameters(), *block.buffers())}
     others = {*recorder.known(*given)}
     recorder.tokens |= {*recorder.known(*stream)}
@@ -141,7 +145,7 @@ def _attend(
 class _Recorder(TorchDispatchMode):
     """Lists operations by the storages that they read and make."""
 
-    def __init__(self, itemsize: int, windows: Sequence[int], expert_ranks: int) -> None:
+    def __init__(self, itemsize: int, windows: Sequence[int], experts: ExpertRanks) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
@@ -153,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         self._apart: set[int] = set()
         self._before: set[int] = set()
         self._levels: dict[int, int] = {}
-        self._itemsize, self._windows, self._expert_ranks = itemsize, windows, expert_ranks
+        self._itemsize, self._windows, self._experts = itemsize, windows, experts
 
     def known(self, *tensors: Tensor) -> list[int]:
         """Give the numbers of tensors' storages, new ones to those that have none."""
@@ -193,19 +197,20 @@ class _Recorder(TorchDispatchMode):
             self._numbers[results[0].untyped_storage()._cdata] = StorageWeakRef(results[0].untyped_storage()), reads[0]
             return out
         makes = self.known(*results)
-        self._count_live(results)
+        inside = _memory_of_nccl(op, args, self._experts)
+        self._count_live(results, inside)
         if not func._schema.is_mutable:
             makes = [value for value in makes if value not in reads]
         if not makes:
             return out
-        if self._expert_ranks > 1 and op in ops.MAKE_ROWS:
+        if self._experts.count > 1 and op in ops.MAKE_ROWS:
             rows = len(next(t for t in results if t.dim() > 1))
-            self.seldom |= dict.fromkeys(self.known(*(t for t in results if len(t) == rows)), self._expert_ranks)
+            self.seldom |= dict.fromkeys(self.known(*(t for t in results if len(t) == rows)), self._experts.count)
         of_tokens = not reads or not self.tokens.isdisjoint(reads)
         if of_tokens:
             self.tokens.update(makes)
         fusible = torch.Tag.pointwise in func.tags or name in _FUSIBLE
-        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._windows, self._expert_ranks)
+        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._windows, self._experts)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
         after = level if fusible or name in _IN_A_ROW else level + 1  # what is scaled by a maximum is read once more
@@ -223,20 +228,22 @@ class _Recorder(TorchDispatchMode):
                 flops=flops,
                 moved=moved,
                 received=received,
+                inside=inside,
                 level=level,
                 call=(func, *pytree.tree_map_only(Tensor, Shape.of, (args, kwargs))),
             )
         )
         return out
 
-    def _count_live(self, results: Sequence[Tensor]) -> None:
+    def _count_live(self, results: Sequence[Tensor], inside: int) -> None:
         """Take what is held at this moment for the most, if it is."""
         self._live.update(
             (number, ref) for ref, number in (self._numbers[t.untyped_storage()._cdata] for t in _plain(results))
         )
         self._live = {n: ref for n, ref in self._live.items() if n not in self._apart and not ref.expired()}
-        self.peak = max(self.peak, sum(self.sizes[number] for number in self._live))
-        self.widest = max(self.widest, sum(self.sizes[number] for number in self._live.keys() - self._before))
+        self.peak = max(self.peak, sum(self.sizes[number] for number in self._live) + inside)
+        made = sum(self.sizes[number] for number in self._live.keys() - self._before)
+        self.widest = max(self.widest, made + inside)
 
 
 def _cost(
@@ -246,13 +253,13 @@ def _cost(
     results: list[Tensor],
     itemsize: int,
     windows: Sequence[int],
-    expert_ranks: int,
+    experts: ExpertRanks,
 ) -> tuple[int, int, int]:
     """Give the FLOPs of an operation, the bytes that it reads, writes and receives, and those that it receives.
 
     What is elementwise around statistics and casts is joined to them: they read their input as the block has it.
     """
-    moved = sum(t.nbytes for t in given) + sum(t.nbytes for t in results)
+    moved, expert_ranks = sum(t.nbytes for t in given) + sum(t.nbytes for t in results), experts.count
     if op in CLASSES["attention"]:
         window = next(filter(None, windows), 0) if op == ops.WINDOW_ATTENTION else 0
         S = given[0].shape[2]
@@ -281,8 +288,8 @@ def _cost(
         gathers, made = op == ops.GATHER_FROM_RANKS, sum(t.nbytes for t in results)
         arrived = made if gathers else _rows_of_owner(*args)
         received = arrived * (expert_ranks - 1) // expert_ranks
-        if not gathers and expert_ranks > MAX_RANKS:
-            received *= expert_ranks  # by NCCL a row comes from each rank for each slot
+        if not gathers and experts.by_nccl:
+            received *= expert_ranks  # a row comes from each rank for each slot
         return 0, arrived * (1 if gathers else 2) + made + received, received  # copied out, or read and added up
     if op in CLASSES["communication"]:
         received = abs(results[0].nbytes - given[0].nbytes)
@@ -297,6 +304,12 @@ def _cost(
     if op in CLASSES["cast"]:
         return results[0].numel(), read + sum(t.nbytes for t in results), 0
     return 0, moved, 0
+
+
+def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
+    """Give the bytes of rows that NCCL sends to owners, [P·M·K, D], and of as many that it brings."""
+    by_nccl = op in ops.TO_OWNERS and experts.by_nccl
+    return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
 
 
 def _rows_of_owner(o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, *_: object) -> int:

@@ -29,6 +29,19 @@ class Shape(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
+class ExpertRanks(NamedTuple):
+    """The ranks that share the experts of a layer out.
+
+    Attributes:
+        count: P; 1: there are none.
+        by_nccl: whether rows go to the owners of tokens by a collective, with a place for each slot from each rank, and
+            not from memory to memory.
+    """
+
+    count: int = 1
+    by_nccl: bool = False
+
+
 @dataclass(frozen=True)
 class Operation:
     """One operation that makes something new.
@@ -45,6 +58,7 @@ class Operation:
         flops: that it takes.
         moved: bytes that it reads, writes, and receives from other ranks.
         received: of these, those from other ranks.
+        inside: bytes of memory that it has while it runs, beside what it reads and makes.
         level: operations that are not fusible on the way to it: those of one level are joined, if they are fusible.
         call: the operation and its arguments, of which tensors are shapes.
     """
@@ -60,6 +74,7 @@ class Operation:
     flops: int
     moved: int
     received: int
+    inside: int
     level: int
     call: tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
 
@@ -141,6 +156,8 @@ class TracedBlock:
                     changes[n] += self.sizes[value]
                     if last[value] + 3 < len(self.backward):
                         changes[last[value] + 3] -= self.sizes[value]
+            changes[n] += operation.inside
+            changes[n + 1] -= operation.inside
         return max(accumulate(changes))
 
     @cached_property

@@ -21,7 +21,8 @@ from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.rank_model import rank_model
 from titanlite.forecast.trace import OneKernel, trace
-from titanlite.forecast.traced_block import TracedBlock
+from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
+from titanlite.kernels.products import MAX_RANKS
 from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear, Sequences
@@ -56,7 +57,8 @@ class TracedRun:
         tokens: M, of a micro-step of this data-parallel rank.
         seq_len: S.
         tensor_parallel: t.
-        expert_parallel: P, ranks that the experts of a layer are shared out over.
+        expert_parallel: P, ranks that the experts of a layer are shared out over; `exchange_by_nccl` if rows come back
+            from them by a collective.
         itemsize: bytes of an element of the compute dtype.
         compiled: whether blocks are compiled.
         float8: the recipe, if any layer computes in float8.
@@ -75,6 +77,7 @@ class TracedRun:
     seq_len: int
     tensor_parallel: int
     expert_parallel: int
+    exchange_by_nccl: bool
     itemsize: int
     compiled: bool
     float8: Float8Recipe | None
@@ -101,7 +104,11 @@ _runs: dict[object, TracedRun] = {}
 
 
 def traced_run(
-    config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module | None = None
+    config: Config,
+    dims: ModelDims,
+    float8: Float8Recipe | None,
+    model: nn.Module | None = None,
+    experts_across_hosts: bool = False,
 ) -> TracedRun:
     """Trace one block of each kind of a run; once in a process for each layout.
 
@@ -110,20 +117,25 @@ def traced_run(
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         model: the trainer's, split and converted, before checkpointing; None: one is made.
+        experts_across_hosts: whether ranks that share experts out are on several hosts.
     """
     training, mesh = config.training, config.parallelism
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel, mesh.expert_parallel_degree
-    key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data)
+    ranks = mesh.expert_parallel_degree
+    experts = ExpertRanks(ranks, ranks > 1 and (experts_across_hosts or ranks > MAX_RANKS))
+    key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data), experts
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
     is_split = max(mesh.tensor_parallel_degree, mesh.expert_parallel_degree) > 1
     is_its_own = model is not None and (float8 is not None or is_split)
     if key not in _runs or is_its_own:
-        _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8).model)
+        _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8).model, experts)
     return _runs[key]
 
 
-def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module) -> TracedRun:
+def _traced(
+    config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module, experts: ExpertRanks
+) -> TracedRun:
     training = config.training
     dtype, tokens = getattr(torch, training.mixed_precision_param), training.local_batch_size * training.seq_len
     own, blocks = {model.norm, model.output}, list(model.layers)  # type: ignore[arg-type]
@@ -131,13 +143,13 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
     of_head = [p for module in own for p in module.parameters()]  # type: ignore[union-attr,operator]
     in_blocks = {p for block in blocks for p in block.parameters()}
     others = [p for p in model.parameters() if p not in in_blocks and (is_tied or all(p is not q for q in of_head))]
-    kinds, ranks = [kind_of(block) for block in blocks], config.parallelism.expert_parallel_degree
-    apart = max(ranks, config.parallelism.tensor_parallel_degree) > 1
+    kinds = [kind_of(block) for block in blocks]
+    apart = max(experts.count, config.parallelism.tensor_parallel_degree) > 1
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
         starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
-        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, ranks)
+        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, experts)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own
@@ -151,7 +163,8 @@ def _traced(config: Config, dims: ModelDims, float8: Float8Recipe | None, model:
         tokens=tokens,
         seq_len=training.seq_len,
         tensor_parallel=config.parallelism.tensor_parallel_degree,
-        expert_parallel=ranks,
+        expert_parallel=experts.count,
+        exchange_by_nccl=experts.by_nccl,
         itemsize=dtype.itemsize,
         compiled=config.compile.enable,
         float8=float8,
@@ -201,7 +214,7 @@ def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _traces(
-    model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, expert_ranks: int
+    model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, experts: ExpertRanks
 ) -> dict[str, TracedBlock]:
     """Trace the first block of each kind, by its kind, and the head."""
     first: dict[str, nn.Module] = {}
@@ -231,9 +244,9 @@ def _traces(
     found: dict[str, TracedBlock] = {}
     for kind, block in zip(kinds, fewer.layers, strict=True):  # type: ignore[arg-type]
         if kind not in found:
-            found[kind] = _trace(block, *calls[block][:2], expert_ranks)
+            found[kind] = _trace(block, *calls[block][:2], experts)
     head = nn.Sequential(fewer.norm, fewer.output)  # type: ignore[arg-type]
-    found[HEAD] = _trace(head, *calls[fewer.norm][:2], expert_ranks)  # type: ignore[index]
+    found[HEAD] = _trace(head, *calls[fewer.norm][:2], experts)  # type: ignore[index]
     return found
 
 
@@ -246,9 +259,9 @@ def _run_once(
     return calls[module][2]
 
 
-def _trace(module: nn.Module, args: Any, kwargs: Any, expert_ranks: int) -> TracedBlock:
+def _trace(module: nn.Module, args: Any, kwargs: Any, experts: ExpertRanks) -> TracedBlock:
     def apart(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, apart, (args, kwargs))
-    return trace(module, args, kwargs, expert_ranks)
+    return trace(module, args, kwargs, experts)

@@ -57,6 +57,13 @@ def start_process_group(config: Comm) -> torch.device:
     return device
 
 
+def ranks_of_a_host() -> int | None:
+    """Return how many of the job's processes each host has, or None if all are on one."""
+    world = dist.get_world_size()
+    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return of_host if of_host < world else None
+
+
 def leave_limits_to_watchdog() -> None:
     """From now on no collective of any group ends the run by its own clock, which goes on while a job is suspended."""
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.14

@@ -48,6 +48,7 @@ from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
 from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
 from titanlite.parallel.parity import require_parity
+from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
 from titanlite.training.optimizers.sharded import ShardedOptimizer
@@ -159,7 +160,7 @@ def build(
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
     as_it_is = replace(largest, parallelism=parallelism)
-    memory, chosen = MemoryModel(as_it_is, dims, float8, dist.get_world_size(), model), None
+    memory, chosen = MemoryModel(as_it_is, dims, float8, dist.get_world_size(), model, ranks_of_a_host()), None
     if save_list is None:
         chosen = _choose_save_list(model, config, memory, device)
         save_list = chosen.save_list

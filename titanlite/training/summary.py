@@ -1,6 +1,5 @@
 """Say in a few lines what a run is before its first step, and after its last what came of it and what comes next."""
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +20,7 @@ from titanlite.data.windows import order_in_words
 from titanlite.observe.console import duration
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.parallel.mesh import Mesh
+from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
 from titanlite.training.report import Position
@@ -157,6 +157,6 @@ def _resume(config: Config, folder: RunFolder, last: int) -> str:
         more = ["--training.tokens", str(2 * config.training.tokens)]
     more += ["--job.stop_after", "0"] if config.job.stop_after else []
     more += ["--checkpoint.resume", "auto"] if config.checkpoint.resume != "auto" else []
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) < world:  # on several hosts, which `titanlite train` does not do
+    if ranks_of_a_host() is not None:  # on several hosts, which `titanlite train` does not do
         return " ".join(["the same command again", *more])
     return shlex.join(["titanlite", "train", str(folder.config), "--gpus", str(world), *more])

@@ -32,7 +32,7 @@ from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
 from titanlite.observe.trace_spans import ProfiledRun
 from titanlite.observe.wandb import WandbRun
 from titanlite.observe.watchdog import Watchdog
-from titanlite.parallel.process_group import leave_limits_to_watchdog, start_process_group
+from titanlite.parallel.process_group import leave_limits_to_watchdog, ranks_of_a_host, start_process_group
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.preflight.launcher import Launcher
 from titanlite.preflight.run_folder import RunFolder
@@ -186,7 +186,8 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
     """Build the run, and warn of what is seen before its first step."""
 
     def memory() -> MemoryModel:
-        return MemoryModel(largest_stage(asked.config), asked.dims, asked.float8, dist.get_world_size())
+        largest, world, host = largest_stage(asked.config), dist.get_world_size(), ranks_of_a_host()
+        return MemoryModel(largest, asked.dims, asked.float8, world, host=host)
 
     with explained(memory, asked.save_list or LEAST, device):
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)

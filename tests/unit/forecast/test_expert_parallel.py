@@ -11,8 +11,8 @@ from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import activations, block_costs
 from titanlite.forecast.comm_volume import of_experts, of_weights, units
-from titanlite.forecast.device_specs import measured_rates
-from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.device_specs import DEVICES, measured_rates
+from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.forecast.time_activations import operands
@@ -31,10 +31,10 @@ M, D, E, K, F = 128, 256, 8, 2, 128
 OF_EXPERT = 3 * D * F
 
 
-def memory_of(ranks: int, world: int = 8, *flags: str) -> MemoryModel:
+def memory_of(ranks: int, world: int = 8, *flags: str, host: int | None = None) -> MemoryModel:
     degree = f"--parallelism.expert_parallel_degree={ranks}"
     run = checked_run(["--config", CONFIG, *SMALL, degree, *flags], world_size=world)
-    return MemoryModel(run.config, run.dims, run.float8, world)
+    return MemoryModel(run.config, run.dims, run.float8, world, host=host)
 
 
 def ops_of(operations: Sequence, *names: str) -> list:
@@ -92,6 +92,32 @@ def test_tokens_go_to_all_ranks_and_come_back_by_slot(ranks: int) -> None:
     assert {t.ranks for t in seen.values()} == {ranks}
     assert memory.symmetric_memory == max(ranks * M * (2 * 2 * D + 4 * K), M * K * (2 * D + 4))
     assert all(t.times == 1 for t in seen.values())
+
+
+@pytest.mark.parametrize(("ranks", "host"), [(4, 2), (8, 4)])
+def test_across_hosts_a_row_travels_for_each_slot_of_each_rank(ranks: int, host: int) -> None:
+    """NCCL brings them, in memory of the allocator on both sides: what is sent, and what has arrived."""
+    near, far = memory_of(ranks, 8, *BF16), memory_of(ranks, 8, *BF16, host=host)
+    within = memory_of(host, 8, *BF16, host=host)
+    assert [memory.run.exchange_by_nccl for memory in (near, within, far)] == [False, False, True]
+    assert within.symmetric_memory > far.symmetric_memory == 0
+    before, after = ({(t.kind, t.direction): t for t in of_experts(m, ())} for m in (near, far))
+    for key, traffic in after.items():
+        times = ranks if key[0] == "all_to_all" else 1
+        assert traffic.sent_bytes == times * before[key].sent_bytes
+        assert traffic.shape == (times * before[key].shape[0], D)
+    assert after["all_to_all", "forward"].sent_bytes == (ranks - 1) * M * K * 2 * D
+    (sent,) = ops_of(far.run.blocks[0].backward, "gradients_at_owners")
+    both_sides = 2 * ranks * M * K * (2 * D + 4)
+    assert sent.inside == both_sides
+    peaks = [memory.peak_under(LEAST).total for memory in (near, far)]
+    assert 0 < peaks[1] - peaks[0] <= both_sides
+    step_near, step_far = (StepTimeModel(m, measured_rates()).step(block_costs(m.run, LEAST)) for m in (near, far))
+    assert step_far.tokens > step_near.tokens
+
+
+def test_hosts_are_of_as_many_gpus_as_rates_are_of() -> None:
+    assert {measured_rates(device).host for device in DEVICES} == {GPUS_OF_A_HOST}
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
