@@ -203,7 +203,9 @@ def test_by_default_copy_engines_are_used_where_they_can(
     assert pushed.communication < by_nccl.communication
 
 
-def test_one_rank_that_cannot_share_memory_leaves_all_to_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 1's, which is another than rank 0's."""
     mesh: Any = SimpleNamespace(device=torch.device("cuda"), experts=None)
 
@@ -220,6 +222,7 @@ def test_one_rank_that_cannot_share_memory_leaves_all_to_nccl(tmp_path: Path, mo
 
         monkeypatch.setattr(copy_engines, "shard_group", lambda mesh: dist.group.WORLD.group_name)  # type: ignore[union-attr]
         monkeypatch.setattr(channel, "channel", share)
+        monkeypatch.setattr(lowering, "_gather_objects", lambda group, own: [own])  # each rank is a replica's only one
         monkeypatch.setattr(lowering, "no_peer_access", lambda group: None)
         error: Exception = RuntimeError("CUDA driver error: operation not permitted\nException raised from …")
         assert why() == "symmetric memory: CUDA driver error: operation not permitted"
