@@ -31,6 +31,7 @@ class Rates:
         memory: GB/s of elementwise work.
         optimizer: GB/s.
         tensor_parallel: GB/s that a rank receives of tokens.
+        exchange: the same among ranks that share experts out, on their way to experts and to the owners of tokens.
         fsdp: GB/s that a rank receives of weights and gradients.
         fused: a collective and its matmul in one operator, against the longer of the two.
         host: GPUs that the rates of collectives hold for.
@@ -52,6 +53,7 @@ class Rates:
     memory: float
     optimizer: float
     tensor_parallel: float
+    exchange: tuple[float, float]
     fsdp: float
     fused: float
     host: int
@@ -98,7 +100,7 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     read = tomli.loads((_FOLDER / f"{device}.toml").read_text(encoding="utf-8"))
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
-    read["attention_window"] = tuple(read["attention_window"])
+    read |= {name: tuple(read[name]) for name in ("attention_window", "exchange")}
     for name in ("attention", "attention_documents", "grouped", "grouped_fast", "grouped_split"):
         read[name] = {int(by): tuple(rates) for by, rates in read[name].items()}
     return Rates(**read)

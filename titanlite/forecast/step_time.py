@@ -158,7 +158,10 @@ class StepTimeModel:
         """Seconds of an operation."""
         if each.op in CLASSES["attention"]:
             return self._attended_flops(each) / self._attention_rates(each)[0] / _T
-        wire = each.received / self.rates.tensor_parallel / _G
+        rate = self.rates.tensor_parallel
+        if each.op in ops.EXCHANGES and not self.run.exchange_by_nccl:
+            rate = self.rates.exchange[each.op in ops.TO_OWNERS]
+        wire = each.received / rate / _G
         if each.op in CLASSES["dispatch"] or each.op in ops.EXCHANGES:
             return wire + (each.moved - each.received) / self.rates.memory / _G
         if each.op in FUSED:

@@ -42,6 +42,7 @@ def what_travels(memory: MemoryModel, save_list: SaveList, rates: Rates, attende
     one, split = found[1], found[degree]
     taken = split(1.0).total, one(1.0).total
     both = f"at this run's {tokens:,} a step takes {taken[0]:,.0f} ms with degree {degree} and {taken[1]:,.0f} with 1"
+    both += f". That is with balanced routing: with other, degree {degree} also waits for the rank with the most rows"
     where, key = crossing(one, split, tokens), "parallelism.expert_parallel_degree"
     if where is None:
         to_them, of_weights = f"tokens should travel ({key} = {degree})", f"FSDP should gather them ({key} = 1)"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from titanlite.activation_checkpoint.operations import CLASSES
+from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import activations, block_costs
@@ -20,6 +20,7 @@ from titanlite.forecast.what_travels import crossing, what_travels
 from titanlite.preflight.checked_run import checked_run
 
 CONFIG = str(shipped_folder("configs") / "qwen3_moe_debug.toml")
+MEASURED = shipped_folder("configs").parent / "benchmarks" / "results" / "kernels.jsonl"
 SMALL = (
     "--training.seq_len=64",
     "--training.local_batch_size=2",
@@ -183,8 +184,7 @@ def test_what_auto_times_has_the_rows_of_the_mean(ranks: int, float8: str) -> No
 
 def test_a_rate_of_grouped_products_follows_the_rows_of_an_expert() -> None:
     """All FLOPs over all time of the rows in benchmarks/results/kernels.jsonl; a row of few takes longer."""
-    file = shipped_folder("configs").parent / "benchmarks" / "results" / "kernels.jsonl"
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     rates = measured_rates()
     for model, n in (("Qwen3-30B-A3B", 1024), ("Mixtral 8x7B", 4096)):
         for fast, kind in ((None, ""), (True, ", float8, fast"), (False, ", float8, split")):
@@ -206,13 +206,35 @@ def test_a_rate_of_grouped_products_follows_the_rows_of_an_expert() -> None:
     assert by_rows[-1] < 745
 
 
+@pytest.mark.parametrize(
+    ("name", "flavor", "model"), [("qwen3_moe", "30B-A3B", "Qwen3-30B-A3B"), ("mixtral", "8x7B", "Mixtral 8x7B")]
+)
+def test_an_exchange_takes_as_long_as_it_was_measured(name: str, flavor: str, model: str) -> None:
+    """Of 16,384 tokens on each of two H200, alone."""
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    measured = {
+        row["operator"]: row["ms"] for row in rows if row["kernel"] == "token_exchange" and row["model"] == model
+    }
+    flags = ["--config", str(shipped_folder("configs") / "llama3_8b.toml"), f"--model.name={name}"]
+    flags += [f"--model.flavor={flavor}", "--model.n_layers=1", "--training.seq_len=4096", "--data.document_mask=false"]
+    run = checked_run([*flags, "--training.local_batch_size=4", "--parallelism.expert_parallel_degree=2"], world_size=2)
+    memory = MemoryModel(run.config, run.dims, run.float8, 2)
+    rates, (block, *_) = measured_rates(), memory.run.blocks
+    times = StepTimeModel(memory, rates).times().activations
+    found = {each.op.split(".")[1]: 1e3 * seconds for each, seconds in times.items() if each.op in EXCHANGES}
+    (of_backward,) = ops_of(block.backward, "gradients_at_owners")
+    passes = (of_backward.moved - of_backward.received) / rates.memory
+    found["gradients_at_owners"] = (of_backward.received / rates.exchange[1] + passes) / 1e6
+    assert found == pytest.approx(measured, rel=0.05)
+
+
 def test_a_step_takes_longer_by_the_tokens_that_travel() -> None:
     one, split = (memory_of(ranks, 8, *BF16) for ranks in (1, 4))
     rates = measured_rates()
     before, after = (StepTimeModel(memory, rates).step(block_costs(memory.run, LEAST)) for memory in (one, split))
     sent = sum(t.sent_bytes for t in of_experts(split, ()))
     assert before.tokens == 0
-    assert after.tokens > 1e3 * sent / rates.tensor_parallel / 1e9
+    assert after.tokens > 1e3 * sent / max(rates.exchange) / 1e9
     assert after.matmul < before.matmul  # an expert has more rows, of more ranks
 
 

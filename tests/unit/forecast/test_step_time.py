@@ -81,11 +81,14 @@ def test_a_mixture_of_experts_multiplies_by_the_experts_of_a_token_alone() -> No
         ("none", 1, 70112, 48.88),
         ("rowwise", 1, 78590, 48.25),
         ("none", 2, 66192, 50.84),
+        ("none", 2, 71480, 50.84),
         ("rowwise", 2, 74694, 51.09),
+        ("rowwise", 2, 78288, 51.09),
     ],
 )
 def test_measured_steps_of_experts(recipe: str, degree: int, tokens_per_second: float, reserved_gib: float) -> None:
-    """Eight layers of Qwen3 30B-A3B on two H200, which gather experts or send tokens to them (rows of 1a6a339, 5966335
+    """Eight layers of Qwen3 30B-A3B on two H200, which gather experts or send tokens to them, the second
+    of each with balanced routing (rows of 1a6a339, 5966335
     and 06af9eb in benchmarks/results/runs.jsonl)."""
     flags = ["--model.n_layers", "8", "--training.seq_len", "4096", "--training.local_batch_size", "4"]
     flags += ["--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", FLOAT8, recipe, "--data.document_mask=false"]
