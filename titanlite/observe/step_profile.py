@@ -36,6 +36,8 @@ AXES = ("dp_shard", "dp_replicate", "tp", "ep", "all ranks")
 
 BY_COPY_ENGINES = ", by copy engines"
 """After the axis of collectives without NCCL, whose order among NCCL's is not that of other ranks."""
+OF_EXPERTS = ", of experts"
+"""After the axis of collectives of experts' weights, where ranks share experts out: fewer ranks meet there."""
 
 _VERSION = 2
 

@@ -27,6 +27,7 @@ from titanlite.observe.step_profile import (
     COMPUTE,
     DATA_WAIT,
     MATMUL,
+    OF_EXPERTS,
     OPTIMIZER,
     RECOMPILATION,
     Interval,
@@ -58,7 +59,7 @@ class ProfiledRun:
     Attributes:
         rank: this one's, of `world`.
         device: "cuda" or "cpu".
-        axes: mesh axis by the name of its process group.
+        axes: mesh axis by the name of its process group; of that of experts' weights with `OF_EXPERTS` behind it.
         groups: ranks of this one's group on each axis.
         held: bytes of parameters and of the optimizer's state, by category.
         forecast: bytes at the peak by category, as predicted.
@@ -167,7 +168,7 @@ def _of_device(
             spans[between].append(span)
         elif kind == "communication":
             axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks.holds(launched))
-            spans[f"{COMMUNICATION} {axis}"].append(span)
+            spans[f"{COMMUNICATION} {axis.removesuffix(OF_EXPERTS)}"].append(span)
             if _MEETS.search(e["name"]):  # in their order of launch, which is that of all ranks
                 collectives[axis].append((launched, span))
             elif _COPY_ENGINES_MEET.search(e["name"]):

@@ -28,6 +28,7 @@ from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
 from titanlite.observe.shared_wait import SharedWait
 from titanlite.observe.stall_report import StallReport
+from titanlite.observe.step_profile import OF_EXPERTS
 from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
 from titanlite.observe.trace_spans import ProfiledRun
 from titanlite.observe.wandb import WandbRun
@@ -258,7 +259,9 @@ def _open_pages(has_files: bool, run: Run, session: Session, cleanup: ExitStack)
 def _profiled(run: Run) -> ProfiledRun:
     """Return what a profile says of a run besides its trace."""
     axes = {name: run.mesh.all[name].get_group() for name in ("dp_replicate", "dp_shard", "tp")}
-    axes |= {"ep": run.mesh.experts["ep"].get_group()} if run.mesh.experts is not None else {}
+    if (experts := run.mesh.experts) is not None:
+        axes["ep"] = experts["ep"].get_group()
+        axes |= {f"{name}{OF_EXPERTS}": experts[name].get_group() for name in ("dp_replicate", "dp_shard")}
     shards = [local_data(parameter) for parameter in run.parameters]
     held = {"parameters": shards, "optimizer": run.optimizer.state_tensors()}
     return ProfiledRun(

@@ -2,9 +2,11 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
+from titanlite.explain.waits import find_waits
 from titanlite.observe.metrics import RunError
 from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED, GRADIENTS
 from titanlite.observe.step_profile import (
@@ -13,6 +15,7 @@ from titanlite.observe.step_profile import (
     COMPUTE,
     DATA_WAIT,
     MATMUL,
+    OF_EXPERTS,
     OPTIMIZER,
     RECOMPILATION,
     VALIDATION,
@@ -97,6 +100,26 @@ def test_kernels_by_category_and_collectives_by_process_group():
         "ep": [(120, 125)],
         "all ranks": [(90, 100)],
     }
+
+
+def test_collectives_of_experts_weights_meet_by_themselves():
+    """They are of the axis of FSDP, but of ranks 0 and 2 alone: rank 0's wait there is none for rank 1."""
+    own = f"dp_shard{OF_EXPERTS}"
+    groups = {"dp_shard": [0, 1, 2, 3], own: [0, 2], "ep": [0, 1]}
+    run = {"device": "cuda", "world": 4, "axes": {"2": "dp_shard", "7": own}, "groups": groups}
+    events = [
+        *marks(0, 100),
+        *launched(NCCL, 5, 10, 20, 1, 20, **{"Process Group Name": "2"}),
+        *launched(NCCL, 6, 30, 50, 2, 20, **{"Process Group Name": "7", "Process Group Description": "mesh_dp_shard"}),
+    ]
+    found = summary(events, **run)
+    assert found.spans == {"communication dp_shard": [(10, 20), (30, 50)]}
+    assert found.collectives == {"dp_shard": [(10, 20)], own: [(30, 50)]}
+    late = replace(found, collectives={"dp_shard": [(10, 20)], own: [(45, 50)]})
+    others = {"dp_shard": [0, 1, 2, 3], own: [1, 3], "ep": [0, 1]}
+    ranks = [found, replace(found, groups=others), late, replace(late, groups=others, collectives=found.collectives)]
+    waits = find_waits([replace(one, rank=rank) for rank, one in enumerate(ranks)])
+    assert (waits.spans, waits.caused_us, waits.unmatched) == ({0: [(30, 45)]}, {2: 15}, [])
 
 
 def test_a_collective_that_names_no_group_is_its_caller_s():
