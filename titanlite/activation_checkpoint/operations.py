@@ -9,7 +9,6 @@ SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
 GATHER = "_c10d_functional.all_gather_into_tensor.default"
 SCATTER = "_c10d_functional.reduce_scatter_tensor.default"
-TOTAL = "_c10d_functional.all_reduce.default"
 GATHER_FROM_RANKS = "titanlite.gather_from_ranks.default"
 TO_OWNERS = ("titanlite.combine_at_owners.default", "titanlite.gradients_at_owners.default")  # the latter of backward
 GATHER_MATMUL = "titanlite.all_gather_matmul.default"
@@ -21,6 +20,7 @@ GROUPED_MATMUL, SCALED_GROUPED_MATMUL = "titanlite.grouped_matmul.default", "tit
 GATHER_ROWS, SPREAD_ROWS = "titanlite.gather_rows.default", "titanlite.spread_rows.default"
 SWIGLU_CAST, CAST_BLOCKS = "titanlite.swiglu_cast.default", "titanlite.cast_blocks.default"
 EXPERT_GATE_CAST = "titanlite.expert_gate_cast.default"
+COUNT_CHOICES = "titanlite.count_choices.default"
 
 CLASSES: dict[str, tuple[str, ...]] = {
     "attention": (
@@ -43,7 +43,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "dispatch": (GATHER_ROWS, SPREAD_ROWS, GATHER_FROM_RANKS, TO_OWNERS[0]),
     "route": (
         *("titanlite.router_logits.default", "titanlite.route.default", "titanlite.expert_rows.default"),
-        *("titanlite.count_choices.default", "titanlite.count_routing.default"),
+        *(COUNT_CHOICES, "titanlite.count_routing.default"),
     ),
 }
 """The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind

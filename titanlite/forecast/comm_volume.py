@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES, FUSED, GATHER_FROM_RANKS, TOTAL
+from titanlite.activation_checkpoint.operations import CLASSES, COUNT_CHOICES, EXCHANGES, FUSED, GATHER_FROM_RANKS
 from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation
@@ -169,7 +169,7 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
         for direction, operations in passes.items():
             where = f"layers.{n}.experts"
             for each in operations:
-                if each.op == TOTAL:
+                if each.op == COUNT_CHOICES and each.received:
                     what = "tokens of each expert"
                     size = 8 * n_experts
                     found.append(

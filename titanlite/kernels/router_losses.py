@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.kernels.collectives import Group, total
+from titanlite.kernels.collectives import Group, named_group, total
 from titanlite.kernels.operators import operator
 
 
@@ -32,9 +32,9 @@ def balance_loss(logits: Tensor, choices: Tensor, group: Group | None = None) ->
         [] in `logits.dtype`: this rank's term, and with the gradient of its tokens. f is that of all tokens, and has
         none; p is a mean, so that the ranks' terms add up to the loss.
     """
-    counts = count_choices(choices, logits.shape[1])
+    counts = count_choices(choices, logits.shape[1], None if group is None else group.name)
     if group is not None:
-        counts = total(counts, group) / group.size
+        counts = counts / group.size
     share = counts.to(logits.dtype) / len(choices)
     loss = logits.shape[1] * (share * logits.softmax(1).mean(0)).sum()
     return loss if group is None else loss / group.size
@@ -78,19 +78,23 @@ class _WithLoss(torch.autograd.Function):
 
 
 @operator("count_choices", None)
-def count_choices(choices: Tensor, n_experts: int) -> Tensor:
+def count_choices(choices: Tensor, n_experts: int, group: str | None = None) -> Tensor:
     """Count the tokens of each expert.
+
+    Adding up over ranks is part of it: activation checkpointing keeps the result, and ranks meet once.
 
     Args:
         choices: [M, K] int32.
         n_experts: E.
+        group: name of the process group whose ranks' tokens are counted together; None: this one's alone.
 
     Returns:
         [E] int64.
     """
     counts = torch.zeros(n_experts, dtype=torch.int64, device=choices.device)
     chosen = choices.flatten().long()
-    return counts.scatter_add(0, chosen, torch.ones_like(chosen))
+    counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+    return counts if group is None else total(counts, named_group(group))
 
 
 @operator(
