@@ -39,19 +39,28 @@ class ExpertsFile(MetricsFile):
         """
         super().__init__(path, resume_step, warn=warn, is_ours=is_ours)
         self._steps, self._since = steps, resume_step
-        self._row: StepRow | None = None  # the last one that is not in the file
+        self._last: tuple[int, int] | None = None  # step and tokens of the last that is not in the file
         self._sums: Mapping[str, Sequence[int]] = {}
 
     def write(self, row: Row) -> None:
         """Add the tokens of a step's row to those that are to be written, and write them when it is time."""
-        if not isinstance(row, StepRow):
-            return
-        sums, self._row = self._sums, row
+        if isinstance(row, StepRow):
+            self.add(row.step, row.tokens, row.experts)
+
+    def add(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
+        """Add the tokens of the steps since the last call.
+
+        Args:
+            step: the last of these.
+            tokens: trained on since step 1.
+            experts: of each layer those of each expert.
+        """
+        sums, self._last = self._sums, (step, tokens)
         self._sums = {
             name: [a + b for a, b in zip(sums[name], more, strict=True)] if sums else more
-            for name, more in row.experts.items()
+            for name, more in experts.items()
         }
-        if row.step * ROWS // self._steps > self._since * ROWS // self._steps:
+        if step * ROWS // self._steps > self._since * ROWS // self._steps:
             self._write_sums()
 
     def sync(self) -> None:
@@ -65,6 +74,7 @@ class ExpertsFile(MetricsFile):
         super().close()
 
     def _write_sums(self) -> None:
-        if self._row is not None:
-            self._append({"step": self._row.step, "tokens": self._row.tokens, "experts": self._sums})
-            self._since, self._row, self._sums = self._row.step, None, {}
+        if self._last is not None:
+            step, tokens = self._last
+            self._append({"step": step, "tokens": tokens, "experts": self._sums})
+            self._since, self._last, self._sums = step, None, {}

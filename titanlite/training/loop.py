@@ -155,7 +155,7 @@ class Loop:
         """Wait until all is written; save the last step that was done before, if it is not saved yet."""
         config = self.run.config
         if save and config.checkpoint.enable:
-            self._save(done, validation_due=False)
+            self._save(done, validation_due=False, went_on=True)
         if self.background is not None:
             self.watchdog.progress(done, "checkpoint")
             self._limit(config.comm.init_timeout_seconds)
@@ -249,14 +249,22 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         on_all_ranks(lambda: self.profiler.step(step))
 
-    def _save(self, step: int, validation_due: bool) -> None:
-        """Publish a checkpoint; `validation_due` if a signal came between this step and what is measured after it."""
-        with span(SAVING):
-            self._save_at(step, validation_due)
+    def _save(self, step: int, validation_due: bool, went_on: bool = False) -> None:
+        """Publish a checkpoint.
 
-    def _save_at(self, step: int, validation_due: bool) -> None:
+        Args:
+            step: the last one done.
+            validation_due: a signal came between this step and what is measured after it.
+            went_on: others have begun since, which were not taken: routers have seen more than what is saved.
+        """
+        with span(SAVING):
+            self._save_at(step, validation_due, went_on)
+
+    def _save_at(self, step: int, validation_due: bool, went_on: bool) -> None:
         self.watchdog.progress(step, "checkpoint")
         self._limit(self.run.config.comm.init_timeout_seconds)
+        if (routers := self.run.routers) is not None and not (went_on or self.report.is_due(step)):
+            self.report.experts(step, routers.read(routers.seen().tolist()).tokens)  # who resumes counts from here
         on_rank_0(self._sync)
         self.data_wait.check_ranks()
         table = self.report.position.table

@@ -19,6 +19,7 @@ from titanlite.data.stages import StageTable
 from titanlite.errors import StepError
 from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
+from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.memory import memory_gib
 from titanlite.observe.metrics import EvaluationRow, Float8Row, Observer, Row, StepRow, ValidationRow
 from titanlite.observe.peak_flops import TokenFlops, peak_flops
@@ -240,6 +241,17 @@ class Report:
     def is_due(self, step: int) -> bool:
         """Check whether a step is to be logged."""
         return step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
+
+    def experts(self, step: int, tokens: Mapping[str, Sequence[int]]) -> None:
+        """Keep the tokens of experts in the steps since the last one that is logged, before a checkpoint of this one.
+
+        Args:
+            step: the last of these.
+            tokens: of each layer those of each expert.
+        """
+        for observer in self.observers:
+            if isinstance(observer, ExpertsFile):
+                observer.add(step, self.position.tokens(step), tokens)
 
     def validation(self, step: int, numbers: dict[str, float]) -> None:
         """Log one validation, of all held-out sources: `validation_loss` of the first, and what else there is."""
