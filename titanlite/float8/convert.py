@@ -9,7 +9,7 @@ its parts (`wq`, `wk`, `wv`) share a scale.
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,7 @@ class Conversion:
     joined: tuple[str, ...] = ()  # feed-forwards whose inside exists in float8 alone
     tied: tuple[str, ...] = ()  # converted, but gathered as what else their weight is for needs it
     maxima: tuple[Maximum, ...] = ()  # reduced in a micro-step, once more where forward is computed again
+    gathered: Mapping[str, int] = field(default_factory=dict[str, int])  # in float8, from so many ranks by FSDP
 
 
 class Float8FeedForward(FeedForward):
@@ -67,7 +68,13 @@ class Float8FeedForward(FeedForward):
 
 
 def apply_float8(
-    model: nn.Module, recipe: Float8Recipe, filter_fqns: tuple[str, ...], device: torch.device, tokens: int, shards: int
+    model: nn.Module,
+    recipe: Float8Recipe,
+    filter_fqns: tuple[str, ...],
+    device: torch.device,
+    tokens: int,
+    shards: int,
+    expert_shards: int | None = None,
 ) -> Conversion:
     """Give each eligible linear layer the recipe's arithmetic, in place.
 
@@ -78,6 +85,7 @@ def apply_float8(
         device: to train on; decides about the lowering.
         tokens: M, the tokens a layer sees per micro-step.
         shards: ranks over which FSDP splits each weight.
+        expert_shards: ranks over which it splits those of experts; None: the same.
 
     Returns:
         What became of each linear layer.
@@ -125,8 +133,7 @@ def apply_float8(
         mixtures[name].compute = Float8Experts(recipe, compute.group if isinstance(compute, ParallelExperts) else None)
         converted += projections
         for part, projection in projections.items() if gathers else ():
-            group = mixtures[name].group  # whose ranks split these weights further
-            rows[part] = len(projection.weight) // (1 if group is None else group.size)
+            rows[part] = len(local_data(projection.weight))
             projection.weight = _gathered_in_float8(projection.weight, recipe, None)
     if of_their_own:
         left = [*filter_fqns, *dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in of_their_own)]
@@ -135,10 +142,12 @@ def apply_float8(
         want = "titanlite's, which multiplies by the recipe: another need not"
         problem = Problem("float8.recipe", seen, want, f"float8.filter_fqns = {show(left)}")
         raise RecipeError(describe("config", [problem]))
-    require_equal_shards(rows, shards)
+    in_experts = {part for parts in of_experts.values() for part in parts}
+    gathered = {name: (name in in_experts and expert_shards) or shards for name in rows}
+    require_equal_shards(rows, gathered)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
     maxima = tuple(m for name in converted if name in linears for m in _maxima(name, linears[name], name in rows))
-    return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima)
+    return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima, gathered)
 
 
 def _experts_left_alone(

@@ -12,7 +12,7 @@ from titanlite.receipt import Entry, Skipped
 
 
 def float8_entry(
-    model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: torch.device, shards: int
+    model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: torch.device
 ) -> Entry:
     """The receipt's entry of a conversion.
 
@@ -24,7 +24,6 @@ def float8_entry(
         recipe: the arithmetic.
         config: `float8.recipe` and `float8.filter_fqns`.
         device: to train on.
-        shards: ranks over which FSDP splits each weight.
     """
     cost, missed = emulation_cost(done, device), list[Skipped]()
     applied: dict[str, object] = {"layers": len(done.converted), "lowering": cost or done.lowering.name}
@@ -39,12 +38,11 @@ def float8_entry(
         applied["feed-forwards in float8 throughout"] = len(done.joined)
     if done.maxima:
         applied["maxima reduced over tensor-parallel ranks"] = len(done.maxima)
-    gathered, weights = _fsdp_gathers(done, recipe, shards)
-    applied["each"] = {name: _arithmetic(model, name, done, weights) for name in done.converted}
+    applied["each"] = {name: _arithmetic(model, name, done) for name in done.converted}
     return Entry(
         "float8",
         config.float8.recipe,
-        {**applied, "fsdp_all_gather": gathered},
+        {**applied, "fsdp_all_gather": _fsdp_gathers(done, recipe)},
         count=count,
         skipped=tuple(
             Skipped(name, why) for name, why in {**done.skipped, **_routers(model)}.items() if name not in odd
@@ -66,29 +64,31 @@ def emulation_cost(done: Conversion, device: torch.device) -> str | None:
     return f"emulated: slower than bf16; {done.lowering.why}" if is_emulated else None
 
 
-def _fsdp_gathers(done: Conversion, recipe: Float8Recipe, shards: int) -> tuple[str, str | None]:
-    """Describe what FSDP gathers, and what that means for the weight of each layer."""
+def _fsdp_gathers(done: Conversion, recipe: Float8Recipe) -> str:
+    """Describe what FSDP gathers."""
     if recipe.fsdp_all_gather != "float8":
-        return recipe.fsdp_all_gather, None
+        return recipe.fsdp_all_gather
     if done.lowering.why is not None:
-        return f"high_precision: {done.lowering.name} products take no weights in float8", None
-    gathered, weights = "float8", "weight gathered in float8"
-    if shards == 1:  # FSDP casts, and has nobody to gather from
-        gathered, weights = "nothing: each rank has its weights whole, and casts them once", "weight cast once"
+        return f"high_precision: {done.lowering.name} products take no weights in float8"
+    gathered, whole = "float8", sum(ranks == 1 for ranks in done.gathered.values())
+    if whole and whole == len(done.gathered):  # FSDP casts, and has nobody to gather from
+        gathered = "nothing: each rank has its weights whole, and casts them once"
+    elif whole:  # experts are split over other ranks than all else
+        gathered = f"float8 of {len(done.gathered) - whole} layers; {whole} each rank has whole, and casts once"
     if done.tied:
         gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
-    return gathered, weights
+    return gathered
 
 
-def _arithmetic(model: nn.Module, name: str, done: Conversion, weights: str | None) -> str:
+def _arithmetic(model: nn.Module, name: str, done: Conversion) -> str:
     """Say what runs in place of a linear layer."""
     parts = [done.lowering.name]
     if _is_fused(model, name):
         parts.append("one operator with its collectives")
     if name.rpartition(".")[0] in done.joined:
         parts.append("one function with the rest of its feed-forward")
-    if weights is not None and name not in done.tied:
-        parts.append(weights)
+    if name in done.gathered:
+        parts.append("weight cast once" if done.gathered[name] == 1 else "weight gathered in float8")
     return ", ".join(parts)
 
 

@@ -60,19 +60,22 @@ def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
     return is_cast_from_bytes(recipe, parallel) and recipe.input.output == recipe.grad_output.grad_input
 
 
-def require_equal_shards(rows: Mapping[str, int], shards: int) -> None:
+def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> None:
     """Refuse weights that FSDP cannot gather in float8: it pads what it gathers itself, but not what a weight casts.
 
     Args:
         rows: of each such weight, on one tensor-parallel rank. Blocks are alike: a layer of several is said once.
-        shards: ranks over which FSDP splits them.
+        shards: ranks over which FSDP splits each of them.
 
     Raises:
         RecipeError: some do not divide; ranks would send unequal parts.
     """
-    alike = {re.sub(r"^layers\.\d+\.", "", name): n for name, n in rows.items()}
-    if uneven := [f"{name} has {n}" for name, n in alike.items() if n % shards]:
-        want = f"weights whose rows divide by the {shards} shards of FSDP; {uneven[0]}, and so for {len(uneven)} layers"
+    alike = {re.sub(r"^layers\.\d+\.", "", name): (n, shards[name]) for name, n in rows.items()}
+    if uneven := [(name, n, over) for name, (n, over) in alike.items() if n % over]:
+        name, n, over = uneven[0]
+        want = (
+            f"weights whose rows divide by the {over} shards of FSDP; {name} has {n}, and so for {len(uneven)} layers"
+        )
         fix = 'another data_parallel_shard_degree, or a recipe with fsdp_all_gather = "high_precision"'
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
 

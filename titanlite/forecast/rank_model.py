@@ -92,7 +92,8 @@ def rank_model(
     if float8 is None:
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs
-    converted = apply_float8(made, recipe, config.float8.filter_fqns, torch.device("cpu"), tokens, shards)
+    of_experts = max(1, shards * t // mesh.expert_parallel_degree)
+    converted = apply_float8(made, recipe, config.float8.filter_fqns, torch.device("cpu"), tokens, shards, of_experts)
     return RankModel(made, converted)
 
 

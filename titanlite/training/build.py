@@ -239,8 +239,9 @@ def _apply_float8(
 ) -> tuple[str, ...]:
     """Convert the linear layers of a model; return warnings."""
     tokens, shards = config.training.local_batch_size * config.training.seq_len, mesh.fsdp.size(-1)
-    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, shards)
-    receipt.add(float8_entry(model, done, recipe, config, mesh.device, shards))
+    of_experts = None if mesh.experts is None else mesh.expert_shards.size(-1)
+    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, shards, of_experts)
+    receipt.add(float8_entry(model, done, recipe, config, mesh.device))
     if freq := config.metrics.float8_numerics_freq:
         n = len(measurable(model))
         key = "metrics.float8_numerics_freq"

@@ -43,8 +43,9 @@ def convert(dims: ModelDims = SIZES, filter_fqns: tuple[str, ...] = (), tokens: 
 
 
 def test_every_layer_is_converted():
+    gathered = dict.fromkeys((*ALL, "output"), 2)
     assert convert() == Conversion(
-        Lowering("definition", None), (*ALL, "output"), {}, joined=("layers.0.feed_forward",)
+        Lowering("definition", None), (*ALL, "output"), {}, joined=("layers.0.feed_forward",), gathered=gathered
     )
 
 
@@ -190,7 +191,7 @@ def test_the_receipt_says_of_each_layer_what_became_of_it(ranks: int, weight: st
     config = dataclasses.replace(
         Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)), training=TOKENS_32
     )
-    mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks))
+    mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks), experts=None)
     receipt = Receipt()
     build._apply_float8(model, config, recipes.load("float8", "rowwise"), mesh, receipt)  # type: ignore[arg-type]
     joined = "one function with the rest of its feed-forward"
@@ -215,7 +216,7 @@ def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     with torch.device("meta"):
         model = Llama3(SIZES, 16)
     config = dataclasses.replace(Config(), float8=Float8(recipe=name), training=TOKENS_32)
-    mesh = SimpleNamespace(device=torch.device("cuda"), fsdp=SimpleNamespace(size=lambda dim: 1))
+    mesh = SimpleNamespace(device=torch.device("cuda"), fsdp=SimpleNamespace(size=lambda dim: 1), experts=None)
     receipt, recipe = Receipt(), recipes.load("float8", name)
     (said,) = build._apply_float8(model, config, recipe, mesh, receipt)  # type: ignore[arg-type]
     assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')

@@ -7,8 +7,10 @@ from tests.support.needs import DEVICES
 from tests.support.sqnr import sqnr
 from tests.unit.kernels.test_experts import choices_of, one_by_one, random
 from titanlite import recipes
+from titanlite.config.schema import Config, Float8
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.experts import Float8Experts
+from titanlite.float8.receipt import float8_entry
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.kernels.aligned_rows import aligned_places, aligned_rows
 from titanlite.kernels.experts import experts
@@ -79,6 +81,30 @@ def test_places_of_a_group_begin_at_multiples_of_sixteen(kind: str, device: str)
 def test_there_is_room_however_the_rows_fall() -> None:
     for counts in ([1] * 20, [17] * 20, [16] * 20, [0] * 20, [320] + [1] * 19):
         assert sum(-(-n // 16) * 16 for n in counts) <= aligned_places(sum(counts), len(counts))
+
+
+@pytest.mark.parametrize(
+    ("shards", "of_experts", "each", "summary"),
+    [
+        (1, 2, ("weight cast once", "weight gathered in float8"), "float8 of 4 layers; 4 each rank has whole"),
+        (2, 1, ("weight gathered in float8", "weight cast once"), "float8 of 4 layers; 4 each rank has whole"),
+        (2, None, ("weight gathered in float8", "weight gathered in float8"), "float8"),
+        (1, 1, ("weight cast once", "weight cast once"), "nothing: each rank has its weights whole"),
+    ],
+)
+def test_the_receipt_says_what_is_gathered_of_experts_and_of_all_else(
+    shards: int, of_experts: int | None, each: tuple[str, str], summary: str
+) -> None:
+    """Tensor parallelism alone splits experts over its ranks; expert parallelism leaves each rank its own, whole."""
+    recipe = recipes.load("float8", "rowwise")
+    with torch.device("meta"):
+        model = Qwen3MoE(recipes.load("model", "qwen3_moe-debug"), 64)
+    done = apply_float8(model, recipe, ("output",), torch.device("cpu"), 128, shards, of_experts)
+    config = Config(float8=Float8(recipe="rowwise", filter_fqns=("output",)))
+    applied = float8_entry(model, done, recipe, config, torch.device("cpu")).applied
+    assert str(applied["fsdp_all_gather"]).startswith(summary)
+    said = applied["each"]
+    assert [said[f"layers.0.{name}"].split(", ")[-1] for name in ("attention.wqkv", "experts.w13")] == [*each]
 
 
 def test_a_recipe_converts_both_projections_or_neither() -> None:
