@@ -18,8 +18,10 @@ from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
+from titanlite.data.stages import stage_table
 from titanlite.data.tokenizer import few_ids, rows_for
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.choose_layout import RESERVE_GIB, Option, best, cpu_options, gpu_options, options_of_layout
 from titanlite.forecast.memory import MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, outlook, token_flops
@@ -95,7 +97,8 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     tokens = wishes.tokens or TOKENS_A_PARAMETER * active
     is_cpu = machine.rates is None
     S = _sequence(dims, parameters, is_cpu)
-    config = replace(config, training=replace(config.training, seq_len=S))
+    config = _with_data_of(replace(config, training=replace(config.training, seq_len=S)), inputs, tokens)
+    attended = None if is_cpu else _attended(config, dims)
     flops = token_flops(config, dims)
     compute = float(flops) * tokens
     training = replace(config.training, global_batch_size=max(1, round(_batch(compute) / S)))
@@ -104,13 +107,13 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         training = replace(training, mixed_precision_param="float32")
         config = replace(config, compile=replace(config.compile, enable=False))
     config = replace(config, training=training, parallelism=mesh)
-    options = _options(config, dims, machine)
+    options = _options(config, dims, machine, attended)
     chosen = best(options)
     if chosen is None:
         raise _does_not_fit(options, dims, machine, wishes)
-    config = _with_length(chosen.config, inputs, tokens, compute)
+    config = _with_length(chosen.config, tokens, compute)
     check_inputs(config, dims.vocab_size, config.training.global_batch_size)
-    expected = _outlook(chosen, config, machine, flops)
+    expected = _outlook(chosen, config, machine, token_flops(config, dims, attended))
     interval = max(1, min(expected.steps, round(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
     return Choices(
         config=replace(config, checkpoint=replace(config.checkpoint, interval=interval)),
@@ -124,7 +127,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         options=options,
         compute=compute,
         outlook=expected,
-        float8=_float8_gain(chosen, dims, machine),
+        float8=_float8_gain(chosen, dims, machine, attended),
     )
 
 
@@ -166,10 +169,23 @@ def fitted_learning_rate(compute: float) -> float:
     return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.1e}")
 
 
-def _options(config: Config, dims: ModelDims, machine: Machine) -> list[Option]:
+def _with_data_of(config: Config, inputs: Inputs, tokens: int) -> Config:
+    """Take no more of a source than is trained on; the shipped one is the same for all."""
+    is_cut = config.data.source != Config().data.source and inputs.sources["data.source"].kind != "tokens"
+    return replace(config, data=replace(config.data, max_tokens=tokens)) if is_cut else config
+
+
+def _attended(config: Config, dims: ModelDims) -> AttendedShare | None:
+    """Look at the documents of the data as `titanlite plan` does, if it is prepared."""
+    if not config.data.document_mask:
+        return None
+    return attended_share(config, stage_table(config, None), check_inputs(config, dims.vocab_size, 1).shards)
+
+
+def _options(config: Config, dims: ModelDims, machine: Machine, attended: AttendedShare | None) -> list[Option]:
     if machine.rates is None:
         return cpu_options(config, dims, machine.world, machine.gib)
-    return gpu_options(config, dims, machine.world, machine.rates)
+    return gpu_options(config, dims, machine.world, machine.rates, attended)
 
 
 def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, wishes: Wishes) -> ConfigError:
@@ -196,17 +212,15 @@ def _outlook(chosen: Option, config: Config, machine: Machine, flops: float) -> 
     return outlook(config, flops, machine.world, chosen.tokens_per_second, peak)
 
 
-def _with_length(config: Config, inputs: Inputs, tokens: int, compute: float) -> Config:
+def _with_length(config: Config, tokens: int, compute: float) -> Config:
     """Add how long a run is, and what follows from that."""
     training = config.training
     steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
     is_shipped = config.data.source == Config().data.source
-    is_cut = not is_shipped and inputs.sources["data.source"].kind != "tokens"
     n_batches = _CPU_VALIDATION if training.mixed_precision_param == "float32" else -1
     validation = replace(config.validation, enable=True, freq=max(1, min(500, steps // 10)), steps=n_batches)
     return replace(
         config,
-        data=replace(config.data, max_tokens=tokens) if is_cut else config.data,
         training=replace(training, steps=steps),
         optimizer=replace(config.optimizer, lr=fitted_learning_rate(compute)),
         lr_scheduler=replace(config.lr_scheduler, warmup_steps=min(2000, max(1, steps // 50))),
@@ -214,13 +228,13 @@ def _with_length(config: Config, inputs: Inputs, tokens: int, compute: float) ->
     )
 
 
-def _float8_gain(chosen: Option, dims: ModelDims, machine: Machine) -> float | None:
+def _float8_gain(chosen: Option, dims: ModelDims, machine: Machine, attended: AttendedShare | None) -> float | None:
     """Say how many times as fast the same layout is with float8 by row."""
     if machine.rates is None or not machine.is_measured:
         return None
     config = replace(chosen.config, float8=replace(chosen.config.float8, recipe="rowwise"))
     recipe = recipes.load("float8", "rowwise")
     with suppress(TitanliteError):  # of a model whose layers it does not suit
-        faster = best(options_of_layout(config, dims, machine.world, machine.rates, recipe))
+        faster = best(options_of_layout(config, dims, machine.world, machine.rates, attended, recipe))
         return faster.tokens_per_second / chosen.tokens_per_second if faster else None
     return None

@@ -14,6 +14,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
+from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MemoryModel, usable
@@ -61,7 +62,9 @@ class Option:
         return self.config.activation_checkpoint.recipe
 
 
-def gpu_options(config: Config, dims: ModelDims, world: int, rates: Rates) -> list[Option]:
+def gpu_options(
+    config: Config, dims: ModelDims, world: int, rates: Rates, attended: AttendedShare | None = None
+) -> list[Option]:
     """List what a run could be on GPUs whose rates are known.
 
     Args:
@@ -69,21 +72,27 @@ def gpu_options(config: Config, dims: ModelDims, world: int, rates: Rates) -> li
         dims: the model's dimensions.
         world: number of GPUs.
         rates: of them, with their memory.
+        attended: as of `StepTimeModel`.
     """
     layouts = list(_layouts_of(config, dims, world, rates.host))
-    named = [options_of_layout(laid_out, dims, world, rates) for laid_out in layouts]
+    named = [options_of_layout(laid_out, dims, world, rates, attended) for laid_out in layouts]
     fastest = max((o.tokens_per_second for options in named for o in options if o.fits), default=0.0)
     made: list[Option] = []
     for laid_out, options in zip(layouts, named, strict=True):
         # Keeping everything is faster than any list: where even that is hardly faster, none is looked for.
         most = max((option.tokens_per_second for option in options), default=0.0)
         if any(option.fits for option in options) and most > _WORTH * fastest:
-            made.append(_with_auto(laid_out, dims, world, rates))
+            made.append(_with_auto(laid_out, dims, world, rates, attended))
     return [*(option for options in named for option in options), *made]
 
 
 def options_of_layout(
-    config: Config, dims: ModelDims, world: int, rates: Rates, float8: Float8Recipe | None = None
+    config: Config,
+    dims: ModelDims,
+    world: int,
+    rates: Rates,
+    attended: AttendedShare | None = None,
+    float8: Float8Recipe | None = None,
 ) -> list[Option]:
     """List what a run with a layout and a micro-batch could keep.
 
@@ -92,12 +101,13 @@ def options_of_layout(
         dims: the model's dimensions.
         world: number of GPUs.
         rates: of them, with their memory.
+        attended: as of `StepTimeModel`.
         float8: arithmetic of the linear layers, or None.
     """
     memory = MemoryModel(config, dims, float8, world, host=rates.host)
     if memory.run.no_trace_reason is not None or no_rates_reason(memory) is not None:
         return []
-    time, budget = StepTimeModel(memory, rates), rates.device_gib - RESERVE_GIB
+    time, budget = StepTimeModel(memory, rates, attended), rates.device_gib - RESERVE_GIB
     lists = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
     return [
         _priced_option(_with_list(config, name), memory, time, save_list, budget)
@@ -106,11 +116,11 @@ def options_of_layout(
     ]
 
 
-def _with_auto(config: Config, dims: ModelDims, world: int, rates: Rates) -> Option:
+def _with_auto(config: Config, dims: ModelDims, world: int, rates: Rates, attended: AttendedShare | None) -> Option:
     """Give a layout the list that `auto` would make by these rates."""
     memory = MemoryModel(config, dims, None, world, host=rates.host)
-    budget = rates.device_gib - RESERVE_GIB
-    time, of_peak = StepTimeModel(memory, rates), int((budget - memory.symmetric_memory / GIB) * 10) / 10
+    budget, time = rates.device_gib - RESERVE_GIB, StepTimeModel(memory, rates, attended)
+    of_peak = int((budget - memory.symmetric_memory / GIB) * 10) / 10
     save_list = choose(memory, time.times(), of_peak).save_list
     return _priced_option(_with_list(config, recipes.AUTO, of_peak), memory, time, save_list, budget)
 
