@@ -58,7 +58,7 @@ def test_shipped_names() -> None:
         *(f"mixtral-{flavor}" for flavor in ("8x7B", "debug")),
         *(f"olmoe-{flavor}" for flavor in ("1B-7B", "debug")),
         *(f"qwen3-{flavor}" for flavor in ("0.6B", "1.7B", "4B", "8B", "debug")),
-        *(f"qwen3_moe-{flavor}" for flavor in ("235B-A22B", "30B-A3B", "debug")),
+        *(f"qwen3_moe-{flavor}" for flavor in ("235B-A22B", "30B-A3B", "debug", "torchtitan-debug")),
     ]
     assert names("float8") == ["blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
     expected = ["attention", "balanced", "balanced_tight", "every_second_matmul", "full", "matmuls", "none"]

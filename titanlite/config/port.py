@@ -18,10 +18,12 @@ from titanlite.config.problems import Problems, show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
+    BALANCED,
     DATASETS,
     FLAVORS,
     IDLE,
     KEYS,
+    MIXTURES,
     MODELS,
     SAME_DEFAULT,
     SWITCHES,
@@ -277,9 +279,11 @@ def flavor(architecture: str, name: str) -> str | None:
     if mask := _MASKS.fullmatch(name):
         plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
         return f"{plain}; documents are masked where data.document_mask is true, which it is by default"
-    if architecture == "qwen3" and (sparse := re.fullmatch(r"debugmodel_moe|30B-A3B|235B-A22B", name)):
-        here = sparse[0].replace("debugmodel_moe", "debug")
-        return f"use model.name = {show('qwen3_moe')}, model.flavor = {show(here)}"
+    if architecture == "qwen3" and name in MIXTURES:
+        here, over = MIXTURES[name]
+        dimensions = "".join(f"model.{key} = {value}, " for key, value in over.items())
+        answer = f"use model.name = {show('qwen3_moe')}, {dimensions}model.flavor = {show(here)}"
+        return f"{answer}; {BALANCED}" if here == name else answer
     return None
 
 

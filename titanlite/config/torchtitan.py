@@ -247,6 +247,19 @@ FLAVORS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
 }
 """Sizes that are called otherwise here: the flavor to start from, and the dimensions over it."""
 
+MIXTURES: dict[str, tuple[str, dict[str, float]]] = {
+    "debugmodel_moe": ("torchtitan-debug", {}),
+    "30B-A3B": ("30B-A3B", {}),
+    "235B-A22B": ("235B-A22B", {"rope_theta": 5e6}),
+}
+"""Sizes of `qwen3` that are mixtures of experts, an architecture of its own here; likewise."""
+
+BALANCED = (
+    "balanced by a loss, as it was published, and there by a bias: for that, extend its recipe by a table [experts] "
+    "with balance_loss = 0.0, balance_bias = 0.001"
+)
+"""What differs in published mixtures; the recipe of `torchtitan-debug` has the bias."""
+
 DATASETS = {
     "c4": "hf:allenai/c4:en",
     "c4_test": "hf:./tests/assets/c4_test",

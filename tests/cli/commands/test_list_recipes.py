@@ -52,8 +52,8 @@ def test_the_recipe_of_a_folder_is_what_was_exported(name: str, tmp_path: Path, 
     )
     # A head's width is said, also where it is dim / n_heads.
     said = replace(sizes, head_dim=sizes.head_width) if architecture in ("qwen3", "gemma3", "qwen3_moe") else sizes
-    if said.experts is not None:  # of which no config.json says z_loss
-        said = replace(said, experts=replace(said.experts, z_loss=0.0))
+    if said.experts is not None:  # of which no config.json says z_loss, or that there is a bias
+        said = replace(said, experts=replace(said.experts, z_loss=0.0, balance_bias=0.0))
     assert replace(model_dims(config), help="", refs=()) == replace(said, help="", refs=())
 
 

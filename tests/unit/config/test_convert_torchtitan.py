@@ -216,9 +216,18 @@ def test_experts_are_in_float8_where_they_were(convert, more: str, filters: str,
     table = tomli.loads(out)
     assert code == 0
     assert table["float8"] == {"recipe": "rowwise", "filter_fqns": written}
-    assert table["model"] == {"name": "qwen3_moe", "flavor": "debug"}
+    assert table["model"] == {"name": "qwen3_moe", "flavor": "torchtitan-debug"}
     assert "to change" not in said
     assert ("quantize.grouped_mm.float8.fqns" in said) == bool(more)
+
+
+@pytest.mark.parametrize(("flavor", "over"), [("30B-A3B", {}), ("235B-A22B", {"rope_theta": 5e6})])
+def test_a_published_mixture_says_that_it_is_balanced_otherwise(convert, flavor: str, over: dict[str, float]) -> None:
+    """Its dimensions are the same; torchtitan gives the larger one another RoPE, and both a bias."""
+    code, out, _ = convert(MIXTURE.format(more="", filters="").replace("debugmodel_moe", flavor))
+    assert code == 0
+    assert tomli.loads(out)["model"] == {"name": "qwen3_moe", "flavor": flavor, **over}
+    assert "with balance_loss = 0.0, balance_bias = 0.001" in out.replace("\n#  ", "")
 
 
 def test_what_is_refused_together_is_listed_in_the_words_of_validate(convert) -> None:
@@ -228,7 +237,7 @@ def test_what_is_refused_together_is_listed_in_the_words_of_validate(convert) ->
     assert code == 0
     config = from_table(Config, tomli.loads(out), Problems(Origin("")))
     with pytest.raises(ConfigError) as error:
-        check_config(config, load("model", "qwen3_moe-debug"), None)
+        check_config(config, load("model", "qwen3_moe-torchtitan-debug"), None)
     found = [f"{p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for r in error.value.args for p in r.problems]
     assert found
     listed = [line.removeprefix("  to change: ") for line in said.splitlines() if "to change" in line]

@@ -12,13 +12,25 @@ import tomli_w
 from jsonschema import Draft7Validator
 from tokenizers import Tokenizer, models
 
+from titanlite import recipes
 from titanlite.commands import main
 from titanlite.config.json_schema import config_json_schema
 from titanlite.config.port import stands_for
 from titanlite.config.read import read_config, read_what_is_right, schema_keys
+from titanlite.config.recipe_schema import Experts
 from titanlite.config.renamed import _OLDER, replacement
 from titanlite.config.schema import Config
-from titanlite.config.torchtitan import ASKED_BY_DEFAULT, DATASETS, FLAVORS, IDLE, KEYS, SAME_DEFAULT, SWITCHES, UNSAID
+from titanlite.config.torchtitan import (
+    ASKED_BY_DEFAULT,
+    DATASETS,
+    FLAVORS,
+    IDLE,
+    KEYS,
+    MIXTURES,
+    SAME_DEFAULT,
+    SWITCHES,
+    UNSAID,
+)
 from titanlite.errors import ConfigError
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.same_run import dotted
@@ -262,9 +274,19 @@ def test_a_model_that_is_none_here_is_said_to_be_none(name: str) -> None:
 @pytest.mark.parametrize("flavor", ["debugmodel_moe", "30B-A3B", "235B-A22B"])
 def test_a_mixture_of_experts_has_a_name_of_its_own(flavor: str) -> None:
     said = validate({"model.name": "qwen3", "model.flavor": flavor})[1]
-    here = flavor.replace("debugmodel_moe", "debug")
-    assert f'fix:  use model.name = "qwen3_moe", model.flavor = "{here}"' in said
+    here, over = MIXTURES[flavor]
+    dimensions = "".join(f"model.{key} = {value}, " for key, value in over.items())
+    assert f'fix:  use model.name = "qwen3_moe", {dimensions}model.flavor = "{here}"' in said
+    assert ("balanced by a loss" in said) == (here == flavor)
     assert validate({"model.name": "qwen3_moe", "model.flavor": here})[0] is not None
+
+
+def test_its_small_mixture_has_the_same_dimensions_and_is_balanced_as_there() -> None:
+    """As its models/qwen3/__init__.py has it, and models/moe/moe.py the rate of the bias."""
+    m = recipes.load("model", "qwen3_moe-torchtitan-debug")
+    sizes = (m.n_layers, m.dim, m.n_heads, m.n_kv_heads, m.head_dim, m.vocab_size, m.rope_theta, m.norm_eps)
+    assert (*sizes, m.tied_embeddings) == (8, 256, 16, 8, 128, 2048, 1e6, 1e-6, False)
+    assert m.experts == Experts(n_experts=64, top_k=8, ffn_dim=768, balance_loss=0.0, balance_bias=0.001)
 
 
 def test_one_recipe_of_ones_own_is_not_overruled(tmp_path: Path) -> None:
