@@ -3,7 +3,8 @@
 Batch and learning rate follow from the compute of the whole run, by the power laws of DeepSeek LLM (arXiv 2401.02954,
 section 3.1): B = 0.2920·C^0.3271 tokens and η = 0.3118·C^−0.1250, with C the FLOPs of forward and backward over all
 tokens. They were fitted from 1e17 FLOPs on. The learning rate of a smaller run is that of 1e17: beyond it none was
-tried; a batch of 1e17 would leave it hardly a step. Layout, micro-batch and save-list are `choose_layout.py`'s.
+tried; a batch of 1e17 would leave it hardly a step. That of a mixture of experts is at most `MIXTURE_LR`: a router can
+spike at what suits a dense model. Layout, micro-batch and save-list are `choose_layout.py`'s.
 """
 
 from collections.abc import Sequence
@@ -35,6 +36,9 @@ model; of a mixture of experts, for each that a token uses, as compute is by the
 
 FITTED_FROM = 1e17
 """FLOPs of the smallest runs that the power laws of batch and learning rate were fitted to."""
+
+MIXTURE_LR = 4e-4
+"""Highest peak learning rate of a mixture of experts, with which docs/how_to/mixture_of_experts.md has one begin."""
 
 CPU_MFU = 0.2
 """Share of a matmul's speed that a CPU's training reaches: 0.18 to 0.32 in the first steps of configs/debug.toml."""
@@ -111,7 +115,9 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     chosen = best(options)
     if chosen is None:
         raise _does_not_fit(options, dims, machine, wishes)
-    config = _with_length(chosen.config, tokens, compute)
+    lr = fitted_learning_rate(compute)
+    lr = lr if dims.experts is None else min(lr, MIXTURE_LR)
+    config = _with_length(chosen.config, tokens, lr)
     check_inputs(config, dims.vocab_size, config.training.global_batch_size)
     expected = _outlook(chosen, config, machine, token_flops(config, dims, attended))
     interval = max(1, min(expected.steps, round(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
@@ -212,8 +218,8 @@ def _outlook(chosen: Option, config: Config, machine: Machine, flops: float) -> 
     return outlook(config, flops, machine.world, chosen.tokens_per_second, peak)
 
 
-def _with_length(config: Config, tokens: int, compute: float) -> Config:
-    """Add how long a run is, and what follows from that."""
+def _with_length(config: Config, tokens: int, lr: float) -> Config:
+    """Add how long a run is, and what follows from that; and its peak learning rate."""
     training = config.training
     steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
     is_shipped = config.data.source == Config().data.source
@@ -222,7 +228,7 @@ def _with_length(config: Config, tokens: int, compute: float) -> Config:
     return replace(
         config,
         training=replace(training, steps=steps),
-        optimizer=replace(config.optimizer, lr=fitted_learning_rate(compute)),
+        optimizer=replace(config.optimizer, lr=lr),
         lr_scheduler=replace(config.lr_scheduler, warmup_steps=min(2000, max(1, steps // 50))),
         validation=validation if is_shipped else config.validation,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
-from titanlite.commands.new_choices import FITTED_FROM, TOKENS_A_PARAMETER, Choices
+from titanlite.commands.new_choices import FITTED_FROM, MIXTURE_LR, TOKENS_A_PARAMETER, Choices, fitted_learning_rate
 from titanlite.config.build import show
 from titanlite.forecast.choose_layout import RESERVE_GIB, Option, fastest_by
 from titanlite.forecast.outlook import large
@@ -160,6 +160,8 @@ def _of_lr(choices: Choices) -> str:
     of = "0.3118·C^−0.125 for the C of the run (arXiv 2401.02954)"
     if choices.compute < FITTED_FROM:
         of = f"0.3118·C^−0.125 (arXiv 2401.02954) at C = {FITTED_FROM:.0e}, the smallest run that it was fitted to"
+    if choices.config.optimizer.lr < (fitted := fitted_learning_rate(choices.compute)):
+        return f"for dense models {fitted:g}, by {of}; at that a router may spike. Begin with {MIXTURE_LR:g}"
     return f"{of}. If the loss spikes, halve it"
 
 

@@ -213,6 +213,8 @@ def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: s
     tokens = training["steps"] * training["global_batch_size"] * training["seq_len"]
     assert tokens == pytest.approx(20 * active, rel=0.05)
     assert "million parameters, of which a token uses " in written
+    assert config["optimizer"]["lr"] == 4e-4  # and not a dense model's, at which its router may spike
+    assert "for dense models 0.0023, by" in written
     assert "20 for each parameter that a token uses, " in written
     assert "the best use of compute for dense models" in written
     assert "not compared: expert parallelism (expert_parallel_degree)" in written
