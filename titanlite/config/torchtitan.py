@@ -258,7 +258,7 @@ BALANCED = (
     "balanced by a loss, as it was published, and there by a bias: for that, extend its recipe by a table [experts] "
     "with balance_loss = 0.0, balance_bias = 0.001"
 )
-"""What differs in published mixtures; the recipe of `torchtitan-debug` has the bias."""
+"""Said of published mixtures, which differ in this; the recipe of `torchtitan-debug` has the bias."""
 
 DATASETS = {
     "c4": "hf:allenai/c4:en",
