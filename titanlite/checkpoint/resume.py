@@ -249,9 +249,16 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     for section, values in identity_of(config, dims).items():
         saved = state.get(section, _BEFORE.get(section, {}))
         for key, value in values.items():
-            if key in saved and _lasting(saved[key]) != _lasting(value):
-                want = f"{show(saved[key]) or saved[key]}, as the checkpoint has it"
-                problems.append(Problem(f"{section}.{key}", show(value) or str(value), want, fixes[section]))
+            if key not in saved or lasting(saved[key]) == lasting(value):
+                continue
+            of_another = {name for name, _, _ in _what_changed(key, lasting(saved[key]), lasting(value))}
+            for name, was, now in _what_changed(key, saved[key], value):
+                if name not in of_another:
+                    continue
+                want = f"{show(was) or was}, as the checkpoint has it"
+                if name == "experts.balance_bias":
+                    want += "; its rate may change, but a bias is there or is not: to hold it, a rate of 1e-12"
+                problems.append(Problem(f"{section}.{name}", show(now) or str(now), want, fixes[section]))
     if problems:
         raise CheckpointError(describe(str(folder), problems))
     unit_len = longest_seq_len(config)
@@ -269,7 +276,28 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     raise ConfigError.of(str(folder), "training.global_batch_size", seen, want, fix)
 
 
-def _lasting(value: Any) -> Any:
+def changed_routing(state: dict[str, Any], dims: ModelDims) -> list[str]:
+    """Tell how routers are trained from here on, where a checkpoint was trained otherwise.
+
+    Args:
+        state: what the checkpoint says beside the tensors; `check_state` takes it.
+        dims: of this run's model.
+    """
+    was = state.get("model", {}).get("experts")
+    changes = _what_changed("experts", was, asdict(dims.experts)) if was and dims.experts else []
+    return [f"changed: {name}: {show(before)} → {show(now)}" for name, before, now in changes]
+
+
+def _what_changed(key: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """Return what differs: of two tables each key by itself, with its value before and now."""
+    if not (isinstance(was, dict) and isinstance(now, dict)):
+        return [(key, was, now)] * (was != now)
+    before, after = cast(dict[str, Any], was), cast(dict[str, Any], now)
+    pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+    return [(f"{key}.{name}", old, new) for name, (old, new) in pairs.items() if old != new]
+
+
+def lasting(value: Any) -> Any:
     """Return what of a value a run keeps: how routers are trained may change, but a bias is there or is not."""
     if not (isinstance(value, dict) and "balance_bias" in value):
         return value  # pyright: ignore[reportUnknownVariableType]

@@ -25,6 +25,10 @@ class RopeScaling:
     original_seq_len: int
 
 
+ROUTER_TRAINING = ("balance_loss", "z_loss", "balance_bias")
+"""Keys of `Experts` that change how a router is trained, and not what is computed."""
+
+
 @dataclass(frozen=True)
 class Experts:
     """The feed-forward of a mixture of experts: what is computed, and what is added to train its router.

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import tomli
 
+from titanlite.checkpoint.resume import lasting
 from titanlite.config.schema import Config, Model
 from titanlite.config.write import toml_table
 from titanlite.durable import read_plain
@@ -71,7 +72,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         # A dimension that is not given is the flavor's, and another flavor may have the same ones.
         name = key.removeprefix("model.")
         saw, want = dims_now.get(name, now[key]), dims_was.get(name, was[key])
-        if saw != want and not (key == "model.flavor" and dims_was and dims_was == dims_now):
+        if saw != want and not (key == "model.flavor" and dims_was and _lasts(dims_was, dims_now)):
             fix = "the old value, or another job.name"
             if key in _PATHS:
                 fix += f"; if only its place has changed, write the new one into {recorded} as well"
@@ -99,6 +100,11 @@ def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
     except (ConfigError, TypeError):
         return {}
     return {key: value for key, value in dims.items() if key not in ("help", "refs")}
+
+
+def _lasts(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether two models are one, but for how routers are trained."""
+    return {key: lasting(value) for key, value in was.items()} == {key: lasting(value) for key, value in now.items()}
 
 
 def keys_of_training(config_toml: bytes) -> dict[str, Any]:

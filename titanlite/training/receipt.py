@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.activation_checkpoint.receipt import save_list_entry
+from titanlite.config.recipe_schema import ROUTER_TRAINING
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.forecast.choose_save_list import in_words
@@ -153,8 +154,9 @@ def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
     kernels = {grouped_kernel(rows, torch.empty(1, *shape, device="meta")) for shape in shapes}
     is_slow, why = "loop" in kernels, "a product for each expert, for which the host waits: wants a Hopper GPU, 16 bits"
     skipped = (Skipped("products", f"{why}, and widths of 128"),) if is_slow and device.type == "cuda" else ()
-    kernel = "loop" if is_slow else "grouped_matmul"
-    return Entry("experts", "grouped_matmul", kernel, count=len(mixtures), skipped=skipped, key="model.flavor")
+    applied: dict[str, object] = {"kernel": "loop" if is_slow else "grouped_matmul"}
+    applied |= {key: value for key in ROUTER_TRAINING if (value := getattr(first.of, key))}
+    return Entry("experts", "grouped_matmul", applied, count=len(mixtures), skipped=skipped, key="model.flavor")
 
 
 def _attention_backend(run: Run, is_masked: bool) -> str:

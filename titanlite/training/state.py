@@ -10,7 +10,7 @@ from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_state
+from titanlite.checkpoint.resume import changed_routing, check_state
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
@@ -134,7 +134,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         what = f"weights, optimizer and place in the data, after step {step}, {samples:,} samples"
         said = f"branches off {folder}{as_before}: {what}"
         run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
-    for notice in (said, *notices):
+    for notice in (said, *changed_routing(state, run.dims), *notices):
         console.notice(notice)
     return Start(step, state, folder, branch is not None)
 

@@ -17,14 +17,16 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
+from titanlite.checkpoint.resume import changed_routing, check_state, identity_of
 from titanlite.config.schema import Config, Data, MixtureSource, Stage
 from titanlite.config.write import to_toml
 from titanlite.data.prepare import prepare
-from titanlite.errors import ConfigError, DataError, FolderLostError
+from titanlite.errors import CheckpointError, ConfigError, DataError, FolderLostError
 from titanlite.observe.status import Status
 from titanlite.preflight import run_folder
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.same_run import changes_since
+from titanlite.recipes import load
 
 ROOT = Path(__file__).parents[3]
 
@@ -177,6 +179,39 @@ def test_the_same_dimensions_are_the_same_model_however_they_are_given(tmp_path:
     assert claim(run, change(own, "model.flavor", "b")) == [f'{CHANGED}model.flavor: "a" → "b"']
     as_before = change(change(own, "model.flavor", "c"), "model.dim", 64)
     assert claim(run, as_before) == [f'{CHANGED}model.flavor: "b" → "c"', f"{CHANGED}model.dim: not given → 64"]
+
+
+def test_a_flavor_that_trains_routers_otherwise_is_the_same_model(tmp_path: Path) -> None:
+    """A bias is part of the model, and its rate is not."""
+    (folder := tmp_path / "recipes" / "model").mkdir(parents=True)
+    for flavor, rate in (("a", 0.01), ("b", 0.001), ("c", 0.0)):
+        text = f'extends = "qwen3_moe-debug"\n[experts]\nbalance_loss = {rate}\nbalance_bias = {rate}\n'
+        (folder / f"qwen3_moe-{flavor}.toml").write_text(text)
+    run = tmp_path / "run"
+    first = change(change(Config(), "job.recipe_dirs", (str(tmp_path / "recipes"),)), "model.name", "qwen3_moe")
+    claim(run, change(first, "model.flavor", "a"))
+    assert claim(run, change(first, "model.flavor", "b")) == [f'{CHANGED}model.flavor: "a" → "b"']
+    with pytest.raises(ConfigError, match=r'model\.flavor = "c"'):
+        claim(run, change(first, "model.flavor", "c"))
+
+
+def test_a_change_of_how_routers_are_trained_is_told_and_a_refusal_names_the_key() -> None:
+    dims, config = load("model", "qwen3_moe-torchtitan-debug"), Config()
+    assert dims.experts is not None
+    state, folder = json.loads(json.dumps(identity_of(config, dims))), Path("step-00000002")
+    assert changed_routing(state, dims) == []
+    faster = replace(dims, experts=replace(dims.experts, balance_bias=0.01, z_loss=0.001))
+    check_state(folder, state, config, faster, None)
+    assert changed_routing(state, faster) == [
+        "changed: experts.z_loss: 0.0 → 0.001",
+        "changed: experts.balance_bias: 0.001 → 0.01",
+    ]
+    still = replace(dims, experts=replace(dims.experts, balance_bias=0.0))
+    with pytest.raises(CheckpointError, match=r"model\.experts\.balance_bias = 0\.0\n      want: 0\.001, as"):
+        check_state(folder, state, config, still, None)
+    other = replace(faster, experts=replace(dims.experts, top_k=4, z_loss=0.001))
+    with pytest.raises(CheckpointError, match=r"1 problem\n  model\.experts\.top_k = 4\n"):
+        check_state(folder, state, config, other, None)
 
 
 @pytest.mark.parametrize(
