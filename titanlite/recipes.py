@@ -183,11 +183,16 @@ def _find(
         there = save_list(name, "2")
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
-    near = near or nearest(asked, choices)
+    near = near or nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)
     fix = there or (f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`")
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)
     raise problems.error(RecipeError)
+
+
+def is_part(text: str, name: str) -> bool:
+    """Return whether a text is one or more whole parts of a name, as qwen3_moe and 30B are of qwen3_moe-30B-A3B."""
+    return f"-{text}-".lower() in f"-{name}-".lower()
 
 
 @dataclasses.dataclass(frozen=True)

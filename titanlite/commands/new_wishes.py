@@ -11,6 +11,7 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config, Model
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.recipes import is_part
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 _MOST_TOKENS = 1e18
@@ -38,9 +39,15 @@ def wished_model(text: str) -> Model:
     """Read a model's name, as `llama3-8B`; of a flavor alone, as `8B`, it is llama3's.
 
     Raises:
+        ConfigError: it is part of the names of models alone.
         RecipeError: there is no such model.
     """
+    there, part = recipes.names("model"), text
     text = text if "-" in text else f"llama3-{text}"
+    meant = [name for name in there if is_part(part, name)]
+    if meant and text not in there:
+        fix = f"did you mean --model {meant[0]}?" if len(meant) == 1 else f"--model {meant[0]}, or another of them"
+        raise ConfigError.of("command line", "--model", part, f"name and flavor: {', '.join(meant)}", fix)
     recipes.load("model", text, origin=Origin("command line"))
     name, _, flavor = text.partition("-")
     return Model(name=name, flavor=flavor)  # type: ignore[arg-type]  # of an architecture that there is

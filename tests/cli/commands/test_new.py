@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from tests.cli.commands.conftest import Call
 from tests.support.needs import slow
 from titanlite.commands import main
 from titanlite.commands.new_choices import fitted_learning_rate
+from titanlite.commands.new_wishes import wished_model
 from titanlite.config.architectures import n_active_parameters
 from titanlite.config.schema import Model
+from titanlite.errors import ConfigError
 from titanlite.recipes import load
 
 MACHINES = {
@@ -193,6 +196,20 @@ def test_the_start_is_the_same_on_the_terminal_and_in_the_file(call: Call, text:
     assert said.endswith(f"      {start} --config mine.toml\n")
     in_file = Path("mine.toml").read_text().replace("\\\n#", "")
     assert f"{start} --config mine.toml" in " ".join(in_file.split())
+
+
+@pytest.mark.parametrize(
+    ("part", "fix"),
+    [
+        ("30B-A3B", "did you mean --model qwen3_moe-30B-A3B?"),
+        ("A22B", "did you mean --model qwen3_moe-235B-A22B?"),
+        ("qwen3_moe", "--model qwen3_moe-235B-A22B, or another of them"),
+    ],
+)
+def test_part_of_a_name_is_answered_with_the_names_that_have_it(part: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--model = {part}")) as e:
+        wished_model(part)
+    assert f"fix:  {fix}" in str(e.value)
 
 
 def test_the_learning_rate_is_that_of_the_paper() -> None:
