@@ -15,7 +15,7 @@ from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
 from titanlite.forecast.step_time import StepTime, StepTimeModel
-from titanlite.forecast.suggest_flags import fastest_first, overrides_that_fit, processes_that_fit
+from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
 from titanlite.forecast.what_travels import what_travels
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
@@ -237,7 +237,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     if predicted.on_device <= usable(gib):
         return
     asked = memory, predicted.save_list, usable(gib)
-    flags = fastest_first(memory, overrides_that_fit(*asked), predicted.rates, predicted.attended)
+    flags = overrides_that_fit(*asked, rates=predicted.rates, attended=predicted.attended)
     more = processes_that_fit(*asked, and_changes=not flags)
     besides = ""
     if pushed := predicted.symmetric_memory:

@@ -53,24 +53,36 @@ class Override:
         return said + (f", {self.tokens_per_second:,.0f} tok/s/GPU" if self.tokens_per_second else "")
 
 
-def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of_device: bool = True) -> list[Override]:
+def overrides_that_fit(
+    model: MemoryModel,
+    save_list: SaveList,
+    limit: float,
+    of_device: bool = True,
+    rates: Rates | None = None,
+    attended: AttendedShare | None = None,
+) -> list[Override]:
     """List changes with which a run would fit.
 
     Another save-list or layout leaves what is trained as it is, a smaller batch may not, so they come in this order; of
-    each, what keeps most first, of the lists the one that `auto` would choose for the limit. With a layout comes the
-    global batch that keeps the step what it was. Three at most, of every kind one before a second. If none is enough
-    alone, two together.
+    each, what is fastest first, or else what keeps most, of the lists the one that `auto` would choose for the limit.
+    With a layout comes the global batch that keeps the step what it was. Three at most, of every kind one before a
+    second. If none is enough alone, two together. Where rates are known, the three are put by their speed.
 
     Args:
         model: of the run.
         save_list: of the run; it has a price.
         limit: bytes of the peak and of symmetric memory.
         of_device: whether it is a device's; False: `budget_gib`, which is of the peak alone.
+        rates: of the device, if the speed of each change is to be predicted.
+        attended: as of `StepTimeModel`.
     """
     pushed = model.symmetric_memory * of_device
     config, now = model.config, model.peak_under(save_list).total + pushed
 
-    def fitting(changes: "Iterable[_Change]") -> list[Override]:
+    def timed(override: Override) -> Override:
+        return replace(override, tokens_per_second=_speed(model, override, rates, attended) if rates else 0.0)
+
+    def fitting(changes: "Iterable[_Change]", unknown: float) -> list[Override]:
         found: list[Override] = []
         for change in changes:
             priced = _priced(model, change.config, model.world, change.save_list or save_list)
@@ -80,10 +92,11 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
             needed = peak + symmetric * of_device
             if needed <= limit and needed < now:
                 with_list = change.save_list or save_list
-                found.append(Override(change.flag, peak, now - needed, change.config, with_list))
-        return sorted(found, key=lambda override: -override.peak)
+                found.append(timed(Override(change.flag, peak, now - needed, change.config, with_list)))
+        return _fastest_first(sorted(found, key=lambda override: -override.peak), unknown)
 
-    lists = fitting(_save_lists(config))
+    as_now = timed(Override("", now, 0, config, save_list)).tokens_per_second
+    lists = fitting(_save_lists(config), as_now)
     budget = math.floor((limit - pushed) / GIB * 10) / 10
     if limit < now and model.peak_under(LEAST).total <= usable(budget):
         peak, is_auto = int(budget * GIB), config.activation_checkpoint.budget_gib is not None
@@ -91,45 +104,37 @@ def overrides_that_fit(model: MemoryModel, save_list: SaveList, limit: float, of
         flag = f"{to_auto}--activation_checkpoint.budget_gib {budget}"
         chosen = replace(config.activation_checkpoint, recipe=recipes.AUTO, budget_gib=budget)
         by_auto = replace(config, activation_checkpoint=chosen)
-        lists = [Override(flag, peak, now - pushed - peak, by_auto, None), *lists]
+        lists = [timed(Override(flag, peak, now - pushed - peak, by_auto, None)), *lists]
     sequences, has_experts = sequences_per_step(config, model.world), model.dims.experts is not None
-    layouts, batches = fitting(_layouts(config, sequences, has_experts)), fitting(_batches(config))
+    layouts = fitting(_layouts(config, sequences, has_experts), as_now)
+    batches = fitting(_batches(config), as_now)
     if not (lists or layouts or batches):
-        lists = fitting(
+        pairs = (
             replace(second, flag=f"{first.flag} {second.flag}")
             for first in (*_layouts(config, sequences, has_experts), *_batches(config))
             for second in (*_save_lists(first.config), *_batches(first.config))
         )
+        lists = fitting(pairs, 0.0)
     kinds = lists, layouts, batches
+    shown = [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN]
+    shown = sorted(shown, key=lambda override: next(i for i, kind in enumerate(kinds) if override in kind))
+    # What changes the sequences of a step, and so what is trained, comes behind what does not.
     return sorted(
-        [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN],
-        key=lambda override: next(i for i, kind in enumerate(kinds) if override in kind),
+        _fastest_first(shown, 0.0) if rates else shown,
+        key=lambda override: bool(rates) and sequences_per_step(override.config, model.world) != sequences,
     )
 
 
-def fastest_first(
-    model: MemoryModel, overrides: list[Override], rates: Rates, attended: AttendedShare | None = None
-) -> list[Override]:
-    """Predict the speed of each change, and put the one that costs least of it first.
-
-    Those within a percent stay as they came, as do all if no speed is known: forecasts are no more exact than that.
-    What changes the sequences of a step, and so what is trained, comes behind what does not.
+def _fastest_first(overrides: list[Override], unknown: float) -> list[Override]:
+    """Put what is fastest first; those within a percent stay as they came: forecasts are no more exact than that.
 
     Args:
-        model: of the run.
-        overrides: of it.
-        rates: of the device.
-        attended: as of `StepTimeModel`.
+        overrides: in another order.
+        unknown: tokens a second of one whose speed is not known.
     """
-    found = [replace(each, tokens_per_second=_speed(model, each, rates, attended)) for each in overrides]
-    fastest = max((each.tokens_per_second for each in found), default=0.0) or 1.0
-    own = sequences_per_step(model.config, model.world)
-
-    def order(each: Override) -> tuple[bool, int]:
-        trains_otherwise = sequences_per_step(each.config, model.world) != own
-        return trains_otherwise, -round(100 * each.tokens_per_second / fastest)
-
-    return sorted(found, key=order)
+    speeds = [override.tokens_per_second or unknown for override in overrides]
+    fastest = max(speeds, default=0.0) or 1.0
+    return sorted(overrides, key=lambda override: -round(100 * (override.tokens_per_second or unknown) / fastest))
 
 
 def _speed(model: MemoryModel, override: Override, rates: Rates, attended: AttendedShare | None) -> float:

@@ -7,8 +7,8 @@ from titanlite.config.check import sequences_per_step
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
-from titanlite.forecast.memory import GIB, MemoryModel
-from titanlite.forecast.suggest_flags import LEAST, fastest_first, overrides_that_fit, processes_that_fit
+from titanlite.forecast.memory import GIB, MemoryModel, usable
+from titanlite.forecast.suggest_flags import LEAST, overrides_that_fit, processes_that_fit
 from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
@@ -180,7 +180,7 @@ def test_another_expert_degree_is_proposed_and_the_cheapest_change_comes_first()
     run = checked(*MOE, "--parallelism.expert_parallel_degree", "8", world=8)
     assert run.save_list is not None
     memory, limit = model_of(run, 8), 78 * GIB
-    found = fastest_first(memory, overrides_that_fit(memory, run.save_list, limit), measured_rates("h100"))
+    found = overrides_that_fit(memory, run.save_list, limit, rates=measured_rates("h100"))
     assert found[0].flag == "--parallelism.expert_parallel_degree 2"
     speeds = [override.tokens_per_second for override in found if "batch" not in override.flag]
     assert speeds == sorted(speeds, reverse=True)
@@ -188,6 +188,19 @@ def test_another_expert_degree_is_proposed_and_the_cheapest_change_comes_first()
     assert len(speeds) >= 2
     fewer = checked(*MOE, *found[0].flag.split(), world=8)
     assert held(fewer, 8) <= limit
+
+
+def test_of_the_layouts_that_fit_the_fastest_is_proposed_though_another_keeps_more() -> None:
+    shipped = ["--config", str(shipped_folder("configs") / "qwen3_moe_30b_a3b.toml")]
+    run = checked_run([*shipped, "--parallelism.expert_parallel_degree", "8"], world_size=8)
+    assert run.save_list is not None
+    memory, limit = model_of(run, 8), usable(79.1)
+    kept, fastest = (
+        [each.flag for each in overrides_that_fit(memory, run.save_list, limit, rates=rates)]
+        for rates in (None, measured_rates("h100"))
+    )
+    assert "--parallelism.expert_parallel_degree 1" not in kept
+    assert fastest[0] == "--parallelism.expert_parallel_degree 1"
 
 
 def test_where_nothing_fits_more_processes_that_keep_less_do() -> None:
