@@ -63,7 +63,7 @@ def test_bash_completes_commands_files_keys_and_choices(complete) -> None:
     assert choices == ["stop", "skip"]
     assert {"--step", "--out", "--dtype"} <= set(own)
     assert not {f"--{key}" for key in schema_keys()} & set(own)
-    assert set(kinds) == {"model", "float8", "activation_checkpoint"}
+    assert set(kinds) == {"model", "float8", "activation_checkpoint", "optimizer"}
     assert recipe == names
     assert model == ["llama3-8B"]
     assert {"h100", "h200"} <= set(gpu)

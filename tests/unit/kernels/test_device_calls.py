@@ -62,7 +62,7 @@ from titanlite.kernels.device import (
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
-from titanlite.kernels.products import NOTHING, SLOWER, out_shapes, scales_travel
+from titanlite.kernels.products import FSDP_GATHER, FSDP_REDUCE, NOTHING, SLOWER, out_shapes, scales_travel
 from titanlite.kernels.routing import SCORES
 
 GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus
@@ -566,7 +566,7 @@ def test_an_operator_does_not_join_a_capture_of_the_stream_that_it_comes_behind(
 
 
 def test_each_of_fsdps_collectives_has_an_order_of_its_own(begin: Callable[..., list[int]]):
-    gather, reduce = {"of": 1, "operator": channel.FSDP_GATHER}, {"of": 2, "operator": channel.FSDP_REDUCE}
+    gather, reduce = {"of": 1, "operator": FSDP_GATHER}, {"of": 2, "operator": FSDP_REDUCE}
     streams = [Stream(n) for n in range(1, 4)]
     for capture in (0, 7):
         for stream in streams:
