@@ -25,7 +25,13 @@ from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups
 from titanlite.float8.experts import Float8Experts
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul, Lowering
-from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle, require_equal_shards, require_matches
+from titanlite.float8.scope import (
+    joins_feed_forward,
+    left_alone,
+    obstacle_of_experts,
+    require_equal_shards,
+    require_matches,
+)
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts, experts
@@ -154,8 +160,8 @@ def _experts_left_alone(
     projections: Mapping[str, Projection], tokens: int, recipe: Float8Recipe, filter_fqns: tuple[str, ...]
 ) -> str | None:
     """Return why the experts of a layer are not converted, both projections or none, or None."""
-    if obstacle(recipe) is not None or set(recipe.granularities) != {"row"}:
-        return "experts have scales by row alone, which are powers of two, in all products"
+    if why := obstacle_of_experts(recipe):
+        return why
     found = (left_alone(name, p.weight.shape, tokens, recipe, filter_fqns) for name, p in projections.items())
     return next((why for why in found if why), None)
 

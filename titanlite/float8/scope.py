@@ -29,6 +29,17 @@ def obstacle(recipe: Float8Recipe) -> str | None:
     return None
 
 
+def obstacle_of_experts(recipe: Float8Recipe) -> str | None:
+    """Return why experts cannot be computed by a recipe, or None.
+
+    Args:
+        recipe: the arithmetic.
+    """
+    if obstacle(recipe) is not None or set(recipe.granularities) != {"row"}:
+        return "experts have scales by row alone, which are powers of two, in all products"
+    return None
+
+
 def is_by_blocks_of_128(recipe: Float8Recipe) -> bool:
     """Return whether titanlite casts by blocks with a recipe's scales: forward keeps its input's bytes, not the input.
 

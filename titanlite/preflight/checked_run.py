@@ -31,6 +31,7 @@ from titanlite.float8.scope import require_matches
 from titanlite.forecast.check_save_list import check_attention, check_names_of_list
 from titanlite.preflight.hints import (
     cut_schedule,
+    experts_stay,
     no_export,
     not_chosen,
     other_tokenizer,
@@ -178,7 +179,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
     found = (hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused)
-    found = (*found, cut if is_look else None)
+    found = (*found, cut if is_look else None, experts_stay(config, dims, float8))
     hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
     return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, port, table, hints, warned, saved)
 

@@ -12,11 +12,12 @@ from titanlite.config.build import show
 from titanlite.config.config_json_keys import DROPOUT
 from titanlite.config.hugging_face import LAYOUTS, without_place
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
 from titanlite.data.sources import Source
 from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
+from titanlite.float8.scope import obstacle_of_experts
 from titanlite.json_file import parse_json, read_json
 
 
@@ -122,6 +123,15 @@ def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
     is_given = bool(config.checkpoint.initial_load_path)  # with the weights, whose rows are so many
     fix = "" if is_given else f"; --model.vocab_size {larger} costs less than that"
     return f"model.vocab_size = {size} {why}: {slow}{fix}"
+
+
+def experts_stay(config: Config, dims: ModelDims, recipe: Float8Recipe | None) -> str | None:
+    """Say so if a float8 recipe is none for experts, and nobody has left them out."""
+    why = recipe and dims.experts and obstacle_of_experts(recipe)
+    projections = ("layers.0.experts.w13", "layers.0.experts.w2")
+    if not why or any(part in name for part in config.float8.filter_fqns for name in projections):
+        return None
+    return f"float8.recipe = {show(config.float8.recipe)} leaves the experts in training.mixed_precision_param: {why}"
 
 
 def no_export(config: Config, dims: ModelDims) -> str | None:

@@ -23,12 +23,14 @@ from titanlite.activation_checkpoint.rules import CLASSES
 from titanlite.commands import main
 from titanlite.config.check import _FROM_HOME
 from titanlite.config.hugging_face import LAYOUTS, config_json
+from titanlite.config.schema import Config, Float8
 from titanlite.config.toml_file import shipped_folder
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.exit_code import exit_code
 from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.hints import experts_stay
 from titanlite.recipes import load
 
 CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
@@ -1045,3 +1047,16 @@ def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str) -> None:
     Path(file).write_text(Path(file).read_text() + '[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
     said = refused(file)
     assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in said
+
+
+@pytest.mark.parametrize(
+    ("name", "filters", "is_said"),
+    [("tensorwise", (), True), ("blockwise", (), True), ("rowwise", (), False), ("tensorwise", ("experts",), False)],
+)
+def test_a_recipe_that_is_none_for_experts_is_said_to_leave_them(
+    name: str, filters: tuple[str, ...], is_said: bool
+) -> None:
+    config, recipe = Config(float8=Float8(recipe=name, filter_fqns=filters)), load("float8", name)
+    said = experts_stay(config, load("model", "qwen3_moe-debug"), recipe) or ""
+    assert said.startswith(f'float8.recipe = "{name}" leaves the experts in') == is_said
+    assert experts_stay(config, load("model", "llama3-debug"), recipe) is None
