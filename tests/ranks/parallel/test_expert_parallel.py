@@ -121,8 +121,9 @@ class Mine(moe.Qwen3MoE):
 """
 
 
-@pytest.mark.parametrize("world", [2, *slow(4)])
-@pytest.mark.parametrize("flags", [[], *slow(["--compile.enable"])])
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("flags", [[], ["--compile.enable"]])
 def test_experts_anywhere_in_a_model_train_alike(world: int, flags: list[str], tmp_path: Path) -> None:
     """Two layers of them in a block, none in the next, and some outside of blocks."""
     (tmp_path / "mine.py").write_text(OWN)

@@ -38,6 +38,7 @@ def layers_of(run: Run) -> list[MixtureOfExperts]:
     return [module for module in run.model.modules() if isinstance(module, MixtureOfExperts)]
 
 
+@pytest.mark.slow
 def test_the_loss_falls_and_fsdp_takes_the_same_steps(tmp_path: Path) -> None:
     """Within 1e-5 over 20 steps: gradients are summed in another order, and a token may change its expert for it."""
     whole = train(tmp_path, 1, MIXTURE)

@@ -175,6 +175,7 @@ def test_an_explicit_number_of_shards_is_given_up_for_another_layout() -> None:
 MOE = ("--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", "--training.seq_len", "4096")
 
 
+@pytest.mark.slow
 def test_another_expert_degree_is_proposed_and_the_cheapest_change_comes_first() -> None:
     """Eight ranks keep rows for eight times as many tokens: two of them keep fewer, and are faster than any list."""
     run = checked(*MOE, "--parallelism.expert_parallel_degree", "8", world=8)
