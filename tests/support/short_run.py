@@ -14,13 +14,14 @@ from torch.distributed.tensor import DTensor
 from tests.support.batches import batches_of_source
 from tests.support.ranks import run_ranks
 from tests.support.shared_plan import plan_for_all_ranks
+from titanlite.checkpoint import store
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.schedule import learning_rate
-from titanlite.training.state import take_first_weights
+from titanlite.training.state import take_first_weights, tensors_of
 from titanlite.training.step import train_step
 
 DEBUG = Path(__file__).parents[2] / "configs" / "debug.toml"
@@ -92,6 +93,29 @@ def whole(parameter: Tensor) -> Tensor:
     """A copy of a parameter or gradient, gathered from all ranks."""
     laid_out = as_laid_out(local_data(parameter), parameter)  # type: ignore[arg-type]
     return laid_out.full_tensor().clone() if isinstance(laid_out, DTensor) else laid_out.clone()
+
+
+def require_loads(before: CheckedRun, after: CheckedRun, folder: Path) -> None:
+    """Train two steps, and load the checkpoint into another run: all weights and moments are equal; a rank's part.
+
+    Args:
+        before: whose checkpoint is written.
+        after: into which it is read, of another layout.
+        folder: for the checkpoint.
+    """
+    folder.mkdir(exist_ok=True)
+    first, second = map(assemble, (before, after))
+    take_steps(first, 2)
+    store.write(folder, tensors_of(first))
+    store.read(folder, tensors_of(second))
+    theirs, ours = tensors_of(first), tensors_of(second)
+    assert theirs.keys() == ours.keys()
+    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+    # Each is gathered by all ranks, which must not stop at the first.
+    assert any([bool(whole(theirs[name]).any()) for name in names if "exp_avg" in name])  # noqa: C419
+    different = [name for name in names if not torch.equal(whole(theirs[name]), whole(ours[name]))]
+    assert not different, different
+    dist.barrier()
 
 
 def train(

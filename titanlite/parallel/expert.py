@@ -1,9 +1,9 @@
 """Expert parallelism: each rank of a group has some of the experts of every layer, whole, and gets all tokens for them.
 
 A group is a run of neighbours among the ranks that shard each parameter, with those of tensor-parallel groups, which
-have tokens of their own here. The weights of experts are DTensors over it,
-by rows, which are in order of the experts; FSDP splits what a rank has over the ranks of other groups, as units of
-their own (`fsdp.py`). All else of the model is sharded as it is without: over all ranks.
+have tokens of their own here. The weights of experts are DTensors over it, by rows, which are in order of the experts;
+FSDP splits what a rank has over the ranks of other groups, as units of their own (`fsdp.py`). All else of the model is
+sharded as it is without: over all ranks.
 """
 
 from torch import nn

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tests.ranks.parallel.test_expert_parallel import OWN, off_by
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
-from tests.support.short_run import Trained, assemble, checked, take_steps, train, whole
-from titanlite.checkpoint import store
+from tests.support.short_run import Trained, checked, require_loads, train
 from titanlite.config.schema import Model
 from titanlite.errors import ShardingError
 from titanlite.kernels.experts import experts
@@ -28,7 +27,6 @@ from titanlite.recipes import load
 from titanlite.sharding.layers import plan_layers
 from titanlite.training import step
 from titanlite.training.build import Run
-from titanlite.training.state import tensors_of
 
 RECIPE = """extends = "qwen3_moe-debug"
 [experts]
@@ -182,23 +180,7 @@ def test_a_checkpoint_loads_under_another_layout(
 ) -> None:
     one = "--training.local_batch_size=1"
     asked = [checked(tmp_path, 4, [*flags, one, *layout]) for layout in (before, after)]
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-
-    def body() -> None:
-        first, second = map(assemble, asked)
-        take_steps(first, 2)
-        store.write(folder, tensors_of(first))
-        store.read(folder, tensors_of(second))
-        theirs, ours = tensors_of(first), tensors_of(second)
-        assert theirs.keys() == ours.keys()
-        names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
-        assert any("exp_avg" in name and whole(theirs[name]).any() for name in names)
-        different = [name for name in names if not torch.equal(whole(theirs[name]), whole(ours[name]))]
-        assert not different, different
-        dist.barrier()
-
-    run_ranks(body, tmp_path, 4)
+    run_ranks(lambda: require_loads(*asked, tmp_path / "checkpoint"), tmp_path, 4)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
