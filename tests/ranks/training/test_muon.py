@@ -1,0 +1,329 @@
+"""Muon under every layout against a plain one on whole matrices, by singular values; and against torch's."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from tests.support.short_run import whole
+from titanlite.config.schema import Parallelism
+from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials
+from titanlite.models.experts import GroupedProjection
+from titanlite.models.layers import Linear
+from titanlite.parallel.initialise import local_slice
+from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.training.optimizers.matrices import Matrix, matrices_of
+from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
+
+LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 3
+EXACT = MuonRule(momentum=MOMENTUM, dtype=torch.float64, state_dtype=torch.float64, bucket=4000)
+PACES = {f"{name}.weight": Pace(1.0, DECAY) for name in ("wqkv", "w13", "w2", "short", "experts.w13", "experts.w2")}
+PACES["wo.weight"] = Pace(0.5, 0.3)
+ZERO, ONE = torch.zeros(()), torch.ones(())
+TWO = torch.full((), 2.0)
+
+
+class Layers(nn.Module):
+    """Rows that no number of ranks divides, shards that are empty, matrices that are wide and tall."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wqkv = Linear(24, {"wq": 8, "wk": 4, "wv": 4}, groups=6, std=1)
+        self.wo = Linear(48, {"wo": 24}, std=1)
+        self.w13 = Linear(24, {"w1": 3, "w3": 3}, groups=11, std=1)
+        self.w2 = Linear(34, {"w2": 24}, std=1)
+        self.short = Linear(10, {"short": 3}, std=1)
+        each = {"n_experts": 4, "top_k": 2, "std": 1.0}
+        self.experts = nn.ModuleDict(
+            {
+                "w13": GroupedProjection(12, {"w1": 4, "w3": 4}, groups=8, **each),
+                "w2": GroupedProjection(8, {"w2": 12}, groups=4, **each),
+            }
+        )
+
+
+OVER_TP: dict[str, Placement] = {
+    "wqkv": Shard(0),
+    "wo": Shard(1),
+    "w13": Shard(0),
+    "w2": Shard(1),
+    "short": Replicate(),
+}
+
+
+def by_hand(name: str, weight: Tensor) -> list[Tensor]:
+    """The matrices of a weight, as views of it."""
+    if name == "wqkv.weight":  # 6 groups of 8 rows of queries, 4 of keys, 4 of values
+        groups = weight.view(6, 16, 24)
+        return [groups[:, :8], groups[:, 8:12], groups[:, 12:]]
+    if name == "w13.weight":
+        groups = weight.view(11, 6, 24)
+        return [groups[:, :3], groups[:, 3:]]
+    if name == "experts.w13.weight":  # 2 groups each
+        experts = weight.view(4, 2, 8, 12)
+        return [part for expert in experts for part in (expert[:, :4], expert[:, 4:])]
+    if name == "experts.w2.weight":
+        return list(weight.view(4, 12, 8))
+    return [weight]
+
+
+def normal(name: str, shape: torch.Size, step: int) -> Tensor:
+    seed = 100 * step + sum(map(ord, name))
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def of_numbers(x: Tensor, polynomials: Polynomials) -> Tensor:
+    for a, b, c in polynomials:
+        x = a * x + b * x**3 + c * x**5
+    return x
+
+
+def plain(rule: MuonRule) -> dict[str, Tensor]:
+    """What whole weights are after the steps, in a loop over matrices."""
+    after: dict[str, Tensor] = {}
+    for name, p in Layers().named_parameters():
+        lr = LR * PACES[name].lr_factor
+        weight, momentum = normal(name, p.shape, 0), torch.zeros(p.shape, dtype=torch.float64)
+        for step in range(1, STEPS + 1):
+            grad = normal(name, p.shape, step) / 2
+            momentum = rule.momentum * momentum + (1 - rule.momentum) * grad
+            update = rule.momentum * momentum + (1 - rule.momentum) * grad if rule.nesterov else momentum
+            for w, u in zip(by_hand(name, weight), by_hand(name, update), strict=True):
+                matrix = u.reshape(-1, u.shape[-1])
+                left, s, right = torch.linalg.svd(matrix, full_matrices=False)
+                s = of_numbers(s / s.norm(), rule.polynomials)
+                factor = 0.2 * math.sqrt(max(matrix.shape))
+                w.mul_(1 - lr * PACES[name].weight_decay).sub_(((left * s) @ right).view(u.shape), alpha=lr * factor)
+        after[name] = weight
+    return after
+
+
+def sharded(mesh: Mesh) -> Layers:
+    """The layers as a run has them, float64, with the weights of step 0."""
+    model = Layers().double()
+    for name, p in model.named_parameters():
+        p.data.copy_(normal(name, p.shape, 0))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Linear | GroupedProjection):
+            continue
+        on, is_expert = mesh.fsdp, isinstance(layer, GroupedProjection)
+        if is_expert and mesh.experts is not None:
+            split = distribute_tensor(layer.weight.data, mesh.experts["ep"], [Shard(0)])
+            layer.weight, on = nn.Parameter(split), mesh.expert_shards
+        elif not is_expert and mesh.tp_size > 1:
+            layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh.tp, [OVER_TP[name]]))
+        fully_shard(layer, mesh=on)
+    return model
+
+
+def after_steps(mesh: Mesh, rule: MuonRule, matrices: Mapping[str, list[Matrix]] | None = None) -> dict[str, Tensor]:
+    model = sharded(mesh)
+    named = dict(model.named_parameters())
+    ours = Muon(named, mesh, matrices or matrices_of(model), rule, PACES)
+    for step in range(1, STEPS + 1):
+        grads = {n: local_slice(normal(n, p.shape, step), p).clone() for n, p in named.items()}
+        ours.step(grads, LR, TWO, ZERO)
+        nan = {n: torch.full_like(local, float("nan")) for n, local in ours.locals.items()}
+        ours.step(nan, LR, ONE, ONE)  # left out
+    return {name: whole(p) for name, p in named.items()}
+
+
+def bound(weight: Tensor) -> float:
+    """Rounding of a matrix of norm 1 is moved by at most the product of the slopes at 0; there are less than a hundred
+    roundings, of the momentum, the singular vectors and each product, a step."""
+    steep = math.prod(a for a, _, _ in EXACT.polynomials)
+    per_step = 100 * steep * torch.finfo(torch.float64).eps * LR * 0.2 * math.sqrt(max(weight.shape))
+    return STEPS * per_step
+
+
+def errors(ours: Mapping[str, Tensor], rule: MuonRule = EXACT) -> dict[str, float]:
+    """Of each weight, over its bound."""
+    truth = plain(rule)
+    return {name: ((weight - truth[name]).norm() / bound(weight)).item() for name, weight in ours.items()}
+
+
+LAYOUTS = {
+    "one": (1, Parallelism()),
+    "fsdp 2": (2, Parallelism()),
+    "fsdp 4": (4, Parallelism()),
+    "tp 2": (2, Parallelism(tensor_parallel_degree=2)),
+    "fsdp 2, tp 2": (4, Parallelism(tensor_parallel_degree=2)),
+    "hsdp 2 x 2": (4, Parallelism(data_parallel_replicate_degree=2)),
+    "hsdp 2, tp 2": (4, Parallelism(data_parallel_replicate_degree=2, tensor_parallel_degree=2)),
+    "ep 2 of 4": (4, Parallelism(expert_parallel_degree=2)),
+    "hsdp 2, ep 2": (4, Parallelism(data_parallel_replicate_degree=2, expert_parallel_degree=2)),
+    "ep 4, tp 2": (4, Parallelism(expert_parallel_degree=4, tensor_parallel_degree=2)),
+}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*list(LAYOUTS)[:5], *slow("hsdp 2 x 2"), "hsdp 2, ep 2", *slow("hsdp 2, tp 2", "ep 2 of 4"), "ep 4, tp 2"],
+)
+def test_updates_are_those_of_whole_matrices(layout, tmp_path):
+    world, degrees = LAYOUTS[layout]
+
+    def body() -> None:
+        mesh = build_mesh(degrees, torch.device("cpu"), has_experts=True)
+        found = errors(after_steps(mesh, EXACT))
+        assert max(found.values()) <= 1, found
+
+    run_ranks(body, tmp_path, world)
+
+
+def alone(body: Callable[[Mesh], None], folder: Path) -> None:
+    run_ranks(lambda: body(build_mesh(Parallelism(), torch.device("cpu"), has_experts=True)), folder, 1)
+
+
+@pytest.mark.parametrize("change", [{"nesterov": False}, {"polynomials": ITERATIONS["newton_schulz"]}, {"bucket": 1}])
+def test_settings_are_followed(change, tmp_path):
+    rule = MuonRule(**{**vars(EXACT), **change})
+
+    def body(mesh: Mesh) -> None:
+        assert max(errors(after_steps(mesh, rule), rule).values()) <= 1
+        if "bucket" not in change:
+            assert min(errors(after_steps(mesh, EXACT), rule).values()) > 1e6
+
+    alone(body, tmp_path)
+
+
+def test_a_fused_matrix_as_a_whole_is_not_it(tmp_path):
+    """Nor is a shard by itself: the first half of the rows, and the second."""
+
+    def body(mesh: Mesh) -> None:
+        model = Layers()
+        rows = {n: torch.arange(len(p)) for n, p in model.named_parameters()}
+        columns = {n: p.shape[1] for n, p in model.named_parameters()}
+        fused = {n: [Matrix(n, "all", r, columns[n])] for n, r in rows.items()}
+        found = errors(after_steps(mesh, EXACT, fused))
+        for name, error in found.items():
+            is_one = len(by_hand(name, torch.empty(len(rows[name]), columns[name]))) == 1
+            assert error <= 1 if is_one else error > 1e6, (name, error)
+        halves = {n: [Matrix(n, "half", half, columns[n]) for half in r.chunk(2)] for n, r in rows.items()}
+        found = errors(after_steps(mesh, EXACT, halves))
+        assert min(found.values()) > 1e6, found
+
+    alone(body, tmp_path)
+
+
+def test_rows_that_no_matrix_has_are_an_error(tmp_path):
+    def body(mesh: Mesh) -> None:
+        model = sharded(mesh)
+        matrices = matrices_of(model)
+        matrices["wqkv.weight"].pop()
+        with pytest.raises(ValueError, match=r"matrices of wqkv\.weight do not have each of its 96 rows once"):
+            Muon(dict(model.named_parameters()), mesh, matrices, EXACT, PACES)
+
+    alone(body, tmp_path)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_equals_torchs_muon_in_float64(nesterov, tmp_path, monkeypatch):
+    """Whose dtype is bfloat16 otherwise: rounding would hide a difference of settings."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda x: x.clone())
+    rule = MuonRule(ITERATIONS["newton_schulz"], MOMENTUM, nesterov, dtype=torch.float64, state_dtype=torch.float64)
+    shapes = {"wide": (24, 40), "tall": (40, 24), "square": (16, 16)}
+    shaped = {name: torch.Size(shape) for name, shape in shapes.items()}
+
+    def body(mesh: Mesh) -> None:
+        ours = {n: nn.Parameter(normal(n, shape, 0)) for n, shape in shaped.items()}
+        theirs = {n: nn.Parameter(normal(n, shape, 0)) for n, shape in shaped.items()}
+        whole_rows = {n: [Matrix(n, n, torch.arange(shape[0]), shape[1])] for n, shape in shapes.items()}
+        muon = Muon(ours, mesh, whole_rows, rule, dict.fromkeys(shapes, Pace(1.0, DECAY)))
+        reference = torch.optim.Muon(
+            theirs.values(),
+            lr=LR,
+            weight_decay=DECAY,
+            momentum=MOMENTUM,
+            nesterov=nesterov,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        for step in range(1, STEPS + 1):
+            for name, parameter in theirs.items():
+                parameter.grad = normal(name, parameter.shape, step)
+            reference.step()
+            muon.step({n: normal(n, p.shape, step) for n, p in ours.items()}, LR, ONE, ZERO)
+        for name, parameter in ours.items():
+            assert (parameter - theirs[name]).norm() <= bound(parameter), name
+            assert (parameter - normal(name, parameter.shape, 0)).abs().min() > 1e-6
+
+    alone(body, tmp_path)
+
+
+def steepest(s: Tensor, polynomials: Polynomials) -> float:
+    """The largest factor by which they move a difference of matrices whose singular values are about these."""
+    near = torch.linspace(0.95 * s.min(), 1.05 * s.max(), 1001, dtype=torch.float64, requires_grad=True)
+    value = of_numbers(near, polynomials)
+    (slope,) = torch.autograd.grad(value.sum(), near)
+    return max(slope.abs().max().item(), (value / near).max().item())
+
+
+def test_equals_torchs_muon_in_bfloat16(tmp_path):
+    """Of a matrix whose singular values are alike, as steep slopes would move what is rounded too far."""
+    polynomials, shape = ITERATIONS["newton_schulz"], torch.Size((24, 40))
+    u, s, vh = torch.linalg.svd(normal("a", shape, 1), full_matrices=False)
+    grad = (u @ torch.diag(1 + 0.2 * s / s.max()) @ vh).float()
+    s = torch.linalg.svdvals(grad.double() / grad.norm())
+    each = [of_numbers(s, polynomials[:i]) for i in range(len(polynomials) + 1)]
+    # Both round each matrix, its square and the polynomial of it, to half a unit, relative to the norm of the matrix.
+    roundings = [3 * x.norm().item() * steepest(x, polynomials[i:]) for i, x in enumerate(each)]
+    allowed = 2 * torch.finfo(torch.bfloat16).eps / 2 * sum(roundings) * 0.2 * math.sqrt(40)
+
+    def body(mesh: Mesh) -> None:
+        ours, theirs = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.zeros(shape))
+        matrices = {"a": [Matrix("a", "a", torch.arange(24), 40)]}
+        muon = Muon({"a": ours}, mesh, matrices, MuonRule(polynomials), {"a": Pace()})
+        muon.step({"a": grad.clone()}, 1.0, ONE, ZERO)
+        theirs.grad = grad.clone()
+        torch.optim.Muon([theirs], lr=1.0, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step()
+        assert (ours - theirs).norm() <= allowed < theirs.norm()
+
+    alone(body, tmp_path)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+def test_momentum_is_rounded_after_it_was_used(state_dtype, tmp_path):
+    """The first update is that of a wide momentum bit for bit; the momentum of a second, of the rounded one."""
+
+    def body(mesh: Mesh) -> None:
+        shape = torch.Size((24, 40))
+        matrices, grad = {"a": [Matrix("a", "a", torch.arange(24), 40)]}, normal("a", shape, 1).float()
+        weights, kept = [], []
+        for dtype in (torch.float32, state_dtype):
+            weight = nn.Parameter(torch.zeros(shape))
+            muon = Muon({"a": weight}, mesh, matrices, MuonRule(state_dtype=dtype), {"a": Pace()})
+            muon.step({"a": grad.clone()}, LR, ONE, ZERO)
+            weights.append(weight)
+            kept.append(muon.kept["momentum"]["a"])
+        assert torch.equal(*weights)
+        assert kept[1].dtype == state_dtype
+        assert torch.equal(kept[0].to(state_dtype), kept[1])
+        assert kept[0].any()
+
+    alone(body, tmp_path)
+
+
+def test_replicas_have_the_same_bits(tmp_path):
+    """In the dtype that travels, with matrices that two ranks of a replica have halves of."""
+
+    def body() -> None:
+        mesh = build_mesh(Parallelism(data_parallel_replicate_degree=2), torch.device("cpu"), has_experts=True)
+        named = dict(sharded(mesh).named_parameters())
+        ours = Muon(named, mesh, matrices_of(Layers()), MuonRule(bucket=4000), PACES)
+        ours.step({n: local_slice(normal(n, p.shape, 1), p).clone() for n, p in named.items()}, LR, ONE, ZERO)
+        owners = {stack.owner for bucket in ours.buckets for stack in bucket.stacks}
+        assert owners == {0, 1, 2, 3}
+        shards = torch.cat([shard.flatten() for shard in ours.locals.values()])
+        everyone = [torch.empty_like(shards) for _ in range(2)]
+        dist.all_gather(everyone, shards, group=mesh.all.get_group("dp_replicate"))
+        assert torch.equal(*everyone)
+
+    run_ranks(body, tmp_path, 4)

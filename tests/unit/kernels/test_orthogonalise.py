@@ -1,0 +1,85 @@
+"""Polynomials of matrices against the same of their singular values."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise, orthogonalise_flops
+
+SHAPES = [(24, 40), (40, 24), (32, 32), (1, 7)]
+
+
+def of_numbers(x: Tensor, polynomials: Polynomials) -> Tensor:
+    for a, b, c in polynomials:
+        x = a * x + b * x**3 + c * x**5
+    return x
+
+
+def steepest(polynomials: Polynomials) -> float:
+    """The largest factor by which they move a difference of matrices: that of numbers between 0 and 1."""
+    x = torch.linspace(0, 1, 100_001, dtype=torch.float64, requires_grad=True)
+    (slopes,) = torch.autograd.grad(of_numbers(x, polynomials).sum(), x)
+    return slopes.abs().max().item()
+
+
+def matrices(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Three of [R, C], whose sizes differ a lot."""
+    x = torch.randn(3, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return (x * torch.tensor([1e-3, 1.0, 1e4], dtype=torch.float64)[:, None, None]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_singular_values_are_moved_and_vectors_stay(name, shape, dtype):
+    x, polynomials = matrices(shape, dtype), ITERATIONS[name]
+    u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    s /= s.norm(dim=1, keepdim=True)
+    truth = u @ torch.diag_embed(of_numbers(s, polynomials)) @ vh
+    ours = orthogonalise(x, polynomials)
+    assert ours.shape == x.shape
+    assert ours.dtype == dtype
+    # A matrix of norm 1 is rounded once; then in each step X Xᵀ, the polynomial of it and the product, each relative to
+    # a norm that has grown to that of the result. What a step rounds is moved by those after it.
+    grown, rounding, left = 1.0, 0.0, polynomials
+    while left:
+        rounding += 3 * grown * steepest(left)
+        grown, left = of_numbers(s, polynomials[: len(polynomials) - len(left) + 1]).norm(dim=1).max().item(), left[1:]
+    bound = torch.finfo(dtype).eps * (rounding + 3 * grown)
+    error = torch.linalg.matrix_norm(ours.double() - truth)
+    assert (error <= bound).all(), (error, bound)
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "least", "most"), [("newton_schulz", 0.01, 0.68, 1.14), ("polar_express", 0.001, 0.84, 1.13)]
+)
+def test_values_end_near_one(name, start, least, most):
+    y = of_numbers(torch.linspace(start, 1, 100_001, dtype=torch.float64), ITERATIONS[name])
+    assert least <= y.min() <= least + 0.02
+    assert most - 0.02 <= y.max() <= most
+
+
+def test_bfloat16_leaves_a_large_matrix_orthogonal():
+    """Rounding moves its singular values by a few units of bfloat16 beyond where they end in real numbers."""
+    x = torch.randn(1, 256, 384, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for name, least, most in (("newton_schulz", 0.68, 1.14), ("polar_express", 0.84, 1.13)):
+        s = torch.linalg.svdvals(orthogonalise(x, ITERATIONS[name]).double())
+        assert least - 0.02 <= s.min() <= s.max() <= most + 0.02, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_zeros_stay_zeros(dtype):
+    x = torch.zeros(2, 4, 6, dtype=dtype)
+    x[1] = 1
+    ours = orthogonalise(x, ITERATIONS["polar_express"])
+    assert not ours[0].any()
+    assert ours[1].all()
+
+
+def test_operations_of_a_matrix_are_those_of_its_products():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for shape in SHAPES:
+        with FlopCounterMode(display=False) as counted:
+            orthogonalise(torch.randn(1, *shape), ITERATIONS["newton_schulz"])
+        assert counted.get_total_flops() == orthogonalise_flops(*shape, 5)
