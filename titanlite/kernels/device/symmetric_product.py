@@ -53,7 +53,7 @@ def launch_symmetric_product(x: Tensor, added: Tensor | None, alpha: float, beta
     x, out = x.contiguous(), x.new_empty(B, R, R)
     added = None if added is None else added.contiguous()
     launch(
-        _symmetric_product, (B, R, C, alpha, beta, x.dtype), (cdiv(R, TILE) ** 2, B), (x, added, out),
+        _symmetric_product, (B, R, C, alpha, beta, added is None, x.dtype), (cdiv(R, TILE) ** 2, B), (x, added, out),
         lambda: (Blocks(x, (B * R, C), C, (TILE, STEP)), added, out, alpha, beta, R, C, TILE, STEP),
         num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
