@@ -35,7 +35,7 @@ def main() -> None:
     print(f"{n:,} parameters, milliseconds; the floor at {GBPS} GB/s")
     print("| moments | norm and update | floor | ratio | update | torch's |\n|---|---|---|---|---|---|")
     for dtype, itemsize in (("float32", 4), ("bfloat16", 2)):
-        optimizer = ShardedOptimizer(parameters, Optimizer(state_dtype=dtype), load("optimizer", "adamw"), mesh)
+        optimizer = ShardedOptimizer(parameters, Optimizer(state_dtype=dtype), load("optimizer", "adamw"), mesh, {})
         whole = milliseconds(optimizer, gradients, keep)
         moments = [[torch.zeros_like(p, dtype=getattr(torch, dtype)) for p in parameters.values()] for _ in range(2)]
         tensors = [p.detach() for p in parameters.values()]

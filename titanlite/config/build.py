@@ -116,7 +116,7 @@ def describe_type(hint: Any) -> str:
             words += [show(choice) for choice in get_args(option)]
         elif get_origin(option) is tuple:
             item = get_args(option)[0]
-            words.append("a list of tables" if dataclasses.is_dataclass(item) else "a list of strings")
+            words.append(f"a list of {_plural(item)}")
         elif dataclasses.is_dataclass(option):
             words.append("a table")
         elif get_origin(option) is dict:
@@ -125,6 +125,13 @@ def describe_type(hint: Any) -> str:
             names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
             words.append(names[option])
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _plural(item: Any) -> str:
+    """Say what a list holds."""
+    if get_origin(item) is tuple:
+        return f"lists of {_plural(get_args(item)[0])}"
+    return "tables" if dataclasses.is_dataclass(item) else {float: "numbers"}.get(item, "strings")
 
 
 def repair(hint: Any, value: object, path: str, default: object) -> str:

@@ -9,6 +9,7 @@ from titanlite.config.problems import Problems
 from titanlite.config.ranges import GROUP_RANGES, out_of_range
 from titanlite.config.recipe_schema import (
     BLOCKS,
+    KEYS_OF_RULE,
     MATMULS,
     Experts,
     Float8Recipe,
@@ -17,6 +18,7 @@ from titanlite.config.recipe_schema import (
     OptimizerRecipe,
     SaveList,
 )
+from titanlite.config.schema import Optimizer
 from titanlite.errors import nearest
 
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast", "experts", "dispatch", "route")
@@ -175,11 +177,35 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
 
 
 def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
-    """Check that there is a group, and that the numbers of each are in their ranges."""
+    """Check that there is a group, that each has only keys of its rule, and their numbers in their ranges."""
     if not recipe.groups:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
     for name, group in recipe.groups.items():
         for key, span in GROUP_RANGES.items():
             value = getattr(group, key)
             if value is not None and (text := out_of_range(value, span)):
-                problems.add(f"groups.{name}.{key}", show(value), text, f"leave {key} out: [optimizer] says it")
+                fix = f"leave {key} out" + (": [optimizer] says it" if hasattr(Optimizer, key) else "")
+                problems.add(f"groups.{name}.{key}", show(value), text, fix)
+        own = KEYS_OF_RULE[group.rule]
+        for rule, keys in KEYS_OF_RULE.items():
+            for key in keys:
+                if key not in own and (value := getattr(group, key)) is not None:
+                    want = f"keys of {show(group.rule)} alone: {', '.join(own)}; this is one of {show(rule)}"
+                    problems.add(f"groups.{name}.{key}", show(value), want, f"remove {key}, or rule = {show(rule)}")
+        if isinstance(group.polynomials, tuple):
+            _check_polynomials(f"groups.{name}.polynomials", group.polynomials, problems)
+
+
+def _check_polynomials(key: str, polynomials: tuple[tuple[float, ...], ...], problems: Problems) -> None:
+    """Check that there are coefficients, three at a time, and that what they are applied to stays finite."""
+    if not polynomials or any(len(each) != 3 for each in polynomials):
+        want = "at least one list of three numbers: the factors of x, x³ and x⁵"
+        problems.add(key, show(polynomials), want, 'polynomials = "polar_express" (the default)')
+        return
+    values = [n / 100 for n in range(1, 101)]
+    for n, (a, b, c) in enumerate(polynomials):
+        values = [a * x + b * x**3 + c * x**5 for x in values]
+        if not all(abs(x) <= 3 for x in values):  # NaN neither
+            want = f"polynomials that leave singular values of (0, 1] at most 3; after step {n + 1} one is not"
+            problems.add(key, show(polynomials), want, "those of a source, with their signs, and each in its place")
+            return

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import KEYS_OF_RULE, MATRIX_RULES, OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, RecipeError, nearest
 
@@ -18,7 +18,7 @@ _EXCLUDE = "optimizer.weight_decay_exclude"
 class UpdateSettings:
     """All that an update of one parameter depends on beside its gradient and the schedule.
 
-    A group's own value, or that of `[optimizer]`.
+    A group's own value, or that of `[optimizer]`; else the default below. A rule reads those of its keys.
     """
 
     group: str
@@ -28,10 +28,22 @@ class UpdateSettings:
     beta1: float
     beta2: float
     eps: float
+    momentum: float = 0.95
+    nesterov: bool = True
+    polynomials: str | tuple[tuple[float, ...], ...] = "polar_express"
+
+    def of_rule(self) -> dict[str, object]:
+        """Return what the rule reads, by key."""
+        others = {key for keys in KEYS_OF_RULE.values() for key in keys} - {*KEYS_OF_RULE[self.rule]}
+        return {key: value for key, value in asdict(self).items() if key not in others}
 
 
 def update_settings(
-    recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str, Sequence[int]], origin: Origin | None = None
+    recipe: OptimizerRecipe,
+    config: Optimizer,
+    shapes: Mapping[str, Sequence[int]],
+    origin: Origin | None = None,
+    of_matrices: Collection[str] | None = None,
 ) -> dict[str, UpdateSettings]:
     """Say of each parameter how it is updated.
 
@@ -40,17 +52,20 @@ def update_settings(
         config: says what groups leave out.
         shapes: of the whole parameters, by name.
         origin: where the keys of `config` were given.
+        of_matrices: parameters that are made of whole matrices; None: that was checked before.
 
     Returns:
         Settings by name, in the order of `shapes`.
 
     Raises:
-        ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, or one that is
-            excluded from weight decay has some by its group.
+        ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, one that is
+            excluded from weight decay has some by its group, or one without matrices has a rule for them.
     """
     groups = _taken(recipe, shapes)
     of_recipe, of_config = Problems(recipe.origin), Problems(origin or Origin("config"))
     _check_groups(recipe, shapes, groups, of_recipe)
+    if of_matrices is not None:
+        _check_matrices(recipe, {n: s for n, s in shapes.items() if n not in of_matrices}, groups, of_recipe)
     excluded = _excluded(config.weight_decay_exclude, shapes, of_config)
     for pattern in config.weight_decay_exclude:
         _check_decay(pattern, recipe, {n: g for n, g in groups.items() if fnmatch(n, pattern)}, of_config)
@@ -71,6 +86,7 @@ def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer
         beta1=config.beta1 if group.beta1 is None else group.beta1,
         beta2=config.beta2 if group.beta2 is None else group.beta2,
         eps=config.eps if group.eps is None else group.eps,
+        **{key: value for key in KEYS_OF_RULE["muon"] if (value := getattr(group, key)) is not None},
     )
 
 
@@ -112,6 +128,29 @@ def _check_groups(
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         want = f"a group for every parameter; none takes {', '.join(names[:4])}{more}"
         problems.add("groups", "", want, 'add [groups.rest] with rule = "adamw", which takes what no other does')
+
+
+def _check_matrices(
+    recipe: OptimizerRecipe, without: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
+) -> None:
+    """Refuse a rule for whole matrices where a parameter has none."""
+    for name, group in recipe.groups.items():
+        own = [n for n in taken if taken[n] == name]
+        wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []
+        if not wrong:
+            continue
+        names = _one_of_all_blocks(wrong)
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        want = (
+            f"parameters of projections alone, beside a rule for whole matrices; it takes {', '.join(names[:4])}{more}"
+        )
+        if len(wrong) == len(own):
+            fix = 'rule = "adamw"'
+        elif all(len(without[n]) < 2 for n in wrong):
+            fix = 'shape = "matrix"; what it leaves, a group with rule = "adamw" takes'
+        else:
+            fix = f'a group above it with rule = "adamw" and pattern = {show(names)}'
+        problems.add(f"groups.{name}.rule", show(group.rule), want, fix)
 
 
 def _excluded(patterns: Sequence[str], parameters: Collection[str], problems: Problems) -> set[str]:

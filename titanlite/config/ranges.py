@@ -78,6 +78,7 @@ GROUP_RANGES = {  # of the numbers of an optimizer recipe's groups
     "beta1": "[0, 1)",
     "beta2": "[0, 1)",
     "eps": "(0, inf)",
+    "momentum": "[0, 1)",
 }
 
 # Past these a device has 0 or infinity for a number that is neither: an eps of 0 makes NaN where gradients are zero.

@@ -244,19 +244,30 @@ class Float8Recipe:
         return getattr(getattr(self, left), matmul), getattr(getattr(self, right), matmul)
 
 
+KEYS_OF_RULE = {"adamw": ("beta1", "beta2", "eps"), "muon": ("momentum", "nesterov", "polynomials")}
+"""Keys of a group that only some rules have."""
+
+MATRIX_RULES = ("muon",)
+"""Rules for whole matrices; all others go by the single number."""
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters that are updated alike. What a group leaves out is what `[optimizer]` says."""
 
-    rule: Literal["adamw"]
+    rule: Literal["adamw", "muon"]
     pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
     optional: bool = False  # may take nothing
     lr_factor: float = 1.0  # of the learning rate
     weight_decay: float | None = None  # decoupled
-    beta1: float | None = None  # of adamw, as what follows
+    beta1: float | None = None  # of adamw, as the two that follow
     beta2: float | None = None
     eps: float | None = None
+    momentum: float | None = None  # of muon, as what follows; the defaults are those of `UpdateSettings`
+    nesterov: bool | None = None
+    # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
+    polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -36,10 +36,10 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
 
     Raises:
         TitanliteError: the model cannot be built or split; a pattern matches no parameter or no layer; a group of the
-            optimizer's takes no parameter, or none a parameter; float8 converts
-            no layer, not all that it is to, what is to be fused, or what FSDP cannot gather; a save-list names an
-            operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no save-list
-            keeps to the budget.
+            optimizer's takes no parameter, none a parameter, or one a parameter that its rule is not for; float8
+            converts no layer, not all that it is to, what is to be fused, or what FSDP cannot gather; a save-list names
+            an operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no
+            save-list keeps to the budget.
     """
     from titanlite.forecast.rank_model import rank_model
     from titanlite.forecast.traced_run import traced_run
@@ -71,16 +71,17 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
 def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:
     """Refuse patterns, filters and rules that name no parameter, layer or block of the model."""
     from titanlite.models.experts import GroupedProjection, product_names
-    from titanlite.models.layers import Linear
+    from titanlite.models.layers import Linear, Projection
 
     config, origin, save_list = checked.config, checked.origin, checked.save_list
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear)]
     of_experts = [name for name, module in model.named_modules() if isinstance(module, GroupedProjection)]
     in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
+    of_matrices = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Projection)}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     reports: list[ErrorReport] = []
     for check in (
-        lambda: update_settings(checked.optimizer, config.optimizer, shapes, origin),
+        lambda: update_settings(checked.optimizer, config.optimizer, shapes, origin, of_matrices),
         lambda: checked.float8 and require_matches(config.float8.filter_fqns, [*layers, *of_experts], origin),
         lambda: (
             save_list

@@ -51,6 +51,7 @@ from titanlite.parallel.parity import require_parity
 from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
+from titanlite.training.optimizers.matrices import matrices_of
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.routers import Routers, routers_of
 
@@ -182,7 +183,7 @@ def build(
     named = dict(model.named_parameters())
     parameters = list(named.values())
     precompute_scales(parameters, mesh.fsdp)
-    optimizer = ShardedOptimizer(named, config.optimizer, rules, mesh)
+    optimizer = ShardedOptimizer(named, config.optimizer, rules, mesh, matrices_of(model))
     receipt.add(optimizer.entry())
     return Run(
         config=config,

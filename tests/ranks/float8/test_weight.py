@@ -75,7 +75,7 @@ def alone(float8: Float8Recipe, ranks: int) -> Truth:
     masters = {name: nn.Parameter(local_data(p)) for name, p in model.named_parameters()}
     loss, truth = CrossEntropy(), Truth(weights={name: local_data(p) for name, p in masters.items()})
     mesh: Any = SimpleNamespace(device=CPU, tp_size=1)
-    optimizer = ShardedOptimizer(masters, OPTIMIZER, recipes.load("optimizer", "adamw"), mesh)
+    optimizer = ShardedOptimizer(masters, OPTIMIZER, recipes.load("optimizer", "adamw"), mesh, {})
 
     def used(name: str) -> Tensor:
         master, how = local_data(masters[name]), float8.weight

@@ -51,7 +51,7 @@ def alone(test: Callable[[Callable[..., ShardedOptimizer]], None], folder: Path)
 
     def body() -> None:
         mesh = build_mesh(Parallelism(), torch.device("cpu"))
-        test(lambda recipe=ADAMW, **options: ShardedOptimizer(parameters(), Optimizer(**options), recipe, mesh))
+        test(lambda recipe=ADAMW, **options: ShardedOptimizer(parameters(), Optimizer(**options), recipe, mesh, {}))
 
     run_ranks(body, folder, 1)
 
@@ -223,7 +223,7 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
             name: distribute_tensor(tensor, mesh.all, [Replicate(), Shard(0), over_tp[name]])
             for name, tensor in full.items()
         }
-        ours = ShardedOptimizer({n: nn.Parameter(t) for n, t in laid_out.items()}, Optimizer(), ADAMW, mesh)
+        ours = ShardedOptimizer({n: nn.Parameter(t) for n, t in laid_out.items()}, Optimizer(), ADAMW, mesh, {})
         norm = ours.norm({name: tensor.to_local() for name, tensor in laid_out.items()})
         assert abs(norm.double() - truth) <= 4 * EPS * truth
         ours.step({name: tensor.to_local() for name, tensor in laid_out.items()}, LR, ONE, ZERO)

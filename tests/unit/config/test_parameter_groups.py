@@ -129,6 +129,67 @@ def test_a_weight_decay_is_said_once() -> None:
     assert update_settings(decays_not, Optimizer(), SHAPES)["norm.weight"].weight_decay == 0.0
 
 
+def test_muons_own_keys_and_their_defaults() -> None:
+    recipe = recipe_of(
+        first=ParameterGroup("muon", ("layers.0.*",), "matrix", momentum=0.9, polynomials=((1.5, -0.5, 0.0),)),
+        others=ParameterGroup("muon", ("layers.*",), "matrix", nesterov=False, lr_factor=0.5),
+        rest=group(),
+    )
+    settings = update_settings(recipe, Optimizer(), SHAPES)
+    common = {"rule": "muon", "weight_decay": 0.1}
+    assert settings["layers.0.wqkv.weight"].of_rule() == {
+        **common,
+        "group": "first",
+        "lr_factor": 1.0,
+        "momentum": 0.9,
+        "nesterov": True,
+        "polynomials": ((1.5, -0.5, 0.0),),
+    }
+    assert settings["layers.1.wqkv.weight"].of_rule() == {
+        **common,
+        "group": "others",
+        "lr_factor": 0.5,
+        "momentum": 0.95,
+        "nesterov": False,
+        "polynomials": "polar_express",
+    }
+    assert {"beta1", "beta2", "eps"} == settings["norm.weight"].of_rule().keys() - settings[
+        "layers.1.wqkv.weight"
+    ].of_rule().keys()
+
+
+MATRICES = [name for name in SHAPES if "wqkv" in name or "w13" in name]
+
+
+@pytest.mark.parametrize(
+    ("groups", "parts"),
+    [
+        (
+            {"all": ParameterGroup("muon")},
+            [
+                'groups.all.rule = "muon"',
+                "takes tok_embeddings.weight, layers.*.attention_norm.weight, norm.weight, output.weight\n",
+                'rule = "adamw" and pattern = ["tok_embeddings.weight", "layers.*.attention_norm.weight", "norm',
+            ],
+        ),
+        (
+            {"hidden": ParameterGroup("muon", ("layers.*",)), "rest": group()},
+            ["takes layers.*.attention_norm.weight\n", 'fix:  shape = "matrix"; what it leaves'],
+        ),
+        (
+            {"head": ParameterGroup("muon", ("output.*",)), "rest": group()},
+            ["takes output.weight\n", 'fix:  rule = "adamw"'],
+        ),
+    ],
+)
+def test_a_rule_for_matrices_where_there_are_none(groups: dict[str, ParameterGroup], parts: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        update_settings(recipe_of(**groups), Optimizer(), SHAPES, None, MATRICES)
+    assert "1 problem\n" in str(caught.value)
+    for part in parts:
+        assert part in str(caught.value)
+
+
 def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> None:
     (path := tmp_path / "mine.toml").write_text(
         'extends = "adamw"\nhelp = "Mine."\n\n[groups.norms]\nrule = "adamw"\npattern = ["*norms.weight"]\n'
@@ -144,11 +205,29 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
     [
         ("", ["  groups\n", "it is missing"]),
         ("[groups]", ["at least one group"]),
-        ('[groups.a]\nrule = "adam"', ['line 3  groups.a.rule = "adam"', 'want: "adamw"', 'did you mean "adamw"?']),
+        ('[groups.a]\nrule = "adam"', ['groups.a.rule = "adam"', 'want: "adamw" or "muon"', 'did you mean "adamw"?']),
         ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing"]),
         ('[groups.a]\nrule = "adamw"\nlr_factor = 0.0', ["line 4  groups.a.lr_factor = 0.0", "above 0"]),
         ('[groups.a]\nrule = "adamw"\nbeta2 = 1.0', ["line 4  groups.a.beta2 = 1.0", "below 1"]),
-        ('[groups.a]\nrule = "adamw"\nmomentum = 0.9', ["groups.a.momentum", "one of rule, pattern"]),
+        ('[groups.a]\nrule = "adamw"\nmoment = 0.9', ["groups.a.moment = 0.9", "one of rule, pattern"]),
+        (
+            '[groups.a]\nrule = "adamw"\nmomentum = 0.9',
+            ["line 4  groups.a.momentum = 0.9", 'beta1, beta2, eps; this is one of "muon"', "remove momentum"],
+        ),
+        ('[groups.a]\nrule = "adamw"\nnesterov = false', ["groups.a.nesterov = false", "remove nesterov"]),
+        ('[groups.a]\nrule = "muon"\neps = 1e-8', ["line 4  groups.a.eps", 'polynomials; this is one of "adamw"']),
+        (
+            '[groups.a]\nrule = "muon"\nmomentum = 1.0',
+            ["momentum = 1.0", "below 1", "fix:  leave momentum out"],
+        ),
+        ('[groups.a]\nrule = "muon"\npolynomials = "polar_expres"', ["a list of lists of numbers", '"polar_express"?']),
+        ('[groups.a]\nrule = "muon"\npolynomials = []', ["at least one list of three numbers"]),
+        ('[groups.a]\nrule = "muon"\npolynomials = [[3, 1]]', ["groups.a.polynomials = [[3.0, 1.0]]", "three numbers"]),
+        ('[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, nan]]', ["at most 3; after step 1"]),
+        (  # with a sign forgotten
+            '[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, 0], [3.4445, 4.7750, 2.0315]]',
+            ["groups.a.polynomials = [[1.5, -0.5, 0.0], [3.4445,", "at most 3; after step 2 one is not"],
+        ),
         ('[groups.a]\nrule = "adamw"\npattern = "*"', ['pattern = ["*"]']),
         ('[[groups]]\nrule = "adamw"', ["want: a table of tables"]),
     ],

@@ -1,7 +1,7 @@
 """The base of the rules by which parameters are updated: one for all those that have it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.config.schema import Optimizer
 from titanlite.parallel.mesh import Mesh
+from titanlite.training.optimizers.matrices import Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +23,7 @@ class ParametersOfRule:
         config: `[optimizer]`.
         mesh: the mesh.
         updates: [] float32, updates so far; counted by the optimizer, before `UpdateRule.step`.
+        matrices: that the parameters of projections are made of.
     """
 
     parameters: Mapping[str, nn.Parameter]
@@ -30,6 +32,7 @@ class ParametersOfRule:
     config: Optimizer
     mesh: Mesh
     updates: Tensor
+    matrices: Mapping[str, Sequence[Matrix]]
 
     @property
     def names(self) -> list[str]:

@@ -1,10 +1,10 @@
 """The optimizer: each rank updates its shards by the rules of a recipe, and decides nothing on the host.
 
-A rule is a file in this folder with a class, which stands in `_RULES`; its name and keys are those of a group of
+A rule is a file in this folder with a class, which stands in `RULES`; its name and keys are those of a group of
 `config/recipe_schema.py`, its bytes are said in `config/optimizers.py`.
 """
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,11 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
 from titanlite.training.optimizers.adamw import AdamW
+from titanlite.training.optimizers.matrices import Matrix
+from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
-_RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": MuonOfGroups}
 
 
 class ShardedOptimizer:
@@ -32,6 +34,7 @@ class ShardedOptimizer:
         config: `[optimizer]`.
         recipe: the groups of parameters and their rules.
         mesh: the mesh.
+        matrices: that the parameters of projections are made of, from `matrices_of`.
 
     Attributes:
         locals: this rank's shard of each parameter.
@@ -41,11 +44,16 @@ class ShardedOptimizer:
         rules: what updates them, each those that are its.
 
     Raises:
-        ConfigError: a pattern or group matches no parameter, or no group a parameter.
+        ConfigError: as `update_settings` says.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], config: Optimizer, recipe: OptimizerRecipe, mesh: Mesh
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: Optimizer,
+        recipe: OptimizerRecipe,
+        mesh: Mesh,
+        matrices: Mapping[str, Sequence[Matrix]],
     ) -> None:
         self.config, self.mesh, self.parameters = config, mesh, parameters
         self.locals = {name: local_data(p) for name, p in parameters.items()}
@@ -54,15 +62,16 @@ class ShardedOptimizer:
         # Whole on every tensor-parallel rank: counted once in the norm.
         self._shared = [n for n in self.names if mesh.tp_size > 1 and is_replicated(parameters[n])]
         self._owned = [n for n in self.names if n not in set(self._shared)]
-        self.settings = update_settings(recipe, config, {name: p.shape for name, p in parameters.items()})
-        self.rules = [self._rule(rule) for rule in dict.fromkeys(own.rule for own in self.settings.values())]
+        shapes = {name: p.shape for name, p in parameters.items()}
+        self.settings = update_settings(recipe, config, shapes, of_matrices=matrices)
+        self.rules = [self._rule(rule, matrices) for rule in dict.fromkeys(own.rule for own in self.settings.values())]
         self._recipe = recipe
 
-    def _rule(self, rule: str) -> UpdateRule:
+    def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:
         settings = {name: own for name, own in self.settings.items() if own.rule == rule}
         parameters, shards = ({name: of[name] for name in settings} for of in (self.parameters, self.locals))
-        own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates)  # type: ignore[arg-type]
-        return _RULES[rule](own)
+        own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)  # type: ignore[arg-type]
+        return RULES[rule](own)
 
     def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Apply one update, or none.
@@ -132,7 +141,7 @@ class ShardedOptimizer:
             is_excluded = own.weight_decay == 0 and sum(other.group == own.group for other in rows) > 1
             groups[f"{own.group} without weight decay" if is_excluded else own.group] = {
                 "pattern": list(self._recipe.groups[own.group].pattern),
-                **{key: value for key, value in asdict(own).items() if key != "group"},
+                **{key: value for key, value in own.of_rule().items() if key != "group"},
                 "parameters": len(names),
                 "elements": sum(self.parameters[name].numel() for name in names),  # of a split one, its whole
                 "names": names,

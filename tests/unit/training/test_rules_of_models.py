@@ -1,0 +1,54 @@
+"""Every parameter of every architecture is updated by the rule that is meant for it."""
+
+import re
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+
+from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.parameter_groups import update_settings
+from titanlite.config.recipe_schema import MATRIX_RULES, ParameterGroup
+from titanlite.config.schema import Config, Model
+from titanlite.kernels.orthogonalise import ITERATIONS
+from titanlite.models.find import build_model
+from titanlite.recipes import load, model_dims
+from titanlite.training.optimizers.matrices import matrices_of
+from titanlite.training.optimizers.sharded import RULES
+
+_ATTENTION = {"attention.wqkv.weight", "attention.wo.weight"}
+_GATED = _ATTENTION | {"feed_forward.w13.weight", "feed_forward.w2.weight"}
+_MIXTURE = _ATTENTION | {"experts.w13.weight", "experts.w2.weight"}
+ORTHOGONALISED = {  # of each block; all else is embeddings, head, norms, biases and routers
+    "llama3": _GATED,
+    "qwen3": _GATED,
+    "gemma3": _GATED,
+    "gpt2": _ATTENTION | {"feed_forward.w1.weight", "feed_forward.w2.weight"},
+    "qwen3_moe": _MIXTURE,
+    "olmoe": _MIXTURE,
+    "mixtral": _MIXTURE,
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_muon_takes_the_matrices_of_blocks_and_adamw_all_else(architecture: str) -> None:
+    config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
+    dims = model_dims(config)
+    with torch.device("meta"):
+        model = build_model(config.model, dims, 64)
+    shapes, matrices = {name: p.shape for name, p in model.named_parameters()}, matrices_of(model)
+    settings = update_settings(load("optimizer", "muon"), config.optimizer, shapes, of_matrices=matrices)
+    assert settings.keys() == shapes.keys()
+    found = {name for name, own in settings.items() if own.rule == "muon"}
+    assert found == {f"layers.{n}.{name}" for n in range(dims.n_layers) for name in ORTHOGONALISED[architecture]}
+    assert {own.rule for name, own in settings.items() if name not in found} == {"adamw"}
+    routers = {name for name in settings if re.search(r"\brouter\b", name)}
+    assert bool(routers) == (dims.experts is not None)
+    assert all(settings[name].group == "routers" for name in routers)
+    assert {own.lr_factor for own in settings.values()} == {1.0}  # the learning rate is everyone's
+
+
+def test_schema_and_code_know_the_same_rules_and_sequences() -> None:
+    hints = get_type_hints(ParameterGroup)
+    assert set(get_args(hints["rule"])) == set(RULES) > set(MATRIX_RULES)
+    assert set(get_args(get_args(hints["polynomials"])[0])) == set(ITERATIONS)
