@@ -28,16 +28,19 @@ def main() -> None:
         d = torch.randn(B, R, R, generator=generator)
         d = (d + d.mT).half()
         for added in (None, d):
-            ours = device.launch_symmetric_product(x, added, 1.5, -2.5)
-            truth = symmetric_product(x.double(), None if added is None else added.double(), 1.5, -2.5)
+            ours = device.launch_symmetric_product(x, x, added, 1.5, -2.5, 3.0)
+            wide = None if added is None else added.double()
+            truth = symmetric_product(x.double(), added=wide, alpha=1.5, beta=-2.5, diagonal=3.0)
             # Rounded to half a unit of float16; sums of products to float32, each relative to the sum of their sizes.
-            sizes = 1.5 * (x.double().abs() @ x.double().abs().mT) + (0 if added is None else 2.5 * d.double().abs())
+            sizes = (
+                3 + 1.5 * (x.double().abs() @ x.double().abs().mT) + (0 if added is None else 2.5 * d.double().abs())
+            )
             allowed = truth.abs() * 2**-11 + 2**-25 + sizes * (C + 4) * 2**-24
             assert ((ours.double() - truth).abs() <= allowed).all(), (B, R, C, added is None)
             assert torch.equal(ours, ours.mT)
         places = torch.arange(R) // device.TILE
         above = torch.where(places[:, None] < places[None, :], torch.nan, d.float()).half()
-        ours = device.launch_symmetric_product(x, above, 1.0, 1.0)
+        ours = device.launch_symmetric_product(x, x, above, 1.0, 1.0, 0.0)
         assert ours.isfinite().all()  # tiles of it above the diagonal were not read
     assert launched == 6, launched
 

@@ -19,26 +19,35 @@ def test_definition():
     d = x @ x.mT
     torch.testing.assert_close(symmetric_product(x), d)
     torch.testing.assert_close(symmetric_product(x, alpha=2.0), 2 * d)
-    torch.testing.assert_close(symmetric_product(x, d, 2.0, -3.0), -d)
+    torch.testing.assert_close(symmetric_product(x, added=d, alpha=2.0, beta=-3.0), -d)
+    torch.testing.assert_close(
+        symmetric_product(d, d @ d, diagonal=5.0), d @ d @ d + 5 * torch.eye(5, dtype=torch.float64)
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 300, 72), (1, 128, 4096), (3, 40, 200), (1, 1024, 1000), (1, 5, 7)])
-def test_bfloat16(shape: tuple[int, int, int], device: str) -> None:
+def test_16_bits(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -> None:
     """Rounded once, to half a unit; sums of products to float32, each relative to the sum of their sizes."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(shape, generator=generator).bfloat16()
+    x = torch.randn(shape, generator=generator).to(dtype)
     d = torch.randn(shape[0], shape[1], shape[1], generator=generator)
-    d = (d + d.mT).bfloat16()
-    for added in (None, d):
-        wide = None if added is None else added.double()
-        truth = symmetric_product(x.double(), wide, 1.5, -2.5)
-        sizes = symmetric_product(x.double().abs(), None if wide is None else wide.abs(), 1.5, 2.5)
+    d = (d + d.mT).to(dtype)
+    numbers = {"alpha": 1.5, "beta": -2.5, "diagonal": 3.0}
+    for factor, added in ((None, None), (None, d), (x / 2, d)):
+        wide, more = (None if t is None else t.double() for t in (added, factor))
+        truth = symmetric_product(x.double(), more, added=wide, **numbers)
+        magnitudes = [None if t is None else t.abs() for t in (wide, more)]
+        sizes = symmetric_product(
+            x.double().abs(), magnitudes[1], added=magnitudes[0], **{k: abs(n) for k, n in numbers.items()}
+        )
         for _ in range(2):  # a kernel is compiled, made known, and launched by that
-            there = None if added is None else added.to(device)
-            ours = symmetric_product(x.to(device), there, 1.5, -2.5).cpu()
-            roundings = 1 if device == "cuda" else 2  # the definition rounds the product by itself
-            assert ((ours.double() - truth).abs() <= sizes * (roundings * 2**-8 + (shape[2] + 4) * 2**-24)).all()
+            there = [None if t is None else t.to(device) for t in (factor, added)]
+            ours = symmetric_product(x.to(device), there[0], added=there[1], **numbers).cpu()
+            roundings = 1 if device == "cuda" else 3  # the definition rounds the product by itself, and the diagonal
+            unit = torch.finfo(dtype).eps / 2
+            assert ((ours.double() - truth).abs() <= sizes * (roundings * unit + (shape[2] + 4) * 2**-24)).all()
 
 
 @pytest.mark.slow
@@ -53,7 +62,9 @@ def test_values_of_device_code():
 def test_code_for_sm_90_multiplies_by_warp_groups(adds: bool, tmp_path: Path) -> None:
     x = torch.zeros(1, 1024, 4096, dtype=torch.bfloat16)
     with compiling() as compiled:
-        launch_symmetric_product(x, torch.zeros(1, 1024, 1024, dtype=torch.bfloat16) if adds else None, 1.0, 0.5)
+        launch_symmetric_product(
+            x, x, torch.zeros(1, 1024, 1024, dtype=torch.bfloat16) if adds else None, 1.0, 0.5, 2.0
+        )
     check_resources(compiled, tmp_path)
     ptx = compiled["_symmetric_product"].asm["ptx"]
     assert "wgmma.mma_async" in ptx
