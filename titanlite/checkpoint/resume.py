@@ -28,7 +28,10 @@ from titanlite.json_file import read_json
 
 STATE = "state.json"
 VERSION = 1
-_BEFORE = {"data": {"shuffle_window": 0, "packing": "concat"}}  # of a former version, whose checkpoints do not say it
+_BEFORE: dict[str, dict[str, Any]] = {  # of former versions, whose checkpoints do not say it
+    "data": {"shuffle_window": 0, "packing": "concat"},
+    "model": {"logit_softcap": 0.0},
+}
 QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
@@ -247,7 +250,7 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     }
     problems: list[Problem] = []
     for section, values in identity_of(config, dims).items():
-        saved = state.get(section, _BEFORE.get(section, {}))
+        saved = _BEFORE.get(section, {}) | state.get(section, {})
         for key, value in values.items():
             if key not in saved or lasting(saved[key]) == lasting(value):
                 continue

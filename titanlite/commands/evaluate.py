@@ -181,7 +181,8 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     try:
         model, mesh = load_model(config, target.dims, device, target.checkpoint)
         shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
-        return Evaluator(encoded, **shape, whole_rows=bool(config.model.file)).score(model, mesh)
+        of_model = {"whole_rows": bool(config.model.file), "softcap": target.dims.logit_softcap}
+        return Evaluator(encoded, **shape, **of_model).score(model, mesh)
     finally:
         dist.destroy_process_group()
 

@@ -158,7 +158,8 @@ def _traffic(
     of_biased = [layer.of.n_experts for layer in layers if layer.bias is not None]
     biased = len(of_biased) * max(of_biased, default=0)
     sources, notes = len(checked.inputs.trained), tuple[str, ...]()
-    of_step = of_update(replicated, t, world, sources if sources > 1 else 0, biased)
+    has_z_loss = memory.config.training.z_loss > 0
+    of_step = of_update(replicated, t, world, sources if sources > 1 else 0, biased, has_z_loss)
     if layers and world > 1:  # as `training/routers.py` sees them
         numbers = len(layers) * (max(layer.of.n_experts for layer in layers) + 3)
         when = f"in a step that metrics.log_freq = {memory.config.metrics.log_freq} logs"

@@ -14,7 +14,15 @@ from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
 from titanlite.config.config_json_keys import ALIASES, LEFT_OUT, WITHOUT_EFFECT
-from titanlite.config.hugging_face import LAYOUTS, layer_types, model_keys, training_keys, weight_files, without_place
+from titanlite.config.hugging_face import (
+    CAP,
+    LAYOUTS,
+    layer_types,
+    model_keys,
+    training_keys,
+    weight_files,
+    without_place,
+)
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Config
@@ -149,6 +157,8 @@ def _recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any
     may_have = ARCHITECTURES[architecture].may_have
     if "head_dim" in may_have:
         table["head_dim"] = theirs["head_dim"]
+    if CAP in layout.always:
+        table["logit_softcap"] = theirs[CAP] or 0.0
     if "rope_scaling" in may_have and (scaling := theirs["rope_scaling"]):
         names = {"original_seq_len": "original_max_position_embeddings"}
         keys = {field.name: names.get(field.name, field.name) for field in fields(RopeScaling)}

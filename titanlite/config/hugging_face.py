@@ -145,11 +145,14 @@ class HubLayout:
 _SWIGLU = {"attention_bias": False, "hidden_act": "silu"}
 _LLAMA3 = _SWIGLU | {"mlp_bias": False, "rope_scaling": None}
 _BALANCE = {"router_aux_loss_coef": "experts.balance_loss"}
+CAP = "final_logit_softcapping"  # null is no cap; 0 would be a division by it
 _GEGLU = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
 LAYOUTS = {
     "llama3": HubLayout("LlamaForCausalLM", "llama", _ROTARY, _ROTARY_SIZES, _LLAMA3),
     "qwen3": HubLayout("Qwen3ForCausalLM", "qwen3", _ROTARY, _ROTARY_SIZES, _SWIGLU | {"use_sliding_window": False}),
-    "gemma3": HubLayout("Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _GEMMA3_SIZES, _GEGLU, norm_offset=1.0),
+    "gemma3": HubLayout(
+        "Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _GEMMA3_SIZES, _GEGLU | {CAP: None}, norm_offset=1.0
+    ),
     "gpt2": HubLayout(
         "GPT2LMHeadModel",
         "gpt2",
@@ -213,6 +216,8 @@ def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
         keys["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if dims.global_every:
         keys["layer_types"] = layer_types(dims)
+    if CAP in layout.always:
+        keys[CAP] = dims.logit_softcap or None
     return keys
 
 
@@ -226,24 +231,25 @@ def _told(keys: Mapping[str, str], dims: ModelDims) -> dict[str, Any]:
 
 
 def without_place(layout: HubLayout, dims: ModelDims, is_start: bool = False) -> list[Problem]:
-    """Return what a recipe says of its experts that transformers does not compute.
+    """Return what a recipe says of its experts, or of its logits, that transformers does not compute.
 
     Args:
         layout: of the architecture.
         dims: the model's dimensions.
         is_start: weights come from transformers: a bias, which starts at 0, changes no logit of theirs.
     """
-    of = dims.experts
+    of, all_have = dims.experts, f"which every {layout.class_name} of transformers has"
+    uncapped = [Problem("logit_softcap", show(dims.logit_softcap), f"0, {all_have}", "logit_softcap = 0")]
+    uncapped = uncapped if dims.logit_softcap and CAP not in layout.always else []
     if of is None:
-        return []
+        return uncapped
     wanted: dict[str, object] = {"scale": 1.0, "shared": 0, **({} if is_start else {"balance_bias": 0.0})}
     if of.score == "sigmoid":
         wanted["score"] = layout.fixed.get("experts.score", "softmax")
     if "experts.normalised" not in layout.sizes.values():
         wanted["normalised"] = True
     wrong = {key: want for key, want in wanted.items() if getattr(of, key) != want}
-    all_have = f"which every {layout.class_name} of transformers has"
-    return [
+    return uncapped + [
         Problem(f"experts.{key}", show(getattr(of, key)), f"{show(want)}, {all_have}", "another recipe")
         for key, want in wrong.items()
     ]

@@ -74,6 +74,7 @@ class ModelDims:
     local_rope_theta: float = 0.0  # rope_theta of local layers
     global_every: int = 0  # every so many layers, the last of them attends to all tokens
     max_seq_len: int = 0  # positions that have a learned embedding
+    logit_softcap: float = 0.0  # c of the logits c · tanh(x / c) of any architecture; 0: they are x
     experts: Experts | None = None  # in the place of a dense feed-forward
     refs: tuple[str, ...] = ()
 

@@ -54,6 +54,8 @@ class Model:
     """Rows of the embedding (V); at least as many as the tokenizer has ids."""
     rope_theta: float | None = None
     """Base of the rotary frequencies."""
+    logit_softcap: float | None = None
+    """Cap logits softly, at `logit_softcap * tanh(logits / logit_softcap)`: in training, validation and evaluation. It is part of the model: of Hugging Face's classes, that of gemma3 alone has it. 0: no cap."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,8 @@ class Training:
     """Sequences per optimizer step over all ranks; it determines gradient accumulation. Not given: one micro-step."""
     max_norm: float = 1.0
     """Maximum global L2 norm of gradients; larger ones are clipped. 0: no clipping."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss, the mean square of the logits' log-sum-exp over targets, whose gradient is added to that of the loss; often 1e-4 or 1e-5. `loss` in metrics.jsonl stays the cross-entropy, `z_loss` is the mean before its coefficient; validation has none. 0: off."""
     seed: int = 0
     """Seed of the initial weights and of the data order. The same seed gives the same run under any layout."""
     nudge: int = 0

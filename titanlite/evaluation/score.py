@@ -57,12 +57,19 @@ class Evaluator:
         seq_len: S.
         local_batch_size: sequences of a micro-batch.
         whole_rows: give each request S tokens, for a model that knows no other length.
+        softcap: of the model's logits; 0: none.
     """
 
     def __init__(
-        self, tasks: Sequence[EncodedTask], *, seq_len: int, local_batch_size: int, whole_rows: bool = False
+        self,
+        tasks: Sequence[EncodedTask],
+        *,
+        seq_len: int,
+        local_batch_size: int,
+        whole_rows: bool = False,
+        softcap: float = 0.0,
     ) -> None:
-        self.tasks, self.tokens = tasks, seq_len * local_batch_size
+        self.tasks, self.tokens, self.softcap = tasks, seq_len * local_batch_size, softcap
         self.requests = [request for task in tasks for request in task.requests]
         self.batches = pack(self.requests, seq_len, local_batch_size, whole_rows)
         self.row_tokens = sum(batch.row_len * len(batch.numbers) for batch in self.batches)  # with their padding
@@ -97,7 +104,7 @@ class Evaluator:
         tokens, targets = tokens.to(mesh.device), targets.to(mesh.device)
         logits = model(tokens, sequences=Sequences(batch.row_len))
         first = mesh.tp_group.rank * logits.shape[1] if mesh.tp_group else 0
-        lse, picked = STATISTICS(logits, targets, first)
+        lse, picked = STATISTICS(logits, targets, first, softcap=self.softcap)
         lse, picked = over_ranks(lse, picked, mesh.tp_group)
         each = torch.where(targets == IGNORE_INDEX, 0.0, (picked - lse).double())
         sums = each.unflatten(0, (-1, batch.row_len)).sum(1)

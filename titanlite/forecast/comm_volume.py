@@ -192,7 +192,9 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
     return found
 
 
-def of_update(replicated: int, tensor_parallel: int, world: int, sources: int = 0, biased: int = 0) -> list[Traffic]:
+def of_update(
+    replicated: int, tensor_parallel: int, world: int, sources: int = 0, biased: int = 0, z_loss: bool = False
+) -> list[Traffic]:
     """The reductions between backward and the update, and the one before forward, of a count.
 
     Args:
@@ -201,15 +203,17 @@ def of_update(replicated: int, tensor_parallel: int, world: int, sources: int = 
         world: all ranks.
         sources: of data that losses are told apart by.
         biased: experts that a bias balances: the most of a layer, times such layers.
+        z_loss: whether there is one, beside the loss.
     """
     found: list[Traffic] = []
+    losses = "loss and z-loss" if z_loss else "loss"
     if tensor_parallel > 1 and replicated:
         moves = "sum of gradients of whole weights"
         found.append(Traffic("all_reduce", "update", "", (replicated,), moves, tensor_parallel, 4 * replicated, 1))
     scalars = {  # shape, bytes
         "number of targets": (1, 8),
         "norm of gradients": (1, 4),
-        "loss, tokens attended to, whether to stop, and who lacks data": (4, 16),
+        f"{losses}, tokens attended to, whether to stop, and who lacks data": (4 + z_loss, 4 * (4 + z_loss)),
         "loss and targets of each source": (2 * sources, 16 * sources),
         "tokens of each expert that a bias balances": (biased, 8 * biased),
     }

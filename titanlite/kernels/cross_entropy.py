@@ -1,13 +1,19 @@
-"""Cross-entropy over logits whose vocabulary may be split over ranks.
+"""Cross-entropy over logits whose vocabulary may be split over ranks, with a cap of logits and a z-loss.
 
 Each rank reduces its own columns to two numbers per token, its log-sum-exp and the logit of the target if it owns it;
 one all-gather of those, 8 bytes a token and rank, replaces gathering the logits. Backward needs no communication.
 The logits are read in their own dtype and never stored in float32, and backward writes the gradient over them: at the
 peak of a step's memory they would else be there twice, 4 GiB each at Llama-3 8B with 16,384 tokens.
 
+A model may cap its logits softly, `cap · tanh(logits / cap)`: the passes do it on the way, in float32, so that capped
+logits are stored nowhere. The z-loss, `z_loss · Σ lse²`, keeps what a softmax divides by near 1; it needs no further
+number of a token.
+
 `local_statistics` and `overwrite_with_gradient` are the two memory passes, written as plain functions of tensors so
 that `torch.compile` makes one kernel of each. Without it each of their operators stores float32, so they take ROWS
 tokens at a time.
+
+Source: Chowdhery et al. 2022, "PaLM", section 5, for the z-loss; Gemma Team 2024, "Gemma 2", section 2, for the cap.
 """
 
 from collections.abc import Callable
@@ -24,21 +30,27 @@ ROWS = 256
 """Tokens of an eager pass over the logits: 64 at 8B's 16,384 tokens, beside 4 GiB of logits 0.4 GiB of float32."""
 
 
-def local_statistics(logits: Tensor, targets: Tensor, first: int) -> tuple[Tensor, Tensor]:
+def softcapped(logits: Tensor, softcap: float) -> Tensor:
+    """Return float32 logits within ±softcap, or as they are if it is 0."""
+    return softcap * (logits.float() / softcap).tanh() if softcap else logits.float()
+
+
+def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Reduce the columns of one rank.
 
     Args:
         logits: [M, V/tp].
         targets: [M] int64 in the whole vocabulary, or IGNORE_INDEX.
         first: id of this rank's first column.
+        softcap: of the model's logits; 0: none.
 
     Returns:
         Log-sum-exp over the columns, and the target's logit (0 if another rank owns it): [M] float32 each.
     """
     local = targets - first
     owned = (local >= 0) & (local < logits.shape[1])
-    picked = logits.gather(1, torch.where(owned, local, 0)[:, None])[:, 0].float()
-    return logits.float().logsumexp(-1), torch.where(owned, picked, 0.0)
+    picked = softcapped(logits.gather(1, torch.where(owned, local, 0)[:, None])[:, 0], softcap)
+    return softcapped(logits, softcap).logsumexp(-1), torch.where(owned, picked, 0.0)
 
 
 def over_ranks(lse: Tensor, picked: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
@@ -49,8 +61,16 @@ def over_ranks(lse: Tensor, picked: Tensor, group: Group | None) -> tuple[Tensor
     return both[:, 0].logsumexp(0), both[:, 1].sum(0)
 
 
-def overwrite_with_gradient(logits: Tensor, targets: Tensor, first: int, lse: Tensor, scale: Tensor) -> None:
-    """Replace one rank's logits by the gradient of `scale · Σ loss` with respect to them.
+def overwrite_with_gradient(
+    logits: Tensor,
+    targets: Tensor,
+    first: int,
+    lse: Tensor,
+    scale: Tensor,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> None:
+    """Replace one rank's logits by the gradient of `scale · Σ (loss + z_loss · lse²)` with respect to them.
 
     Args:
         logits: [M, V/tp].
@@ -58,11 +78,17 @@ def overwrite_with_gradient(logits: Tensor, targets: Tensor, first: int, lse: Te
         first: id of this rank's first column.
         lse: [M] float32 log-sum-exp over the whole vocabulary.
         scale: [] float32.
+        softcap: of the model's logits; 0: none.
+        z_loss: coefficient of the squares of `lse`.
     """
     columns = torch.arange(first, first + logits.shape[1], device=logits.device)
-    softmax = (logits.float() - lse[:, None]).exp()
-    scale = torch.where(targets == IGNORE_INDEX, 0.0, scale)[:, None]
-    logits.copy_((softmax - (columns == targets[:, None]).float()) * scale)
+    gradient = (softcapped(logits, softcap) - lse[:, None]).exp()  # the softmax
+    if z_loss:
+        gradient = gradient * (1 + 2 * z_loss * lse)[:, None]
+    gradient = gradient - (columns == targets[:, None]).float()
+    if softcap:
+        gradient = gradient * (1 - (logits.float() / softcap).tanh().square())
+    logits.copy_(gradient * torch.where(targets == IGNORE_INDEX, 0.0, scale)[:, None])
 
 
 def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
@@ -75,11 +101,11 @@ def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[.
         The same function of the same arguments.
     """
 
-    def in_parts(logits: Tensor, *others: Any) -> Any:
+    def in_parts(logits: Tensor, *others: Any, **numbers: float) -> Any:
         parts = []
         for m in range(0, len(logits) or 1, ROWS):
             of_rows = (t[m : m + ROWS] if isinstance(t, Tensor) and t.ndim else t for t in others)
-            parts.append(function(logits[m : m + ROWS], *of_rows))
+            parts.append(function(logits[m : m + ROWS], *of_rows, **numbers))
         return None if parts[0] is None else tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
     return in_parts
@@ -91,28 +117,42 @@ class CrossEntropy:
     Args:
         group: the ranks that the vocabulary is split over, or None.
         compile: compile the two memory passes.
+        softcap: of the model's logits; 0: none.
+        z_loss: coefficient of the z-loss.
     """
 
-    def __init__(self, group: Group | None = None, compile: bool = False) -> None:
-        self.group = group
+    def __init__(
+        self, group: Group | None = None, compile: bool = False, *, softcap: float = 0.0, z_loss: float = 0.0
+    ) -> None:
+        self.group, self.z_loss = group, z_loss
         # Dynamic shapes would cost speed in the widest kernels of a step; M and V never change within a run.
         made = partial(torch.compile, dynamic=False) if compile else by_rows
-        self.statistics, self.gradient = made(local_statistics), made(overwrite_with_gradient)
+        self.statistics = partial(made(local_statistics), softcap=softcap)
+        self.gradient = partial(made(overwrite_with_gradient), softcap=softcap, z_loss=z_loss)
 
-    def __call__(self, logits: Tensor, targets: Tensor, of_sequences: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        of_sequences: Tensor | None = None,
+        squares: Tensor | None = None,
+    ) -> Tensor:
         """Sum the loss of all targets that are not IGNORE_INDEX.
+
+        The z-loss is not in the sum, but its gradient is in backward's, as if `z_loss · squares` had been added.
 
         Args:
             logits: [M, V/tp].
             targets: [M] int64.
             of_sequences: [B] float32, to which the loss of each of the B sequences is added, if it is given.
+            squares: [] float32, to which the squares of lse of these targets are added, if it is given.
 
         Returns:
             [] float32, equal on all ranks of the group. Its backward can run once and overwrites `logits`.
         """
         first = self.group.rank * logits.shape[1] if self.group else 0
         passes = self.statistics, self.gradient
-        return _CrossEntropy.apply(logits, targets, first, self.group, *passes, of_sequences)  # type: ignore[no-any-return]
+        return _CrossEntropy.apply(logits, targets, first, self.group, *passes, of_sequences, squares)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -126,6 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
         statistics: Callable[..., tuple[Tensor, Tensor]],
         gradient: Callable[..., None],
         of_sequences: Tensor | None,
+        squares: Tensor | None,
     ) -> Tensor:
         lse, picked = over_ranks(*statistics(logits, targets, first), group)
         ctx.save_for_backward(logits, targets, lse)
@@ -133,6 +174,8 @@ class _CrossEntropy(torch.autograd.Function):
         losses = torch.where(targets == IGNORE_INDEX, 0.0, lse - picked)
         if of_sequences is not None:
             of_sequences += losses.view(len(of_sequences), -1).sum(1)
+        if squares is not None:
+            squares += torch.where(targets == IGNORE_INDEX, 0.0, lse.square()).sum()
         return losses.sum()
 
     @staticmethod
@@ -142,4 +185,4 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         ctx.gradient(logits, targets, ctx.first, lse, grad)
         ctx.gradient = None
-        return logits, None, None, None, None, None, None
+        return logits, None, None, None, None, None, None, None

@@ -24,6 +24,7 @@ class Known(NamedTuple):
 
 KNOWN: Mapping[str, Known] = {
     "loss": Known("train/loss", "Loss", "training loss", "nats per token"),
+    "z_loss": Known("train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),
     "validation_loss": Known("val/loss", "Loss", "validation loss", "nats per token"),
     "validation_bits_per_byte": Known("val/bits_per_byte", "Loss", "validation loss", "bits per byte"),
     "grad_norm": Known("train/grad_norm", "Optimization", "gradient norm before clipping"),

@@ -57,9 +57,11 @@ class StepRow:
     memory_allocated_gib: float  # peak allocated
     seconds: float  # wall time per step
     data_wait_seconds: float  # of these, waiting for data
-    # Of each source of a mixture: "loss.<name>" of its targets in this step, if it has any, "epoch.<name>", and
-    # "share.<name>" of the tokens since step 1.
+    # Of each source of a mixture: "epoch.<name>", and "share.<name>" of the tokens since step 1.
     sources: Mapping[str, float] = field(default_factory=dict)
+    # Of this step: "loss.<name>" of the targets of each source of a mixture, if it has any; and with a z-loss "z_loss",
+    # before its coefficient.
+    numbers: Mapping[str, float] = field(default_factory=dict)
     # Of each mixture of experts "experts_<what>.<layer>", as of `titanlite.training.routers`: like rates, of the steps
     # since the previous log line.
     layers: Mapping[str, float] = field(default_factory=dict)
@@ -219,7 +221,7 @@ class MetricsFile:
 def json_row(row: Row) -> dict[str, int | float | None]:
     """Give a row as a dict whose numbers are finite or None."""
     given = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "experts"}
-    for several in ("layers", "sources", "scores"):
+    for several in ("layers", "sources", "numbers", "scores"):
         given |= given.pop(several, {})
     return {key: value if math.isfinite(value) else None for key, value in given.items()}
 

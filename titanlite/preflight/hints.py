@@ -135,7 +135,7 @@ def experts_stay(config: Config, dims: ModelDims, recipe: Float8Recipe | None) -
 
 
 def no_export(config: Config, dims: ModelDims) -> str | None:
-    """Say so if a shipped architecture's recipe has experts that no class of transformers computes."""
+    """Say so if a shipped architecture's model has experts or a cap that no class of transformers computes."""
     if config.model.file or not (wrong := without_place(LAYOUTS[config.model.name], dims)):
         return None
     what = ", ".join(f"{problem.where} = {problem.saw}" for problem in wrong)

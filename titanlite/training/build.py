@@ -197,7 +197,12 @@ def build(
         mesh=mesh,
         model=model,
         parameters=parameters,
-        loss=CrossEntropy(mesh.tp_group, compile=config.compile.enable),
+        loss=CrossEntropy(
+            mesh.tp_group,
+            compile=config.compile.enable,
+            softcap=dims.logit_softcap,
+            z_loss=config.training.z_loss,
+        ),
         optimizer=optimizer,
         save_list_use=save_list_use,
         kept_state=state_of(model, save_list_use.checkpointed),

@@ -43,7 +43,8 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]
         raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
     shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
     # A model file of one's own may know its positions by S alone.
-    evaluation = Evaluator(read, **shape, whole_rows=bool(config.model.file))
+    of_model = {"whole_rows": bool(config.model.file), "softcap": run.dims.logit_softcap}
+    evaluation = Evaluator(read, **shape, **of_model)
     freq = interval(config, dist.get_world_size(), evaluation.row_tokens)
     n_questions = {encoded.task.name: len(encoded.task.questions) for encoded in read}
     applied = {"questions": sum(n_questions.values()), "of_tasks": n_questions, "freq": freq}

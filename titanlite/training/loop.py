@@ -82,7 +82,8 @@ class Loop:
         """
         run, config, report = self.run, self.run.config, self.report
         last, table = last_step(config), report.position.table
-        names = self.batches.names
+        names, z_loss = self.batches.names, ["z_loss"] if config.training.z_loss else []
+        keys = [*z_loss, *(f"loss.{name}" for name in names)]
         in_flight: deque[InFlight] = deque()
         windows = windows_of(run.model)
         stopping, step, done, no_more = False, start, start, None
@@ -102,7 +103,7 @@ class Loop:
             routers = run.routers if report.is_due(step) else None
             if routers is not None:
                 result = torch.cat((result, routers.seen()))
-            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, names, routers))
+            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, keys, routers))
             self.profiler.end(step)
 
             measures = self.measures(step)

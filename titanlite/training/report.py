@@ -62,9 +62,9 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [6], or [6 + sources], as `train_step` returns it.
+        result: [6 + keys], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
-        names: of the sources of which the losses are told apart.
+        keys: of metrics.jsonl, of the numbers behind the first six.
         routers: of a mixture of experts, where what they have seen is behind that.
     """
 
@@ -74,10 +74,10 @@ class InFlight:
         lr: float,
         result: Tensor,
         data_wait_s: float,
-        names: Sequence[str] = (),
+        keys: Sequence[str] = (),
         routers: Routers | None = None,
     ) -> None:
-        self.step, self.lr, self.data_wait_s, self.names, self.routers = step, lr, data_wait_s, names, routers
+        self.step, self.lr, self.data_wait_s, self.keys, self.routers = step, lr, data_wait_s, keys, routers
         self._host = result
         if result.is_cuda:
             self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
@@ -88,11 +88,11 @@ class InFlight:
         """Wait until the step is done on the device."""
         self._done.wait()
         loss, norm, skipped, asked, attended, lacking, *more = self._host.tolist()
-        means = zip(self.names, more[: len(self.names)], strict=True)
-        routing = self.routers.read(more[len(self.names) :]) if self.routers else SeenRouting()
-        losses = {f"loss.{name}": mean for name, mean in means if not mean < 0}  # NaN is one
+        named = zip(self.keys, more[: len(self.keys)], strict=True)
+        routing = self.routers.read(more[len(self.keys) :]) if self.routers else SeenRouting()
+        numbers = {key: number for key, number in named if not number < 0}  # NaN is one
         flags = skipped > 0, asked > 0, lacking > 0
-        return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, losses, routing)
+        return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, numbers, routing)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Outcome:
     attended: float  # as `mean_attended` counts it, of all ranks
     data_wait_s: float
     done: Moment
-    source_losses: Mapping[str, float] = field(default_factory=dict[str, float])  # "loss.<name>" of those it has
+    numbers: Mapping[str, float] = field(default_factory=dict[str, float])  # others, by their keys in metrics.jsonl
     routing: SeenRouting = field(default_factory=SeenRouting)  # since the last step that is logged
 
 
@@ -231,7 +231,8 @@ class Report:
             memory_allocated_gib=allocated,
             seconds=seconds,
             data_wait_seconds=self._waited / self._steps,
-            sources={**at.of_sources(step), **outcome.source_losses},
+            sources=at.of_sources(step),
+            numbers=outcome.numbers,
             layers=outcome.routing.numbers,
             experts=outcome.routing.tokens,
         )

@@ -48,8 +48,9 @@ def train_step(
     Returns:
         [6] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
         before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`,
-        number of ranks that had no data. Where batches say which source each sequence is from, [6 + sources]: the mean
-        loss of each over its targets of the global batch, -1 if it has none.
+        number of ranks that had no data. With a z-loss its mean follows, without its coefficient. Where batches say
+        which source each sequence is from, the mean loss of each over its targets of the global batch is last, -1 if it
+        has none.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -62,6 +63,7 @@ def train_step(
     targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 has all counts up to 2^24 alone
 
     loss = torch.zeros((), device=run.mesh.device)
+    squares = torch.zeros_like(loss) if run.config.training.z_loss else None  # of what the z-loss is the mean of
     by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
         if run.routers is not None:
@@ -69,10 +71,10 @@ def train_step(
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
         if batch.sources is None:
-            part = run.loss(logits, batch.targets) / targets
+            part = run.loss(logits, batch.targets, squares=squares) / targets
         else:
             own = torch.zeros_like(batch.sources, dtype=torch.float32)
-            part = run.loss(logits, batch.targets, own) / targets
+            part = run.loss(logits, batch.targets, own, squares) / targets
             by_source += _by_source(own, batch, n_sources)
         del logits  # the largest tensor alive: backward frees it as soon as it can
         part.backward()
@@ -82,7 +84,9 @@ def train_step(
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norm = run.optimizer.norm(gradients)
     of_rank = float(stop_requested), attended / dist.get_world_size(), float(lacks_data)
-    totals = torch.stack((loss / run.mesh.tp_size, *(torch.full_like(loss, number) for number in of_rank)))
+    means = loss, *(() if squares is None else (squares / targets,))
+    first, *more = (mean / run.mesh.tp_size for mean in means)
+    totals = torch.stack((first, *(torch.full_like(loss, number) for number in of_rank), *more))
     dist.all_reduce(totals)
     if n_sources:
         dist.all_reduce(by_source)

@@ -1,6 +1,7 @@
 import contextlib
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,18 +37,19 @@ def make_run(
     tokenizer: str = "bytes",
     fingerprint: str = "bytes",
     add_bos_token: bool = False,
+    dims: ModelDims = SIZES,
 ) -> tuple[RunFolder, dict[str, Tensor]]:
     """A run with checkpoints of the steps 5 and 10, and the weights of the latter."""
     made, model = RunFolder(folder / "run"), Model(name=architecture, file=file)  # type: ignore[arg-type]
     made.path.mkdir()
     data = Data(tokenizer=tokenizer, add_bos_token=add_bos_token)
     made.record(to_toml(Config(model=model, data=data, training=Training(seq_len=8))))
-    built = build_model(Model(name="llama3"), SIZES, 8)
+    built = build_model(Model(name="llama3"), dims, 8)
     weights = {f"model/{name}": torch.randn(parameter.shape) for name, parameter in built.named_parameters()}
     for step in (5, 10):
         tensors = {name: weight * (step / 10) for name, weight in weights.items()}
         Checkpoints(made.checkpoints, keep=0).save(
-            step, tensors, {"tokenizer": fingerprint} | identity_of(Config(), SIZES)
+            step, tensors, {"tokenizer": fingerprint} | identity_of(Config(), dims)
         )
     return made, weights
 
@@ -71,6 +73,13 @@ def test_weights_in_the_dtype_of_the_run_of_the_newest_checkpoint(
     config = json.loads((out / "config.json").read_text())
     assert (config["torch_dtype"], config["eos_token_id"], config["max_position_embeddings"]) == ("bfloat16", 0, 8)
     assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
+
+
+def test_a_cap_of_logits_is_not_lost(tmp_path: Path) -> None:
+    """transformers' Llama would compute other logits."""
+    made, _ = make_run(tmp_path, dims=replace(SIZES, logit_softcap=30.0))
+    with pytest.raises(CheckpointError, match=r"logit_softcap = 30\.0\n.*0, which every LlamaForCausalLM"):
+        run([str(made.path)])
 
 
 def test_another_step_and_dtype(tmp_path: Path) -> None:

@@ -53,6 +53,23 @@ def scored(task: Path, folder: Path, world: int, *flags: str) -> Score:
     return scores[0]
 
 
+def test_a_cap_of_logits_counts(task: Path, tmp_path: Path) -> None:
+    """The same choices are scored as if the model itself had capped its logits."""
+    asked = checked(tmp_path, 1, FLAGS)
+
+    def body() -> None:
+        run = assemble(asked)
+        capped, plain = evaluation_of(task), evaluation_of(task)
+        capped.softcap = 0.25
+        (score,) = capped.score(run.model, run.mesh)
+        (without,) = plain.score(run.model, run.mesh)
+        run.model.register_forward_hook(lambda model, _, logits: 0.25 * (logits.float() / 0.25).tanh())
+        (by_model,) = plain.score(run.model, run.mesh)
+        assert score.log_likelihoods == by_model.log_likelihoods != without.log_likelihoods
+
+    run_ranks(body, tmp_path, 1)
+
+
 @pytest.fixture(scope="module")
 def single(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Score:
     return scored(task, tmp_path_factory.mktemp("single"), 1)

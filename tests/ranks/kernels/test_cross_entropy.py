@@ -24,11 +24,15 @@ def inputs(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def truth(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def truth(
+    logits: Tensor, targets: Tensor, scale: float, softcap: float = 0.0, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient in float64."""
     logits = logits.double().requires_grad_()
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    (loss * scale).backward()
+    capped = softcap * (logits / softcap).tanh() if softcap else logits
+    loss = F.cross_entropy(capped, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+    squares = capped.logsumexp(1)[targets != IGNORE_INDEX].square().sum()
+    ((loss + z_loss * squares) * scale).backward()
     return loss.detach(), logits.grad
 
 
@@ -75,12 +79,59 @@ def test_split_vocabulary_is_the_whole_one(tp, dtype, tmp_path):
     run_ranks(body, tmp_path, tp)
 
 
+BOTH = {"softcap": 5.0, "z_loss": 0.1}  # of logits up to 16, so that tanh saturates; far above the usual 1e-4
+
+
+def squares_of_lse(logits: Tensor, targets: Tensor, softcap: float) -> float:
+    capped = softcap * (logits.double() / softcap).tanh() if softcap else logits.double()
+    return capped.logsumexp(1)[targets != IGNORE_INDEX].square().sum().item()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("keys", [{"softcap": 5.0}, {"z_loss": 0.1}, BOTH])
+def test_cap_and_z_loss_match_float64(keys, dtype, device, compiled):
+    """The loss is the cross-entropy of capped logits, without the z-loss; the gradient is that of both."""
+    logits, targets = inputs(dtype, device)
+    squares = torch.zeros((), device=device)
+    entropy = CrossEntropy(compile=compiled, **keys)
+    leaf = logits.clone().requires_grad_()
+    loss = entropy(leaf * 1, targets, squares=squares)
+    (loss * 0.25).backward()
+    assert_close(loss.detach(), leaf.grad, *truth(logits, targets, 0.25, **keys), dtype, 0.25)
+    assert not leaf.grad[::5].any()
+    expected = squares_of_lse(logits, targets, keys.get("softcap", 0.0))
+    assert abs(squares.item() - expected) <= M * 4 * F32 * expected
+    if "z_loss" in keys:  # the bound tells them apart
+        _, without = truth(logits, targets, 0.25, keys.get("softcap", 0.0))
+        assert ((leaf.grad - without).abs() > 0.01).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cap_and_z_loss_of_a_split_vocabulary(dtype, tmp_path):
+    logits, targets = inputs(dtype)
+    true_loss, true_grad = truth(logits, targets, 0.25, **BOTH)
+    expected = squares_of_lse(logits, targets, BOTH["softcap"])
+
+    def body() -> None:
+        rank, squares = dist.get_rank(), torch.zeros(())
+        entropy = CrossEntropy(Group(dist.group.WORLD.group_name, 2, rank), **BOTH)
+        leaf = logits.chunk(2, 1)[rank].clone().requires_grad_()
+        loss = entropy(leaf * 1, targets, squares=squares)
+        (loss * 0.25).backward()
+        assert_close(loss.detach(), leaf.grad, true_loss, true_grad.chunk(2, 1)[rank], dtype, 0.25)
+        assert abs(squares.item() - expected) <= M * 4 * F32 * expected
+
+    run_ranks(body, tmp_path, 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_at_a_time_are_all_at_once(dtype, monkeypatch):
     logits, targets = inputs(dtype)
-    whole = loss_and_gradient(CrossEntropy(), logits, targets, 0.25)
+    whole = loss_and_gradient(CrossEntropy(**BOTH), logits, targets, 0.25)
     monkeypatch.setattr(cross_entropy, "ROWS", 7)
-    for part, all_at_once in zip(loss_and_gradient(CrossEntropy(), logits, targets, 0.25), whole, strict=True):
+    for part, all_at_once in zip(loss_and_gradient(CrossEntropy(**BOTH), logits, targets, 0.25), whole, strict=True):
         assert torch.equal(part, all_at_once)
 
 

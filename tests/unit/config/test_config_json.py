@@ -101,11 +101,11 @@ OF_ONE = {
         USED: {
             "tie_word_embeddings": False, "sliding_window": 8, "intermediate_size": 512,
             "rope_local_base_freq": 5.0, "hidden_size": 512,
-            "num_attention_heads": 8,
+            "num_attention_heads": 8, "final_logit_softcapping": 30.0,
             "layer_types": ["full_attention"] * 26,
         },
         REFUSED: {
-            "head_dim": 64, "query_pre_attn_scalar": 128, "hidden_activation": "silu", "final_logit_softcapping": 30.0,
+            "head_dim": 64, "query_pre_attn_scalar": 128, "hidden_activation": "silu",
             "attn_logit_softcapping": 50.0, "use_bidirectional_attention": True, "sliding_window": None,
             "layer_types": (["full_attention"] + ["sliding_attention"] * 12) * 2,
         },
@@ -359,7 +359,6 @@ def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -
         ("qwen3-0.6B", "rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
         ("qwen3-0.6B", "quantization_config", {"quant_method": "fp8"}),
         ("gemma3-1B", "rope_scaling", {"rope_type": "linear", "factor": 8.0}),
-        ("gemma3-1B", "final_logit_softcapping", 30.0),
         ("gemma3-1B", "attn_logit_softcapping", 50.0),
         ("gemma3-1B", "use_bidirectional_attention", True),
         ("gpt2-124M", "scale_attn_weights", False),
@@ -369,6 +368,27 @@ def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -
 def test_what_no_dimension_of_ours_says_is_refused(size: str, key: str, value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"as titanlite computes it, with {key} = .* \(it says"):
         check(make_folder(tmp_path, size, **{key: value}), size)
+
+
+def test_a_cap_of_logits_is_that_of_the_folder(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=30.0)
+    assert recipe(folder).logit_softcap == 30.0
+    assert recipe(make_folder(tmp_path, "gemma3-1B")).logit_softcap == 0.0
+    folder = make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=30.0)
+    dims = load("model", "gemma3-1B")
+    config = Config(model=Model(name="gemma3", flavor="1B"), checkpoint=Checkpoint(initial_load_path=str(folder)))
+    check_initial_load_path(config, replace(dims, logit_softcap=30.0), Origin("config"))
+    with pytest.raises(ConfigError, match=r"final_logit_softcapping = None \(it says 30.0\)"):
+        check_initial_load_path(config, dims, Origin("config"))
+
+
+def test_a_cap_has_no_place_in_most_folders(tmp_path: Path) -> None:
+    folder, dims = make_folder(tmp_path, "llama3-8B"), load("model", "llama3-8B")
+    config = Config(model=Model(name="llama3"), checkpoint=Checkpoint(initial_load_path=str(folder)))
+    with pytest.raises(ConfigError, match=r"a recipe without logit_softcap = 30\.0: the folder's model has 0"):
+        check_initial_load_path(config, replace(dims, logit_softcap=30.0), Origin("config"))
+    assert not can_export(Model(name="llama3"), replace(dims, logit_softcap=30.0))
+    assert can_export(Model(name="gemma3"), replace(load("model", "gemma3-1B"), logit_softcap=30.0))
 
 
 def test_scaling_under_its_former_key_too(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
 
 
 def test_every_number_of_a_step_is_in_a_group() -> None:
-    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers", "experts"}
-    assert set(NAMES) == keys
+    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers", "numbers", "experts"}
+    assert set(NAMES) == keys | {"z_loss"}  # which is among `numbers`
     assert {name.partition("/")[0] for name in NAMES.values()} == {"train", "perf", "optim"}
 
 
@@ -18,6 +18,7 @@ def test_every_number_of_a_step_is_in_a_group() -> None:
     ("key", "name"),
     [
         ("loss", "train/loss"),
+        ("z_loss", "train/z_loss"),
         ("validation_loss", "val/loss"),
         ("validation_bits_per_byte.wiki", "val/bits_per_byte.wiki"),
         ("accuracy.hellaswag", "eval/accuracy.hellaswag"),

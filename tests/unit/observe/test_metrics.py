@@ -37,7 +37,9 @@ def write_steps(path, steps, resume_step):
 def test_a_row_has_the_fields_of_the_contract(tmp_path):
     write_steps(tmp_path / "run/metrics.jsonl", [1], 0)
     (row,) = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert row == {key: value for key, value in asdict(ROW).items() if key not in ("sources", "layers", "experts")}
+    assert row == {
+        key: value for key, value in asdict(ROW).items() if key not in ("sources", "layers", "numbers", "experts")
+    }
     fields = """step loss grad_norm lr tokens epoch tokens_per_second_per_gpu tflops_per_gpu mfu
         memory_gib memory_allocated_gib seconds data_wait_seconds"""
     assert list(row) == fields.split()
@@ -89,7 +91,7 @@ def test_resume_drops_validations_of_dropped_steps(tmp_path):
     assert [(row["step"], "loss" in row) for row in read_metrics(path)] == [(1, True), (1, False), (2, True)]
     MetricsFile(path, 1).close()
     assert [sorted(row) for row in read_metrics(path)] == [
-        sorted({*asdict(ROW)} - {"sources", "layers", "experts"}),
+        sorted({*asdict(ROW)} - {"sources", "layers", "numbers", "experts"}),
         ["step", "tokens", "validation_loss"],
     ]
 

@@ -177,6 +177,6 @@ def test_what_is_behind_a_result_is_of_sources_and_of_routers() -> None:
             return SeenRouting({"experts_fullest.layers.0": seen[0]}, {"layers.0": [int(seen[1])]})
 
     result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 2.25, -1.0, 1.5, 3.0])
-    outcome = InFlight(11, 1e-3, result, 0.25, ["wiki", "code"], Reader()).read()
-    assert outcome.source_losses == {"loss.wiki": 2.25}
+    outcome = InFlight(11, 1e-3, result, 0.25, ["loss.wiki", "loss.code"], Reader()).read()
+    assert outcome.numbers == {"loss.wiki": 2.25}
     assert outcome.routing == SeenRouting({"experts_fullest.layers.0": 1.5}, {"layers.0": [3]})
