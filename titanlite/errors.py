@@ -7,11 +7,9 @@ What derives from `TitanliteError` is the user's to fix: the command line prints
 and exits with code 2. Anything else that escapes is a bug.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 _LONGEST, _MOST = 2_000, 100  # characters of a part, and problems of a source, that a message shows
 
@@ -68,8 +66,7 @@ class StrictError(TitanliteError):
     """Something that the config asked for was not applied, and `job.strict` is on."""
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing wrong with a file or a command line."""
 
     where: str  # dotted key, e.g. "parallelism.tensor_parallel_degree"
@@ -94,6 +91,8 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     Three letters with another, or without one, are still that word ("ful"); where more differs, or of two letters any
     ("7B", "70B"), they are another, as a word with another number is ("llama4").
     """
+    import difflib  # here, as the process beside each rank has no use for it
+
     number = re.sub(r"\D", "", word)
     spelling = {c.lower(): c for c in choices if not number or re.sub(r"\D", "", c) in ("", number)}
     near = difflib.get_close_matches(word.lower(), spelling, n=1, cutoff=0.6 if len(word) > 3 else 0.85)

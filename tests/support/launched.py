@@ -19,12 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch._inductor
+import rich.console
+import tomli_w
+import torch._export.passes._node_metadata_hook
+import torch._export.passes.replace_autocast_with_hop_pass
+import torch._inductor.compiler_bisector
+import torch._inductor.fx_passes.dedupe_symint_uses
 import torch._logging
+import torch._subclasses.schema_check_mode
 import torch.distributed.checkpoint
 import torch.distributed.elastic.rendezvous.api
 import torch.distributed.run
 import torch.export._trace
+import torch.fx.experimental.validator
 import torch.profiler._cupti_monitor
 import torch.utils.serialization.config
 
@@ -44,9 +51,15 @@ from titanlite.preflight.checked_run import checked_run
 REPOSITORY = Path(__file__).parents[2]
 # For all forked ranks.
 _IMPORTED_ONCE = (
-    torch._inductor,
+    rich.console,
+    torch._export.passes._node_metadata_hook,
+    torch._export.passes.replace_autocast_with_hop_pass,
+    torch._inductor.compiler_bisector,
+    torch._inductor.fx_passes.dedupe_symint_uses,
+    torch._subclasses.schema_check_mode,
     torch.distributed.checkpoint,
     torch.export._trace,
+    torch.fx.experimental.validator,
     torch.profiler._cupti_monitor,
     torch.utils.serialization.config,
     titanlite.training.train,
@@ -66,7 +79,7 @@ SMALL = {
     "training.mixed_precision_param": "float32",
     "optimizer.lr": 2e-3,
     "lr_scheduler.warmup_steps": 5,
-    "compile.enable": "false",
+    "compile.enable": False,
     "checkpoint.interval": 100,
 }
 
@@ -108,29 +121,36 @@ class Desk:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._configs = folder, dict[str, Path]()
         words = [line.rstrip() for line in Path(random.__file__).read_text().splitlines() if line.strip()]
         (folder / "train.txt").write_text("\n".join(words))
         # 64-token samples of it divide by no number of ranks: a prime number of them, and a piece.
         (folder / "held_out.txt").write_text("\n".join(reversed(words))[: 37 * 64 + 30])
         # What parses, checks and traces is loaded, and torch's tables of operations are filled, for all ranks.
-        asked = checked_run(self.flags("first"), world_size=1)
+        asked = checked_run(self.flags("first", "--job.stop_after=1"), world_size=1)
         traced_run(asked.config, asked.dims, asked.float8)
 
     def flags(self, name: str, *flags: str) -> list[str]:
-        """The command line of a small run; `flags` win over what makes it small."""
-        config = self.folder / "empty.toml"
-        config.touch()
+        """The command line of a small run; `flags` win over what makes it small.
+
+        That stands in the file: to parse it as flags would be a fifth of what a rank does in a run of a few steps.
+        """
         here = {
             "job.name": name,
-            "job.dump_folder": self.folder / "runs",
-            "data.source": self.folder / "train.txt",
-            "data.cache_dir": self.folder / "cache",
-            "validation.source": self.folder / "held_out.txt",
+            "job.dump_folder": str(self.folder / "runs"),
+            "data.source": str(self.folder / "train.txt"),
+            "data.cache_dir": str(self.folder / "cache"),
+            "validation.source": str(self.folder / "held_out.txt"),
         }
-        given: dict[str, str] = {f"--{key}": str(value) for key, value in {**SMALL, **here}.items()}
-        given |= dict(flag.split("=", 1) for flag in flags)
-        return ["--config", str(config), *(f"{key}={value}" for key, value in given.items())]
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in {**SMALL, **here}.items():
+            section, _, name = key.partition(".")
+            sections.setdefault(section, {})[name] = value
+        text = tomli_w.dumps(sections)
+        file = self._configs.setdefault(text, self.folder / f"small-{len(self._configs)}.toml")
+        file.write_text(text)
+        given = dict(flag.split("=", 1) for flag in flags)  # the last of equal ones
+        return ["--config", str(file), *(f"{key}={value}" for key, value in given.items())]
 
     def start(self, name: str, world: int, *flags: str, plant: Callable[[], object] = lambda: None) -> Job:
         """Start a run.

@@ -7,7 +7,7 @@ gathers everything that is wrong before anything is raised: a person fixes a fil
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
 from titanlite.errors import ConfigError, Problem, describe
@@ -96,7 +96,7 @@ def _choices_once(problems: list[Problem]) -> list[Problem]:
     seen, kept = set[str](), list[Problem]()
     for p in problems:
         again = p.want in seen and p.want.startswith("one of ")
-        kept.append(replace(p, want="one of the same, above") if again else p)
+        kept.append(p._replace(want="one of the same, above") if again else p)
         seen.add(p.want)
     return kept
 

@@ -8,7 +8,6 @@ buffers, which `fill_buffers` computes. Whatever is elsewhere stays on the meta 
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +76,7 @@ def _uncallable(made: nn.Module) -> Iterator[Problem]:
             meant = nearest_method(kind, name)
             fix = f"{call} in place of {meant.__name__}" if meant else f"write {call}"
             problem = of_function(meant or kind.__init__, file, "nothing", f"{call}, {does}", fix)
-            yield replace(problem, where=f"{kind.__name__}.{name}")
+            yield problem._replace(where=f"{kind.__name__}.{name}")
             continue
         try:
             signature = inspect.signature(getattr(made, name))

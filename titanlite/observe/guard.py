@@ -13,7 +13,6 @@ import math
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -36,6 +35,8 @@ class Guard:
     """
 
     def __init__(self, status: Path, rank: int) -> None:
+        import subprocess  # which the process itself has no use for
+
         start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); from titanlite.observe import guard"
         self._process = subprocess.Popen(  # a session of its own: Ctrl-C is for the rank
             [sys.executable, "-SPc", f"{start}; guard.main()", str(status), str(rank), str(os.getpid())],

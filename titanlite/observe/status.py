@@ -13,7 +13,6 @@ replaced.
 import fcntl
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -147,7 +146,7 @@ class Status:
 
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()
-        run: dict[str, object] = {"started": self._started, "host": socket.gethostname(), "pid": os.getpid()}
+        run: dict[str, object] = {"started": self._started, "host": os.uname().nodename, "pid": os.getpid()}
         if self._rank:  # it is rank 0 that a run is known by
             before = self._content()
             run |= {key: before[key] for key in run if key in before}

@@ -47,7 +47,7 @@ def test_rank_0_waits_no_longer_than_for_all(monkeypatch) -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named() -> None:
-    told = held(dist.HashStore(), {0: "here", 1: "here", 3: "here"}, world=4)
+    told = held(dist.HashStore(), {0: "here", 1: "here", 3: "here"}, world=4, wait_s=1.0)
     assert told[0] == f"    here: ranks 0-1, 3\n    {module._SILENT}: rank 2"
 
 
@@ -61,19 +61,19 @@ def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
         with suppress(RuntimeError):
             store.get("never")
 
-    store.set_timeout(timedelta(seconds=5))
+    store.set_timeout(timedelta(seconds=3))
     main = threading.Thread(target=waits)
     main.start()
     began.wait()
     time.sleep(0.5)  # until it is in the store
     try:
-        assert stall_report.hold("here", 3.0) == f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})"
+        assert stall_report.hold("here", 1.5) == f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})"
     finally:
         main.join()
 
 
 def test_without_rank_0_rank_1_is_told() -> None:
-    told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3)
+    told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3, wait_s=1.0)
     places = f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})\n    there: rank 2 ({PROCESS})"
     assert told == {1: places, 2: None}
 
@@ -95,17 +95,17 @@ def test_a_store_that_does_not_answer_is_named_by_its_host(monkeypatch, agent: s
 
     monkeypatch.setenv("MASTER_ADDR", "c12")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-    told = held(Silent(), {1: "here", 2: "here"}, world=3)  # type: ignore[arg-type]
+    told = held(Silent(), {1: "here", 2: "here"}, world=3, wait_s=0.5)  # type: ignore[arg-type]
     silent = f"the job's store does not answer, so what hosts it is stopped, gone or cut off: {who}, on c12"
     assert told == {1: f"    here: rank 1\n    {silent}", 2: None}
 
 
 def test_what_was_said_of_an_earlier_wait_does_not_count() -> None:
     store = dist.HashStore()
-    held(store, {0: "here", 1: "here"}, world=2, wait_s=1.0)
-    time.sleep(2.5)
+    held(store, {0: "here", 1: "here"}, world=2, wait_s=0.5)
+    time.sleep(1.25)
     now = f"    now: rank 0 ({PROCESS})\n    {module._SILENT}: rank 1 ({PROCESS})"
-    assert held(store, {0: "now"}, world=2, wait_s=1.0)[0] == now
+    assert held(store, {0: "now"}, world=2, wait_s=0.5)[0] == now
 
 
 def test_the_innermost_line_of_titanlite_is_named(monkeypatch) -> None:

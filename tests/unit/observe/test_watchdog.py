@@ -1,11 +1,13 @@
 """The watchdog in real processes: it ends them, so it cannot run in this one."""
 
+import contextlib
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent import futures
 from pathlib import Path
 
 import pytest
@@ -67,9 +69,9 @@ def test_it_is_silent_while_there_is_progress_and_during_a_long_first_step(tmp_p
         tmp_path,
         """
 with Watchdog(300, log, rank=0) as watchdog:
-    time.sleep(4.2)  # compilation, longer than the limit of later steps
-    watchdog.set_timeout(4.0)
-    for step in range(1, 22):
+    time.sleep(3.1)  # compilation, longer than the limit of later steps
+    watchdog.set_timeout(3.0)
+    for step in range(1, 17):
         watchdog.progress(step, "step")
         time.sleep(0.2)
 print(*[thread.name for thread in threading.enumerate()])  # closed: watches no more
@@ -116,21 +118,31 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize(
-    "waits", ["time.sleep(0.5)", "[watchdog.progress(step, 'step') or time.sleep(0.1) for step in range(20)]"]
-)
-def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path, waits):
-    """Neither for the watchdog nor for the process beside it, of which one would end it when it is woken."""
-    command = [sys.executable, "-c", HEAD + STOPPED.format(waits=waits), str(tmp_path)]
+def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path):
+    """Neither for the watchdog nor for the process beside it, of which one would end it when it is woken.
+
+    Nor where it makes progress and where it makes none.
+    """
+    waiting = "time.sleep(0.5)", "[watchdog.progress(step, 'step') or time.sleep(0.1) for step in range(20)]"
     env = {"PYTHONPATH": str(Path(__file__).parents[3])}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout.readline() == "ready\n"
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number, waits in enumerate(waiting):
+            (folder := tmp_path / str(number)).mkdir()
+            command = [sys.executable, "-c", HEAD + STOPPED.format(waits=waits), str(folder)]
+            started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+            processes.append(stack.enter_context(started))
+        for process in processes:
+            assert process.stdout.readline() == "ready\n"
         time.sleep(0.3)
-        process.send_signal(signal.SIGSTOP)
+        for process in processes:
+            process.send_signal(signal.SIGSTOP)
         time.sleep(5.5)
-        process.send_signal(signal.SIGCONT)
-        out, err = process.communicate(timeout=300)
-    assert (process.returncode, out, err) == (0, "went on\n", "")
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+        for process, waits in zip(processes, waiting, strict=True):
+            out, err = process.communicate(timeout=300)
+            assert (process.returncode, out, err) == (0, "went on\n", ""), waits
 
 
 @pytest.mark.parametrize(
@@ -185,21 +197,24 @@ def wait_for_end(folder):
     raise AssertionError(content)
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        "status.failed(ValueError('said'))",
-        "guard.close()",
-        "Status(folder / 'status.json', 9)",
-        "(folder / 'status.json').write_text('[]')",
-        '(folder / \'status.json\').write_text(\'{"state": "stopped", "updated": "9", "error": "text"}\')',
-    ],
-)
-def test_what_has_been_said_stays(tmp_path, last):
+LAST = [
+    "status.failed(ValueError('said'))",
+    "guard.close()",
+    "Status(folder / 'status.json', 9)",
+    "(folder / 'status.json').write_text('[]')",
+    '(folder / \'status.json\').write_text(\'{"state": "stopped", "updated": "9", "error": "text"}\')',
+]
+
+
+def test_what_has_been_said_stays(tmp_path):
     """How the run ended, that this rank has done its part, that another has begun, or nothing that could be altered."""
-    done = run(
-        tmp_path,
-        f"""
+    folders = [tmp_path / str(number) for number in range(len(LAST))]
+
+    def end_with(last, folder):
+        folder.mkdir()
+        return run(
+            folder,
+            f"""
 import os
 status = Status(folder / "status.json", 7)
 guard = Guard(folder / "status.json", 0)
@@ -210,10 +225,15 @@ time.sleep(1.2)  # as `started` counts seconds
 print((folder / "status.json").read_text(), end="", flush=True)
 os._exit(1)
 """,
-    )
+        )
+
+    with futures.ThreadPoolExecutor(len(LAST)) as threads:
+        ended = list(threads.map(end_with, LAST, folders))
     time.sleep(1.0)
-    assert (tmp_path / "status.json").read_text() == done.stdout
-    assert "Traceback" not in done.stderr
+    for last, folder, done in zip(LAST, folders, ended, strict=True):
+        assert done.stdout, last
+        assert (folder / "status.json").read_text() == done.stdout, last
+        assert "Traceback" not in done.stderr, last
 
 
 @pytest.mark.parametrize(
