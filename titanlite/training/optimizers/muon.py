@@ -16,6 +16,7 @@ Liu et al. 2025, "Muon is Scalable for LLM Training".
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,11 @@ from torch import Tensor, nn
 
 from titanlite.float8.weight import local_data
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise
+from titanlite.kernels.row_table import NOWHERE, RowTable, table
+from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_rows
 from titanlite.parallel.mesh import Mesh
 from titanlite.training.optimizers.matrices import Matrix
-from titanlite.training.optimizers.owners import Bucket, RowRun, Transfer, assign, held_by_each_rank, schedule
+from titanlite.training.optimizers.owners import Bucket, Transfer, assign, held_by_each_rank, schedule
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,9 @@ class Muon:
         ordered = [matrix for name in parameters for matrix in matrices[name]]
         held, rank = held_by_each_rank(parameters), dist.get_rank()
         stacks = assign(ordered, len(held), len(rule.polynomials), rule.bucket)
-        self.buckets = [_on(schedule(each, held, rank, mesh.replicas), mesh.device) for each in stacks]
+        self.buckets = [schedule(each, held, rank, mesh.replicas) for each in stacks]
+        numbers = {name: i for i, name in enumerate(self.locals)}
+        self._tables = [self._tables_of(bucket, numbers) for bucket in self.buckets]
 
     @torch.no_grad()
     def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
@@ -100,72 +105,123 @@ class Muon:
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
         """
-        for name, momentum in self.kept["momentum"].items():
-            self._accumulate(grads[name], momentum, divisor, skip)
         if not self.buckets:
             return
-        coming, going = self._collect(self.buckets[0], grads), None
-        for bucket, behind in zip(self.buckets, (*self.buckets[1:], None), strict=True):
+        shards = [grads[name] for name in self.locals]
+        coming, going = self._collect(self._tables[0], shards, divisor, skip), None
+        for tables, behind in zip(self._tables, (*self._tables[1:], None), strict=True):
             collected = coming.wait()
             if behind is not None:
-                coming = self._collect(behind, grads)
-            result = bucket, self._hand_back(bucket, self._orthogonalise(bucket, collected))
+                coming = self._collect(behind, shards, divisor, skip)
+            result = tables, self._hand_back(tables, self._orthogonalise(tables, collected))
             if going is not None:
                 self._apply(*going, lr, skip)
             going = result
         if going is not None:
             self._apply(*going, lr, skip)
 
-    def _accumulate(self, grad: Tensor, momentum: Tensor, divisor: Tensor, skip: Tensor) -> None:
-        """Update the momentum, and turn the gradient into what is orthogonalised."""
-        grad.div_(divisor)
-        new = torch.lerp(momentum.to(grad.dtype), grad, 1 - self.rule.momentum)
-        grad.copy_(grad.lerp(new, self.rule.momentum) if self.rule.nesterov else new)
-        momentum.copy_(torch.where(skip > 0, momentum, new.to(momentum.dtype)))
+    def _collect(self, tables: "_Tables", grads: list[Tensor], divisor: Tensor, skip: Tensor) -> "_Exchange":
+        """Update the momentum, and begin to send the owners what they orthogonalise."""
+        sent, rule = self._empty(tables.given), self.rule
+        momenta = list(self.kept["momentum"].values())
+        momentum_rows(tables.holds, grads, momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
+        return _Exchange(sent, tables.given, self._empty(tables.collected), tables.collected)
 
-    def _collect(self, bucket: Bucket, updates: dict[str, Tensor]) -> "_Exchange":
-        """Begin to send rows to the owners."""
-        of = [(updates[bucket.stacks[r.stack].parameter], r.at) for r in bucket.given.rows]
-        pieces = [shard.index_select(0, at).to(self.rule.dtype).flatten() for shard, at in of]
-        return _Exchange(pieces, bucket.given, bucket.collected, self.rule.dtype, self.mesh.device)
+    def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
+        """Return the results of this rank's stacks, one behind the other."""
+        whole, first = collected.new_empty(sum(math.prod(shape) for shape in tables.own)), 0
+        put_rows(tables.comes, whole, collected)
+        for shape in tables.own:
+            stack = whole[first : first + math.prod(shape)].view(shape)
+            # A batched matmul may be another for each number of matrices, and so for each number of owners.
+            for some in stack.split(1 if torch.are_deterministic_algorithms_enabled() else len(stack)):
+                some.copy_(orthogonalise(some, self.rule.polynomials, self.rule.eps))
+            first += stack.numel()
+        return whole
 
-    def _orthogonalise(self, bucket: Bucket, collected: Tensor) -> dict[int, Tensor]:
-        """Return the results of this rank's stacks, [B·R, C] each, by their place in the bucket."""
-        shapes = {i: bucket.stacks[i].rows.shape for i in bucket.own}
-        whole = {i: collected.new_empty(shapes[i].numel(), bucket.stacks[i].columns) for i in bucket.own}
-        for rows, piece in _by_run(bucket.collected, collected):
-            whole[rows.stack].narrow(1, rows.first_column, rows.columns).index_copy_(0, rows.at, piece)
-        rule = self.rule
-        return {
-            i: orthogonalise(x.view(*shapes[i], -1), rule.polynomials, rule.eps).flatten(0, 1) for i, x in whole.items()
-        }
-
-    def _hand_back(self, bucket: Bucket, results: dict[int, Tensor]) -> "_Exchange":
+    def _hand_back(self, tables: "_Tables", results: Tensor) -> "_Exchange":
         """Begin to send results to the holders."""
-        of = [(results[r.stack].narrow(1, r.first_column, r.columns), r.at) for r in bucket.returned.rows]
-        pieces = [result.index_select(0, at).flatten() for result, at in of]
-        return _Exchange(pieces, bucket.returned, bucket.taken, self.rule.dtype, self.mesh.device)
+        sent = self._empty(tables.returned)
+        take_rows(tables.goes, results, sent)
+        return _Exchange(sent, tables.returned, self._empty(tables.taken), tables.taken)
 
-    def _apply(self, bucket: Bucket, taken: "_Exchange", lr: float, skip: Tensor) -> None:
+    def _apply(self, tables: "_Tables", taken: "_Exchange", lr: float, skip: Tensor) -> None:
         """Update rows of this rank's shards."""
-        for rows, piece in _by_run(bucket.taken, taken.wait()):
+        update_rows(tables.takes, list(self.locals.values()), taken.wait(), tables.scales, tables.decays, lr, skip)
+
+    def _empty(self, sizes: list[int]) -> Tensor:
+        return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)
+
+    def _tables_of(self, bucket: Bucket, numbers: Mapping[str, int]) -> "_Tables":
+        """Say of each row that this rank holds or owns where it is, in its tensor and on its way."""
+        sent, taken = dict(_places_of_runs(bucket.given)), dict(_places_of_runs(bucket.taken))
+        holds, takes, scales, decays = [], [], [], []
+        for rows in bucket.taken.rows:  # all that it holds
             name, of, columns, _ = bucket.stacks[rows.stack]
-            shard, (lr_factor, weight_decay) = self.locals[name], self.paces[name]
-            own_lr, scale = lr * lr_factor, self.rule.scale * math.sqrt(max(of.shape[1], columns))
-            old = shard.index_select(0, rows.at)
-            new = (old * (1 - own_lr * weight_decay)).sub_(piece.to(old.dtype), alpha=own_lr * scale)
-            shard.index_copy_(0, rows.at, torch.where(skip > 0, old, new))
+            run = numbers[name], rows.at * rows.columns, rows.columns
+            holds.append((*run, sent.get(rows.stack, NOWHERE)))
+            takes.append((*run, taken[rows.stack]))
+            pace, n = self.paces[name], len(rows.at)
+            scale = pace.lr_factor * self.rule.scale * math.sqrt(max(of.shape[1], columns))
+            scales.append(torch.full((n,), scale, dtype=torch.float64))
+            decays.append(torch.full((n,), pace.lr_factor * pace.weight_decay, dtype=torch.float64))
+        own = {i: (*bucket.stacks[i].rows.shape, bucket.stacks[i].columns) for i in bucket.own}
+        starts = dict(zip(own, accumulate(map(math.prod, own.values()), initial=0), strict=False))
+
+        def of_stacks(transfer: Transfer) -> RowTable:
+            firsts = (rows.at * own[rows.stack][2] + rows.first_column + starts[rows.stack] for rows in transfer.rows)
+            places = (first for _, first in _places_of_runs(transfer))
+            runs = zip(transfer.rows, firsts, places, strict=True)
+            return table((0, at, rows.columns, place) for rows, at, place in runs).on(self.mesh.device)
+
+        on = self.mesh.device
+        return _Tables(
+            holds=table(holds).on(on),
+            takes=table(takes).on(on),
+            comes=of_stacks(bucket.collected),
+            goes=of_stacks(bucket.returned),
+            scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
+            decays=torch.cat(decays).to(on) if decays else torch.empty(0, device=on),
+            own=list(own.values()),
+            given=bucket.given.sizes,
+            collected=bucket.collected.sizes,
+            returned=bucket.returned.sizes,
+            taken=bucket.taken.sizes,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Tables:
+    """A bucket as a step needs it.
+
+    Attributes:
+        holds: rows of this rank's shards, with their places among those that are given to owners.
+        takes: the same rows, with their places among results.
+        comes, goes: rows of this rank's stacks, with their places among those that are collected, and returned.
+        scales, decays: of `takes`, what the learning rate is multiplied by.
+        own: [B, R, C] of each of its stacks.
+        given, collected, returned, taken: elements for, or from, each rank.
+    """
+
+    holds: RowTable
+    takes: RowTable
+    comes: RowTable
+    goes: RowTable
+    scales: Tensor
+    decays: Tensor
+    own: list[tuple[int, ...]]
+    given: list[int]
+    collected: list[int]
+    returned: list[int]
+    taken: list[int]
 
 
 class _Exchange:
     """One exchange of all ranks, on its way."""
 
-    def __init__(
-        self, pieces: list[Tensor], sent: Transfer, received: Transfer, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._sent = torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=device)
-        self._received = torch.empty(sum(received.sizes), dtype=dtype, device=device)
-        self._work = dist.all_to_all_single(self._received, self._sent, received.sizes, sent.sizes, async_op=True)
+    def __init__(self, sent: Tensor, sizes: list[int], received: Tensor, received_sizes: list[int]) -> None:
+        self._sent, self._received = sent, received
+        self._work = dist.all_to_all_single(received, sent, received_sizes, sizes, async_op=True)
 
     def wait(self) -> Tensor:
         """Return what has come."""
@@ -174,15 +230,9 @@ class _Exchange:
         return self._received
 
 
-def _by_run(transfer: Transfer, flat: Tensor) -> Iterator[tuple[RowRun, Tensor]]:
-    """Cut what has come into rows, [n, columns] each."""
-    sizes = [len(rows.at) * rows.columns for rows in transfer.rows]
-    for rows, piece in zip(transfer.rows, flat.split(sizes), strict=True):
-        yield rows, piece.view(len(rows.at), rows.columns)
-
-
-def _on(bucket: Bucket, device: torch.device) -> Bucket:
-    """Move the places of rows to a device."""
-    for transfer in (bucket.given, bucket.collected, bucket.returned, bucket.taken):
-        transfer.rows = [rows._replace(at=rows.at.to(device)) for rows in transfer.rows]
-    return bucket
+def _places_of_runs(transfer: Transfer) -> Iterator[tuple[int, int]]:
+    """Yield of each run of rows its stack, and its first element in what travels."""
+    first = 0
+    for rows in transfer.rows:
+        yield rows.stack, first
+        first += len(rows.at) * rows.columns

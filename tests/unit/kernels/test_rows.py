@@ -1,0 +1,121 @@
+"""Rows of many tensors, in a table: the definition against loops over rows, and the device code against both."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.needs import DEVICES
+from titanlite.kernels.row_table import NOWHERE, RowTable, table
+from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_rows
+
+NARROW = torch.bfloat16  # of what travels
+ONE, ZERO, TWO = torch.ones(()), torch.zeros(()), torch.full((), 2.0)
+WIDTHS = [{"a": 24, "b": 4104, "c": 8}, {"a": 7, "b": 2049, "c": 3}]  # multiples of 16 bytes, and not
+
+
+class Case:
+    """Three tensors of 5 rows, of which some travel, in another order, with gaps."""
+
+    def __init__(self, widths: dict[str, int], device: str) -> None:
+        numbers = torch.Generator().manual_seed(0)
+        self.tensors = [torch.randn(5, width, generator=numbers).to(device) for width in widths.values()]
+        self.gradients = [torch.randn(t.shape, generator=numbers).to(device) for t in self.tensors]
+        self.momenta = [torch.randn(t.shape, generator=numbers).to(device) for t in self.tensors]
+        rows = {0: [4, 0, 1], 1: [2, 3], 2: [0, 1, 2, 3]}
+        self.places: dict[tuple[int, int], int] = {}
+        runs, first = [], 16
+        for number, chosen in rows.items():
+            width = self.tensors[number].shape[1]
+            place = NOWHERE if number == 2 else first
+            runs.append((number, torch.tensor(chosen) * width, width, place))
+            for i, row in enumerate(chosen):
+                self.places[number, row] = NOWHERE if number == 2 else first + i * width
+            first += 0 if number == 2 else len(chosen) * width + 8
+        self.rows = table(runs).on(torch.device(device))
+        self.flat = torch.full((first,), 7.0, device=device)
+
+    def flat_row(self, flat: Tensor, number: int, row: int) -> Tensor:
+        place = self.places[number, row]
+        return flat[place : place + self.tensors[number].shape[1]]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=["aligned", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum(nesterov: bool, dtype: torch.dtype, widths: dict[str, int], device: str) -> None:
+    case = Case(widths, device)
+    momenta = [m.to(dtype) for m in case.momenta]
+    before, flat = [m.clone() for m in momenta], case.flat.to(NARROW)
+    divisor, skip, leave = (t.to(device) for t in (TWO, ZERO, ONE))
+    momentum_rows(case.rows, case.gradients, momenta, flat, divisor, leave, 0.75, nesterov)
+    assert all(torch.equal(m, old) for m, old in zip(momenta, before, strict=True))
+    momentum_rows(case.rows, case.gradients, momenta, flat, divisor, skip, 0.75, nesterov)
+    touched = torch.zeros_like(flat, dtype=torch.bool)
+    for number, (gradient, momentum, old) in enumerate(zip(case.gradients, momenta, before, strict=True)):
+        for row in range(5):
+            if (number, row) not in case.places:
+                assert torch.equal(momentum[row], old[row])
+                continue
+            g, m = gradient[row].double() / 2, old[row].double()
+            new = 0.75 * m + 0.25 * g
+            torch.testing.assert_close(momentum[row].double(), new, rtol=torch.finfo(dtype).eps, atol=1e-6)
+            if case.places[number, row] != NOWHERE:
+                u = 0.75 * new + 0.25 * g if nesterov else new
+                torch.testing.assert_close(case.flat_row(flat, number, row).double(), u, rtol=2**-8, atol=1e-6)
+                case.flat_row(touched, number, row).fill_(True)
+    assert (flat[~touched] == 7).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=["aligned", "odd"])
+def test_update(widths: dict[str, int], device: str) -> None:
+    case = Case(widths, device)
+    takes = table((n, torch.arange(5) * t.shape[1], t.shape[1], 5 * 8 * n * 600) for n, t in enumerate(case.tensors))
+    flat = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).to(device, NARROW)
+    scales, decays = (torch.linspace(a, b, 15, dtype=torch.float64).to(device) for a, b in ((0.5, 2), (0, 0.1)))
+    old = [t.clone() for t in case.tensors]
+    for skip in (ONE, ZERO):
+        update_rows(takes.on(flat.device), case.tensors, flat, scales, decays, 0.1, skip.to(device))
+        for number, tensor in enumerate(case.tensors):
+            for row in range(5):
+                n, first = 5 * number + row, 5 * 8 * number * 600 + row * tensor.shape[1]
+                u = flat[first : first + tensor.shape[1]].double()
+                new = old[number][row].double() * (1 - 0.1 * decays[n]) - 0.1 * scales[n] * u
+                wanted = old[number][row].double() if skip else new
+                torch.testing.assert_close(tensor[row].double(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=["aligned", "odd"])
+def test_rows_are_taken_and_put_back(widths: dict[str, int], device: str) -> None:
+    case = Case(widths, device)
+    width = case.tensors[1].shape[1]
+    rows = table([(0, torch.tensor([3, 1]) * width, width - 1, 8)]).on(torch.device(device))
+    flat = torch.zeros(2 * width + 16, device=device)
+    take_rows(rows, case.tensors[1], flat)
+    wanted = torch.cat((case.tensors[1][3, :-1], case.tensors[1][1, :-1]))
+    assert torch.equal(flat[8 : 8 + len(wanted)], wanted)
+    assert flat.count_nonzero() == wanted.count_nonzero()
+    back = torch.zeros_like(case.tensors[1])
+    put_rows(rows, back, flat)
+    assert torch.equal(back[[3, 1], :-1], case.tensors[1][[3, 1], :-1])
+    assert back.count_nonzero() == wanted.count_nonzero()
+
+
+def test_no_rows() -> None:
+    none: RowTable = table([(0, torch.empty(0, dtype=torch.int64), 4, 0)])
+    assert len(none) == 0
+    take_rows(none, torch.zeros(4), torch.zeros(4))
+
+
+@pytest.mark.slow
+def test_values_of_device_code() -> None:
+    """The tests above, of the device code by Triton's interpreter, which is asked for before Triton is imported."""
+    run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_rows"]
+    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,146 @@
+"""Device code of `titanlite.kernels.rows`: a thread block for each part of a row, which finds the row by a table."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanlite.kernels.device.launch import cdiv
+from titanlite.kernels.row_table import RowTable
+
+BLOCK = 2048
+"""Most elements of a thread block."""
+WARPS = 4
+
+
+@triton.jit
+def _numbers(table, ALIGNED: tl.constexpr):
+    """Load a number of this block's row. The compiler believes no hint on it, but it believes arithmetic."""
+    number = tl.load(table + tl.program_id(0))
+    if ALIGNED:
+        number = number // 8 * 8
+    return number
+
+
+@triton.jit
+def _tensor_start(addresses, owners, like, ALIGNED: tl.constexpr):
+    """Return the tensor of this block's row."""
+    start = tl.load(addresses + tl.load(owners + tl.program_id(0))).to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:
+        start = tl.multiple_of(start, 16)
+    return start
+
+
+@triton.jit
+def _move_rows(tensor, flat, ats, widths, places, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy a row out of the tensor, or into it."""
+    along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = along < _numbers(widths, ALIGNED)
+    at, place = _numbers(ats, ALIGNED) + along, _numbers(places, ALIGNED) + along
+    if OUT:
+        tl.store(flat + place, tl.load(tensor + at, mask=inside), mask=inside)
+    else:
+        tl.store(tensor + at, tl.load(flat + place, mask=inside), mask=inside)
+
+
+@triton.jit
+def _momentum_rows(
+    gradients, momenta, g_like, m_like, flat, owners, ats, widths, places, divisor, skip, momentum,
+    NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One part of a row; gradients, momenta: [tensors] int64, addresses."""
+    along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = along < _numbers(widths, ALIGNED)
+    at = _numbers(ats, ALIGNED) + along
+    of_g, of_m = (
+        _tensor_start(gradients, owners, g_like, ALIGNED) + at,
+        _tensor_start(momenta, owners, m_like, ALIGNED) + at,
+    )
+    g = tl.load(of_g, mask=inside, other=0.0) / tl.load(divisor)
+    m = tl.load(of_m, mask=inside, other=0.0).to(tl.float32)
+    m += (1 - momentum) * (g - m)
+    u = m
+    if NESTEROV:
+        u = g + momentum * (m - g)
+    if tl.load(places + tl.program_id(0)) >= 0:
+        place = _numbers(places, ALIGNED) + along
+        tl.store(flat + place, u.to(flat.dtype.element_ty), mask=inside)
+    if tl.load(skip) == 0:
+        tl.store(of_m, m.to(m_like.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _update_rows(
+    parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, skip,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One part of a row; parameters: [tensors] int64, addresses."""
+    if tl.load(skip) == 0:
+        along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = along < _numbers(widths, ALIGNED)
+        of_p = _tensor_start(parameters, owners, p_like, ALIGNED) + _numbers(ats, ALIGNED) + along
+        u = tl.load(flat + _numbers(places, ALIGNED) + along, mask=inside, other=0.0).to(tl.float32)
+        scale, decay = tl.load(scales + tl.program_id(0)), tl.load(decays + tl.program_id(0))
+        p = tl.load(of_p, mask=inside, other=0.0) * (1 - lr * decay.to(tl.float32))
+        tl.store(of_p, p - lr * scale.to(tl.float32) * u, mask=inside)
+
+
+def _grid(rows: RowTable) -> tuple[tuple[int, int], int]:
+    block = min(BLOCK, triton.next_power_of_2(rows.widest))
+    return (len(rows), cdiv(rows.widest, block)), block
+
+
+def _upload_addresses(kind: str, tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, bool]:
+    """Upload where tensors are, [n] int64, and say whether all are at multiples of 16 bytes."""
+    for i, t in enumerate(tensors):
+        if t.dtype != tensors[0].dtype or not t.is_contiguous():
+            found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
+            raise ValueError(f"rows: {kind} {i} is {found}; it must be {tensors[0].dtype} and contiguous")
+    found = [t.data_ptr() for t in tensors]
+    there = torch.tensor(found, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    return there, not any(a % 16 for a in found)
+
+
+def launch_move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
+    """Launch the copy of `take_rows` and `put_rows`."""
+    if len(rows):
+        grid, block = _grid(rows)
+        tables = rows.at, rows.columns, rows.flat
+        _move_rows[grid](tensor, flat, *tables, out, rows.aligned, block, num_warps=WARPS)  # type: ignore[call-arg]
+
+
+def launch_momentum(
+    rows: RowTable,
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    flat: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Launch the kernel of `momentum_rows`."""
+    if len(rows):
+        grid, block = _grid(rows)
+        of_g, of_m = (_upload_addresses(*of, flat.device) for of in (("gradient", gradients), ("momentum", momenta)))
+        aligned = rows.aligned and of_g[1] and of_m[1]
+        tables = rows.tensor, rows.at, rows.columns, rows.flat
+        _momentum_rows[grid](
+            of_g[0], of_m[0], gradients[0], momenta[0], flat, *tables, divisor, skip, momentum, nesterov,
+            aligned, block, num_warps=WARPS,  # type: ignore[call-arg]
+        )  # fmt: skip
+
+
+def launch_update(
+    rows: RowTable, parameters: Sequence[Tensor], flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
+) -> None:
+    """Launch the kernel of `update_rows`."""
+    if len(rows):
+        grid, block = _grid(rows)
+        at, aligned = _upload_addresses("parameter", parameters, flat.device)
+        tables = rows.tensor, rows.at, rows.columns, rows.flat, scales, decays
+        _update_rows[grid](
+            at, parameters[0], flat, *tables, lr, skip, rows.aligned and aligned, block, num_warps=WARPS  # type: ignore[call-arg]
+        )  # fmt: skip

@@ -1,0 +1,114 @@
+"""Rows of many tensors at once: Muon's momentum, rows on their way to owners and back, and the update with them.
+
+All that travels in one exchange lies in one piece of memory, row behind row. A table says of each row where it is
+there, and where in which tensor. On a GPU each call is one kernel for all rows, which reads and writes each number once
+(`titanlite/kernels/device/rows.py`).
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from titanlite.kernels.row_table import NOWHERE, RowTable
+
+
+def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """Yield rows of one tensor and one width: its number, [m] rows, [m, columns] elements there and in flat memory."""
+    kinds, of = torch.stack((rows.tensor, rows.columns)).unique(dim=1, return_inverse=True)
+    for i, (number, columns) in enumerate(kinds.T.tolist()):
+        chosen = (of == i).nonzero().squeeze(1)
+        along = torch.arange(columns, device=rows.at.device)
+        yield number, chosen, rows.at[chosen, None] + along, rows.flat[chosen, None] + along
+
+
+def take_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
+    """Copy rows of one tensor into the memory of all rows.
+
+    Args:
+        rows: all of tensor 0, each with a place.
+        tensor, flat: of one dtype, contiguous.
+    """
+    _move(rows, tensor, flat, out=True)
+
+
+def put_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
+    """Copy rows back into one tensor. Arguments as of `take_rows`."""
+    _move(rows, tensor, flat, out=False)
+
+
+def _move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
+    if tensor.is_cuda:
+        from titanlite.kernels.device.rows import launch_move
+
+        return launch_move(rows, tensor, flat, out)
+    for _, _, at, place in _rows_alike(rows):
+        if out:
+            flat[place] = tensor.view(-1)[at]
+        else:
+            tensor.view(-1)[at] = flat[place]
+    return None
+
+
+def momentum_rows(
+    rows: RowTable,
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    flat: Tensor,
+    divisor: Tensor,
+    skip: Tensor,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """Update the momentum of rows, and give those that travel what is to be orthogonalised.
+
+        m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g, or m
+
+    Args:
+        rows: of the tensors.
+        gradients: [...] float32 or wider, contiguous.
+        momenta: [...] of the same sizes; float32, wider or bfloat16.
+        flat: receives u of rows that have a place, in its dtype.
+        divisor: [] float32, of gradients.
+        skip: [] float32; 1 leaves momenta as they are.
+        momentum: μ.
+        nesterov: which u.
+    """
+    if flat.is_cuda:
+        from titanlite.kernels.device.rows import launch_momentum
+
+        return launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
+    for number, chosen, at, place in _rows_alike(rows):
+        g, kept = gradients[number].view(-1)[at] / divisor, momenta[number].view(-1)
+        new = torch.lerp(kept[at].to(g.dtype), g, 1 - momentum)
+        travels = rows.flat[chosen] != NOWHERE
+        flat[place[travels]] = (g.lerp(new, momentum) if nesterov else new)[travels].to(flat.dtype)
+        kept[at] = torch.where(skip > 0, kept[at], new.to(kept.dtype))
+    return None
+
+
+def update_rows(
+    rows: RowTable, parameters: Sequence[Tensor], flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
+) -> None:
+    """Update rows with what has come for them.
+
+        p ← (1 - lr·decay) p - lr·scale·u
+
+    Args:
+        rows: of the parameters, each with a place.
+        parameters: [...] float32 or wider, contiguous.
+        flat: u.
+        scales, decays: [n] float64, of each row.
+        lr: learning rate.
+        skip: [] float32; 1 leaves parameters as they are.
+    """
+    if flat.is_cuda:
+        from titanlite.kernels.device.rows import launch_update
+
+        return launch_update(rows, parameters, flat, scales, decays, lr, skip)
+    for number, chosen, at, place in _rows_alike(rows):
+        whole = parameters[number].view(-1)
+        old, scale, decay = whole[at], scales[chosen, None].to(whole.dtype), decays[chosen, None].to(whole.dtype)
+        new = old * (1 - lr * decay) - lr * scale * flat[place].to(old.dtype)
+        whole[at] = torch.where(skip > 0, old, new)
+    return None
