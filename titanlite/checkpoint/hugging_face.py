@@ -26,6 +26,7 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
+from titanlite.checkpoint.resume import AVERAGE
 from titanlite.checkpoint.store import require_none
 from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
@@ -51,6 +52,8 @@ def export_checkpoint(
     tokenizer: Tokenizer | None,
     dtype: str,
     say: Callable[[str], None],
+    *,
+    averaged: bool = False,
 ) -> None:
     """Write the folder.
 
@@ -62,6 +65,7 @@ def export_checkpoint(
         tokenizer: the run's, or None if it is not known.
         dtype: of the weights, as "bfloat16".
         say: called with what was written.
+        averaged: write the average of weights, which the checkpoint has, in their place.
 
     Raises:
         CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another
@@ -90,7 +94,7 @@ def export_checkpoint(
                 _write_tokenizer(tmp, tokenizer, seq_len)
             say(f"verifying {checkpoint}")
             verify(checkpoint)
-            _write_weights(tmp, checkpoint, config.model.name, model, getattr(torch, dtype), say)
+            _write_weights(tmp, checkpoint, config.model.name, model, getattr(torch, dtype), say, averaged=averaged)
             tmp.rename(out)
         except BaseException:
             shutil.rmtree(tmp, ignore_errors=True)
@@ -201,20 +205,29 @@ def _check_weight_shapes(
 
 
 def _write_weights(
-    folder: Path, checkpoint: Path, architecture: str, model: nn.Module, dtype: torch.dtype, say: Callable[[str], None]
+    folder: Path,
+    checkpoint: Path,
+    architecture: str,
+    model: nn.Module,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
+    *,
+    averaged: bool,
 ) -> None:
-    shapes = {f"model/{name}": parameter.shape for name, parameter in model.named_parameters()}
+    kind, left_out = (AVERAGE, "model/") if averaged else ("model/", AVERAGE)
+    shapes = {f"{kind}{name}": parameter.shape for name, parameter in model.named_parameters()}
     files = _weights_by_file({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()})
     where: dict[str, str] = {}
     for n, names in enumerate(files, start=1):
         file = f"model-{n:05}-of-{len(files):05}.safetensors" if len(files) > 1 else ONE_FILE
         ours = {name: torch.empty(shapes[name]) for name in names}
-        store.read(checkpoint, ours, optional=("optimizer/", "rng/", *(name for name in shapes if name not in ours)))
+        others = ("optimizer/", "rng/", left_out, f"{AVERAGE}updates", *(name for name in shapes if name not in ours))
+        store.read(checkpoint, ours, optional=others)
         theirs = {
             their_name: weight.to(dtype)
             for name in names
             for their_name, weight in their_weights(
-                LAYOUTS[architecture], model, name.removeprefix("model/"), ours.pop(name)
+                LAYOUTS[architecture], model, name.removeprefix(kind), ours.pop(name)
             ).items()
         }
         save_file(theirs, folder / file, metadata={"format": "pt"})

@@ -28,6 +28,8 @@ from titanlite.json_file import read_json
 
 STATE = "state.json"
 VERSION = 1
+AVERAGE = "ema/"
+"""What the names of the tensors of an average of weights begin with."""
 _BEFORE: dict[str, dict[str, Any]] = {  # of former versions, whose checkpoints do not say it
     "data": {"shuffle_window": 0, "packing": "concat"},
     "model": {"logit_softcap": 0.0},
@@ -277,6 +279,27 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     want = f"{batch} sequences per step, with which the checkpoint was trained"
     fix = f"--training.global_batch_size {batch}, or the number that it is to go on with"
     raise ConfigError.of(str(folder), "training.global_batch_size", seen, want, fix)
+
+
+def has_average(state: dict[str, Any]) -> bool:
+    """Return whether a checkpoint holds an average of the weights, by what it says beside the tensors."""
+    return bool(state.get("ema_decay"))
+
+
+def changed_average(state: dict[str, Any], config: Config, step: int) -> list[str]:
+    """Tell what becomes of the average of weights, where a run goes on with one that the checkpoint does not have.
+
+    Args:
+        state: what the checkpoint says beside the tensors.
+        config: of this run.
+        step: of the checkpoint.
+    """
+    decay = config.optimizer.ema_decay
+    if decay and not has_average(state):
+        return [f"the average of weights (optimizer.ema_decay = {decay}) begins at those of step {step}"]
+    if has_average(state) and not decay:
+        return [f"the average of weights in the checkpoint of step {step} is left out: optimizer.ema_decay = 0"]
+    return []
 
 
 def changed_routing(state: dict[str, Any], dims: ModelDims) -> list[str]:

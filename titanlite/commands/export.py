@@ -22,7 +22,8 @@ _COMMAND = Command(
     {
         "RUN": "run folder, <dump_folder>/<name>",
         "--step N": "step of the checkpoint; default: the newest",
-        "--out FOLDER": "folder to create; default: hugging_face/step-<step> in the run folder",
+        "--ema": "write the average of weights that optimizer.ema_decay has kept, in their place",
+        "--out FOLDER": "folder to create; default: hugging_face/step-<step>, or step-<step>-ema, in the run folder",
         "--dtype DTYPE": "dtype of the weights, bfloat16 or float32; default: the run's compute dtype",
         "--tokenizer FILE": "the run's tokenizer.json, if it is no longer where data.tokenizer says",
     },
@@ -44,18 +45,24 @@ def run(argv: Sequence[str]) -> int:
     dtype = given.get("--dtype", config.training.mixed_precision_param)
     step = _asked_step(folder.checkpoints, given.get("--step"))
     checkpoint = publish.step_folder(folder.checkpoints, step)
-    out = Path(given.get("--out", folder.path / "hugging_face" / checkpoint.name))
+    averaged = "--ema" in given
+    out = Path(given.get("--out", folder.path / "hugging_face" / f"{checkpoint.name}{'-ema' * averaged}"))
     _check_target(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
-    from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, read_state
+    from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, has_average, read_state
 
     publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
+    if averaged and not has_average(state):
+        want = "a checkpoint with an average of weights: this one has none, since optimizer.ema_decay was 0"
+        fix = "leave --ema out, or train on with --optimizer.ema_decay 0.999 and export a later step"
+        raise CheckpointError.of("titanlite export", "--ema", checkpoint.name, want, fix)
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = trained_tokenizer("titanlite export", name, config.data.add_bos_token, state["tokenizer"])
-    export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, lambda line: _print_line(f"  {line}"))
+    say = lambda line: _print_line(f"  {line}")  # noqa: E731
+    export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, say, averaged=averaged)
     if tokenizer is None:
         _print_line("  no tokenizer: the run read token files")
     _print_line(str(out))

@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_quickly, nothing_to_do, other_text, read_state, step_to_resume
+from titanlite.checkpoint.resume import (
+    changed_average,
+    check_quickly,
+    nothing_to_do,
+    other_text,
+    read_state,
+    step_to_resume,
+)
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.check import sequences_per_step
@@ -79,11 +86,12 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         warnings.append(other_text(at, state, corpora, tokenizer, strict))
         change = change_of_rate(config, step, state.get("learning_rate"), checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
+        notices += changed_average(state, config, step)
     elif branch := branch_of(config):
         notices.append(f"goes on from {step_folder(*branch)}: weights, optimizer and place in the data")
         state = read_state(step_folder(*branch), branch[1])["state"]
         change = change_of_rate(config, branch[1], state.get("learning_rate"), checked.table)
-        notices += [change] if change else []
+        notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
 

@@ -28,7 +28,7 @@ def name_of_source(key: str) -> str:
 
 
 def check_held_out(config: Config, problems: Problems) -> None:
-    """Refuse further sources without a name, of one name, or where validation is off."""
+    """Refuse further sources without a name, of one name, or where validation is off; and an average without one."""
     key, given, names = f"{FIRST}s", config.validation.sources, set[str]()
     for text in given:
         named = _NAMED.fullmatch(text)
@@ -41,3 +41,16 @@ def check_held_out(config: Config, problems: Problems) -> None:
             names.add(named[1])
     if given and not config.validation.enable:
         problems.add(key, show(given), "validation, but validation.enable = false", "validation.enable = true")
+    _check_weights(config, problems)
+
+
+def _check_weights(config: Config, problems: Problems) -> None:
+    """Refuse to validate an average that there is not, or without validation."""
+    key, asked = "validation.weights", config.validation.weights
+    if asked == "model":
+        return
+    if not config.validation.enable:
+        problems.add(key, show(asked), "validation, but validation.enable = false", "validation.enable = true")
+    if not config.optimizer.ema_decay:
+        want = "an average of the weights, but optimizer.ema_decay = 0"
+        problems.add(key, show(asked), want, 'weights = "model", or optimizer.ema_decay = 0.999')

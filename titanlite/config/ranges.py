@@ -41,6 +41,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "optimizer.beta2": "[0, 1)",
     "optimizer.eps": "(0, inf)",
     "optimizer.weight_decay": "[0, inf)",
+    "optimizer.ema_decay": "[0, 1)",
     "lr_scheduler.warmup_steps": "[0, inf)",
     "lr_scheduler.warmup_tokens": "[0, inf)",
     "lr_scheduler.decay_ratio": "(0, 1]",

@@ -180,6 +180,8 @@ class Optimizer:
     """Parameters without weight decay, as shell patterns of their names. A pattern that matches nothing is an error."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the stored moments."""
+    ema_decay: float = 0.0
+    """Decay of an exponential moving average of the weights, kept beside them in float32 and moved after each update; as 0.999, over about the last 1000 updates. At first it is shorter. `validation.weights` and `titanlite export --ema` use it. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,8 @@ class Validation:
     """Steps between validations."""
     steps: int = -1
     """Global batches per validation. -1: the whole source once."""
+    weights: Literal["model", "ema", "both"] = "model"
+    """Weights to validate: those that are trained (`model`), their average (`ema`, with `optimizer.ema_decay`), or one after the other. Losses of the average are `validation_loss_ema` and `validation_bits_per_byte_ema` in metrics.jsonl."""
 
 
 @dataclass(frozen=True)

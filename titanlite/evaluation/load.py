@@ -9,6 +9,7 @@ from torch import nn
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, rank, world_size
 from titanlite.checkpoint.hugging_face import load_weights
+from titanlite.checkpoint.resume import AVERAGE
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism
 from titanlite.float8.weight import as_laid_out, local_data
@@ -45,5 +46,5 @@ def load_model(
         return model, mesh
     on_all_ranks(lambda: publish.verify(checkpoint, share=rank(), shares=world_size()))
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in named.items()}
-    store.read(checkpoint, weights, optional=("optimizer/", "rng/"))
+    store.read(checkpoint, weights, optional=("optimizer/", "rng/", AVERAGE))
     return model, mesh

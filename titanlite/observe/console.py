@@ -222,15 +222,19 @@ def _rough(seconds: float) -> str:
     return f"{days}d {h}h" if days else f"{h}h {m:02}m" if h else f"{m}m {s:02}s"
 
 
+_LOSSES = {"validation_loss": "validation loss", "validation_loss_ema": "validation loss of the average"}
+
+
 def _validation(row: ValidationRow) -> str:
     """Say the loss of each held-out source, and its bits per byte where they are known."""
-    losses = {"": row.validation_loss}
-    losses |= {key.partition(".")[2]: x for key, x in row.sources.items() if key.startswith("validation_loss.")}
-    bits = {key.partition(".")[2]: x for key, x in row.sources.items() if "bits_per_byte" in key}
-    texts = [
-        f"{name or 'validation loss'} {loss:.4f}" + (f" ({bits[name]:.4f} bits/byte)" if name in bits else "")
-        for name, loss in losses.items()
-    ]
+    numbers = {"validation_loss": row.validation_loss, **row.sources}
+    texts: list[str] = []
+    for key, loss in numbers.items():
+        kind, _, name = key.partition(".")
+        if kind not in _LOSSES or loss is None:
+            continue
+        bits = numbers.get(key.replace("_loss", "_bits_per_byte", 1))
+        texts.append(f"{name or _LOSSES[kind]} {loss:.4f}" + ("" if bits is None else f" ({bits:.4f} bits/byte)"))
     return "  ".join(texts)
 
 

@@ -27,6 +27,10 @@ KNOWN: Mapping[str, Known] = {
     "z_loss": Known("train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),
     "validation_loss": Known("val/loss", "Loss", "validation loss", "nats per token"),
     "validation_bits_per_byte": Known("val/bits_per_byte", "Loss", "validation loss", "bits per byte"),
+    "validation_loss_ema": Known("val/loss_ema", "Loss", "validation loss of averaged weights", "nats per token"),
+    "validation_bits_per_byte_ema": Known(
+        "val/bits_per_byte_ema", "Loss", "validation loss of averaged weights", "bits per byte"
+    ),
     "grad_norm": Known("train/grad_norm", "Optimization", "gradient norm before clipping"),
     "lr": Known("optim/lr", "Optimization", "learning rate", is_noisy=False),
     "epoch": Known("train/epoch", "Optimization", "times through the data", is_noisy=False),

@@ -78,9 +78,11 @@ class ValidationRow:
 
     step: int
     tokens: int
-    validation_loss: float  # mean over all targets of `validation.source`, nats per token
-    # Its "validation_bits_per_byte", if the bytes of its text are known; and of each further source
-    # "validation_loss.<name>" and "validation_bits_per_byte.<name>".
+    # Mean over all targets of `validation.source`, nats per token; None: only the average of weights was validated.
+    validation_loss: float | None = None
+    # Its "validation_bits_per_byte", if the bytes of its text are known; of each further source
+    # "validation_loss.<name>" and "validation_bits_per_byte.<name>"; and of the average of weights all these as
+    # "validation_loss_ema", "validation_loss_ema.<name>" and so on.
     sources: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -154,7 +156,7 @@ class MetricsFile:
         elif has_rows:
             kept = [row for row in read_metrics(path) if row["step"] <= resume_step]
             if validates_again:
-                again = {"validation_loss", "evaluation_seconds"}
+                again = {"validation_loss", "validation_loss_ema", "evaluation_seconds"}
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
             self.last_step = max((row["step"] for row in kept if self.of_step in row), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -223,7 +225,8 @@ def json_row(row: Row) -> dict[str, int | float | None]:
     given = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "experts"}
     for several in ("layers", "sources", "numbers", "scores"):
         given |= given.pop(several, {})
-    return {key: value if math.isfinite(value) else None for key, value in given.items()}
+    found = {key: value for key, value in given.items() if value is not None}
+    return {key: value if math.isfinite(value) else None for key, value in found.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -54,6 +54,7 @@ from titanlite.receipt import Entry, Receipt
 from titanlite.training.optimizers.matrices import matrices_of
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.routers import Routers, routers_of
+from titanlite.training.weight_average import WeightAverage
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Run:
     kept_state: dict[str, object]  # of checkpointed blocks, before the first step
     receipt: Receipt
     routers: Routers | None  # of a mixture of experts
+    average: WeightAverage | None = None  # of its weights, if `optimizer.ema_decay` asks for it
     warnings: tuple[str, ...] = ()  # to be said before the first step
 
     @property
@@ -185,6 +187,7 @@ def build(
     precompute_scales(parameters, mesh.fsdp)
     optimizer = ShardedOptimizer(named, config.optimizer, rules, mesh, matrices_of(model))
     receipt.add(optimizer.entry())
+    decay = config.optimizer.ema_decay
     return Run(
         config=config,
         dims=dims,
@@ -208,6 +211,7 @@ def build(
         kept_state=state_of(model, save_list_use.checkpointed),
         receipt=receipt,
         routers=routers_of(model),
+        average=WeightAverage(named, optimizer.locals, decay, mesh) if decay else None,
         warnings=warnings,
     )
 

@@ -94,9 +94,15 @@ class HeldOut(NamedTuple):
     batches: ValidationBatches
     tokens_per_byte: float | None  # of its text; None: not known
 
-    def numbers(self, name: str, loss: float) -> dict[str, float]:
-        """Return the metrics of its mean loss, in nats per token, by their keys; `name` is "" of the first source."""
-        end = f".{name}" if name else ""
+    def numbers(self, name: str, loss: float, of: str = "") -> dict[str, float]:
+        """Return the metrics of its mean loss, in nats per token, by their keys.
+
+        Args:
+            name: of the source; "" of the first.
+            loss: the mean.
+            of: "_ema" of the average of weights; "" of those that are trained.
+        """
+        end = of + (f".{name}" if name else "")
         found = {f"validation_loss{end}": loss}
         if self.tokens_per_byte is not None:
             found[f"validation_bits_per_byte{end}"] = loss / math.log(2) * self.tokens_per_byte

@@ -189,13 +189,24 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         self.run.model.eval()
         numbers: dict[str, float] = {}
+        asked, average = self.run.config.validation.weights, self.run.average
         with span(VALIDATION):
-            for name, source in self.validation.items():
-                total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
-                numbers |= source.numbers(name, total / targets)
+            if asked != "ema":
+                numbers |= self._losses(step)
+            if asked != "model" and average is not None:
+                with average.in_place_of_weights(self.run.model):
+                    numbers |= self._losses(step, "_ema")
         self.run.model.train()
         self.data_check.tell()
         self.report.validation(step, numbers)
+
+    def _losses(self, step: int, of: str = "") -> dict[str, float]:
+        """Return the metrics of each held-out source, by keys that say whose weights they are of."""
+        numbers: dict[str, float] = {}
+        for name, source in self.validation.items():
+            total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
+            numbers |= source.numbers(name, total / targets, of)
+        return numbers
 
     def float8_numerics(self, step: int, batch: Batch) -> None:
         """Log what float8 does to each layer, on a batch of each rank's; training goes on as if it had not been."""
@@ -271,6 +282,7 @@ class Loop:
         table = self.report.position.table
         state = {"samples": table.samples(step), "validation_due": validation_due} | self.data.identity
         state["skipped_in_a_row"] = self.report.skipped_in_a_row
+        state["ema_decay"] = self.run.config.optimizer.ema_decay
         state["learning_rate"] = learning_rate(step, self.run.config, table)
         state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
         state["unit_len"] = self.batches.mixture.unit_len

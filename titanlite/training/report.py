@@ -257,8 +257,8 @@ class Report:
     def validation(self, step: int, numbers: dict[str, float]) -> None:
         """Log one validation, of all held-out sources: `validation_loss` of the first, and what else there is."""
         more = {key: number for key, number in numbers.items() if key != "validation_loss"}
-        tokens = self.position.tokens(step)
-        self._write(ValidationRow(step=step, tokens=tokens, validation_loss=numbers["validation_loss"], sources=more))
+        tokens, loss = self.position.tokens(step), numbers.get("validation_loss")
+        self._write(ValidationRow(step=step, tokens=tokens, validation_loss=loss, sources=more))
 
     def evaluation(self, step: int, scores: Sequence[Score], seconds: float, freq: int) -> None:
         """Log one evaluation, and at the first one say what share of the time it takes."""

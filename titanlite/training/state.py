@@ -10,7 +10,7 @@ from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import changed_routing, check_state
+from titanlite.checkpoint.resume import changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
@@ -28,15 +28,16 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
         run: the run.
 
     Returns:
-        `model/<name>`, `optimizer/…` and `rng/rank<r>/…`; weights and moments are laid out as the parameters are and
-        share their memory.
+        `model/<name>`, `optimizer/…`, `ema/<name>` of an average and `rng/rank<r>/…`; weights, moments and averages are
+        laid out as the parameters are and share their memory.
     """
     # Not the model's own: between validation and the next step those are what FSDP gathered, in the compute dtype.
     masters = run.optimizer.parameters
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     if run.routers is not None:
         weights |= {f"model/{name}": bias for name, bias in run.routers.state().items()}
-    return {**weights, **run.optimizer.state(), **rng_state()}
+    averages = run.average.state() if run.average is not None else {}
+    return {**weights, **run.optimizer.state(), **averages, **rng_state()}
 
 
 def take_first_weights(run: Run) -> int:
@@ -51,6 +52,8 @@ def take_first_weights(run: Run) -> int:
     _nudge(run)
     if n or config.training.nudge:
         precompute_scales(run.parameters, run.mesh.fsdp)
+    if run.average is not None:
+        run.average.begin()
     return n
 
 
@@ -110,6 +113,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         if n := take_first_weights(run):
             run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
             console.notice(f"starts from the {n} weights of {path}")
+        _add_average(run, 0)
         return Start(0, {"samples": 0}, step_folder(checkpoints.root, 0))
     if branch is not None:
         checkpoints, step = Checkpoints(branch[0], 0, console.warning), branch[1]
@@ -127,6 +131,9 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     if branch is not None:
         _nudge(run)
     precompute_scales(run.parameters, run.mesh.fsdp)
+    if run.average is not None and not has_average(state):
+        run.average.begin()
+    _add_average(run, step)
     said = f"resumed from step {step}"
     if branch is not None:
         samples = int(state["samples"])
@@ -134,9 +141,21 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         what = f"weights, optimizer and place in the data, after step {step}, {samples:,} samples"
         said = f"branches off {folder}{as_before}: {what}"
         run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
-    for notice in (said, *changed_routing(state, run.dims), *notices):
+    changed = *changed_routing(state, run.dims), *changed_average(state, run.config, step)
+    for notice in (said, *changed, *notices):
         console.notice(notice)
     return Start(step, state, folder, branch is not None)
+
+
+def _add_average(run: Run, step: int) -> None:
+    """Say in the receipt where the average of weights begins or goes on, if there is one."""
+    if (average := run.average) is None:
+        return
+    updates, decay, n = int(average.updates), run.config.optimizer.ema_decay, len(average.shards)
+    begins = f"goes on after {updates:,} updates" if updates else f"begins at the weights of step {step}"
+    dtypes = sorted({str(shard.dtype).removeprefix("torch.") for shard in average.shards.values()})
+    applied = {"parameters": n, "dtype": ", ".join(dtypes), "decay": decay, "start": begins}
+    run.receipt.add(Entry("weight_average", decay, applied, count=n, key="optimizer.ema_decay"))
 
 
 def _branch_of_all(path: str, run: Path) -> tuple[Path, int] | None:

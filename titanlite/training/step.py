@@ -97,6 +97,8 @@ def train_step(
     divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     with span(OPTIMIZER):
         run.optimizer.step(gradients, lr, divisor, skip)
+        if run.average is not None:
+            run.average.update(skip)
         run.model.zero_grad(set_to_none=True)
         precompute_scales(run.parameters, run.mesh.fsdp)
         if run.routers is not None:

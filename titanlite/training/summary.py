@@ -98,9 +98,10 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # who has damaged it has been told, or is at the next start
         rows = read_metrics(folder.metrics)
-    lowest = {"train": _lowest(rows, "loss"), "validation": _lowest(rows, "validation_loss")}
+    keys = {"train loss": "loss", "validation loss": "validation_loss"}
+    keys["validation loss of the average"] = "validation_loss_ema"
     lines = [_line("took", f"{duration(seconds)} to step {last:,} of {config.training.steps:,}")]
-    if said := [f"{name} loss {text}" for name, text in lowest.items() if text]:
+    if said := [f"{name} {text}" for name, key in keys.items() if (text := _lowest(rows, key))]:
         lines.append(_line("lowest", ", ".join(said)))
     path, saved = shlex.quote(str(folder.path)), complete_steps(folder.checkpoints)
     if saved and last < config.training.steps:

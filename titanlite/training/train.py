@@ -263,7 +263,8 @@ def _profiled(run: Run) -> ProfiledRun:
         axes["ep"] = experts["ep"].get_group()
         axes |= {f"{name}{OF_EXPERTS}": experts[name].get_group() for name in ("dp_replicate", "dp_shard")}
     shards = [local_data(parameter) for parameter in run.parameters]
-    held = {"parameters": shards, "optimizer": run.optimizer.state_tensors()}
+    averages = [] if run.average is None else [*run.average.shards.values()]
+    held = {"parameters": shards, "optimizer": [*run.optimizer.state_tensors(), *averages]}
     return ProfiledRun(
         rank=dist.get_rank(),
         world=dist.get_world_size(),
