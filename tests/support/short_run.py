@@ -96,7 +96,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def require_loads(before: CheckedRun, after: CheckedRun, folder: Path) -> None:
-    """Train two steps, and load the checkpoint into another run: all weights and moments are equal; a rank's part.
+    """Train two steps, and load the checkpoint into another run: equal weights, moments, averages; a rank's part.
 
     Args:
         before: whose checkpoint is written.
@@ -110,7 +110,7 @@ def require_loads(before: CheckedRun, after: CheckedRun, folder: Path) -> None:
     store.read(folder, tensors_of(second))
     theirs, ours = tensors_of(first), tensors_of(second)
     assert theirs.keys() == ours.keys()
-    names = [name for name in theirs if name.startswith(("model/", "optimizer/"))]
+    names = [name for name in theirs if name.startswith(("model/", "optimizer/", "ema/"))]
     # Each is gathered by all ranks, which must not stop at the first.
     assert any([bool(whole(theirs[name]).any()) for name in names if "exp_avg" in name])  # noqa: C419
     different = [name for name in names if not torch.equal(whole(theirs[name]), whole(ours[name]))]

@@ -41,10 +41,10 @@ def check_held_out(config: Config, problems: Problems) -> None:
             names.add(named[1])
     if given and not config.validation.enable:
         problems.add(key, show(given), "validation, but validation.enable = false", "validation.enable = true")
-    _check_weights(config, problems)
+    _check_validated_weights(config, problems)
 
 
-def _check_weights(config: Config, problems: Problems) -> None:
+def _check_validated_weights(config: Config, problems: Problems) -> None:
     """Refuse to validate an average that there is not, or without validation."""
     key, asked = "validation.weights", config.validation.weights
     if asked == "model":

@@ -9,15 +9,15 @@ from titanlite.config.schema import Config
 from titanlite.config.write import to_toml
 from titanlite.preflight.run_folder import RunFolder
 
-EXPORT = "titanlite export RUN [--step N] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]"
+EXPORT = "titanlite export RUN [--step N] [--ema] [--out FOLDER] [--dtype DTYPE] [--tokenizer FILE]"
 FLAGS = "a flag of this command:"
 OF_COMPARE = "--floor, --seeds, --tolerance, --layers, --out, --wandb, --report"
 MISTAKES = {
     "export": ("RUN\n", "a run's folder, with config.toml and checkpoints", "titanlite export outputs/run"),
-    "export run --stp 2": ("--stp\n", f"{FLAGS} --step, --out", "did you mean --step?"),
-    "export run --stp=2": ("--stp = 2\n", f"{FLAGS} --step, --out", "did you mean --step?"),
-    "export run -step 2": ("-step\n", f"{FLAGS} --step, --out", "did you mean --step?"),
-    "export run --run=2": ("--run = 2\n", f"{FLAGS} --step, --out", EXPORT),
+    "export run --stp 2": ("--stp\n", f"{FLAGS} --step, --ema, --out", "did you mean --step?"),
+    "export run --stp=2": ("--stp = 2\n", f"{FLAGS} --step, --ema, --out", "did you mean --step?"),
+    "export run -step 2": ("-step\n", f"{FLAGS} --step, --ema, --out", "did you mean --step?"),
+    "export run --run=2": ("--run = 2\n", f"{FLAGS} --step, --ema, --out", EXPORT),
     "export run --step": ("--step\n", "a value", "--step N\n"),
     "export run --out --step 2": ("--out\n", "a value", "--out FOLDER\n"),
     "export run --step two": ("--step = two\n", "one of 2, 10\n", "--step 10"),

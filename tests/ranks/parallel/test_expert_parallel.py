@@ -210,7 +210,7 @@ def test_bfloat16_trains_alike(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("2", "4"), ("4", "1"), ("1", "2")])
 def test_a_checkpoint_loads_under_another_degree(before: str, after: str, tmp_path: Path) -> None:
-    asked = [checked(tmp_path, 4, [*MOE, DEGREE, degree]) for degree in (before, after)]
+    asked = [checked(tmp_path, 4, [*MOE, DEGREE, degree, "--optimizer.ema_decay", "0.5"]) for degree in (before, after)]
     run_ranks(lambda: require_loads(*asked, tmp_path / "checkpoint"), tmp_path, 4)
 
 
