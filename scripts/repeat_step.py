@@ -5,6 +5,8 @@ bits and of its magnitudes are compared with those of the first step; exit code 
 `--training.deterministic` none should.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ def fingerprint(gradient: Tensor) -> Tensor:
     return torch.stack((bits, gradient.abs().sum(dtype=torch.float64).view(torch.int64)))
 
 
-def step(run: Run, micro_batches: list, lr: float, stop_requested: bool) -> Tensor:
+def step(run: Run, micro_batches: list, lr: float, *others: Any) -> Tensor:
     """Take a step of the first batch, in the place of `train_step`."""
     if not batches:
         batches.extend(micro_batches)
@@ -38,7 +40,7 @@ def step(run: Run, micro_batches: list, lr: float, stop_requested: bool) -> Tens
             return norm(gradients)
 
         run.optimizer.norm = look_then_norm
-    out = train_step(run, batches, 0.0, stop_requested)
+    out = train_step(run, batches, 0.0, *others)
     results.append(out[:2].clone())
     return out
 

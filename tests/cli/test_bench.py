@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -121,3 +123,11 @@ def test_the_eighths_of_a_mixture_differ_in_their_balance_alone():
     for other, rate in ((bias, 0.001), (nothing, 0)):
         experts = replace(loss.experts, balance_loss=0.0, balance_bias=rate)
         assert other == replace(loss, help=other.help, experts=experts)
+
+
+@pytest.mark.slow
+def test_a_step_is_repeated_and_compared(tmp_path: Path) -> None:
+    given = f"--config configs/debug.toml --training.deterministic --training.steps 3 --job.dump_folder {tmp_path}"
+    run = [sys.executable, "-m", "torch.distributed.run", "scripts/repeat_step.py", *given.split()]
+    done = subprocess.run(run, cwd=BENCH.parents[1], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "3 steps, 0 unlike the first"), done.stderr

@@ -4,6 +4,7 @@ All calls of a group share one piece of memory, which the meetings of `shard_exc
 """
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import triton
@@ -57,19 +58,32 @@ def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
     begins = _begins([to.ranks * x.nbytes for x in own])
     memory = by.buffer(begins[-1], torch.uint8)
     out = [x.new_empty(to.ranks * len(x), *x.shape[1:]) for x in own]
+    places, side, stream = [whole.chunk(to.ranks) for whole in out], _beside(), torch.cuda.current_stream()
     with by.between_meetings():
-        for peer in by.peers():
-            for x, begin in zip(own, begins, strict=False):
-                first = begin + to.rank * x.nbytes
-                to.peers[peer][first : first + x.nbytes].copy_(x.view(-1).view(torch.uint8))
-    sources, places = list[Tensor](), list[Tensor]()
-    for x, whole, begin in zip(own, out, begins, strict=False):
-        arrived = memory[begin : begin + whole.nbytes].view(x.dtype).chunk(to.ranks)
-        for rank, place in enumerate(whole.chunk(to.ranks)):
-            sources.append(_in_words(x if rank == to.rank else arrived[rank]))
-            places.append(_in_words(place))
-    torch._foreach_copy_(places, sources)  # a kernel: copies of one GPU by its engines reach a quarter of its rate
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for peer in by.peers():
+                for x, begin in zip(own, begins, strict=False):
+                    first = begin + to.rank * x.nbytes
+                    to.peers[peer][first : first + x.nbytes].copy_(x.view(-1).view(torch.uint8))
+        _copy(own, [parts[to.rank] for parts in places])
+        stream.wait_stream(side)
+    arrived = [
+        memory[begin : begin + x.nbytes].view(x.dtype).chunk(to.ranks) for x, begin in zip(out, begins, strict=False)
+    ]
+    _copy(*([parts[peer] for parts in of for peer in by.peers()] for of in (arrived, places)))
     return out
+
+
+@cache
+def _beside() -> torch.cuda.Stream:
+    """Return the stream of copies to peers, beside which a kernel copies what stays."""
+    return torch.cuda.Stream()
+
+
+def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Copy by a kernel: copies of one GPU by its engines reach a quarter of its rate."""
+    torch._foreach_copy_([_in_words(x) for x in places], [_in_words(x) for x in sources])
 
 
 def _in_words(x: Tensor) -> Tensor:
