@@ -13,7 +13,7 @@ from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
-from titanlite.preflight.check_with_torch import check_with_torch
+from titanlite.preflight.check_with_torch import check_same_optimizer, check_with_torch
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
@@ -41,7 +41,7 @@ def main() -> None:
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
-    check_with_torch(run, world)
+    check_same_optimizer(run, check_with_torch(run, world).model)
     notices, warnings = [*run.port.count(), *run.hints], [*run.warnings]
     notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
     if is_first:

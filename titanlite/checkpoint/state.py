@@ -115,7 +115,7 @@ class Checkpoints:
         return on_rank_0(lambda: self._choose(resume))
 
     def load(
-        self, step: int, tensors: Mapping[str, Tensor], check: Callable[[dict[str, Any]], None] | None = None
+        self, step: int, tensors: Mapping[str, Tensor], check: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
     ) -> tuple[dict[str, Any], list[str]]:
         """Verify a checkpoint, the ranks sharing the reading, and fill `tensors` in place, resharding as needed.
 
@@ -123,7 +123,8 @@ class Checkpoints:
             step: from `choose`.
             tensors: as for `save`, under the present layout. `rng/` entries are filled if the number of ranks is the
                 same, and else keep what they have; so do those of an average of weights that the checkpoint lacks.
-            check: raises what is wrong with the `state` given to `save`, before tensors are read.
+            check: raises what is wrong with the `state` given to `save`, before tensors are read; those whose names
+                begin as it returns are left in the checkpoint, and as they are.
 
         Returns:
             The `state` given to `save`, and notices for the user (random state not restored, other versions).
@@ -136,8 +137,7 @@ class Checkpoints:
         on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost
         self._verify(step)
         saved = on_rank_0(lambda: read_state(folder, step))
-        if check is not None:
-            check(saved["state"])
+        left = () if check is None else check(saved["state"])
         notices = [
             f"{folder.name} was saved with {library} {saved[library]}, this is {now}"
             for library, now in (("torch", str(torch.__version__)), ("titanlite", titanlite.__version__))
@@ -146,9 +146,10 @@ class Checkpoints:
         random = {name for name in tensors if name.startswith(RNG)}
         if saved["world_size"] != world_size():
             tensors = {name: t for name, t in tensors.items() if name not in random}
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(left)}
         is_averaged = any(name.startswith(AVERAGE) for name in tensors)
         without = (AVERAGE,) if is_averaged != has_average(saved["state"]) else ()
-        read = store.read(folder, tensors, optional=(RNG, *without))
+        read = store.read(folder, tensors, optional=(RNG, *without, *left))
         if lost := sorted(random - read):
             then, now = saved["world_size"], world_size()
             why = f"it was saved by {then} ranks, this run has {now}"

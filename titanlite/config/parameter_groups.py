@@ -124,7 +124,7 @@ def _check_groups(
             fix = f"remove [{key}], move it up, or write optional = true"
             problems.add(key, "", f"a group that takes a parameter; {why}", fix)
     if left := [name for name in shapes if name not in taken]:
-        names = _one_of_all_blocks(left)
+        names = one_of_all_blocks(left)
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         want = f"a group for every parameter; none takes {', '.join(names[:4])}{more}"
         problems.add("groups", "", want, 'add [groups.rest] with rule = "adamw", which takes what no other does')
@@ -139,7 +139,7 @@ def _check_matrices(
         wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []
         if not wrong:
             continue
-        names = _one_of_all_blocks(wrong)
+        names = one_of_all_blocks(wrong)
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         want = (
             f"parameters of projections alone, beside a rule for whole matrices; it takes {', '.join(names[:4])}{more}"
@@ -172,7 +172,7 @@ def _check_decay(pattern: str, recipe: OptimizerRecipe, taken: Mapping[str, str]
 
 
 def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Problems) -> None:
-    names = _one_of_all_blocks(parameters)
+    names = one_of_all_blocks(parameters)
     # Those of all that end alike, too: "*attention_norm.weight", "*norm.weight", "*weight".
     ends = dict.fromkeys("*" + name[cut.end() :] for name in names for cut in re.finditer(r"^|[._]", name))
     near = nearest(pattern, [*names, *ends])
@@ -180,7 +180,7 @@ def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Pro
     problems.add(key, show(pattern), want, f"did you mean {show(near)}?" if near else "remove it")
 
 
-def _one_of_all_blocks(parameters: Collection[str]) -> list[str]:
+def one_of_all_blocks(parameters: Collection[str]) -> list[str]:
     """Return the names, one for all blocks."""
     return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in parameters))
 

@@ -182,6 +182,8 @@ class Optimizer:
     """Dtype of the stored moments."""
     ema_decay: float = 0.0
     """Decay of an exponential moving average of the weights, kept beside them in float32 and moved after each update; as 0.999, over about the last 1000 updates. At first it is shorter. `validation.weights` and `titanlite export --ema` use it. 0: none."""
+    fresh_state: bool = False
+    """Go on from a checkpoint of another optimizer, whose parameters had other rules or whose state another dtype: with its weights and place in the data, and fresh state of the optimizer. A checkpoint of the same optimizer is resumed as ever."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK
+from titanlite.checkpoint.optimizer_state import leaves_state
 from titanlite.config.build import show
 from titanlite.config.parameter_groups import update_settings
 from titanlite.config.problems import Problems
@@ -16,6 +17,7 @@ from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteErr
 from titanlite.float8.scope import obstacle, odd_sizes, require_matches
 from titanlite.forecast.check_save_list import check_matches, check_names_of_list
 from titanlite.preflight.checked_run import CheckedRun
+from titanlite.preflight.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,6 +68,18 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
             check_names(save_list, run.layers)
         check_matches(save_list, run, config.job.strict)
     return rank
+
+
+def check_same_optimizer(checked: CheckedRun, model: "nn.Module") -> None:
+    """Refuse early to go on from a checkpoint of another optimizer, if the run's folder has one.
+
+    Raises:
+        CheckpointError: as `leaves_state` says.
+    """
+    if checked.saved is not None:
+        config, shapes = checked.config.optimizer, {name: p.shape for name, p in model.named_parameters()}
+        rules = {name: own.rule for name, own in update_settings(checked.optimizer, config, shapes).items()}
+        leaves_state(RunFolder.of(checked.config).checkpoints, checked.saved, config, rules)
 
 
 def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:

@@ -58,7 +58,8 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
     default = dotted(asdict(Config()))
     was, now = default | before, default | dotted(redact_tree(toml_table(config), redact_urls))
     changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
-    identity = [key for key in changed if key in now and key.startswith(_IDENTITY)]
+    may_change = ("optimizer.state_dtype",) if config.optimizer.fresh_state else ()
+    identity = [key for key in changed if key in now and key.startswith(_IDENTITY) and key not in may_change]
     dims_was, dims_now = _dims(was, config), _dims(now, config)
     problems: list[Problem] = []
     is_mixed = [any(key.startswith("data.mixture[") for key in of) for of in (was, now)]
@@ -74,6 +75,8 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         saw, want = dims_now.get(name, now[key]), dims_was.get(name, was[key])
         if saw != want and not (key == "model.flavor" and dims_was and _lasts(dims_was, dims_now)):
             fix = "the old value, or another job.name"
+            if key == "optimizer.state_dtype":
+                fix += "; or optimizer.fresh_state = true, to begin with fresh state"
             if key in _PATHS:
                 fix += f"; if only its place has changed, write the new one into {recorded} as well"
             problems.append(Problem(key, _toml(saw), f"{_toml(want)}, as in {recorded}", fix))

@@ -13,6 +13,7 @@ import torch
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
+from titanlite.checkpoint.optimizer_state import optimizer_identity
 from titanlite.checkpoint.resume import identity_of, nothing_to_do
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
@@ -287,6 +288,7 @@ class Loop:
         state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
         state["unit_len"] = self.batches.mixture.unit_len
         state |= identity_of(self.run.config, self.run.dims)
+        state |= optimizer_identity(self.run.config.optimizer, self.run.optimizer.rules_by_name)
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))
         else:

@@ -9,6 +9,7 @@ from torch import Tensor
 from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
+from titanlite.checkpoint.optimizer_state import PREFIX, leaves_state
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
@@ -99,7 +100,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
 
     Raises:
         CheckpointError: on every rank, if a rank does not see the folder, or if there is no such checkpoint, or it is
-            damaged or of another model.
+            damaged, of another model or, without `optimizer.fresh_state`, of another optimizer.
         ConfigError: on every rank, if a step would take another number of sequences, though nobody asked for that.
     """
     asked, key = run.config.checkpoint, "checkpoint.initial_load_path"
@@ -114,6 +115,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
             run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
             console.notice(f"starts from the {n} weights of {path}")
         _add_average(run, 0)
+        _add_fresh_state(run, "there is no checkpoint to go on from")
         return Start(0, {"samples": 0}, step_folder(checkpoints.root, 0))
     if branch is not None:
         checkpoints, step = Checkpoints(branch[0], 0, console.warning), branch[1]
@@ -124,9 +126,14 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 
-    state, notices = checkpoints.load(
-        step, tensors, lambda state: check_state(folder, state, run.config, run.dims, per_step)
-    )
+    def check(state: dict[str, Any]) -> tuple[str, ...]:
+        check_state(folder, state, run.config, run.dims, per_step)
+        return (PREFIX,) if leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name) else ()
+
+    state, notices = checkpoints.load(step, tensors, check)
+    if is_fresh := leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name):
+        notices.append(f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer")
+    _add_fresh_state(run, None if is_fresh else f"{folder.name} is of the same optimizer, whose state goes on")
     restore_rng(tensors)
     if branch is not None:
         _nudge(run)
@@ -156,6 +163,13 @@ def _add_average(run: Run, step: int) -> None:
     dtypes = sorted({str(shard.dtype).removeprefix("torch.") for shard in average.shards.values()})
     applied = {"parameters": n, "dtype": ", ".join(dtypes), "decay": decay, "start": begins}
     run.receipt.add(Entry("weight_average", decay, applied, count=n, key="optimizer.ema_decay"))
+
+
+def _add_fresh_state(run: Run, not_needed: str | None) -> None:
+    """Say in the receipt what became of `optimizer.fresh_state`, if it is on."""
+    if run.config.optimizer.fresh_state:
+        applied = "state starts afresh" if not_needed is None else f"not needed: {not_needed}"
+        run.receipt.add(Entry("optimizer.fresh_state", True, applied, count=1))
 
 
 def _branch_of_all(path: str, run: Path) -> tuple[Path, int] | None:

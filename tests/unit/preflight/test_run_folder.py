@@ -119,6 +119,17 @@ def test_a_different_run_is_refused(tmp_path: Path, key: str, value: object, saw
     claim(tmp_path, Config())  # a refused claim holds no lock
 
 
+def test_another_dtype_of_state_is_the_same_run_if_it_begins_afresh(tmp_path: Path) -> None:
+    claim(tmp_path, Config())
+    other = change(Config(), "optimizer.state_dtype", "bfloat16")
+    with pytest.raises(ConfigError, match=r"or optimizer\.fresh_state = true, to begin with fresh state"):
+        claim(tmp_path, other)
+    assert [*claim(tmp_path, change(other, "optimizer.fresh_state", True))] == [
+        f'{CHANGED}optimizer.state_dtype: "float32" → "bfloat16"',
+        f"{CHANGED}optimizer.fresh_state: false → true",
+    ]
+
+
 def test_changes_of_mixture_and_stages_are_told_by_key(tmp_path: Path) -> None:
     """In both files' own order; what a file does not say is no change."""
     sources = (MixtureSource("a", "a.txt", 1.0, 2.0), MixtureSource("b", "b.txt", 1.0))

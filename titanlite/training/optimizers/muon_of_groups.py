@@ -1,10 +1,11 @@
 """Muon as the rule of groups of a recipe: one `Muon` for all that have one momentum and one sequence of polynomials."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.parameter_groups import UpdateSettings
-from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials
+from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
@@ -23,6 +24,29 @@ class MuonOfGroups(UpdateRule):
             paces = {n: Pace(own.settings[n].lr_factor, own.settings[n].weight_decay) for n in names}
             self._each.append(Muon({n: own.parameters[n] for n in names}, own.mesh, own.matrices, rule, paces))
         self.kept = {"momentum": {n: m for each in self._each for n, m in each.kept["momentum"].items()}}
+
+    def facts(self) -> dict[str, object]:
+        """Say who orthogonalises how much, and what travels for it."""
+        ranks, rank, device = dist.get_world_size(), dist.get_rank(), self._each[0].mesh.device
+        flops, matrices, sent = [0] * ranks, 0, 0
+        for each in self._each:
+            for bucket in each.buckets:
+                for stack in bucket.stacks:
+                    n, rows = stack.rows.shape
+                    matrices += n
+                    flops[stack.owner] += n * orthogonalise_flops(rows, stack.columns, len(each.rule.polynomials))
+                mine = [transfer.sizes for transfer in (bucket.given, bucket.returned)]
+                sent += each.rule.dtype.itemsize * sum(sum(sizes) - sizes[rank] for sizes in mine)
+        most = torch.tensor(sent, device=device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return {
+            "matrices": matrices,
+            "owners": sum(of_rank > 0 for of_rank in flops),
+            "buckets": sum(len(each.buckets) for each in self._each),
+            "gflop_of_a_rank_a_step": {"least": round(min(flops) / 1e9, 3), "most": round(max(flops) / 1e9, 3)},
+            "bytes_sent_by_a_rank_a_step": {"most": int(most)},
+            "dtype_sent": str(self._each[0].rule.dtype).removeprefix("torch."),
+        }
 
     def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
         """See `UpdateRule.step`."""

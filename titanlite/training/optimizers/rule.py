@@ -53,6 +53,10 @@ class UpdateRule(ABC):
     def __init__(self, own: ParametersOfRule) -> None:
         """Make the state of these parameters."""
 
+    def facts(self) -> dict[str, object]:
+        """Return what the receipt says of the work of all ranks, as JSON. Collective, over all of them."""
+        return {}
+
     @abstractmethod
     def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
         """Apply one update, or none.

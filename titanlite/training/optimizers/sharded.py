@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.checkpoint.optimizer_state import PREFIX
 from titanlite.config.parameter_groups import rows_of_groups, update_settings
 from titanlite.config.recipe_schema import OptimizerRecipe
 from titanlite.config.schema import Optimizer
@@ -41,7 +42,7 @@ class ShardedOptimizer:
         updates: [] float32, steps applied so far.
         names: parameters of which this rank has a part: with more ranks than rows, a shard is empty.
         settings: how each parameter is updated.
-        rules: what updates them, each those that are its.
+        rules: what updates them, by name, each those that are its.
 
     Raises:
         ConfigError: as `update_settings` says.
@@ -64,7 +65,7 @@ class ShardedOptimizer:
         self._owned = [n for n in self.names if n not in set(self._shared)]
         shapes = {name: p.shape for name, p in parameters.items()}
         self.settings = update_settings(recipe, config, shapes, of_matrices=matrices)
-        self.rules = [self._rule(rule, matrices) for rule in dict.fromkeys(own.rule for own in self.settings.values())]
+        self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
         self._recipe = recipe
 
     def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:
@@ -83,7 +84,7 @@ class ShardedOptimizer:
             skip: [] float32; 1 leaves parameters and state as they are.
         """
         self.updates += 1 - skip
-        for rule in self.rules:
+        for rule in self.rules.values():
             rule.step(grads, lr, divisor, skip)
 
     def gradients(self) -> dict[str, Tensor]:
@@ -117,25 +118,33 @@ class ShardedOptimizer:
     def kept(self) -> dict[str, dict[str, Tensor]]:
         """State of each kind, as "exp_avg", by the parameter's name, laid out as this rank's shard of it."""
         found: dict[str, dict[str, Tensor]] = {}
-        for rule in self.rules:
+        for rule in self.rules.values():
             for kind, tensors in rule.kept.items():
                 found.setdefault(kind, {}).update(tensors)
         return found
 
     def state(self) -> dict[str, Tensor]:
         """Return what a checkpoint must hold, laid out as the parameters are; to load into it restores it."""
-        out: dict[str, Tensor] = {"optimizer/updates": self.updates}
+        out: dict[str, Tensor] = {f"{PREFIX}updates": self.updates}
         for kind, tensors in self.kept.items():
             for name, local in tensors.items():
-                out[f"optimizer/{kind}/{name}"] = as_laid_out(local, self.parameters[name])
+                out[f"{PREFIX}{kind}/{name}"] = as_laid_out(local, self.parameters[name])
         return out
+
+    @property
+    def rules_by_name(self) -> dict[str, str]:
+        """The rule of each parameter."""
+        return {name: own.rule for name, own in self.settings.items()}
 
     def state_tensors(self) -> list[Tensor]:
         """All that it keeps of this rank's shards."""
         return [tensor for tensors in self.kept.values() for tensor in tensors.values()]
 
     def entry(self) -> Entry:
-        """Return the entry of the receipt: by group, what its parameters are updated with, and which they are."""
+        """Return the entry of the receipt: by group, what its parameters are updated with, and which they are.
+
+        Collective, over all ranks.
+        """
         rows, groups = rows_of_groups(self.settings), dict[str, dict[str, object]]()
         for own, names in rows.items():
             is_excluded = own.weight_decay == 0 and sum(other.group == own.group for other in rows) > 1
@@ -148,6 +157,7 @@ class ShardedOptimizer:
             }
         counts = {name: f"{row['rule']}, {row['elements']:,} elements" for name, row in groups.items()}
         applied = {"recipe": self.config.recipe, **counts, "groups": groups}
+        applied |= {f"of {name}": facts for name, rule in self.rules.items() if (facts := rule.facts())}
         count = len(self.settings)
         return Entry("optimizer", self.config.recipe, applied, count=count, key="optimizer.recipe")
 

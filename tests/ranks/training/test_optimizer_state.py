@@ -1,0 +1,108 @@
+"""The state of an optimizer goes on under any layout to the same bits, and is left by another one when told to."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.launched import Desk
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, checked, whole
+from titanlite.checkpoint import store
+from titanlite.parallel.initialise import local_slice
+from titanlite.training.build import Run
+from titanlite.training.state import tensors_of
+
+TP, EP, REPLICAS = (
+    (f"--parallelism.{key}", "2")
+    for key in ("tensor_parallel_degree", "expert_parallel_degree", "data_parallel_replicate_degree")
+)
+SIZES = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256}
+DENSE = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
+MIXTURE = ["--model.name", "qwen3_moe", "--model.n_layers", "1"]
+
+
+def update(run: Run, first: int, last: int) -> None:
+    """Apply updates by gradients that have the same bits under every layout, as sums over ranks have not."""
+    for step in range(first, last + 1):
+        grads: dict[str, Tensor] = {}
+        for n, (name, p) in enumerate(run.optimizer.parameters.items()):
+            drawn = torch.randn(p.shape, generator=torch.Generator().manual_seed(1000 * step + n))
+            grads[name] = local_slice(drawn, p).clone()
+        run.optimizer.step(grads, 1e-3 * step, torch.full((), 1.5), torch.zeros(()))
+
+
+def content(run: Run) -> dict[str, Tensor]:
+    """Weights and state, whole."""
+    return {name: whole(t) for name, t in tensors_of(run).items() if not name.startswith("rng/")}
+
+
+@pytest.mark.parametrize(
+    ("world", "flags", "layouts"),
+    [
+        (2, DENSE, [(), TP]),
+        *slow(
+            (4, DENSE, [(), TP, REPLICAS]),
+            (4, DENSE, [(*TP, *REPLICAS), (), TP]),
+            (4, [*DENSE, "--optimizer.state_dtype", "bfloat16"], [TP, REPLICAS]),
+            (4, MIXTURE, [(), EP, (*EP, *REPLICAS), (*EP, *TP)]),
+        ),
+    ],
+)
+def test_twenty_updates_under_changing_layouts_are_those_under_one(
+    world: int, flags: list[str], layouts: Sequence[tuple[str, ...]], tmp_path: Path
+) -> None:
+    muon = [*flags, "--optimizer.recipe", "muon", "--training.deterministic", "true"]
+    asked = [checked(tmp_path, world, [*muon, *layout]) for layout in layouts]
+
+    def body() -> None:
+        one, former = assemble(asked[0]), assemble(asked[0])
+        update(one, 1, 20)
+        update(former, 1, 10)
+        ends = [10 + 10 * n // (len(asked) - 1) for n in range(len(asked))]
+        for n, (begin, end) in enumerate(pairwise(ends), 1):
+            (folder := tmp_path / str(n)).mkdir(exist_ok=True)
+            store.write(folder, tensors_of(former))
+            store.read(folder, tensors_of(now := assemble(asked[n])))
+            update(former := now, begin + 1, end)
+        truth, ours = content(one), content(former)
+        assert truth.keys() == ours.keys()
+        kinds = {name.split("/")[1] for name in truth if name.startswith("optimizer/")}
+        assert kinds == {"updates", "momentum", "exp_avg", "exp_avg_sq"}
+        different = [name for name in truth if not torch.equal(truth[name], ours[name])]
+        assert not different, different
+
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_stops_and_resumes_bitwise(desk: Desk) -> None:
+    flags = "--optimizer.recipe=muon", "--training.steps=6"
+    whole_run = desk.run("whole", 2, *flags)
+    desk.run("stopped", 2, *flags, "--job.stop_after=3")
+    rest = desk.run("stopped", 2, *flags)
+    assert rest.trained() == whole_run.trained()
+    assert rest.content(6) == whole_run.content(6)
+
+
+def test_another_optimizer_begins_with_fresh_state_and_only_when_told_to(desk: Desk) -> None:
+    recipe = "--optimizer.recipe=muon"
+    desk.run("other", 1, "--job.stop_after=2")
+    refused = desk.run("other", 1, recipe, "--job.stop_after=4", ends=2)
+    assert 'optimizer.recipe = "muon"\n' in refused.output
+    assert '"adamw" for layers.*.attention.wqkv.weight, layers.*.attention.wo.weight, ' in refused.output
+    assert "optimizer.fresh_state = true" in refused.output
+    told = desk.run("other", 1, recipe, "--job.stop_after=3", "--optimizer.fresh_state=true")
+    assert told.receipt["optimizer.fresh_state"]["applied"] == "state starts afresh"
+    assert [row["step"] for row in told.steps] == [1, 2, 3]
+    again = desk.run("other", 1, recipe, "--job.stop_after=4", "--optimizer.fresh_state=true")
+    assert again.receipt["optimizer.fresh_state"]["applied"] == (
+        "not needed: step-00000003 is of the same optimizer, whose state goes on"
+    )
+    of_muon = again.receipt["optimizer"]["applied"]["of muon"]
+    assert of_muon["matrices"] == 2 * 7
+    assert of_muon["owners"] == of_muon["buckets"] == 1

@@ -1,0 +1,60 @@
+"""A checkpoint of another optimizer is refused, or its state left where it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanlite.checkpoint.optimizer_state import leaves_state, optimizer_identity
+from titanlite.config.schema import Optimizer
+from titanlite.errors import CheckpointError
+
+ADAMW = {"layers.0.wo.weight": "adamw", "layers.1.wo.weight": "adamw", "norm.weight": "adamw"}
+MUON = {"layers.0.wo.weight": "muon", "layers.1.wo.weight": "muon", "norm.weight": "adamw"}
+FOLDER = Path("step-00000002")
+
+
+def saved(rules: dict[str, str], **keys: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(optimizer_identity(Optimizer(**keys), rules)))
+
+
+def test_the_same_optimizer_goes_on_whatever_its_numbers_and_its_recipe() -> None:
+    for config in (Optimizer(), Optimizer(recipe="mine", lr=1.0, beta1=0.5, fresh_state=True)):
+        assert not leaves_state(FOLDER, saved(MUON), config, MUON)
+
+
+@pytest.mark.parametrize(
+    ("state", "config", "rules", "parts"),
+    [
+        (
+            saved(MUON),
+            Optimizer(),
+            ADAMW,
+            ['optimizer.recipe = "adamw"\n', 'were updated: "muon" for layers.*.wo.weight\n'],
+        ),
+        ({}, Optimizer(recipe="muon"), MUON, ['optimizer.recipe = "muon"\n', '"adamw" for layers.*.wo.weight\n']),
+        (
+            saved(ADAMW, state_dtype="bfloat16"),
+            Optimizer(),
+            ADAMW,
+            ['optimizer.state_dtype = "float32"', 'want: "bfloat16", as the checkpoint has it'],
+        ),
+    ],
+)
+def test_another_is_refused_unless_state_may_be_fresh(
+    state: dict[str, Any], config: Optimizer, rules: dict[str, str], parts: list[str]
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        leaves_state(FOLDER, state, config, rules)
+    for part in ("step-00000002: 1 problem\n", "or optimizer.fresh_state = true", *parts):
+        assert part in str(caught.value)
+    assert leaves_state(FOLDER, state, Optimizer(config.recipe, fresh_state=True), rules)
+
+
+def test_checkpoints_that_do_not_say_their_rules_are_of_adamw() -> None:
+    assert not leaves_state(FOLDER, {}, Optimizer(state_dtype="bfloat16"), ADAMW)
+
+
+def test_other_parameters_are_for_those_to_say_who_know_the_model() -> None:
+    assert not leaves_state(FOLDER, saved(ADAMW), Optimizer(), {**ADAMW, "layers.2.wo.weight": "muon"})
