@@ -32,7 +32,7 @@ def main() -> None:
         folder.foresee(run.config)  # that it is another run's is said before torch is imported
         if run.config.checkpoint.enable and folder.seems_in_use() is None:  # else its checkpoints come and go
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
-    if lack := lack_of_memory(run.config, run.dims, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+    if lack := lack_of_memory(run.config, run.dims, run.optimizer, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         import torch
 
         if not torch.cuda.is_available():
@@ -48,7 +48,7 @@ def main() -> None:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
-            lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims)
+            lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims, run.optimizer)
             warnings += [lack] if lack else []
 
     from titanlite.training.train import train  # torch is imported here, not before

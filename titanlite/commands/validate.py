@@ -71,10 +71,10 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
     ahead = (source for key, source in checked.inputs.trained.items() if key not in checked.inputs.shards)
     warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():
-        warnings.append(lack_of_memory(config, checked.dims))
+        warnings.append(lack_of_memory(config, checked.dims, checked.optimizer))
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
-        warnings.append(lack_of_disk_space(folder.checkpoints, config, checked.dims))
+        warnings.append(lack_of_disk_space(folder.checkpoints, config, checked.dims, checked.optimizer))
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences, checked.saved)

@@ -1,11 +1,15 @@
-"""The bytes that an optimizer keeps of each parameter and moves in a step: from the config alone, without torch.
+"""The bytes that an optimizer keeps of each parameter and moves in a step, by rule; without torch.
 
 Memory, the room that checkpoints take, a host's memory and the step time ask here. The update itself is in
 `training/optimizers`; `tests/ranks/training/test_optimizer.py` holds the two equal.
 """
 
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from titanlite.config.parameter_groups import update_settings
+from titanlite.config.recipe_schema import OptimizerRecipe
 from titanlite.config.schema import Optimizer
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -17,19 +21,37 @@ class OptimizerCost:
 
     Attributes:
         state: that the optimizer keeps, on the device and in a checkpoint.
-        moved: that a step reads and writes: the norm of the gradients, and the update.
+        moved: that a step reads and writes where the parameter lies: the norm of the gradients, and the update.
     """
 
     state: int
     moved: int
 
 
-def optimizer_cost(config: Optimizer) -> OptimizerCost:
-    """Give the bytes of the optimizer of a run."""
-    return _adamw_cost(config)  # of the only rule that recipes have
+def optimizer_cost(rule: str, config: Optimizer) -> OptimizerCost:
+    """Give the bytes of a rule of a recipe."""
+    return _COSTS[rule](config)
+
+
+def state_bytes(recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Add up what the optimizer keeps of all parameters.
+
+    Args:
+        recipe: the rule of each.
+        config: `[optimizer]`.
+        shapes: of the whole parameters, by name.
+
+    Raises:
+        ConfigError: as of `update_settings`.
+    """
+    settings = update_settings(recipe, config, shapes)
+    return sum(optimizer_cost(own.rule, config).state * math.prod(shapes[name]) for name, own in settings.items())
 
 
 def _adamw_cost(config: Optimizer) -> OptimizerCost:
     """Two moments. The norm reads the gradient; the update reads it again, and reads and writes all else."""
     moments = 2 * _BYTES[config.state_dtype]
     return OptimizerCost(state=moments, moved=4 + 3 * 4 + 2 * moments)
+
+
+_COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {"adamw": _adamw_cost}

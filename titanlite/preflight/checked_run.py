@@ -11,11 +11,12 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED, MATMUL
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import saved_dims
-from titanlite.config.architectures import layers_of_block
+from titanlite.config.architectures import layers_of_block, parameter_shapes
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY
+from titanlite.config.parameter_groups import update_settings
 from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
@@ -140,6 +141,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     config, hint = _under_current_name(config) if float8 else (config, None)
     if save_list is not None and dims is not None:
         attempt(lambda: _check_save_list(config, dims, save_list), "activation_checkpoint.recipe", "model")
+    if optimizer is not None and dims is not None:
+        attempt(lambda: _check_groups_take(config, dims, optimizer, origin), "optimizer", "model")
     if float8 is not None and dims is not None:
         attempt(lambda: check_filters(config, dims, origin), "float8.filter_fqns", "model")
     attempt(lambda: check_config(config, dims, world_size, origin, unread))
@@ -213,6 +216,12 @@ def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> No
     if layers is not None:
         is_plain &= not config.parallelism.async_tensor_parallel
         check_attention(save_list, layers, dims.n_layers, (MATMUL,) if is_plain else (*CLASSES["matmul"], *FUSED))
+
+
+def _check_groups_take(config: Config, dims: ModelDims, rules: OptimizerRecipe, origin: Origin) -> None:
+    """Refuse patterns and groups that take no parameter of a model whose parameters are known without torch."""
+    if (shapes := parameter_shapes(config.model, dims)) is not None:
+        update_settings(rules, config.optimizer, shapes, origin)
 
 
 def check_filters(config: Config, dims: ModelDims, origin: Origin) -> None:

@@ -4,14 +4,15 @@ It is the least that a run takes: of activations, gathered weights and the inter
 refused here would have ended in the allocator, or been killed, after minutes.
 """
 
+import math
 import os
 from pathlib import Path
 
 from titanlite.byte_size import byte_size
-from titanlite.config.architectures import n_parameters
+from titanlite.config.architectures import parameter_shapes
 from titanlite.config.build import show
-from titanlite.config.optimizers import optimizer_cost
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.optimizers import state_bytes
+from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import ErrorReport, Problem, describe
 
@@ -20,20 +21,22 @@ _GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
 
 
-def lack_of_memory(config: Config, dims: ModelDims, world: int = 1, on_host: int | None = None) -> ErrorReport | None:
+def lack_of_memory(
+    config: Config, dims: ModelDims, rules: OptimizerRecipe, world: int = 1, on_host: int | None = None
+) -> ErrorReport | None:
     """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
 
     Returns:
         The refusal of a start, which a host with GPUs need not heed; None if there is enough, or the model's size is
         not known without its file.
     """
-    count = n_parameters(config.model, dims)
-    if count is None:
+    shapes = parameter_shapes(config.model, dims)
+    if shapes is None:
         return None
-    each = 8 + optimizer_cost(config.optimizer).state
+    whole = 8 * sum(map(math.prod, shapes.values())) + state_bytes(rules, config.optimizer, shapes)
     replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
-    need, there = count * each * replicas * on_host // world, memory_of_host()
+    need, there = whole * replicas * on_host // world, memory_of_host()
     if need <= there:
         return None
     want = f"weights, gradients and moments that fit in {byte_size(there, need)}, which it has; in float32"

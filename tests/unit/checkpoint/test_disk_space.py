@@ -15,7 +15,7 @@ from titanlite.config.schema import Checkpoint, Config, Job, Optimizer, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.recipes import load
 
-SIZES = load("model", "llama3-8B")
+SIZES, ADAMW = load("model", "llama3-8B"), load("optimizer", "adamw")
 EACH = 8_030_261_248 * 12  # bytes: weights and two moments in float32
 
 
@@ -56,9 +56,9 @@ def test_room_for_what_will_be_there_at_once(
         step_folder(tmp_path, 1000 * step).mkdir()
         (step_folder(tmp_path, 1000 * step) / MANIFEST).touch()
     free[0] = needs + 0.11
-    assert lack_of_disk_space(tmp_path, config, SIZES) is None
+    assert lack_of_disk_space(tmp_path, config, SIZES, ADAMW) is None
     free[0] = needs - 0.01
-    told = lack_of_disk_space(tmp_path, config, SIZES)
+    told = lack_of_disk_space(tmp_path, config, SIZES, ADAMW)
     if needs:
         assert told
         is_kept = f"checkpoint.keep_latest_k = {config.checkpoint.keep_latest_k}" in told
@@ -73,14 +73,14 @@ def test_a_run_that_was_stopped_between_its_saves(tmp_path: Path, free: list[flo
     step_folder(tmp_path, newest).mkdir()
     (step_folder(tmp_path, newest) / MANIFEST).touch()
     free[0] = needs - 0.01
-    told = lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES)
+    told = lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES, ADAMW)
     assert told
     assert f": {needs} more of " in told
     # What a killed save has left is removed at the start.
     (tmp_path / "step-00001100.tmp").mkdir()
     with (tmp_path / "step-00001100.tmp" / "tensors").open("wb") as file:
         file.truncate(int(0.15 * EACH))  # sparse
-    assert lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES) is None
+    assert lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES, ADAMW) is None
 
 
 @pytest.mark.parametrize(("of_all", "left", "lacks"), [(1000, 31, True), (1000, 32, False), (0, 0, False)])
@@ -90,7 +90,7 @@ def test_a_disk_may_have_room_for_no_more_files(
     free[0], seen = 10, list(os.statvfs(tmp_path))
     seen[5:8] = of_all, left, left  # f_files, f_ffree, f_favail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(seen))
-    told = lack_of_disk_space(tmp_path, config(3), SIZES)
+    told = lack_of_disk_space(tmp_path, config(3), SIZES, ADAMW)
     assert (told is not None) == lacks
     assert not lacks or f", and {left} files (inodes) are free at {tmp_path}" in str(told)
 

@@ -41,9 +41,9 @@ def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_limit_is_what_weights_gradients_and_moments_take(limit: Path) -> None:
     checked = checked_run(["--config", DEBUG])
     limit.write_text(f"{NEED}\n")
-    assert lack_of_memory(checked.config, checked.dims) is None
+    assert lack_of_memory(checked.config, checked.dims, checked.optimizer) is None
     limit.write_text(f"{NEED - 1}\n")
-    assert "in float32, they take 26.0 MiB\n" in (lack_of_memory(checked.config, checked.dims) or "")
+    assert "in float32, they take 26.0 MiB\n" in (lack_of_memory(checked.config, checked.dims, checked.optimizer) or "")
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_ranks_of_this_host_share_it(limit: Path, flags: list[str], world: int, 
     checked = checked_run(["--config", DEBUG, *flags], world)
     for room, fits in ((need, True), (need - 1, False)):
         limit.write_text(f"{room}\n")
-        assert (lack_of_memory(checked.config, checked.dims, world, on_host) is None) == fits
+        assert (lack_of_memory(checked.config, checked.dims, checked.optimizer, world, on_host) is None) == fits
 
 
 @pytest.mark.parametrize("limit", ["version 2"], indirect=True)
