@@ -23,7 +23,15 @@ from titanlite.data.stages import stage_table
 from titanlite.data.tokenizer import few_ids, rows_for
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.forecast.attended import AttendedShare, attended_share
-from titanlite.forecast.choose_layout import RESERVE_GIB, Option, best, cpu_options, gpu_options, options_of_layout
+from titanlite.forecast.choose_layout import (
+    RESERVE_GIB,
+    Option,
+    best,
+    cpu_options,
+    gpu_options,
+    options_of_layout,
+    rules_of,
+)
 from titanlite.forecast.memory import MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, outlook, token_flops
 from titanlite.forecast.suggest_flags import LEAST, processes_that_fit
@@ -204,7 +212,9 @@ def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, 
     want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
     config = replace(least.config, training=replace(least.config.training, global_batch_size=None))
     limit = usable(machine.gib - RESERVE_GIB)
-    more = machine.rates and processes_that_fit(MemoryModel(config, dims, None, machine.world), LEAST, limit)
+    more = machine.rates and processes_that_fit(
+        MemoryModel(config, dims, None, rules_of(config), machine.world), LEAST, limit
+    )
     fix = f"{more}, or a smaller model" if more else "a smaller model"
     return ConfigError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
 

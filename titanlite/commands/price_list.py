@@ -94,7 +94,7 @@ def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
 def _of_all_lists(checked: CheckedRun, run: TracedRun, world: int | None) -> str:
     """The table of what each list keeps, the run's own first."""
     config, dims = checked.config, checked.dims
-    model = MemoryModel(config, dims, checked.float8, world) if world else None
+    model = MemoryModel(config, dims, checked.float8, checked.optimizer, world) if world else None
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
     priced: dict[str, tuple[Totals, float | None] | None] = {}
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):

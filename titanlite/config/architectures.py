@@ -6,12 +6,12 @@ architecture is `titanlite/models/<name>.py`; a user's own is given by `model.fi
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from titanlite.config.problems import Problems, show
-from titanlite.config.recipe_schema import Experts, ModelDims
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import nearest
 
@@ -19,6 +19,7 @@ _OPTIONAL = (
     *("ffn_dim", "rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len"),
     "experts",
 )
+_EMBEDDINGS = ("tok_embeddings.weight", "positions.weight")
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,8 @@ ARCHITECTURES = {
         query_norm="head",
     ),
     "gpt2": Architecture("GPT2", ("ffn_dim", "max_seq_len"), (), biases=True, projections=2),
-    "qwen3_moe": Architecture(
-        "Qwen3MoE", ("rope_theta", "experts"), ("head_dim",), query_norm="head", module="moe"
-    ),
-    "olmoe": Architecture(
-        "OLMoE", ("rope_theta", "experts"), (), query_norm="all", module="moe", splits=False
-    ),
+    "qwen3_moe": Architecture("Qwen3MoE", ("rope_theta", "experts"), ("head_dim",), query_norm="head", module="moe"),
+    "olmoe": Architecture("OLMoE", ("rope_theta", "experts"), (), query_norm="all", module="moe", splits=False),
     "mixtral": Architecture("Mixtral", ("rope_theta", "experts"), (), module="moe"),
 }
 
@@ -112,12 +109,16 @@ def parameter_shapes(model: Model, dims: ModelDims) -> dict[str, tuple[int, ...]
         return None
     known, D = ARCHITECTURES[model.name], dims.dim
     block = _block_shapes(known, dims)
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (dims.vocab_size, D)}
-    if dims.max_seq_len:
-        shapes["positions.weight"] = (dims.max_seq_len, D)
+    rows = (dims.vocab_size, dims.max_seq_len)
+    shapes: dict[str, tuple[int, ...]] = {name: (n, D) for name, n in zip(_EMBEDDINGS, rows, strict=True) if n}
     shapes |= {f"layers.{n}.{name}": shape for n in range(dims.n_layers) for name, shape in block.items()}
     shapes |= {f"norm.{kind}": (D,) for kind in ("weight", *(("bias",) if known.biases else ()))}
     return shapes if dims.tied_embeddings else {**shapes, "output.weight": (dims.vocab_size, D)}
+
+
+def parameters_of_matrices(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Name the parameters of `parameter_shapes` that linear layers, routers and experts have, but for biases."""
+    return {name for name, shape in shapes.items() if len(shape) == 2 and name not in _EMBEDDINGS}
 
 
 def _block_shapes(known: Architecture, dims: ModelDims) -> dict[str, tuple[int, ...]]:
@@ -145,7 +146,9 @@ def _block_shapes(known: Architecture, dims: ModelDims) -> dict[str, tuple[int, 
             layers |= feed_forward("experts", experts.ffn_dim, experts.n_experts)
             layers |= feed_forward("experts.shared", experts.shared * experts.ffn_dim) if experts.shared else {}
     kinds = ("weight", "bias") if known.biases else ("weight",)
-    return {f"{name}.{kind}": shape[:1] if kind == "bias" else shape for name, shape in layers.items() for kind in kinds}
+    return {
+        f"{name}.{kind}": shape[:1] if kind == "bias" else shape for name, shape in layers.items() for kind in kinds
+    }
 
 
 def n_parameters(model: Model, dims: ModelDims) -> int | None:

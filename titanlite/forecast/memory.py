@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from titanlite.byte_size import GIB
 from titanlite.config.check import uses_copy_engines
-from titanlite.config.optimizers import optimizer_cost
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
+from titanlite.forecast.update_work import Layout, UpdateWork
 from titanlite.parallel.fsdp import frees_after_forward
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Memory:
     Attributes:
         parameters: float32 masters, this rank's shard.
         gradients: float32, of the same shard; where they follow activations, those that there are at the worst moment.
-        optimizer: both moments.
+        optimizer: its state: both moments of AdamW, the momentum of Muon.
         gathered_weights: whole weights in the compute dtype at the worst moment, or the place that a head has left.
         communication: FSDP's buffers on their way to and from other ranks.
         activations: what the save-list keeps, in all blocks.
@@ -115,12 +115,13 @@ class MemoryModel:
         config: checked.
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
+        rules: how each parameter is updated.
         world: number of processes.
         model: the trainer's, as `traced_run` takes it; None: it is made as the trainer would make it.
         host: GPUs of one host; None: `GPUS_OF_A_HOST`.
 
     Attributes:
-        config, dims, float8, world, host: as given; `run` is the rank's model, traced.
+        config, dims, float8, rules, world, host: as given; `run` is the rank's model, traced.
         shards: ranks that FSDP splits each parameter over; `replicas` hold the same. The experts of a rank, where ranks
             share them out, are split over `expert_shards`.
         micro_steps: of a step.
@@ -136,7 +137,7 @@ class MemoryModel:
         blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
         ends_freed: whether the head is not, nor a tied embedding.
         reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's.
-        optimizer: bytes of the optimizer.
+        optimizer: what the update keeps, sends and computes.
     """
 
     def __init__(
@@ -144,11 +145,12 @@ class MemoryModel:
         config: Config,
         dims: ModelDims,
         float8: Float8Recipe | None,
+        rules: OptimizerRecipe,
         world: int,
         model: "nn.Module | None" = None,
         host: int | None = None,
     ) -> None:
-        self.config, self.dims, self.float8, self.world = config, dims, float8, world
+        self.config, self.dims, self.float8, self.rules, self.world = config, dims, float8, rules, world
         self.host = host or GPUS_OF_A_HOST
         # Ranks that share experts out are neighbours.
         across = world > self.host and self.host % config.parallelism.expert_parallel_degree != 0
@@ -161,7 +163,6 @@ class MemoryModel:
         at_once = training.local_batch_size * data_ranks
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
-        self.optimizer = optimizer_cost(config.optimizer)
         self.alone = data_ranks == 1
         self.gradients_follow = self.micro_steps == 1 and (self.alone or self.reduced == 4)
         frees_blocks, self.ends_freed = frees_after_forward(config, self.shards)
@@ -178,6 +179,9 @@ class MemoryModel:
         others, of_experts = (sum(u.elements for u in us) for us in ((*of_blocks, first, last), self.run.expert_units))
         self.parameters = others + of_experts
         self.shard = others // self.shards + of_experts // self.expert_shards
+        self.optimizer = UpdateWork(
+            config, rules, self.run, Layout(world, self.replicas, self.shards, self.expert_shards)
+        )
 
     @property
     def experts_are_reduced(self) -> bool:
@@ -248,11 +252,13 @@ class MemoryModel:
         last, as_it_came = reduced * self.embedding, e * self.embedding
         holes = gradients(n)[1] + (int(HOLES_AT_THE_END * last) if self.gradients_follow else 0)
         moments.append((as_it_came if self.alone else 0, last, 4 * shard, holes, 0, 0, as_it_came))
+        if self.optimizer.buffers:  # of the update, where activations were
+            moments.append((0, 0, 4 * shard, gradients(n)[1], 0, 0, self.optimizer.buffers))
         gathered, buffers, made, holes, activations, logits, working_set = max(moments, key=sum)
         return Memory(
             parameters=4 * shard,
             gradients=made,
-            optimizer=self.optimizer.state * shard,
+            optimizer=self.optimizer.state,
             gathered_weights=gathered,
             communication=buffers + self._gathering() + self._reducing(),
             activations=activations,

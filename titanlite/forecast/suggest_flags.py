@@ -12,7 +12,7 @@ from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.config.check import check_config, sequences_per_step
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.forecast.activation_cost import block_costs
@@ -139,7 +139,7 @@ def _fastest_first(overrides: list[Override], unknown: float) -> list[Override]:
 
 def _speed(model: MemoryModel, override: Override, rates: Rates, attended: AttendedShare | None) -> float:
     """Tokens a second and GPU with a change; 0 if it is not known, as what copy engines save is not."""
-    memory = MemoryModel(override.config, model.dims, model.float8, model.world, host=model.host)
+    memory = MemoryModel(override.config, model.dims, model.float8, model.rules, model.world, host=model.host)
     if memory.copy_engines != model.copy_engines or no_rates_reason(memory) is not None:
         return 0.0
     time, save_list = StepTimeModel(memory, rates, attended), override.save_list
@@ -196,14 +196,19 @@ def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList)
     """
     try:
         check_config(config, model.dims, world)
-        other = MemoryModel(config, model.dims, model.float8, world, host=model.host)
+        other = MemoryModel(config, model.dims, model.float8, model.rules, world, host=model.host)
         return other.peak_under(save_list).total, other.symmetric_memory
     except ConfigError:
         return None
 
 
 def check_budget(
-    config: Config, dims: ModelDims, float8: Float8Recipe | None, world: int, origin: Origin | None = None
+    config: Config,
+    dims: ModelDims,
+    float8: Float8Recipe | None,
+    rules: OptimizerRecipe,
+    world: int,
+    origin: Origin | None = None,
 ) -> None:
     """Refuse a budget that no save-list keeps to.
 
@@ -211,6 +216,7 @@ def check_budget(
         config: with `activation_checkpoint.budget_gib`.
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
+        rules: how each parameter is updated.
         world: number of processes.
         origin: where each key was given.
 
@@ -220,7 +226,7 @@ def check_budget(
     budget = config.activation_checkpoint.budget_gib
     if budget is None:
         return
-    model = MemoryModel(config, dims, float8, world)
+    model = MemoryModel(config, dims, float8, rules, world)
     least = model.peak_under(LEAST).total
     if least <= usable(budget):
         return

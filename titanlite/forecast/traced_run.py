@@ -6,8 +6,10 @@ nothing is said here of what a block is made of, which layers compute in float8,
 
 import copy
 import functools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,23 @@ class UnitSize:
     scaled_whole: int
 
 
+class RankParameter(NamedTuple):
+    """A parameter, or the part of it that a rank has before FSDP splits it.
+
+    Attributes:
+        shape: of that part.
+        apart: whether it is of experts that FSDP splits over other ranks than all else.
+    """
+
+    shape: tuple[int, ...]
+    apart: bool
+
+    @property
+    def elements(self) -> int:
+        """Return their number."""
+        return math.prod(self.shape)
+
+
 @dataclass(frozen=True)
 class TracedRun:
     """How one rank runs a model.
@@ -69,6 +88,7 @@ class TracedRun:
             them out, and under tensor parallelism.
         embedding: of all in front of the blocks; with tied weights, of all but the blocks.
         output: of the last norm and the head; of nothing with tied weights.
+        parameters: all of them, by name.
         no_trace_reason: why the model could not be traced, or None.
     """
 
@@ -87,6 +107,7 @@ class TracedRun:
     expert_units: tuple[UnitSize, ...]
     embedding: UnitSize
     output: UnitSize
+    parameters: Mapping[str, RankParameter]
     no_trace_reason: Problem | None = None
 
     @property
@@ -174,6 +195,7 @@ def _traced(
         expert_units=tuple(units[kind][1] for kind in kinds),
         embedding=_unit_size(others, dtype),
         output=_unit_size([] if is_tied else of_head, dtype),
+        parameters=_parameters(model, blocks if apart else []),
         no_trace_reason=why,
     )
 
@@ -184,6 +206,15 @@ def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSi
     shared_out = [weight for layer in layers for weight in layer.parameters()]
     others = [weight for weight in block.parameters() if all(weight is not own for own in shared_out)]
     return _unit_size(others, dtype), _unit_size(shared_out, dtype)
+
+
+def _parameters(model: nn.Module, apart: list[nn.Module]) -> dict[str, RankParameter]:
+    """Give the part of each parameter; `apart` are the blocks whose experts are split over other ranks."""
+    layers = [part for block in apart for part in block.modules() if isinstance(part, GroupedProjection)]
+    of_experts = {id(weight) for layer in layers for weight in layer.parameters()}
+    return {
+        name: RankParameter(tuple(_part_of_rank(p).shape), id(p) in of_experts) for name, p in model.named_parameters()
+    }
 
 
 def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:

@@ -63,7 +63,7 @@ def _step_by_tokens(
     mesh = replace(memory.config.parallelism, expert_parallel_degree=degree)
     config = replace(memory.config, parallelism=mesh)
     try:
-        other = MemoryModel(config, memory.dims, memory.float8, memory.world, host=memory.host)
+        other = MemoryModel(config, memory.dims, memory.float8, memory.rules, memory.world, host=memory.host)
         return StepTimeModel(other, rates, attended).by_tokens(block_costs(other.run, save_list))
     except ConfigError:
         return None

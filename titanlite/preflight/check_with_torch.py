@@ -59,7 +59,7 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
         from titanlite.forecast.suggest_flags import check_budget
 
         traced_run(config, dims, checked.float8, rank.model)
-        check_budget(config, dims, checked.float8, world, checked.origin)
+        check_budget(config, dims, checked.float8, checked.optimizer, world, checked.origin)
     if save_list is not None and save_list.rules:
         from titanlite.activation_checkpoint.apply import check_names
 

@@ -11,7 +11,7 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED, MATMUL
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import saved_dims
-from titanlite.config.architectures import layers_of_block, parameter_shapes
+from titanlite.config.architectures import layers_of_block, parameter_shapes, parameters_of_matrices
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
@@ -219,9 +219,9 @@ def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> No
 
 
 def _check_groups_take(config: Config, dims: ModelDims, rules: OptimizerRecipe, origin: Origin) -> None:
-    """Refuse patterns and groups that take no parameter of a model whose parameters are known without torch."""
+    """Refuse groups that take no parameter, or one that their rule is not for, if the model is known without torch."""
     if (shapes := parameter_shapes(config.model, dims)) is not None:
-        update_settings(rules, config.optimizer, shapes, origin)
+        update_settings(rules, config.optimizer, shapes, origin, parameters_of_matrices(shapes))
 
 
 def check_filters(config: Config, dims: ModelDims, origin: Origin) -> None:

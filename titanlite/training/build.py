@@ -40,6 +40,7 @@ from titanlite.forecast.time_activations import time_block
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.experts import GroupedProjection, MixtureOfExperts
 from titanlite.models.find import build_model
+from titanlite.models.matrices import matrices_of
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
 from titanlite.parallel.expert import apply_expert_parallel
@@ -51,7 +52,6 @@ from titanlite.parallel.parity import require_parity
 from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
-from titanlite.training.optimizers.matrices import matrices_of
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.routers import Routers, routers_of
 from titanlite.training.weight_average import WeightAverage
@@ -163,7 +163,7 @@ def build(
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
     as_it_is = replace(largest, parallelism=parallelism)
-    memory, chosen = MemoryModel(as_it_is, dims, float8, dist.get_world_size(), model, ranks_of_a_host()), None
+    memory, chosen = MemoryModel(as_it_is, dims, float8, rules, dist.get_world_size(), model, ranks_of_a_host()), None
     if save_list is None:
         chosen = _choose_save_list(model, config, memory, device)
         save_list = chosen.save_list

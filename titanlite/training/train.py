@@ -188,7 +188,7 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
 
     def memory() -> MemoryModel:
         largest, world, host = largest_stage(asked.config), dist.get_world_size(), ranks_of_a_host()
-        return MemoryModel(largest, asked.dims, asked.float8, world, host=host)
+        return MemoryModel(largest, asked.dims, asked.float8, asked.optimizer, world, host=host)
 
     with explained(memory, asked.save_list or LEAST, device):
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)

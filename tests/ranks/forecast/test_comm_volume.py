@@ -217,7 +217,7 @@ def test_gradients_of_blocks_travel_by_copy_engines_as_autograd_made_them(tmp_pa
     bytes_of: list[dict[tuple[str, str], int]] = []
     for on in ("never", "always"):
         run = checked(tmp_path, 4, [*BF16, *HSDP, f"--parallelism.fsdp_copy_engines={on}"])
-        found = of_weights(MemoryModel(run.config, run.dims, run.float8, 4))
+        found = of_weights(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4))
         bytes_of.append({(t.kind, t.module): t.whole_bytes for t in found if t.moves == "sum of gradients"})
     by_nccl, pushed = bytes_of
     for (kind, module), n_bytes in by_nccl.items():

@@ -188,7 +188,9 @@ def test_by_default_copy_engines_are_used_where_they_can(
         comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
         assert [isinstance(comm, copy_engines.PushedAllGather) for comm in comms] == [pushes] * len(comms)
         if not flags:
-            expected = MemoryModel(asked[pushes].config, run.dims, None, 2).peak_under(asked[0].save_list)  # type: ignore[arg-type]
+            expected = MemoryModel(asked[pushes].config, run.dims, None, run.optimizer, 2).peak_under(
+                asked[0].save_list
+            )  # type: ignore[arg-type]
             assert run.predicted == expected
             assert run.memory.copy_engines == pushes
         receipt = Receipt()
@@ -199,7 +201,7 @@ def test_by_default_copy_engines_are_used_where_they_can(
             receipt.enforce(strict=True, warn=pytest.fail)  # nobody has asked for them
 
     run_ranks(body, tmp_path, 2)
-    by_nccl, pushed = (MemoryModel(a.config, a.dims, None, 2).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
+    by_nccl, pushed = (MemoryModel(a.config, a.dims, None, a.optimizer, 2).peak_under(a.save_list) for a in asked)  # type: ignore[arg-type]
     assert pushed.communication < by_nccl.communication
 
 

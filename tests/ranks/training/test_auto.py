@@ -155,7 +155,7 @@ def explained(flags: tuple[str, ...], room_gib: float, name: str = "none") -> st
     run = checked_run(["--config", config, *flags], world_size=4)
     chosen = recipes.load("activation_checkpoint", name)
     measured = Measured(78.0, 75.0, 79.0, 77.0, room_gib)
-    return explanation(MemoryModel(run.config, run.dims, run.float8, 4), chosen, measured)
+    return explanation(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4), chosen, measured)
 
 
 def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
@@ -178,7 +178,7 @@ def said_before(room_gib: float, *flags: str) -> str | None:
     config = str(shipped_folder("configs") / "llama3_8b.toml")
     run = checked_run(["--config", config, *flags], world_size=4)
     empty = Measured(0.0, 0.0, 0.0, 0.0, room_gib)
-    return foreseen(MemoryModel(run.config, run.dims, run.float8, 4), run.save_list, empty)
+    return foreseen(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4), run.save_list, empty)
 
 
 def test_what_is_predicted_not_to_fit_is_said_before_the_first_step() -> None:
@@ -214,7 +214,7 @@ def test_memory_that_is_not_of_the_allocator_is_explained_too(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml")], world_size=4)
-    model = MemoryModel(run.config, run.dims, run.float8, 4)
+    model = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
     assert run.save_list is not None
     with (
         pytest.raises(OutOfMemoryError if is_of_this_device else RuntimeError) as caught,

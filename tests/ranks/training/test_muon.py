@@ -18,9 +18,9 @@ from titanlite.config.schema import Parallelism
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear
+from titanlite.models.matrices import Matrix, matrices_of
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.training.optimizers.matrices import Matrix, matrices_of
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 
 LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 3

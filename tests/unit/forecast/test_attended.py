@@ -77,7 +77,7 @@ def test_time_and_mfu_count_what_is_attended(tmp_path: Path) -> None:
     asked = prepared(tmp_path, "--training.seq_len=8000")
     share = share_of(asked)
     assert share is not None
-    memory = MemoryModel(asked.config, asked.dims, asked.float8, 8)
+    memory = MemoryModel(asked.config, asked.dims, asked.float8, asked.optimizer, 8)
     assert asked.save_list is not None
     blocks = block_costs(memory.run, asked.save_list)
     rates = measured_rates()

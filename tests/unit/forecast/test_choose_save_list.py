@@ -29,7 +29,7 @@ LAYOUTS += [(*LAYOUTS[1], "--parallelism.async_tensor_parallel"), ("--compile.en
 def model_of(*flags: str) -> MemoryModel:
     config = str(shipped_folder("configs") / "llama3_8b.toml")
     run = checked_run(["--config", config, *flags], world_size=4)
-    return MemoryModel(run.config, run.dims, run.float8, 4)
+    return MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
 
 
 def times_of(model: MemoryModel) -> RecomputeTimes:

@@ -35,7 +35,7 @@ OF_EXPERT = 3 * D * F
 def memory_of(ranks: int, world: int = 8, *flags: str, host: int | None = None) -> MemoryModel:
     degree = f"--parallelism.expert_parallel_degree={ranks}"
     run = checked_run(["--config", CONFIG, *SMALL, degree, *flags], world_size=world)
-    return MemoryModel(run.config, run.dims, run.float8, world, host=host)
+    return MemoryModel(run.config, run.dims, run.float8, run.optimizer, world, host=host)
 
 
 def ops_of(operations: Sequence, *names: str) -> list:
@@ -218,7 +218,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured(name: str, flavor: str, mo
     flags = ["--config", str(shipped_folder("configs") / "llama3_8b.toml"), f"--model.name={name}"]
     flags += [f"--model.flavor={flavor}", "--model.n_layers=1", "--training.seq_len=4096", "--data.document_mask=false"]
     run = checked_run([*flags, "--training.local_batch_size=4", "--parallelism.expert_parallel_degree=2"], world_size=2)
-    memory = MemoryModel(run.config, run.dims, run.float8, 2)
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 2)
     rates, (block, *_) = measured_rates(), memory.run.blocks
     times = StepTimeModel(memory, rates).times().activations
     found = {each.op.split(".")[1]: 1e3 * seconds for each, seconds in times.items() if each.op in EXCHANGES}
@@ -246,7 +246,7 @@ def test_from_the_named_number_of_tokens_on_weights_should_travel() -> None:
     def steps(tokens: int, degree: int) -> Callable[[float], StepTime]:
         asked = [f"--training.seq_len={tokens}", f"--parallelism.expert_parallel_degree={degree}"]
         run = checked_run([*flags, *asked, "--data.document_mask=false"], world_size=8)
-        memory = MemoryModel(run.config, run.dims, run.float8, 8)
+        memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 8)
         step = StepTimeModel(memory, measured_rates())
         return step.by_tokens(block_costs(memory.run, LEAST))
 
@@ -257,10 +257,10 @@ def test_from_the_named_number_of_tokens_on_weights_should_travel() -> None:
     assert one(1.1 * found / 4096).total < split(1.1 * found / 4096).total
     assert crossing(one, one, 4096) is None
     run = checked_run([*flags, "--training.seq_len=4096", "--parallelism.expert_parallel_degree=8"], world_size=8)
-    said = what_travels(MemoryModel(run.config, run.dims, run.float8, 8), LEAST, measured_rates())
+    said = what_travels(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 8), LEAST, measured_rates())
     assert f"from about {found:,.0f} tokens" in said
     dense = checked_run(["--config", str(shipped_folder("configs") / "debug.toml")], world_size=4)
-    assert what_travels(MemoryModel(dense.config, dense.dims, None, 4), LEAST, measured_rates()) == ""
+    assert what_travels(MemoryModel(dense.config, dense.dims, None, dense.optimizer, 4), LEAST, measured_rates()) == ""
 
 
 def test_as_many_tokens_as_take_both_as_long() -> None:

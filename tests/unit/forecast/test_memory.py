@@ -49,7 +49,7 @@ def checked(model: str, world: int, name: str, *flags: str) -> CheckedRun:
 
 def peak_of(run: CheckedRun, world: int, follow: bool | None = None) -> Memory:
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dims, run.float8, world)
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
     if follow is not None:
         memory.gradients_follow = follow
     return memory.peak(block_costs(memory.run, run.save_list))
@@ -217,7 +217,7 @@ def test_parameters_are_those_of_the_model(name: str, ranks: int) -> None:
         module, _, own_name = full_name.rpartition(".")
         is_split = ranks > 1 and plans[module].placements[own_name].is_shard()
         count += parameter.numel() // (ranks if is_split else 1)
-    assert MemoryModel(run.config, run.dims, run.float8, ranks).parameters == count
+    assert MemoryModel(run.config, run.dims, run.float8, run.optimizer, ranks).parameters == count
 
 
 def test_eight_gpus_hold_less_of_the_model_and_as_much_of_the_rest() -> None:
@@ -255,7 +255,7 @@ def test_copy_engines_are_those_of_a_host() -> None:
     """Of eight GPUs, over which tensor parallelism goes first: 405B of TP 8 has a shard on each of eight hosts."""
     for world, tensor, expected in ((2, "1", True), (8, "1", True), (16, "1", False), (8, "4", True), (16, "8", False)):
         run = checked("8b", world, "none", TP, tensor, "--parallelism.fsdp_copy_engines=default")
-        model = MemoryModel(run.config, run.dims, run.float8, world)
+        model = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
         assert model.copy_engines == expected
         assert (model.symmetric_memory > 0) == expected
     pushed = peak("8b", 4, "none", COPIES)
@@ -309,7 +309,7 @@ def test_more_kept_is_more_held() -> None:
 
 def test_whole_blocks_are_priced_as_a_list_that_saves_everything() -> None:
     run = checked("8b", 4, "none")
-    memory = MemoryModel(run.config, run.dims, run.float8, 4)
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
     whole = SaveList("", "recompute", (SaveRule("block", "save"),))
     everything = recipes.load("activation_checkpoint", "none")
     assert block_costs(memory.run, whole) == block_costs(memory.run, everything)
@@ -352,7 +352,7 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
 
     training = Training(seq_len=tokens, local_batch_size=1, global_batch_size=2)  # so that gradients are there always
     config = Config(training=training, float8=Float8(recipe, filter_fqns=()), compile=Compile(compiled))
-    predicted = MemoryModel(config, dims, float8, world=1).peak([])
+    predicted = MemoryModel(config, dims, float8, recipes.load("optimizer", "adamw"), world=1).peak([])
     embedding = 0 if tied else 2 * V * D  # of one shard, so that it stays
     assert predicted.gathered_weights == embedding + inner.nbytes + 2 * D
     vectors = 12 * V + 12 * 4 * tokens

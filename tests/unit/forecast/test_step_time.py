@@ -32,7 +32,7 @@ def model(
 def step_of(argv: list[str], world: int, device: str) -> tuple[StepTimeModel, StepTime]:
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
-    memory = MemoryModel(run.config, run.dims, run.float8, world)
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
     predicted = StepTimeModel(memory, measured_rates(device))
     return predicted, predicted.step(block_costs(memory.run, run.save_list))
 
@@ -240,7 +240,7 @@ def test_more_kept_is_less_computed_again() -> None:
 )
 def test_what_rates_do_not_hold_for(flags: list[str], where: str) -> None:
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, 4))
+    problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4))
     assert problem is not None
     assert problem.where == where
 
@@ -251,7 +251,7 @@ def test_reductions_of_one_number_have_no_rates(ranks: int, tmp_path) -> None:
     (tmp_path / "mine.toml").write_text('extends = "tensorwise"\nreduce_amax = true\n')
     flags = [FLOAT8, str(tmp_path / "mine.toml"), TP, str(ranks)]
     run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
-    problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, 4))
+    problem = no_rates_reason(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4))
     assert (problem is None) == (ranks == 1)
     assert problem is None or "reduce_amax" in problem.want
 

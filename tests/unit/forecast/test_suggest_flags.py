@@ -21,7 +21,7 @@ def checked(*flags: str, world: int = 4) -> CheckedRun:
 
 
 def model_of(run: CheckedRun, world: int = 4) -> MemoryModel:
-    return MemoryModel(run.config, run.dims, run.float8, world)
+    return MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
 
 
 def peak(run: CheckedRun, world: int = 4) -> int:

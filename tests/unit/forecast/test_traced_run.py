@@ -96,7 +96,7 @@ def test_a_parallel_block_holds_what_is_predicted(config: Config) -> None:
 
 
 def test_it_has_prices_a_peak_and_groups_for_auto(config: Config) -> None:
-    memory = MemoryModel(config, DIMS, None, 2)
+    memory = MemoryModel(config, DIMS, None, recipes.load("optimizer", "adamw"), 2)
     D, F = DIMS.dim, DIMS.ffn_dim
     of_block = D * (3 * D + F) + (D + F) * D + D
     assert memory.parameters == 2 * of_block + 2 * 32 * D + D

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titanlite.kernels.orthogonalise import orthogonalise_flops
-from titanlite.training.optimizers.matrices import Matrix
+from titanlite.models.matrices import Matrix
 from titanlite.training.optimizers.owners import Rectangle, assign, schedule
 
 MOST = 1 << 26

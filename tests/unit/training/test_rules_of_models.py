@@ -12,8 +12,8 @@ from titanlite.config.recipe_schema import MATRIX_RULES, ParameterGroup
 from titanlite.config.schema import Config, Model
 from titanlite.kernels.orthogonalise import ITERATIONS
 from titanlite.models.find import build_model
+from titanlite.models.matrices import matrices_of
 from titanlite.recipes import load, model_dims
-from titanlite.training.optimizers.matrices import matrices_of
 from titanlite.training.optimizers.sharded import RULES
 
 _ATTENTION = {"attention.wqkv.weight", "attention.wo.weight"}

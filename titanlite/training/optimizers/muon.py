@@ -27,8 +27,9 @@ from titanlite.float8.weight import local_data
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise
 from titanlite.kernels.row_table import NOWHERE, RowTable, table
 from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_rows
+from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
-from titanlite.training.optimizers.matrices import Matrix
+from titanlite.parallel.share_matrices import BUCKET
 from titanlite.training.optimizers.owners import Bucket, Transfer, assign, held_by_each_rank, schedule
 
 
@@ -43,7 +44,7 @@ class MuonRule:
     eps: float = 1e-7  # the least norm that a matrix is divided by
     dtype: torch.dtype = torch.bfloat16  # of what travels, and of the matmuls
     state_dtype: torch.dtype = torch.float32  # of the momentum
-    bucket: int = 1 << 27  # elements that a rank collects at a time
+    bucket: int = BUCKET  # elements that a rank collects at a time
 
 
 class Pace(NamedTuple):

@@ -1,7 +1,6 @@
 """Who orthogonalises which matrix, and what travels for it.
 
-A matrix has one owner, among all ranks. The largest are given away first, each to the rank that has least to compute so
-far. They travel in buckets, in that order, so that every bucket has matrices of about one size for every rank.
+A matrix has one owner, among all ranks, and a bucket that it travels in (`parallel/share_matrices.py`).
 
 With replicas (HSDP) the owners are spread over all of them: a rank computes less, and all replicas get the same bits,
 from one owner. An owner collects from its own replica, and hands results to all.
@@ -17,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.kernels.orthogonalise import orthogonalise_flops
+from titanlite.models.matrices import Matrix
 from titanlite.parallel.initialise import local_slice
-from titanlite.training.optimizers.matrices import Matrix
+from titanlite.parallel.share_matrices import share_matrices
 
 
 class Rectangle(NamedTuple):
@@ -120,19 +119,12 @@ def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> lis
     Returns:
         The stacks of each bucket.
     """
-    flops = [orthogonalise_flops(*matrix.shape, steps) for matrix in matrices]
-    order = sorted(range(len(matrices)), key=lambda i: (-flops[i], matrices[i].shape))
-    work, buckets = [0] * ranks, list[dict[tuple[str, int, int], list[Matrix]]]()
-    collected = [most] * ranks
-    for i in order:
-        matrix, owner = matrices[i], work.index(min(work))
-        work[owner] += flops[i]
-        n = len(matrix.rows) * matrix.columns
-        if collected[owner] + n > most:
+    buckets = list[dict[tuple[str, int, int], list[Matrix]]]()
+    for i, bucket, owner in share_matrices([matrix.shape for matrix in matrices], ranks, steps, most):
+        if bucket == len(buckets):
             buckets.append({})
-            collected = [0] * ranks
-        collected[owner] += n
-        buckets[-1].setdefault((matrix.parameter, len(matrix.rows), owner), []).append(matrix)
+        matrix = matrices[i]
+        buckets[bucket].setdefault((matrix.parameter, len(matrix.rows), owner), []).append(matrix)
     return [
         [
             Stack(name, torch.stack([m.rows for m in of]), of[0].columns, owner)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.config.schema import Optimizer
+from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
-from titanlite.training.optimizers.matrices import Matrix
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ from titanlite.config.recipe_schema import OptimizerRecipe
 from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
 from titanlite.training.optimizers.adamw import AdamW
-from titanlite.training.optimizers.matrices import Matrix
 from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 

@@ -1,0 +1,252 @@
+"""Count what the update of a step keeps, moves, sends and computes on a rank, by the rules of the optimizer's recipe.
+
+What is elementwise follows from the elements that each rule has of this rank's shard. What orthogonalises is shared out
+by matrices (`parallel/share_matrices.py`), as the update itself does it; the rows that travel are counted in the mean of
+the ranks, as each has about the same of every matrix, and what an owner has of a bucket is that of the one with most.
+"""
+
+import functools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanlite.config.optimizers import optimizer_cost
+from titanlite.config.parameter_groups import UpdateSettings, update_settings
+from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims, OptimizerRecipe
+from titanlite.config.schema import Config, Model
+from titanlite.forecast.traced_run import TracedRun
+from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
+from titanlite.models.find import build_model
+from titanlite.models.matrices import matrices_of
+from titanlite.parallel.share_matrices import share_matrices
+
+ITEMSIZE = 2
+"""Bytes of what travels and is orthogonalised, in bfloat16."""
+
+
+class Layout(NamedTuple):
+    """How a model is split.
+
+    Attributes:
+        world: all ranks.
+        replicas: of the model.
+        shards: ranks that FSDP splits each parameter over.
+        expert_shards: those that it splits experts over, of which a rank has some.
+    """
+
+    world: int
+    replicas: int
+    shards: int
+    expert_shards: int
+
+
+class WholeParameter(NamedTuple):
+    """A parameter before it is split.
+
+    Attributes:
+        elements: of it.
+        matrices: R and C of each that it is made of; none of an embedding or a vector.
+    """
+
+    elements: int
+    matrices: tuple[tuple[int, int], ...]
+
+
+@functools.lru_cache(maxsize=4)
+def whole_parameters(model: Model, dims: ModelDims, seq_len: int) -> Mapping[str, WholeParameter]:
+    """Take the weights of a model apart, on the meta device.
+
+    Args:
+        model: `[model]`.
+        dims: its dimensions.
+        seq_len: S.
+    """
+    built = build_model(model, dims, seq_len)
+    shapes = {name: tuple(m.shape for m in found) for name, found in matrices_of(built).items()}
+    return {name: WholeParameter(p.numel(), shapes.get(name, ())) for name, p in built.named_parameters()}
+
+
+@dataclass(frozen=True)
+class BucketWork:
+    """Matrices that travel together.
+
+    Attributes:
+        elements: of all of them, each once; that is what owners collect.
+        handed: of their results, once for each rank that has a row.
+        collected: elements of the owner with most.
+        returned: of its results.
+        largest: elements of its largest stack, of matrices of one shape and parameter, and of their squares.
+    """
+
+    elements: int
+    handed: int
+    collected: int
+    returned: int
+    largest: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SharedMatrices:
+    """The matrices that are orthogonalised in one way.
+
+    Attributes:
+        steps: polynomials.
+        owned: of each rank that owns some, how many of each R and C.
+        buckets: in the order in which they travel.
+        widest: elements of the largest shard of a parameter.
+    """
+
+    steps: int
+    owned: tuple[Mapping[tuple[int, int], int], ...]
+    buckets: tuple[BucketWork, ...]
+    widest: int
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the rank with most, symmetric products in full."""
+        return max(sum(n * orthogonalise_flops(*rc, self.steps) for rc, n in own.items()) for own in self.owned)
+
+    def buffers(self, world: int) -> int:
+        """Bytes that the rank with most holds at once, as `Muon.step` goes through the buckets.
+
+        Of the bucket that is computed: what was collected, the whole matrices, their results. What is on its way of the
+        next one, and of the last one.
+
+        Args:
+            world: all ranks.
+        """
+        none = BucketWork(0, 0, 0, 0, (0, 0))
+        most = 12 * self.widest  # the momentum and the update in float32, before anything travels
+        for last, now, following in zip((none, *self.buckets), self.buckets, (*self.buckets[1:], none), strict=False):
+            under_way = following.collected + following.elements // world + last.returned + last.handed // world
+            stack, squares = now.largest
+            computing = ITEMSIZE * 2 * now.collected + max(
+                2 * ITEMSIZE * stack, 2 * ITEMSIZE * squares + ITEMSIZE * stack
+            )
+            returning = ITEMSIZE * (now.collected + 2 * now.returned + now.handed // world)
+            most = max(most, ITEMSIZE * (now.collected + under_way) + max(computing, returning))
+        return most
+
+
+@dataclass(frozen=True)
+class GroupWork:
+    """A group of the recipe, as `plan` shows it.
+
+    Attributes:
+        rule: of the group.
+        elements: of its parameters, whole.
+        state: bytes that a rank keeps of them.
+    """
+
+    rule: str
+    elements: int
+    state: int
+
+
+class UpdateWork:
+    """The update of one run.
+
+    Args:
+        config: checked.
+        rules: of its recipe.
+        run: the rank's model.
+        layout: of the run.
+
+    Attributes:
+        config, run, layout: as given.
+        settings: how each parameter is updated.
+        elements: of this rank's shard that each rule has.
+        shared: the matrices of rules that orthogonalise.
+        state: bytes that the optimizer keeps.
+        buffers: bytes of the update itself.
+    """
+
+    def __init__(self, config: Config, rules: OptimizerRecipe, run: TracedRun, layout: Layout) -> None:
+        self.config, self.run, self.layout = config, run, layout
+        shapes = {name: part.shape for name, part in run.parameters.items()}
+        self.settings = update_settings(rules, config.optimizer, shapes)
+        names: dict[str, list[str]] = {}
+        for name, own in self.settings.items():
+            names.setdefault(own.rule, []).append(name)
+        self.elements = {rule: self._elements(own) for rule, own in names.items()}
+        self.state = sum(optimizer_cost(rule, config.optimizer).state * n for rule, n in self.elements.items())
+        self.shared = [
+            self._shared(steps, tuple(own)) for (_, steps), own in _orthogonalised_alike(self.settings).items()
+        ]
+        self.buffers = max((shared.buffers(layout.world) for shared in self.shared), default=0)
+
+    def moved(self, rule: str) -> int:
+        """Bytes that a step reads and writes of this rank's shard by a rule."""
+        return optimizer_cost(rule, self.config.optimizer).moved * self.elements[rule]
+
+    def groups(self) -> dict[str, GroupWork]:
+        """Return what each group of the recipe has."""
+        whole, names = self._whole(), dict[str, list[str]]()
+        for name, own in self.settings.items():
+            names.setdefault(own.group, []).append(name)
+        found: dict[str, GroupWork] = {}
+        for group, members in names.items():
+            rule = self.settings[members[0]].rule
+            state = optimizer_cost(rule, self.config.optimizer).state * self._elements(members)
+            found[group] = GroupWork(rule, sum(whole[name].elements for name in members), state)
+        return found
+
+    def _whole(self) -> Mapping[str, WholeParameter]:
+        return whole_parameters(self.config.model, self.run.dims, self.run.seq_len)
+
+    def _elements(self, names: list[str]) -> int:
+        """Elements of some parameters in this rank's shard."""
+        parts = [self.run.parameters[name] for name in names]
+        others, experts = (sum(p.elements for p in parts if p.apart == apart) for apart in (False, True))
+        return others // self.layout.shards + experts // self.layout.expert_shards
+
+    def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:
+        whole, layout = self._whole(), self.layout
+        of_replica, parts = layout.world // layout.replicas, [self.run.parameters[name] for name in names]
+        shards = [layout.expert_shards if part.apart else layout.shards for part in parts]
+        # Ranks that have each element: one of a replica, or those of tensor parallelism that have it whole.
+        copies = [
+            layout.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
+            for name, part, n in zip(names, parts, shards, strict=True)
+        ]
+        widest = max(part.elements // n for part, n in zip(parts, shards, strict=True))
+        matrices = tuple(whole[name].matrices for name in names)
+        return _share(matrices, tuple(copies), layout.world, steps, widest)
+
+
+@functools.lru_cache(maxsize=64)
+def _share(
+    matrices: tuple[tuple[tuple[int, int], ...], ...], copies: tuple[int, ...], world: int, steps: int, widest: int
+) -> SharedMatrices:
+    """Share out the matrices of some parameters, whose elements so many ranks have."""
+    flat = [(parameter, rc) for parameter, found in enumerate(matrices) for rc in found]
+    owned: dict[int, Counter[tuple[int, int]]] = {}
+    stacks: list[dict[int, Counter[tuple[int, tuple[int, int]]]]] = []
+    for i, bucket, owner in share_matrices([rc for _, rc in flat], world, steps):
+        if bucket == len(stacks):
+            stacks.append({})
+        owned.setdefault(owner, Counter())[flat[i][1]] += 1
+        stacks[bucket].setdefault(owner, Counter())[flat[i]] += 1
+    return SharedMatrices(steps, tuple(owned.values()), tuple(_bucket(own, copies) for own in stacks), widest)
+
+
+def _bucket(stacks: Mapping[int, Mapping[tuple[int, tuple[int, int]], int]], copies: tuple[int, ...]) -> BucketWork:
+    collected, returned, largest = list[int](), list[int](), (0, 0)
+    for own in stacks.values():
+        each = {(p, rc): n * rc[0] * rc[1] for (p, rc), n in own.items()}
+        collected.append(sum(each.values()))
+        returned.append(sum(copies[p] * n for (p, _), n in each.items()))
+        largest = max(largest, *((each[p, rc], n * min(rc) ** 2) for (p, rc), n in own.items()))
+    return BucketWork(sum(collected), sum(returned), max(collected), max(returned), largest)
+
+
+def _orthogonalised_alike(settings: Mapping[str, UpdateSettings]) -> dict[tuple[object, int], list[str]]:
+    """Return the parameters of matrix rules that are updated together, by what is alike and the polynomials' number."""
+    found: dict[tuple[object, int], list[str]] = {}
+    for name, own in settings.items():
+        if own.rule in MATRIX_RULES:
+            steps = len(ITERATIONS[own.polynomials] if isinstance(own.polynomials, str) else own.polynomials)
+            alike = own.rule, own.polynomials, own.momentum, own.nesterov
+            found.setdefault((alike, steps), []).append(name)
+    return found
