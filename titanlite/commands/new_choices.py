@@ -29,8 +29,8 @@ from titanlite.forecast.choose_layout import (
     best,
     cpu_options,
     gpu_options,
+    optimizer_rules,
     options_of_layout,
-    rules_of,
 )
 from titanlite.forecast.memory import MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, outlook, token_flops
@@ -212,9 +212,8 @@ def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, 
     want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
     config = replace(least.config, training=replace(least.config.training, global_batch_size=None))
     limit = usable(machine.gib - RESERVE_GIB)
-    more = machine.rates and processes_that_fit(
-        MemoryModel(config, dims, None, rules_of(config), machine.world), LEAST, limit
-    )
+    memory = MemoryModel(config, dims, None, optimizer_rules(config), machine.world)
+    more = machine.rates and processes_that_fit(memory, LEAST, limit)
     fix = f"{more}, or a smaller model" if more else "a smaller model"
     return ConfigError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
 

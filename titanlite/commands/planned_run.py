@@ -76,9 +76,8 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     rank = check_with_torch(checked, world)
     fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
-    memory = MemoryModel(
-        config, checked.dims, checked.float8, checked.optimizer, world or fewest, host=measured_rates(device).host
-    )
+    of_run = checked.dims, checked.float8, checked.optimizer
+    memory = MemoryModel(config, *of_run, world or fewest, host=measured_rates(device).host)
     each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
     predicted = None

@@ -104,7 +104,7 @@ def options_of_layout(
         attended: as of `StepTimeModel`.
         float8: arithmetic of the linear layers, or None.
     """
-    memory = MemoryModel(config, dims, float8, rules_of(config), world, host=rates.host)
+    memory = MemoryModel(config, dims, float8, optimizer_rules(config), world, host=rates.host)
     if memory.run.no_trace_reason is not None or no_rates_reason(memory) is not None:
         return []
     time, budget = StepTimeModel(memory, rates, attended), rates.device_gib - RESERVE_GIB
@@ -116,14 +116,14 @@ def options_of_layout(
     ]
 
 
-def rules_of(config: Config) -> OptimizerRecipe:
+def optimizer_rules(config: Config) -> OptimizerRecipe:
     """Load the optimizer's recipe of a config that is being chosen."""
     return recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs)
 
 
 def _with_auto(config: Config, dims: ModelDims, world: int, rates: Rates, attended: AttendedShare | None) -> Option:
     """Give a layout the list that `auto` would make by these rates."""
-    memory = MemoryModel(config, dims, None, rules_of(config), world, host=rates.host)
+    memory = MemoryModel(config, dims, None, optimizer_rules(config), world, host=rates.host)
     budget, time = rates.device_gib - RESERVE_GIB, StepTimeModel(memory, rates, attended)
     of_peak = int((budget - memory.symmetric_memory / GIB) * 10) / 10
     save_list = choose(memory, time.times(), of_peak).save_list
@@ -142,7 +142,7 @@ def cpu_options(config: Config, dims: ModelDims, world: int, host_gib: float) ->
     lists = {name: recipes.load("activation_checkpoint", name) for name in ("none", "full")}
     found: list[Option] = []
     for laid_out in _layouts_of(config, dims, world, most=1):
-        memory = MemoryModel(laid_out, dims, None, rules_of(laid_out), world)
+        memory = MemoryModel(laid_out, dims, None, optimizer_rules(laid_out), world)
         for name, save_list in lists.items():
             found.append(_priced_option(_with_list(laid_out, name), memory, None, save_list, host_gib / world / 2))
     return sorted(found, key=lambda option: (option.save_list != "none", -option.at_a_time))

@@ -24,6 +24,7 @@ class Rates:
         float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
         grouped: TFLOP/s of the products of experts, of rows and of weights' gradients, by the rows of an expert in the
             mean; `grouped_fast` and `grouped_split` in float8.
+        orthogonalise: TFLOP/s of orthogonalisation in 16 bits, half of symmetric products counted, by the shorter side.
         attention: TFLOP/s of forward and backward, by the width of a head.
         attention_documents: the shares of these that attention within documents reaches, of what is attended.
         attention_window: the same of attention to a window.
@@ -46,6 +47,7 @@ class Rates:
     grouped: Mapping[int, tuple[float, float]]
     grouped_fast: Mapping[int, tuple[float, float]]
     grouped_split: Mapping[int, tuple[float, float]]
+    orthogonalise: Mapping[int, float]
     attention: Mapping[int, tuple[float, float]]
     attention_documents: Mapping[int, tuple[float, float]]
     attention_window: tuple[float, float]
@@ -71,13 +73,22 @@ class Rates:
             fast: sums of float8 are left to the tensor cores; None: not in float8.
         """
         table = self.grouped if fast is None else self.grouped_fast if fast else self.grouped_split
-        (few, slow), (many, quick) = ((n, of[is_gradient]) for n, of in (min(table.items()), max(table.items())))
-        of_an_end = (1 / slow - 1 / quick) / (1 / few - 1 / many)
-        return 1 / (1 / quick + of_an_end * (1 / max(rows, 1.0) - 1 / many))
+        return _by_size({n: of[is_gradient] for n, of in table.items()}, max(rows, 1.0))
+
+    def orthogonalise_of(self, side: int) -> float:
+        """Return TFLOP/s for matrices whose shorter side is so long."""
+        return _by_size(self.orthogonalise, side)
 
     def documents_of(self, width: int) -> tuple[float, float]:
         """The same of `attention_documents`."""
         return _as_wide(self.attention_documents, width)
+
+
+def _by_size(rates: Mapping[int, float], size: float) -> float:
+    """The time of an operation is a constant, and a share of 1 / size."""
+    (small, slow), (large, quick) = min(rates.items()), max(rates.items())
+    of_an_end = (1 / slow - 1 / quick) / (1 / small - 1 / large)
+    return 1 / (1 / quick + of_an_end * (1 / size - 1 / large))
 
 
 def _as_wide(rates: Mapping[int, tuple[float, float]], width: int) -> tuple[float, float]:
@@ -103,6 +114,7 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     read |= {name: tuple(read[name]) for name in ("attention_window", "exchange")}
     for name in ("attention", "attention_documents", "grouped", "grouped_fast", "grouped_split"):
         read[name] = {int(by): tuple(rates) for by, rates in read[name].items()}
+    read["orthogonalise"] = {int(by): rate for by, rate in read["orthogonalise"].items()}
     return Rates(**read)
 
 

@@ -29,7 +29,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRec
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
-from titanlite.forecast.update_work import Layout, UpdateWork
+from titanlite.forecast.update_work import SplitOver, UpdateWork
 from titanlite.parallel.fsdp import frees_after_forward
 
 if TYPE_CHECKING:
@@ -179,9 +179,8 @@ class MemoryModel:
         others, of_experts = (sum(u.elements for u in us) for us in ((*of_blocks, first, last), self.run.expert_units))
         self.parameters = others + of_experts
         self.shard = others // self.shards + of_experts // self.expert_shards
-        self.optimizer = UpdateWork(
-            config, rules, self.run, Layout(world, self.replicas, self.shards, self.expert_shards)
-        )
+        layout = SplitOver(world, self.replicas, self.shards, self.expert_shards)
+        self.optimizer = UpdateWork(config, rules, self.run, layout)
 
     @property
     def experts_are_reduced(self) -> bool:

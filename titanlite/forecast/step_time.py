@@ -10,7 +10,7 @@
     weights          casts and copies around FSDP's collectives
     fsdp             collectives in the open: the first gathers, the last reduction, and in each block what is longer
                      than its compute
-    optimizer        AdamW with clipping, once a step
+    optimizer        the update with clipping, once a step (`update_time.py`)
 
 Rates, no simulation: kernels are as fast in a small shape as in a large one, and nothing waits for the host.
 Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
@@ -31,6 +31,7 @@ from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
+from titanlite.forecast.update_time import UpdateTime, update_time
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _T, _G = 1e12, 1e9
@@ -123,15 +124,19 @@ class StepTimeModel:
             "recomputation": sum(times.seconds(block) for block in blocks),
             "tokens": tokens + sum(wire for _, _, wire in work),
         }
-        copied, updated = self._copied() / rates.memory / _G, self.memory.optimizer.moved * memory.shard
+        copied, updated = self._copied() / rates.memory / _G, self.update().total
 
         def step(share: float) -> StepTime:
             seconds = {name: share * value for name, value in of_tokens.items()} | {"weights": copied}
             seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
             of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
-            return StepTime(**of_step, optimizer=1e3 * updated / rates.optimizer / _G)
+            return StepTime(**of_step, optimizer=updated)
 
         return step
+
+    def update(self) -> UpdateTime:
+        """Predict the time of the update, which is once a step."""
+        return update_time(self.memory.optimizer, self.rates)
 
     def tokens_per_second(self, time: StepTime) -> float:
         """Tokens that a step of that time trains on in a second, by GPU."""

@@ -1,8 +1,8 @@
 """Count what the update of a step keeps, moves, sends and computes on a rank, by the rules of the optimizer's recipe.
 
-What is elementwise follows from the elements that each rule has of this rank's shard. What orthogonalises is shared out
-by matrices (`parallel/share_matrices.py`), as the update itself does it; the rows that travel are counted in the mean of
-the ranks, as each has about the same of every matrix, and what an owner has of a bucket is that of the one with most.
+What is elementwise follows from the elements that each rule has of this rank's shard. Matrices are shared out as the
+update itself does it (`parallel/share_matrices.py`). The rows that travel are counted in the mean of the ranks, as each
+has about the same of every matrix, and what an owner has of a bucket is that of the one with most.
 """
 
 import functools
@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import torch
 
 from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
@@ -25,7 +27,7 @@ ITEMSIZE = 2
 """Bytes of what travels and is orthogonalised, in bfloat16."""
 
 
-class Layout(NamedTuple):
+class SplitOver(NamedTuple):
     """How a model is split.
 
     Attributes:
@@ -63,7 +65,8 @@ def whole_parameters(model: Model, dims: ModelDims, seq_len: int) -> Mapping[str
         seq_len: S.
     """
     built = build_model(model, dims, seq_len)
-    shapes = {name: tuple(m.shape for m in found) for name, found in matrices_of(built).items()}
+    with torch.device("meta"):  # rows are numbered there, too: shapes alone are wanted
+        shapes = {name: tuple(m.shape for m in found) for name, found in matrices_of(built).items()}
     return {name: WholeParameter(p.numel(), shapes.get(name, ())) for name, p in built.named_parameters()}
 
 
@@ -118,14 +121,13 @@ class SharedMatrices:
         """
         none = BucketWork(0, 0, 0, 0, (0, 0))
         most = 12 * self.widest  # the momentum and the update in float32, before anything travels
-        for last, now, following in zip((none, *self.buckets), self.buckets, (*self.buckets[1:], none), strict=False):
+        behind = (*self.buckets[1:], none)
+        for last, now, following in zip((none, *self.buckets), self.buckets, behind, strict=False):
             under_way = following.collected + following.elements // world + last.returned + last.handed // world
-            stack, squares = now.largest
-            computing = ITEMSIZE * 2 * now.collected + max(
-                2 * ITEMSIZE * stack, 2 * ITEMSIZE * squares + ITEMSIZE * stack
-            )
-            returning = ITEMSIZE * (now.collected + 2 * now.returned + now.handed // world)
-            most = max(most, ITEMSIZE * (now.collected + under_way) + max(computing, returning))
+            n, squares = now.largest
+            computing = 2 * now.collected - n + max(4 * n, n + 5 * squares)  # in float32, or by squares in float16
+            returning = now.collected + 2 * now.returned + now.handed // world
+            most = max(most, ITEMSIZE * (now.collected + under_way + max(computing, returning)))
         return most
 
 
@@ -157,12 +159,12 @@ class UpdateWork:
         config, run, layout: as given.
         settings: how each parameter is updated.
         elements: of this rank's shard that each rule has.
-        shared: the matrices of rules that orthogonalise.
+        shared: the matrices of rules that orthogonalise, each with its rule; one momentum and polynomials at a time.
         state: bytes that the optimizer keeps.
         buffers: bytes of the update itself.
     """
 
-    def __init__(self, config: Config, rules: OptimizerRecipe, run: TracedRun, layout: Layout) -> None:
+    def __init__(self, config: Config, rules: OptimizerRecipe, run: TracedRun, layout: SplitOver) -> None:
         self.config, self.run, self.layout = config, run, layout
         shapes = {name: part.shape for name, part in run.parameters.items()}
         self.settings = update_settings(rules, config.optimizer, shapes)
@@ -172,9 +174,10 @@ class UpdateWork:
         self.elements = {rule: self._elements(own) for rule, own in names.items()}
         self.state = sum(optimizer_cost(rule, config.optimizer).state * n for rule, n in self.elements.items())
         self.shared = [
-            self._shared(steps, tuple(own)) for (_, steps), own in _orthogonalised_alike(self.settings).items()
+            (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
+            for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
-        self.buffers = max((shared.buffers(layout.world) for shared in self.shared), default=0)
+        self.buffers = max((shared.buffers(layout.world) for _, shared in self.shared), default=0)
 
     def moved(self, rule: str) -> int:
         """Bytes that a step reads and writes of this rank's shard by a rule."""

@@ -1049,6 +1049,13 @@ def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str) -> None:
     assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in said
 
 
+def test_groups_of_an_optimizer_are_found_without_torch(file: str, tmp_path: Path) -> None:
+    (mine := tmp_path / "mine.toml").write_text('help = "Mine."\n[groups.all]\nrule = "muon"\n')
+    said = refused(file, "--optimizer.recipe", str(mine))
+    assert 'groups.all.rule = "muon"' in said
+    assert "it takes tok_embeddings.weight, layers.*.attention_norm.weight" in said
+
+
 @pytest.mark.parametrize(
     ("name", "filters", "is_said"),
     [("tensorwise", (), True), ("blockwise", (), True), ("rowwise", (), False), ("tensorwise", ("experts",), False)],

@@ -22,7 +22,13 @@ from titanlite.checkpoint.hugging_face import export_checkpoint, load_weights
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
-from titanlite.config.architectures import ARCHITECTURES, layers_of_block, n_parameters
+from titanlite.config.architectures import (
+    ARCHITECTURES,
+    layers_of_block,
+    n_parameters,
+    parameter_shapes,
+    parameters_of_matrices,
+)
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
@@ -34,6 +40,7 @@ from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.experts import product_names
 from titanlite.models.find import model_class
 from titanlite.models.layers import Sequences
+from titanlite.models.matrices import matrices_of
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -356,6 +363,22 @@ def test_parameters_of_the_published_sizes() -> None:
         count = sum(p.numel() for p in model.parameters())
         assert count == n_parameters(Model(name=architecture), dims), name  # type: ignore[arg-type]
         assert count == published.get(name, count), name
+
+
+@pytest.mark.parametrize("name", recipes.names("model"))
+def test_parameters_are_known_without_torch(name: str) -> None:
+    model, dims = Model(name=name.partition("-")[0]), recipes.load("model", name)  # type: ignore[arg-type]
+    others = [dataclasses.replace(dims, tied_embeddings=not dims.tied_embeddings)]
+    if dims.experts is not None:
+        others.append(dataclasses.replace(dims, experts=dataclasses.replace(dims.experts, shared=2)))
+    for each in (dims, *others) if name.endswith("-debug") else (dims,):
+        with torch.device("meta"):
+            made = model_class(model)(each, 8)
+            matrices = matrices_of(made)
+        shapes = parameter_shapes(model, each)
+        assert shapes is not None
+        assert shapes == {name: tuple(p.shape) for name, p in made.named_parameters()}
+        assert parameters_of_matrices(shapes) == matrices.keys() & shapes.keys()
 
 
 def test_layers_of_a_block_are_known_without_torch() -> None:

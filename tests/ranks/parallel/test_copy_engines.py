@@ -188,9 +188,8 @@ def test_by_default_copy_engines_are_used_where_they_can(
         comms = [block._get_fsdp_state()._fsdp_param_group._all_gather_comm for block in run.model.layers]  # type: ignore[operator, union-attr]
         assert [isinstance(comm, copy_engines.PushedAllGather) for comm in comms] == [pushes] * len(comms)
         if not flags:
-            expected = MemoryModel(asked[pushes].config, run.dims, None, run.optimizer, 2).peak_under(
-                asked[0].save_list
-            )  # type: ignore[arg-type]
+            memory = MemoryModel(asked[pushes].config, run.dims, None, asked[0].optimizer, 2)
+            expected = memory.peak_under(asked[0].save_list)  # type: ignore[arg-type]
             assert run.predicted == expected
             assert run.memory.copy_engines == pushes
         receipt = Receipt()

@@ -83,6 +83,18 @@ def test_a_run_that_was_stopped_between_its_saves(tmp_path: Path, free: list[flo
     assert lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES, ADAMW) is None
 
 
+def test_each_rule_keeps_what_it_keeps(tmp_path: Path, free: list[float]) -> None:
+    """Muon one moment of the matrices of blocks."""
+    in_blocks = 32 * (6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336)
+    muon, bytes_of = load("optimizer", "muon"), {"float32": 4, "bfloat16": 2}
+    for dtype, size in bytes_of.items():
+        needs = 4 + 2 * size * (1 - in_blocks / 8_030_261_248) + size * in_blocks / 8_030_261_248
+        for spare, fits in ((1.11, True), (1.09, False)):
+            free[0] = spare * needs / 12
+            told = lack_of_disk_space(tmp_path, config(1, steps=1000, state_dtype=dtype), SIZES, muon)
+            assert (told is None) == fits
+
+
 @pytest.mark.parametrize(("of_all", "left", "lacks"), [(1000, 31, True), (1000, 32, False), (0, 0, False)])
 def test_a_disk_may_have_room_for_no_more_files(
     tmp_path: Path, free: list[float], monkeypatch: pytest.MonkeyPatch, of_all: int, left: int, lacks: bool

@@ -15,6 +15,7 @@ from titanlite.preflight.host_memory import lack_of_memory
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 NEED = 1_705_216 * 16  # bytes: of a parameter of `debug`, its gradient and two moments, in float32
+IN_BLOCKS = 512 * 256 + 256 * 256 + 1536 * 256 + 256 * 768  # elements of the matrices of one of its two blocks
 GROUPS = {
     "version 2": ("0::/job/step", "job/step/memory.max", "job/memory.max"),
     "version 1": ("5:cpu:/\n4:memory:/job/step\n0::/", "memory/job/step/memory.limit_in_bytes", "memory.max"),
@@ -55,6 +56,7 @@ def test_the_limit_is_what_weights_gradients_and_moments_take(limit: Path) -> No
         (["--parallelism.data_parallel_replicate_degree=2"], 4, 2, NEED),
         (["--parallelism.tensor_parallel_degree=2"], 4, 2, NEED // 2),
         (["--optimizer.state_dtype=bfloat16"], 1, 1, NEED * 12 // 16),
+        (["--optimizer.recipe=muon"], 1, 1, NEED - 4 * 2 * IN_BLOCKS),
     ],
 )
 @pytest.mark.parametrize("limit", ["version 2"], indirect=True)

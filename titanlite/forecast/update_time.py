@@ -1,0 +1,93 @@
+"""How long the update of a step takes, from what it does (`update_work.py`) and measured rates.
+
+passes             over this rank's shard: the norm of gradients, AdamW's update, Muon's momentum and its weights; and
+                   over the rows that an owner puts together and hands back
+orthogonalisation  of the rank that has most to do
+exchanges          in the open: the first that collects, the last that hands back, and what is longer than the
+                   orthogonalisation that the others run beside
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titanlite.config.recipe_schema import MATRIX_RULES
+from titanlite.forecast.device_specs import Rates
+from titanlite.forecast.update_work import ITEMSIZE, BucketWork, SharedMatrices, UpdateWork
+from titanlite.kernels.orthogonalise import STEPS_OF_GRAM, orthogonalise_flops
+
+_T, _G = 1e12, 1e9
+_COPIES = 6
+"""Times that an owner reads or writes a row: into its matrix, out of the result, and into what it sends."""
+
+
+@dataclass(frozen=True)
+class UpdateTime:
+    """Milliseconds of the update of a step: see this module's docstring.
+
+    Attributes:
+        passes: by rule.
+    """
+
+    passes: Mapping[str, float]
+    orthogonalisation: float
+    exchanges: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self.passes.values()) + self.orthogonalisation + self.exchanges
+
+
+def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
+    """Predict the time of an update.
+
+    Args:
+        work: of the run.
+        rates: of the device.
+    """
+    passes = {
+        rule: 1e3 * work.moved(rule) / (rates.memory if rule in MATRIX_RULES else rates.optimizer) / _G
+        for rule in work.elements
+    }
+    computing = exchanges = 0.0
+    for rule, shared in work.shared:
+        copied = _COPIES * ITEMSIZE * sum(bucket.collected for bucket in shared.buckets)
+        passes[rule] += 1e3 * copied / rates.memory / _G
+        own = 1e3 * max(seconds_of(matrices, shared.steps, rates) for matrices in shared.owned)
+        computing += own
+        exchanges += _exposed(shared, work, rates, own)
+    return UpdateTime(passes, computing, exchanges)
+
+
+def seconds_of(matrices: Mapping[tuple[int, int], int], steps: int, rates: Rates) -> float:
+    """Predict how long a rank orthogonalises.
+
+    Args:
+        matrices: how many of each R and C it owns.
+        steps: polynomials.
+        rates: of the device.
+    """
+    return sum(n * computed_flops(*rc, steps) / rates.orthogonalise_of(min(rc)) / _T for rc, n in matrices.items())
+
+
+def computed_flops(rows: int, columns: int, steps: int) -> int:
+    """Count the operations of one matrix, of symmetric products half: all but those that have X as a factor alone."""
+    short, long = sorted((rows, columns))
+    return orthogonalise_flops(rows, columns, steps) // 2 + -(-steps // STEPS_OF_GRAM) * short * short * long
+
+
+def _exposed(shared: SharedMatrices, work: UpdateWork, rates: Rates, computing: float) -> float:
+    """Milliseconds of the exchanges that so many of orthogonalisation do not hide."""
+    world, replicas = work.layout.world, work.layout.replicas
+
+    def collect(bucket: BucketWork) -> float:
+        return bucket.collected * (1 - replicas / world)
+
+    def hand_back(bucket: BucketWork) -> float:
+        return max(bucket.returned, bucket.handed / world) * (1 - 1 / world)
+
+    last = shared.buckets[-1]
+    ends = collect(shared.buckets[0]) + hand_back(last)
+    others = sum(collect(bucket) + hand_back(bucket) for bucket in shared.buckets) - ends
+    to_ms = 1e3 * ITEMSIZE / rates.fsdp / _G
+    return ends * to_ms + max(0.0, others * to_ms - computing)
