@@ -55,10 +55,10 @@ def _adamw_cost(config: Optimizer) -> OptimizerCost:
 
 
 def _muon_cost(config: Optimizer) -> OptimizerCost:
-    """The momentum. After the norm, passes over shards: the momentum and the update that is made of it, which is cast
-    and sent; and the result, which is applied."""
+    """The momentum. After the norm, the gradient is read again, the momentum read and written, and what is sent to the
+    owner written in 16 bits; what comes back is read in 16 bits, and the parameter read and written."""
     momentum = _BYTES[config.state_dtype]
-    return OptimizerCost(state=momentum, moved=4 + 52 + 2 * momentum + 18 + 46)
+    return OptimizerCost(state=momentum, moved=4 + 4 + 2 * momentum + 2 + 2 + 2 * 4)
 
 
 _COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {"adamw": _adamw_cost, "muon": _muon_cost}

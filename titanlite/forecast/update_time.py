@@ -10,7 +10,6 @@ exchanges          in the open: the first that collects, the last that hands bac
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from titanlite.config.recipe_schema import MATRIX_RULES
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.update_work import ITEMSIZE, BucketWork, SharedMatrices, UpdateWork
 from titanlite.kernels.orthogonalise import STEPS_OF_GRAM, orthogonalise_flops
@@ -45,10 +44,7 @@ def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
         work: of the run.
         rates: of the device.
     """
-    passes = {
-        rule: 1e3 * work.moved(rule) / (rates.memory if rule in MATRIX_RULES else rates.optimizer) / _G
-        for rule in work.elements
-    }
+    passes = {rule: 1e3 * work.moved(rule) / rates.optimizer / _G for rule in work.elements}
     computing = exchanges = 0.0
     for rule, shared in work.shared:
         copied = _COPIES * ITEMSIZE * sum(bucket.collected for bucket in shared.buckets)

@@ -97,13 +97,11 @@ class SharedMatrices:
         steps: polynomials.
         owned: of each rank that owns some, how many of each R and C.
         buckets: in the order in which they travel.
-        widest: elements of the largest shard of a parameter.
     """
 
     steps: int
     owned: tuple[Mapping[tuple[int, int], int], ...]
     buckets: tuple[BucketWork, ...]
-    widest: int
 
     @property
     def flops(self) -> int:
@@ -113,21 +111,20 @@ class SharedMatrices:
     def buffers(self, world: int) -> int:
         """Bytes that the rank with most holds at once, as `Muon.step` goes through the buckets.
 
-        Of the bucket that is computed: what was collected, the whole matrices, their results. What is on its way of the
-        next one, and of the last one.
+        Of the bucket that is computed: what was collected, and whole matrices, which results replace. What is on its
+        way of the next one, and of the last one. Beside them what orthogonalisation makes of one stack, in float32 or
+        of squares in float16, or what is handed back.
 
         Args:
             world: all ranks.
         """
-        none = BucketWork(0, 0, 0, 0, (0, 0))
-        most = 12 * self.widest  # the momentum and the update in float32, before anything travels
+        none, most = BucketWork(0, 0, 0, 0, (0, 0)), 0
         behind = (*self.buckets[1:], none)
         for last, now, following in zip((none, *self.buckets), self.buckets, behind, strict=False):
             under_way = following.collected + following.elements // world + last.returned + last.handed // world
             n, squares = now.largest
-            computing = 2 * now.collected - n + max(4 * n, n + 5 * squares)  # in float32, or by squares in float16
-            returning = now.collected + 2 * now.returned + now.handed // world
-            most = max(most, ITEMSIZE * (now.collected + under_way + max(computing, returning)))
+            beside = max(4 * n, n + 5 * squares, now.returned + now.handed // world)
+            most = max(most, ITEMSIZE * (2 * now.collected + under_way + beside))
         return most
 
 
@@ -213,14 +210,13 @@ class UpdateWork:
             layout.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
             for name, part, n in zip(names, parts, shards, strict=True)
         ]
-        widest = max(part.elements // n for part, n in zip(parts, shards, strict=True))
         matrices = tuple(whole[name].matrices for name in names)
-        return _share(matrices, tuple(copies), layout.world, steps, widest)
+        return _share(matrices, tuple(copies), layout.world, steps)
 
 
 @functools.lru_cache(maxsize=64)
 def _share(
-    matrices: tuple[tuple[tuple[int, int], ...], ...], copies: tuple[int, ...], world: int, steps: int, widest: int
+    matrices: tuple[tuple[tuple[int, int], ...], ...], copies: tuple[int, ...], world: int, steps: int
 ) -> SharedMatrices:
     """Share out the matrices of some parameters, whose elements so many ranks have."""
     flat = [(parameter, rc) for parameter, found in enumerate(matrices) for rc in found]
@@ -231,7 +227,7 @@ def _share(
             stacks.append({})
         owned.setdefault(owner, Counter())[flat[i][1]] += 1
         stacks[bucket].setdefault(owner, Counter())[flat[i]] += 1
-    return SharedMatrices(steps, tuple(owned.values()), tuple(_bucket(own, copies) for own in stacks), widest)
+    return SharedMatrices(steps, tuple(owned.values()), tuple(_bucket(own, copies) for own in stacks))
 
 
 def _bucket(stacks: Mapping[int, Mapping[tuple[int, tuple[int, int]], int]], copies: tuple[int, ...]) -> BucketWork:
