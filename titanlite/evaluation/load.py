@@ -13,6 +13,7 @@ from titanlite.checkpoint.resume import AVERAGE
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.find import build_model
 from titanlite.parallel.fsdp import apply_fsdp, finalize
 from titanlite.parallel.initialise import fill_buffers
@@ -46,5 +47,7 @@ def load_model(
         return model, mesh
     on_all_ranks(lambda: publish.verify(checkpoint, share=rank(), shares=world_size()))
     weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in named.items()}
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
+    weights |= {f"model/{name}.bias": layer.bias for name, layer in mixtures.items() if layer.bias is not None}
     store.read(checkpoint, weights, optional=("optimizer/", "rng/", AVERAGE))
     return model, mesh
