@@ -29,8 +29,11 @@ class OptimizerCost:
 
 
 def optimizer_cost(rule: str, config: Optimizer) -> OptimizerCost:
-    """Give the bytes of a rule of a recipe."""
-    return _COSTS[rule](config)
+    """Give the bytes of a rule of a recipe, with those of an average of the weights."""
+    cost = _COSTS[rule](config)
+    if not config.ema_decay:
+        return cost
+    return OptimizerCost(cost.state + 4, cost.moved + 12)  # the weight is read, the average read and written
 
 
 def state_bytes(recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str, Sequence[int]]) -> int:

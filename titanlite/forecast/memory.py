@@ -78,7 +78,7 @@ class Memory:
     Attributes:
         parameters: float32 masters, this rank's shard.
         gradients: float32, of the same shard; where they follow activations, those that there are at the worst moment.
-        optimizer: its state: both moments of AdamW, the momentum of Muon.
+        optimizer: its state: both moments of AdamW, the momentum of Muon; and an average of the weights.
         gathered_weights: whole weights in the compute dtype at the worst moment, or the place that a head has left.
         communication: FSDP's buffers on their way to and from other ranks.
         activations: what the save-list keeps, in all blocks.

@@ -42,6 +42,8 @@ def lack_of_memory(
     want = f"weights, gradients and moments that fit in {byte_size(there, need)}, which it has; in float32"
     if config.optimizer.state_dtype == "bfloat16":
         want += ", moments in bfloat16"
+    if config.optimizer.ema_decay:
+        want += ", with an average of the weights"
     want += f", they take {byte_size(need)}" + (f" with {on_host} of {world} processes" if on_host != world else "")
     fix = "train on GPUs, or choose a smaller model (`titanlite recipes model` lists them)"
     problem = Problem("model.flavor", show(config.model.flavor), want, fix)
