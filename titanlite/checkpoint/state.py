@@ -21,7 +21,7 @@ from torch import Tensor
 import titanlite
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
-from titanlite.checkpoint.resume import AVERAGE, STATE, VERSION, has_average, read_state, step_to_resume
+from titanlite.checkpoint.resume import STATE, VERSION, read_state, step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
 from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError
@@ -122,7 +122,7 @@ class Checkpoints:
         Args:
             step: from `choose`.
             tensors: as for `save`, under the present layout. `rng/` entries are filled if the number of ranks is the
-                same, and else keep what they have; so do those of an average of weights that the checkpoint lacks.
+                same, and else keep what they have.
             check: raises what is wrong with the `state` given to `save`, before tensors are read; those whose names
                 begin as it returns are left in the checkpoint, and as they are.
 
@@ -147,9 +147,7 @@ class Checkpoints:
         if saved["world_size"] != world_size():
             tensors = {name: t for name, t in tensors.items() if name not in random}
         tensors = {name: t for name, t in tensors.items() if not name.startswith(left)}
-        is_averaged = any(name.startswith(AVERAGE) for name in tensors)
-        without = (AVERAGE,) if is_averaged != has_average(saved["state"]) else ()
-        read = store.read(folder, tensors, optional=(RNG, *without, *left))
+        read = store.read(folder, tensors, optional=(RNG, *left))
         if lost := sorted(random - read):
             then, now = saved["world_size"], world_size()
             why = f"it was saved by {then} ranks, this run has {now}"

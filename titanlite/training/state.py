@@ -11,7 +11,7 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.optimizer_state import PREFIX, leaves_state
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import changed_average, changed_routing, check_state, has_average
+from titanlite.checkpoint.resume import AVERAGE, changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
@@ -128,7 +128,8 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
 
     def check(state: dict[str, Any]) -> tuple[str, ...]:
         check_state(folder, state, run.config, run.dims, per_step)
-        return (PREFIX,) if leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name) else ()
+        is_other = leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name)
+        return (PREFIX,) * is_other + (AVERAGE,) * (has_average(state) != (run.average is not None))
 
     state, notices = checkpoints.load(step, tensors, check)
     if is_fresh := leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name):
