@@ -187,11 +187,11 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
                 fix = f"leave {key} out" + (": [optimizer] says it" if hasattr(Optimizer, key) else "")
                 problems.add(f"groups.{name}.{key}", show(value), text, fix)
         own = KEYS_OF_RULE[group.rule]
-        for rule, keys in KEYS_OF_RULE.items():
-            for key in keys:
-                if key not in own and (value := getattr(group, key)) is not None:
-                    want = f"keys of {show(group.rule)} alone: {', '.join(own)}; this is one of {show(rule)}"
-                    problems.add(f"groups.{name}.{key}", show(value), want, f"remove {key}, or rule = {show(rule)}")
+        for key in dict.fromkeys(key for keys in KEYS_OF_RULE.values() for key in keys):
+            if key not in own and (value := getattr(group, key)) is not None:
+                rules = [show(rule) for rule, keys in KEYS_OF_RULE.items() if key in keys]
+                want = f"keys of {show(group.rule)} alone: {', '.join(own)}; this is one of {' and '.join(rules)}"
+                problems.add(f"groups.{name}.{key}", show(value), want, f"remove {key}, or rule = {rules[0]}")
         if isinstance(group.polynomials, tuple):
             _check_polynomials(f"groups.{name}.polynomials", group.polynomials, problems)
 

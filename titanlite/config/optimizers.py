@@ -64,4 +64,8 @@ def _muon_cost(config: Optimizer) -> OptimizerCost:
     return OptimizerCost(state=momentum, moved=4 + 4 + 2 * momentum + 2 + 2 + 2 * 4)
 
 
-_COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {"adamw": _adamw_cost, "muon": _muon_cost}
+_COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {
+    "adamw": _adamw_cost,
+    "muon": _muon_cost,
+    "normuon": _muon_cost,  # and a number for each row, of thousands
+}

@@ -245,10 +245,14 @@ class Float8Recipe:
         return getattr(getattr(self, left), matmul), getattr(getattr(self, right), matmul)
 
 
-KEYS_OF_RULE = {"adamw": ("beta1", "beta2", "eps"), "muon": ("momentum", "nesterov", "polynomials")}
+KEYS_OF_RULE = {
+    "adamw": ("beta1", "beta2", "eps"),
+    "muon": ("momentum", "nesterov", "polynomials"),
+    "normuon": ("momentum", "nesterov", "polynomials", "beta2"),
+}
 """Keys of a group that only some rules have."""
 
-MATRIX_RULES = ("muon",)
+MATRIX_RULES = ("muon", "normuon")
 """Rules for whole matrices; all others go by the single number."""
 
 
@@ -256,16 +260,16 @@ MATRIX_RULES = ("muon",)
 class ParameterGroup:
     """Parameters that are updated alike. What a group leaves out is what `[optimizer]` says."""
 
-    rule: Literal["adamw", "muon"]
+    rule: Literal["adamw", "muon", "normuon"]
     pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
     optional: bool = False  # may take nothing
     lr_factor: float = 1.0  # of the learning rate
     weight_decay: float | None = None  # decoupled
     beta1: float | None = None  # of adamw, as the two that follow
-    beta2: float | None = None
+    beta2: float | None = None  # of normuon, too
     eps: float | None = None
-    momentum: float | None = None  # of muon, as what follows; the defaults are those of `UpdateSettings`
+    momentum: float | None = None  # of muon and normuon, as what follows; the defaults are those of `UpdateSettings`
     nesterov: bool | None = None
     # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
     polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] | None = None

@@ -23,6 +23,7 @@ TP, EP, REPLICAS = (
 )
 SIZES = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256}
 DENSE = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
+NORMUON = ["--optimizer.recipe", "normuon"]
 MIXTURE = ["--model.name", "qwen3_moe", "--model.n_layers", "1"]
 
 
@@ -44,9 +45,12 @@ def content(run: Run) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("world", "flags", "layouts"),
     [
-        (2, DENSE, [(), TP]),
+        (2, [*DENSE, *NORMUON], [(), TP]),
         *slow(
+            (2, DENSE, [(), TP]),
             (4, DENSE, [(), TP, REPLICAS]),
+            (4, [*DENSE, *NORMUON, "--optimizer.state_dtype", "bfloat16"], [(), TP, REPLICAS]),
+            (4, [*MIXTURE, *NORMUON], [EP, (*EP, *TP), ()]),
             (4, DENSE, [(*TP, *REPLICAS), (), TP]),
             (4, [*DENSE, "--optimizer.state_dtype", "bfloat16"], [TP, REPLICAS]),
             (4, MIXTURE, [(), EP, (*EP, *REPLICAS), (*EP, *TP)]),
@@ -56,7 +60,7 @@ def content(run: Run) -> dict[str, Tensor]:
 def test_twenty_updates_under_changing_layouts_are_those_under_one(
     world: int, flags: list[str], layouts: Sequence[tuple[str, ...]], tmp_path: Path
 ) -> None:
-    muon = [*flags, "--optimizer.recipe", "muon", "--training.deterministic", "true"]
+    muon = ["--optimizer.recipe", "muon", "--training.deterministic", "true", *flags]
     asked = [checked(tmp_path, world, [*muon, *layout]) for layout in layouts]
 
     def body() -> None:
@@ -72,7 +76,9 @@ def test_twenty_updates_under_changing_layouts_are_those_under_one(
         truth, ours = content(one), content(former)
         assert truth.keys() == ours.keys()
         kinds = {name.split("/")[1] for name in truth if name.startswith("optimizer/")}
-        assert kinds == {"updates", "momentum", "exp_avg", "exp_avg_sq"}
+        whole_rows = {"second_moment"} if "normuon" in flags else set[str]()
+        assert kinds == {"updates", "momentum", "exp_avg", "exp_avg_sq"} | whole_rows
+        assert all(truth[name].any() for name in truth if name.startswith("optimizer/"))
         different = [name for name in truth if not torch.equal(truth[name], ours[name])]
         assert not different, different
 

@@ -205,7 +205,10 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
     [
         ("", ["  groups\n", "it is missing"]),
         ("[groups]", ["at least one group"]),
-        ('[groups.a]\nrule = "adam"', ['groups.a.rule = "adam"', 'want: "adamw" or "muon"', 'did you mean "adamw"?']),
+        (
+            '[groups.a]\nrule = "adam"',
+            ['"adam"\n', 'want: "adamw", "muon" or "normuon"', 'did you mean "adamw"?'],
+        ),
         ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing"]),
         ('[groups.a]\nrule = "adamw"\nlr_factor = 0.0', ["line 4  groups.a.lr_factor = 0.0", "above 0"]),
         ('[groups.a]\nrule = "adamw"\nbeta2 = 1.0', ["line 4  groups.a.beta2 = 1.0", "below 1"]),
@@ -216,6 +219,8 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
         ),
         ('[groups.a]\nrule = "adamw"\nnesterov = false', ["groups.a.nesterov = false", "remove nesterov"]),
         ('[groups.a]\nrule = "muon"\neps = 1e-8', ["line 4  groups.a.eps", 'polynomials; this is one of "adamw"']),
+        ('[groups.a]\nrule = "muon"\nbeta2 = 0.9', ['polynomials; this is one of "adamw" and "normuon"']),
+        ('[groups.a]\nrule = "normuon"\nbeta1 = 0.9', ["momentum, nesterov, polynomials, beta2; this is one of"]),
         (
             '[groups.a]\nrule = "muon"\nmomentum = 1.0',
             ["momentum = 1.0", "below 1", "fix:  leave momentum out"],

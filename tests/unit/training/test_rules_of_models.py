@@ -30,16 +30,17 @@ ORTHOGONALISED = {  # of each block; all else is embeddings, head, norms, biases
 }
 
 
+@pytest.mark.parametrize("rule", MATRIX_RULES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_muon_takes_the_matrices_of_blocks_and_adamw_all_else(architecture: str) -> None:
+def test_matrices_of_blocks_are_orthogonalised_and_adamw_has_all_else(architecture: str, rule: str) -> None:
     config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
     dims = model_dims(config)
     with torch.device("meta"):
         model = build_model(config.model, dims, 64)
     shapes, matrices = {name: p.shape for name, p in model.named_parameters()}, matrices_of(model)
-    settings = update_settings(load("optimizer", "muon"), config.optimizer, shapes, of_matrices=matrices)
+    settings = update_settings(load("optimizer", rule), config.optimizer, shapes, of_matrices=matrices)
     assert settings.keys() == shapes.keys()
-    found = {name for name, own in settings.items() if own.rule == "muon"}
+    found = {name for name, own in settings.items() if own.rule == rule}
     assert found == {f"layers.{n}.{name}" for n in range(dims.n_layers) for name in ORTHOGONALISED[architecture]}
     assert {own.rule for name, own in settings.items() if name not in found} == {"adamw"}
     routers = {name for name in settings if re.search(r"\brouter\b", name)}

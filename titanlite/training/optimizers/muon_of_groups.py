@@ -1,4 +1,6 @@
-"""Muon as the rule of groups of a recipe: one `Muon` for all that have one momentum and one sequence of polynomials."""
+"""Muon and NorMuon as rules of groups of a recipe: one for all that have one momentum and one set of polynomials."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch import Tensor
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.training.optimizers.normuon import NorMuon
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
 
@@ -15,15 +18,20 @@ class MuonOfGroups(UpdateRule):
 
     def __init__(self, own: ParametersOfRule) -> None:
         dtype = getattr(torch, own.config.state_dtype)
-        together: dict[MuonRule, list[str]] = {}
+        together: dict[tuple[MuonRule, float], list[str]] = {}
         for name, of in own.settings.items():
             rule = MuonRule(polynomials_of(of), of.momentum, of.nesterov, state_dtype=dtype)
-            together.setdefault(rule, []).append(name)
+            together.setdefault((rule, of.beta2), []).append(name)
         self._each: list[Muon] = []
-        for rule, names in together.items():
+        for (rule, beta2), names in together.items():
             paces = {n: Pace(own.settings[n].lr_factor, own.settings[n].weight_decay) for n in names}
-            self._each.append(Muon({n: own.parameters[n] for n in names}, own.mesh, own.matrices, rule, paces))
+            parameters = {n: own.parameters[n] for n in names}
+            self._each.append(self._made(parameters, own.mesh, own.matrices, rule, paces, beta2))
         self.kept = {"momentum": {n: m for each in self._each for n, m in each.kept["momentum"].items()}}
+
+    def _made(self, *of: Any) -> Muon:
+        """Make the update of some parameters; the last argument is not Muon's."""
+        return Muon(*of[:-1])
 
     def facts(self) -> dict[str, object]:
         """Say who orthogonalises how much, and what travels for it."""
@@ -52,6 +60,19 @@ class MuonOfGroups(UpdateRule):
         """See `UpdateRule.step`."""
         for each in self._each:
             each.step(grads, lr, divisor, skip)
+
+
+class NorMuonOfGroups(MuonOfGroups):
+    """See `UpdateRule`."""
+
+    def _made(self, *of: Any) -> Muon:
+        return NorMuon(*of)
+
+    @property
+    def whole(self) -> dict[str, dict[str, Tensor]]:
+        """See `UpdateRule.whole`."""
+        each = [one.second_moment for one in self._each if isinstance(one, NorMuon)]
+        return {"second_moment": {name: moment for of in each for name, moment in of.items()}}
 
 
 def polynomials_of(settings: UpdateSettings) -> Polynomials:

@@ -53,6 +53,11 @@ class UpdateRule(ABC):
     def __init__(self, own: ParametersOfRule) -> None:
         """Make the state of these parameters."""
 
+    @property
+    def whole(self) -> dict[str, dict[str, Tensor]]:
+        """State that each rank has whole, and the same: of each kind, by the parameter's name."""
+        return {}
+
     def facts(self) -> dict[str, object]:
         """Return what the receipt says of the work of all ranks, as JSON. Collective, over all of them."""
         return {}

@@ -21,10 +21,10 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
 from titanlite.training.optimizers.adamw import AdamW
-from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
+from titanlite.training.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": MuonOfGroups}
+RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": MuonOfGroups, "normuon": NorMuonOfGroups}
 
 
 class ShardedOptimizer:
@@ -129,6 +129,9 @@ class ShardedOptimizer:
         for kind, tensors in self.kept.items():
             for name, local in tensors.items():
                 out[f"{PREFIX}{kind}/{name}"] = as_laid_out(local, self.parameters[name])
+        for rule in self.rules.values():
+            for kind, tensors in rule.whole.items():
+                out |= {f"{PREFIX}{kind}/{name}": tensor for name, tensor in tensors.items()}
         return out
 
     @property
@@ -137,8 +140,9 @@ class ShardedOptimizer:
         return {name: own.rule for name, own in self.settings.items()}
 
     def state_tensors(self) -> list[Tensor]:
-        """All that it keeps of this rank's shards."""
-        return [tensor for tensors in self.kept.values() for tensor in tensors.values()]
+        """All that it keeps on this rank."""
+        whole = [of for rule in self.rules.values() for of in rule.whole.values()]
+        return [tensor for tensors in (*self.kept.values(), *whole) for tensor in tensors.values()]
 
     def entry(self) -> Entry:
         """Return the entry of the receipt: by group, what its parameters are updated with, and which they are.

@@ -1,0 +1,96 @@
+"""NorMuon: Muon, whose updates have rows of one size, by a second moment of each row.
+
+    o = orthogonalise(u)                       as in `muon.py`
+    v ← β₂ v + (1 - β₂) · mean over columns of o²      [R]
+    o' = o / (√v + ε)
+    p ← (1 - lr·λ) p - lr·0.2·√(R·C) · o' / ‖o'‖       the size of Muon's update, and of AdamW's
+
+The owner of a matrix has its rows whole, and computes their v. One number for a row is little: every rank has all v,
+the same, and they are exchanged after each step. So a checkpoint goes on under a layout in which another rank is owner.
+
+Source: Li et al. 2025, "NorMuon: Making Muon more efficient and scalable".
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.models.matrices import Matrix
+from titanlite.parallel.mesh import Mesh
+from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.training.optimizers.owners import Bucket
+
+_EPS = 1e-8  # ε; and the least norm that a matrix is divided by
+
+
+class NorMuon(Muon):
+    """See `Muon`.
+
+    Args:
+        parameters, mesh, matrices, rule, paces: as of `Muon`.
+        beta2: β₂.
+
+    Attributes:
+        second_moment: v of each parameter, [rows], by its name; whole on every rank.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        mesh: Mesh,
+        matrices: Mapping[str, Sequence[Matrix]],
+        rule: MuonRule,
+        paces: Mapping[str, Pace],
+        beta2: float,
+    ) -> None:
+        self._beta2, self._skip = beta2, torch.zeros((), device=mesh.device)
+        self._first_row, rows = dict[str, int](), 0
+        for name, parameter in parameters.items():
+            self._first_row[name] = rows
+            rows += len(parameter)
+        self._moment = torch.zeros(rows, dtype=rule.state_dtype, device=mesh.device)
+        exact = torch.promote_types(rule.dtype, torch.float32)
+        self._new = torch.zeros(rows, dtype=exact, device=mesh.device)  # of this rank's matrices; else 0
+        self.second_moment = {
+            name: self._moment.narrow(0, first, len(parameters[name])) for name, first in self._first_row.items()
+        }
+        self._rows = dict[Any, list[Tensor]]()  # of each bucket's own stacks, [B, R], among those of all parameters
+        super().__init__(parameters, mesh, matrices, rule, paces)
+
+    @torch.no_grad()
+    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """See `Muon.step`."""
+        self._skip = skip
+        self._new.zero_()
+        super().step(grads, lr, divisor, skip)
+        dist.all_reduce(self._new)  # each row has one owner: nothing is rounded
+        self._moment.copy_(self._new)
+
+    def _tables_of(self, bucket: Bucket, numbers: Mapping[str, int]) -> Any:
+        tables, own = super()._tables_of(bucket, numbers), [bucket.stacks[i] for i in bucket.own]
+        self._rows[tables] = [(stack.rows + self._first_row[stack.parameter]).to(self.mesh.device) for stack in own]
+        return tables
+
+    def _orthogonalise(self, tables: Any, collected: Tensor) -> Tensor:
+        whole, first = super()._orthogonalise(tables, collected), 0
+        for shape, rows in zip(tables.own, self._rows[tables], strict=True):
+            stack = whole[first : first + math.prod(shape)].view(shape)
+            at_once = 1 if torch.are_deterministic_algorithms_enabled() else len(stack)  # as in `Muon`
+            for matrices, of in zip(stack.split(at_once), rows.split(at_once), strict=True):
+                self._normalise(matrices, of)
+            first += stack.numel()
+        return whole
+
+    def _normalise(self, matrices: Tensor, rows: Tensor) -> None:
+        """Give rows of [B, R, C] one size, and the whole of each matrix the norm that it would have if orthonormal."""
+        x = matrices.to(self._new.dtype)
+        before = self._moment[rows].to(x.dtype)
+        moment = torch.where(self._skip > 0, before, before.lerp(x.square().mean(2), 1 - self._beta2))
+        self._new.index_copy_(0, rows.flatten(), moment.flatten())
+        x = x / (moment.sqrt() + _EPS).unsqueeze(2)
+        norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+        matrices.copy_(x * (math.sqrt(min(x.shape[1:])) / norm.clamp(min=_EPS)))
