@@ -75,6 +75,8 @@ def test_it_says_from_where_the_run_goes_on_and_what_has_changed(folder: RunFold
     assert validate()[1].endswith(f"{folder.path}, resumes from step 100\n")
     code, said = validate("--optimizer.lr", "1e-3")
     assert (code, said.count("  changed since the last start: optimizer.lr: 0.002 → 0.001\n")) == (0, 1)
+    average = "  the average of weights (optimizer.ema_decay = 0.9) begins at those of step 100\n"
+    assert average in validate("--optimizer.ema_decay", "0.9")[1]
     assert "resumes" not in validate("--job.name", "new")[1]
     assert "nothing to do" not in said
     ended = "  nothing to do: the run ends at step 100 (job.stop_after), and step 100 is already done\n"

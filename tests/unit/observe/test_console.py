@@ -259,3 +259,15 @@ def test_what_ended_a_rank_is_in_its_log_alone(tmp_path):
     assert lines[1].endswith("Z failed: Traceback (most recent call last):")
     assert lines[-1] == "ZeroDivisionError: planted"
     assert stream.getvalue() == ""
+
+
+def test_validations_of_weights_and_of_their_average_are_told_apart(tmp_path):
+    stream, bits = io.StringIO(), "validation_bits_per_byte"
+    console = Console(0, 0, 10, tmp_path, stream)
+    average = {"validation_loss_ema": 2.0, f"{bits}_ema": 2.75, "validation_loss_ema.wiki": 1.75}
+    console.write(ValidationRow(5, 1, 2.5, {bits: 3.5, "validation_loss.wiki": 2.25, **average}))
+    console.write(ValidationRow(6, 1, sources=average))
+    console.close()
+    of_average = "validation loss of the average 2.0000 (2.7500 bits/byte)  wiki 1.7500\n"
+    of_weights = "validation loss 2.5000 (3.5000 bits/byte)  wiki 2.2500  "
+    assert stream.getvalue() == f"step  5/10  {of_weights}{of_average}step  6/10  {of_average}"

@@ -96,6 +96,18 @@ def test_resume_drops_validations_of_dropped_steps(tmp_path):
     ]
 
 
+def test_a_validation_of_the_average_alone_is_one_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path, 0)
+    for step in (1, 2):
+        file.write(ValidationRow(step, 1000 * step, sources={"validation_loss_ema": 2.5, "validation_loss_ema.a": 2.0}))
+    file.close()
+    numbers = {"validation_loss_ema": 2.5, "validation_loss_ema.a": 2.0}
+    assert read_metrics(path) == [{"step": step, "tokens": 1000 * step, **numbers} for step in (1, 2)]
+    MetricsFile(path, 2, validates_again=True).close()
+    assert [row["step"] for row in read_metrics(path)] == [1]
+
+
 def test_a_fresh_start_begins_a_file_and_keeps_what_there_was(tmp_path):
     path, first, second = (tmp_path / f"metrics{which}.jsonl" for which in ("", ".earlier-1", ".earlier-2"))
     write_steps(path, [1, 2, 3], 0)

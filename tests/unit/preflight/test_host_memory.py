@@ -56,6 +56,7 @@ def test_the_limit_is_what_weights_gradients_and_moments_take(limit: Path) -> No
         (["--parallelism.data_parallel_replicate_degree=2"], 4, 2, NEED),
         (["--parallelism.tensor_parallel_degree=2"], 4, 2, NEED // 2),
         (["--optimizer.state_dtype=bfloat16"], 1, 1, NEED * 12 // 16),
+        (["--optimizer.ema_decay=0.99"], 1, 1, NEED * 20 // 16),
         (["--optimizer.recipe=muon"], 1, 1, NEED - 4 * 2 * IN_BLOCKS),
     ],
 )
