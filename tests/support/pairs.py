@@ -30,7 +30,7 @@ def turn_sign(module: str) -> Change:
 
 def shift_labels(run: Run) -> None:
     """Train on the token after the next."""
-    run.loss = lambda logits, targets, loss=run.loss: loss(logits, targets.roll(-1))
+    run.loss = lambda logits, targets, loss=run.loss, **more: loss(logits, targets.roll(-1), **more)
 
 
 def keep_scale(run: Run) -> None:

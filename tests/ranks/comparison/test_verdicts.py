@@ -15,7 +15,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def short_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("short_runs"), steps=12)
+    return Runs(tmp_path_factory.mktemp("short_runs"), steps=8)
 
 
 def kind(pair: Pair, runs: Runs) -> str:

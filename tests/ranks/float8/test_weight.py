@@ -122,8 +122,8 @@ def differences(
     found, losses, gradients = [], [], []
     loss, update = run.loss, run.optimizer.step
 
-    def note_loss(logits: Tensor, targets: Tensor) -> Tensor:
-        losses.append((summed := loss(logits, targets)).detach())
+    def note_loss(logits: Tensor, targets: Tensor, **more: Any) -> Tensor:
+        losses.append((summed := loss(logits, targets, **more)).detach())
         return summed
 
     def note_gradients(given: dict[str, Tensor], *others: object) -> None:
@@ -211,18 +211,18 @@ def replicas_go_apart(run: Run) -> None:
 
 
 FAULTS = [
-    ("tensorwise", "default", scales_of_the_first_step),
-    ("tensorwise", "default", scales_of_own_shards),
-    ("tensorwise", "always", units_of_the_first_gather),
-    ("rowwise", "never", weights_stay_gathered),
-    ("rowwise", "default", replicas_go_apart),
+    ("FSDP 2", "tensorwise", "default", scales_of_the_first_step),
+    ("FSDP 2", "tensorwise", "default", scales_of_own_shards),
+    ("FSDP 2", "tensorwise", "always", units_of_the_first_gather),
+    ("FSDP 2", "rowwise", "never", weights_stay_gathered),
+    ("HSDP 2 × 2", "rowwise", "default", replicas_go_apart),
 ]
 
 
-@pytest.mark.parametrize(("name", "reshard", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_fault_is_seen(name: str, reshard: str, fault: Callable[[Run], object], tmp_path) -> None:
+@pytest.mark.parametrize(("layout", "name", "reshard", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_fault_is_seen(layout: str, name: str, reshard: str, fault: Callable[[Run], object], tmp_path) -> None:
     # Planted in the forked ranks; this process stays whole.
-    world, replicas = LAYOUTS["HSDP 2 × 2"]
+    world, replicas = LAYOUTS[layout]
     truth = alone(recipes.load("float8", name), world)
 
     def body() -> None:

@@ -454,10 +454,12 @@ ALL = tuple(LAYOUTS)
 @pytest.mark.parametrize(
     ("case", "compiled", "layouts"),
     [
-        *((case, False, ALL) for case in ("qwen3", "gemma3", "gpt2")),
+        ("gemma3", False, ALL),
+        *((case, False, ("TP 2", "FSDP 2 × TP 2")) for case in ("qwen3", "gpt2")),
         ("gpt2", True, ALL[:1]),
         *slow(
-            ("llama3", False, ALL), ("qwen3, tied", False, ALL), *((n, True, ALL) for n in ("qwen3", "gemma3", "gpt2"))
+            *((n, False, ALL) for n in ("llama3", "qwen3", "qwen3, tied", "gpt2")),
+            *((n, True, ALL) for n in ("qwen3", "gemma3", "gpt2")),
         ),
     ],
 )

@@ -278,7 +278,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("save_list", ["none", "balanced", *slow("full", "matmuls", "two matmuls")])
+@pytest.mark.parametrize("save_list", ["balanced", *slow("none", "full", "matmuls", "two matmuls")])
 def test_compiled_block(save_list, tmp_path):
     case = COMPILED[save_list]._replace(save_list=SAVE_LISTS[save_list], backend=BACKEND)
     # The compiler sees that backward does not need what w2 returns.

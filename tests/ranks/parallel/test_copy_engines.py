@@ -134,12 +134,12 @@ LAYOUTS = {
 }
 
 
-SLOW = "never freed", "EP 2"
+SLOW = "FSDP 2", "never freed", "EP 2"  # of the first, "two micro-steps" shows more
 
 
 @pytest.mark.parametrize("layout", [*(name for name in LAYOUTS if name not in SLOW), *slow(*SLOW)])
 def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks have one order to add in: every loss, norm and weight of three steps is the same."""
+    """Two ranks have one order to add in: every loss, norm and weight of two steps is the same."""
     world, flags = LAYOUTS[layout]
     moved = in_files(tmp_path, monkeypatch)
     flags = ["--training.mixed_precision_param", "bfloat16", "--training.global_batch_size", str(world), *flags]
@@ -152,7 +152,7 @@ def test_training_is_that_of_fsdp_bit_for_bit(layout: str, tmp_path: Path, monke
         for each in asked:
             run = assemble(each)
             assert by_copy_engines(run) == (len(list(run.model.layers)) if each is asked[1] else 0)  # type: ignore[arg-type]
-            results = take_steps(run, 3)
+            results = take_steps(run, 2)
             found.append((results[:, :2], {name: whole(p) for name, p in run.model.named_parameters()}))
         (theirs, their_weights), (ours, our_weights) = found
         assert moved == {torch.float32 if layout == "float32" else torch.bfloat16}

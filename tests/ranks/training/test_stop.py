@@ -319,11 +319,11 @@ SHELL = ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)
 
 @pytest.mark.parametrize("between", [(), *slow((SHELL,))])
 def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path, between: tuple[str, ...]) -> None:
-    """Also with a shell between, which nobody kills."""
+    """Also with a shell between, which nobody kills. Of several ranks, all stop when one does: below."""
     name = f"killed agent {len(between)}"
     argv, folder = desk.flags(name, "--training.steps=100000"), desk.folder / "runs" / name
     launcher = torchrun(
-        ["--standalone", "--nproc-per-node=2", *between], str(REPOSITORY / "train.py"), argv, tmp_path / "log"
+        ["--standalone", "--nproc-per-node=1", *between], str(REPOSITORY / "train.py"), argv, tmp_path / "log"
     )
     try:
         wait_for_step(folder, 3)

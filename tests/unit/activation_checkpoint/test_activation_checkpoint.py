@@ -1,5 +1,6 @@
 """What a save-list says is recomputed is what is recomputed: matmuls and attention are counted in backward."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from torch.nn.functional import dropout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import titanlite.models.moe  # noqa: F401  # whose operators are there then
+from tests.support.needs import slow
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
@@ -89,6 +91,12 @@ def backward_ops(
     return +ops.counts, use, [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@functools.cache
+def without_a_list() -> list[torch.Tensor]:
+    """The gradients of a model that keeps everything."""
+    return backward_ops(NONE, compiled=False)[2]
+
+
 def matmul(*modules: str, action: str = "save", **options) -> SaveRule:
     return SaveRule("matmul", action, module=modules, **options)  # type: ignore[arg-type]
 
@@ -113,14 +121,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("case", CASES)
+# A rule finds its operations in the same way whether they are compiled or not: these are the kinds of lists.
+QUICK = ["everything", "attention", "whole blocks", "every second matmul", "the first rule decides"]
+
+
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        *((case, False) for case in CASES),
+        *((case, True) for case in QUICK),
+        *slow(*((case, True) for case in CASES if case not in QUICK)),
+    ],
+)
 def test_what_is_recomputed(case, compiled):
     saved, expected = CASES[case]
     ops, use, gradients = backward_ops(saved, compiled)
     assert ops == Counter(dict.fromkeys(expected, LAYERS))
     assert use.unmatched() == []
-    for got, truth in zip(gradients, backward_ops(NONE, compiled=False)[2], strict=True):
+    for got, truth in zip(gradients, without_a_list(), strict=True):
         if compiled:  # it may sum in another order
             assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
         else:
@@ -164,7 +182,7 @@ def test_whole_blocks_are_left_alone(compiled):
     assert ops == {"wqkv": 1, "attention": 1, "wo": 1, "w13": 1}
     assert use.blocks == 1
     assert use.matches == {0: 1}
-    for got, truth in zip(gradients, backward_ops(NONE, compiled=False)[2], strict=True):
+    for got, truth in zip(gradients, without_a_list(), strict=True):
         assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
 
 
@@ -268,8 +286,14 @@ class Dropping(Llama3):
                 layer.register_forward_hook(lambda module, inputs, output: dropout(output, 0.5))
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("case", ["everything", "attention", "every matmul"])
+@pytest.mark.parametrize(
+    ("case", "compiled"),
+    [
+        *((case, False) for case in ("everything", "attention", "every matmul")),
+        ("everything", True),
+        *slow(("attention", True), ("every matmul", True)),
+    ],
+)
 def test_random_numbers_are_drawn_again_alike(case, compiled):
     torch.manual_seed(0)
     _, _, truth = backward_ops(NONE, compiled, model_type=Dropping)

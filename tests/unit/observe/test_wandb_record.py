@@ -107,12 +107,12 @@ class History:
 
     def sync(self, *folders: Path) -> None:
         """Run `wandb sync` on these, one after the other; on all if none is given."""
-        for folder in folders or self.folders():
-            done = subprocess.run(
-                [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced", "--include-online", str(folder)],
-                env=self.environment, capture_output=True, text=True, check=False, timeout=300,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
+        each = map(str, folders or self.folders())
+        done = subprocess.run(
+            [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced", "--include-online", *each],
+            env=self.environment, capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def recorded(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
@@ -251,8 +251,6 @@ def starts_without_wandb_and_other_rows(run: History) -> None:
 
 
 HISTORIES: list[Callable[[History], None]] = [
-    offline_and_both_synced,
-    online_and_resumed,
     online_and_a_crash,
     no_answer_at_the_start,
     no_answer_in_mid_run,
@@ -260,7 +258,11 @@ HISTORIES: list[Callable[[History], None]] = [
     crashes_one_after_the_other,
     starts_without_wandb_and_other_rows,
 ]
+# `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_from_the_
+# server` goes on online.
 _MORE = slow(
+    offline_and_both_synced,
+    online_and_resumed,
     online_then_offline_then_online,
     an_outage_at_the_start,
     an_error_at_the_start,
@@ -287,7 +289,8 @@ def test_a_copy_of_an_earlier_folder_may_be_synced_last(history: History) -> Non
     (earlier,) = history.folders()
     copy = shutil.copytree(earlier, history.folder.parent / "copies" / earlier.name)
     history.start("offline", 4, 6)
-    history.sync(*history.folders(), copy)
+    history.sync()
+    history.sync(copy)
     history.check()
 
 
@@ -359,6 +362,8 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     (history.folder / "receipt.json").write_text(json.dumps([entry]))
     (history.folder / "config.toml").write_text(to_toml(Config(job=Job(name="mine"), metrics=Metrics(wandb="online"))))
     history.start("online", 4, 6)  # which keeps receipt and config beside the rows
+    history.check()
+    history.check(is_emptied=True)
     assert json.loads(history.server.files["receipt.json"]) == [entry]
     path = f"me/proj/{(history.folder / 'wandb/run_id').read_text().strip()}"
 
