@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.collective_cases import BF16, E4M3, F64, Numbers, groups, print_problems, rolled, scatters
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite.kernels import matmul_reduce_scatter as stem
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
@@ -109,7 +110,8 @@ def test_faults_of_the_gradient_are_found(tmp_path, monkeypatch):
     assert any(run_ranks(lambda: print_problems(CASES["rows-float64"]), tmp_path, 2))
 
 
-def test_compiled_between_layers(tmp_path):
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])  # whose code runs in test_async_tp.py
+def test_compiled_between_layers(backend, tmp_path):
     rng = Numbers("layers", "cpu", terms=8)
     x, w_in, w_out = (rng.operand(shape, F64) for shape in ([6, 4], [4, 8], [8, 4]))
 
@@ -125,7 +127,7 @@ def test_compiled_between_layers(tmp_path):
         true = (leaves[0] @ leaves[1]).relu() @ leaves[2]
         true.square().sum().backward()
         parts = [leaf.grad.chunk(2, dim)[group.me] for leaf, dim in zip(leaves, (0, 1, 0), strict=True)]
-        for run in (layers, torch.compile(layers, fullgraph=True)):
+        for run in (layers, torch.compile(layers, fullgraph=True, backend=backend)):
             own = [t.clone().requires_grad_() for t in mine]
             out = run(*own)
             out.square().sum().backward()

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.needs import slow
 from tests.support.short_run import Trained, checked, train
 from titanlite import recipes
 from titanlite.commands.plan import run as plan
@@ -48,7 +49,7 @@ def test_a_file_of_ones_own_trains_as_a_shipped_one(mine: list[str], tmp_path: P
     assert_same(train(tmp_path, 2, [*mine, BATCH, "4", *TP_2], steps=2), shipped, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen3", *slow("gemma3")])  # which gathers under FSDP × TP in test_fsdp.py
 def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -> None:
     """The bounds are those of tests/ranks/training/test_layouts.py."""
     flags = ["--model.name", name, BATCH, "4"]

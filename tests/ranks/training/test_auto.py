@@ -13,6 +13,7 @@ import titanlite.training.receipt as training_receipt
 import titanlite.training.train as train
 from tests.support import short_run
 from tests.support.launched import Desk
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.toml_file import shipped_folder
@@ -137,8 +138,17 @@ def full_in_building() -> None:
     build.initialise = fail
 
 
-@pytest.mark.parametrize("plant", [full_in_a_step, full_in_building])
-@pytest.mark.parametrize("flags", [("--activation_checkpoint.recipe=balanced",), (AUTO, budget(8))], ids=str)
+BALANCED, BY_BUDGET = ("--activation_checkpoint.recipe=balanced",), (AUTO, budget(8))
+
+
+@pytest.mark.parametrize(
+    ("flags", "plant"),
+    [
+        *((BALANCED, full_in_a_step), (BY_BUDGET, full_in_building)),
+        *slow((BALANCED, full_in_building), (BY_BUDGET, full_in_a_step)),
+    ],
+    ids=str,
+)
 def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -> None:
     run = desk.run(f"{plant.__name__} {flags[0][-4:]}", 2, *flags, plant=plant, ends=2)
     said = run.output.partition("--- rank 1")[0]

@@ -50,12 +50,16 @@ def plan(program: str = "pass") -> Callable[[], None]:
 
 @pytest.fixture
 def flags(desk: "Desk", request: pytest.FixtureRequest) -> list[str]:
+    return of_records(desk, request.node.name)
+
+
+def of_records(desk: "Desk", name: str) -> list[str]:
     """A source of 40 records, a bit more than an epoch of the run, and a cache of its own."""
-    path = desk.folder / f"{request.node.name}.jsonl"
+    path = desk.folder / f"{name}.jsonl"
     with path.open("w") as file:
         for i in range(40):
             file.write(json.dumps({"text": f"record {i} of this test, " * 22}) + "\n")
-    cache = desk.folder / f"cache of {request.node.name}"
+    cache = desk.folder / f"cache of {name}"
     shutil.rmtree(cache, ignore_errors=True)
     return [f"--data.source={path}", f"--data.cache_dir={cache}", *SIZE, *WINDOW]
 
@@ -68,17 +72,26 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", flags: list[str]) -> None:
+@pytest.fixture(scope="module")
+def prepared(desk: "Desk") -> tuple[list[str], Ended, Path, dict[str, bytes]]:
+    """The run of a source that is tokenized before, and the shards of that; all sources have the same records."""
+    flags = of_records(desk, "prepared")
     first = desk.run("first", 2, *flags)
-    assert first.losses("epoch")[-1] > 1
     (folder,) = (path for path in cache_of(flags).iterdir() if path.is_dir())
-    prepared = files(folder)
+    return flags, first, folder, files(folder)
+
+
+def test_a_run_in_the_background_is_the_run_of_a_prepared_source(
+    desk: "Desk", prepared: tuple[list[str], Ended, Path, dict[str, bytes]]
+) -> None:
+    flags, first, folder, shards = prepared
+    assert first.losses("epoch")[-1] > 1
     shutil.rmtree(cache_of(flags))
     pause = "self._writer.tokens > 9000 and not globals().get('slept') and globals().update(slept=[time.sleep(3)])"
     back = desk.run("back", 2, *flags, "--data.prepare=background", plant=plan(pause))
     assert back.trained() == first.trained()
     assert back.content(26) == first.content(26)
-    assert files(folder) == prepared
+    assert files(folder) == shards
     assert "data.source is tokenized to its end: " in back.output
     assert back.receipt["data.shuffle_window"]["applied"] == {"samples": 16, "of_tokens": 64}
     assert "shuffled within windows of 16 samples: 1,024 tokens, what 1 steps take" in back.output
@@ -92,7 +105,9 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(desk: "Desk", f
     assert "in the background" not in again.output  # it is there
 
 
-def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(desk: "Desk", flags: list[str]) -> None:
+def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(
+    desk: "Desk", flags: list[str], prepared: tuple[list[str], Ended, Path, dict[str, bytes]]
+) -> None:
     begun = desk.folder / "waits"
     wait = f"(self._writer.tokens > 9000 and (open({str(begun)!r}, 'w'), time.sleep(600)))"
     flags.append("--data.prepare=background")
@@ -112,9 +127,7 @@ def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(desk: "Desk", 
     assert stopped.checkpoints() == [stopped.status["step"]]
     assert stopped.losses("step")[-1] == stopped.status["step"] > 0
     assert 7000 < stopped.receipt["data.source"]["applied"]["tokens_so_far"] < 12_000
-    ended = desk.run("signal", 2, *flags)
-    shutil.rmtree(cache_of(flags))
-    first = desk.run("without a signal", 2, *flags[:-1])
+    ended, first = desk.run("signal", 2, *flags), prepared[1]
     assert ended.trained() == first.trained()
     assert ended.content(26) == first.content(26)
 

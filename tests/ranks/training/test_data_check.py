@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import titanlite.data.shards
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.unit.data.test_shards import make_shards
 from titanlite.data.order import samples_at
@@ -96,8 +97,13 @@ def swapped(ids: np.ndarray) -> None:
     ids[[10, 20]] = ids[[20, 10]]
 
 
-@pytest.mark.parametrize(("name", "how"), [("text", beyond), ("text", swapped), ("held", swapped)])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "how", "world"),
+    [
+        *(("text", beyond, 1), ("text", swapped, 2), ("held", swapped, 2)),
+        *slow(("text", swapped, 1), ("held", swapped, 1), ("text", beyond, 2)),
+    ],
+)
 def test_a_shard_that_changed_at_equal_size_is_named_before_its_tokens_are_used(
     desk: "Desk", world: int, name: str, how: Callable[[np.ndarray], object]
 ) -> None:
@@ -122,7 +128,7 @@ def test_a_shard_that_changed_at_equal_size_is_named_before_its_tokens_are_used(
         assert not [row for row in ended.rows if "validation_loss" in row]
 
 
-@pytest.mark.parametrize("of", ["text", "held"])
+@pytest.mark.parametrize("of", ["text", *slow("held")])
 def test_what_one_rank_alone_meets_ends_all_with_one_message(desk: "Desk", of: str) -> None:
     def plant() -> None:
         titanlite.data.shards.BLOCK_BYTES = 128  # a sample's

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.needs import slow
 from titanlite.comparison.wandb_runs import wandb_records
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
@@ -132,7 +133,9 @@ run.finish()
 """
 
 
-@pytest.mark.parametrize("how", ["path.unlink()", "path.rename('elsewhere')", "path.unlink(); path.write_text('mine')"])
+@pytest.mark.parametrize(
+    "how", ["path.rename('elsewhere')", "path.unlink(); path.write_text('mine')", *slow("path.unlink()")]
+)
 def test_rows_of_a_file_that_is_written_anew_are_sent_once(tmp_path, how):
     train(tmp_path / "run", "offline", 1, 3, ALTERED.format(how=how))
     (file,) = tmp_path.glob("run/wandb/offline-run-*/*.wandb")
