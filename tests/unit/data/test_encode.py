@@ -26,9 +26,11 @@ GAPS = ["\n", "\n\n", "\n\n\n", "\r\n", "\r\n\r\n", "\n    ", "  \n", " \n\n  ",
 
 
 def a_text(characters: int, gaps: list[str] = GAPS) -> str:
-    draw, text = random.Random(0), [""]
-    while sum(map(len, text)) < characters:
-        text += [draw.choice(PARTS) for _ in range(draw.randrange(1, 3))] + [draw.choice(gaps)]
+    draw, text, length = random.Random(0), [""], 0
+    while length < characters:
+        more = [draw.choice(PARTS) for _ in range(draw.randrange(1, 3))] + [draw.choice(gaps)]
+        text += more
+        length += sum(map(len, more))
     return "".join(text)
 
 
