@@ -8,8 +8,10 @@ All P and G of one X commute, and so do without X, [R, C] with R ≤ C, which is
     Q ← P Q;  G ← (P G) P        [R, R], symmetric: half of each product is computed
     X ← Q X
 
-G is square in the singular values, and the smallest are lost in what is rounded of it. Three steps in float16 keep more
-of them than a new G in each step in bfloat16 does (`tests/unit/kernels/test_orthogonalise.py`); five would not.
+G is square in the singular values, and the smallest are lost in what is rounded of it: a matrix of low rank gets
+eigenvalues below 0, which the polynomials would take to infinity. So a rounding of its row is added on the diagonal.
+Three steps in float16 then keep more of a matrix than a new G in each step in bfloat16 does, whatever its singular
+values are (`tests/unit/kernels/test_orthogonalise.py`); five would not.
 
 Sources:
 
@@ -74,6 +76,9 @@ def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7) -> Ten
 def _factor(x: Tensor, polynomials: Polynomials) -> Tensor:
     """Return the product Q, [B, R, R], of all P."""
     gram, product = symmetric_product(x, alpha=1 / _UNIT), None
+    if x.dtype == torch.float16:  # a rounding at least, so that no eigenvalue is below 0
+        rows = torch.linalg.vector_norm(gram, dim=2, dtype=torch.float32)
+        gram.diagonal(dim1=1, dim2=2).add_(torch.finfo(gram.dtype).eps / 2 * rows)
     for i, (a, b, c) in enumerate(polynomials):
         p = symmetric_product(gram, added=gram, alpha=c / _UNIT**2, beta=b / _UNIT, diagonal=a)
         product = p if product is None else symmetric_product(p, product)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.needs import DEVICES
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise, orthogonalise_flops
 
 SHAPES = [(24, 40), (40, 24), (32, 32), (1, 7)]
@@ -73,18 +74,53 @@ def plain_bfloat16(x: Tensor, polynomials: Polynomials) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("smallest", [1.0, 1e-1, 1e-2, 1e-3])
-@pytest.mark.parametrize("name", ITERATIONS)
-def test_a_large_matrix_is_rounded_less_than_by_bfloat16(name, smallest):
-    """Singular values from the largest down to a part of it; the matrix itself is one of bfloat16."""
+def uneven(kind: str, rows: int, columns: int) -> Tensor:
+    """A matrix of few or many large singular values, as gradients have them."""
     generator = torch.Generator().manual_seed(0)
-    u, v = (torch.linalg.qr(torch.randn(n, 192, dtype=torch.float64, generator=generator)).Q for n in (192, 512))
-    x = ((u * torch.logspace(0, math.log10(smallest), 192, dtype=torch.float64)) @ v.mT).bfloat16()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    if kind.startswith("rank"):
+        rank = int(kind.removeprefix("rank "))
+        return normal(rows, rank) @ normal(rank, columns) + 1e-4 * normal(rows, columns)
+    if kind == "one number":
+        x = 1e-3 * normal(rows, columns)
+        x[3, 5] = 1
+        return x
+    if kind == "rows and columns":
+        return normal(rows, columns) * torch.logspace(0, -4, rows)[:, None] * torch.logspace(0, -3, columns)
+    u, v = (torch.linalg.qr(normal(n, rows)).Q for n in (rows, columns))
+    return (u * torch.logspace(0, math.log10(float(kind)), rows, dtype=torch.float64)) @ v.mT
+
+
+UNEVEN = ["1", "1e-1", "1e-2", "1e-3", "1e-6", "rank 1", "rank 8", "one number", "rows and columns"]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", UNEVEN)
+@pytest.mark.parametrize("name", ITERATIONS)
+def test_a_large_matrix_is_rounded_less_than_by_bfloat16(name, kind, device):
+    """A number: that of the smallest singular value, the largest is 1. The matrix itself is one of bfloat16."""
+    x = uneven(kind, 192, 512).bfloat16()
     u, s, vh = torch.linalg.svd(x.double(), full_matrices=False)
     truth = (u * of_numbers(s / s.norm(), ITERATIONS[name])) @ vh
-    ours, theirs = orthogonalise(x[None], ITERATIONS[name])[0], plain_bfloat16(x, ITERATIONS[name])
+    ours, theirs = orthogonalise(x[None].to(device), ITERATIONS[name])[0].cpu(), plain_bfloat16(x, ITERATIONS[name])
     errors = [((y.double() - truth).norm() / truth.norm()).item() for y in (ours, theirs)]
-    assert errors[0] < 0.6 * errors[1], errors
+    assert errors[0] < 0.9 * errors[1], errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (14336, 4096)])
+@pytest.mark.parametrize("kind", ["rank 1", "rank 8", "one number", "rows and columns"])
+def test_large_matrices_stay_finite(kind, shape):
+    """No singular value leaves what the polynomials take numbers to, 1.13: seen by a power iteration."""
+    x = uneven(kind, *shape).bfloat16().cuda()[None]
+    y = orthogonalise(x, ITERATIONS["polar_express"])[0].float()
+    v = torch.randn(shape[1], 1, generator=torch.Generator().manual_seed(0)).cuda()
+    for _ in range(50):
+        v = y.mT @ (y @ (v / v.norm()))
+    assert v.norm().sqrt() < 1.15
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

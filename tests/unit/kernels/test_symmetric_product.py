@@ -45,7 +45,8 @@ def test_16_bits(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -
         for _ in range(2):  # a kernel is compiled, made known, and launched by that
             there = [None if t is None else t.to(device) for t in (factor, added)]
             ours = symmetric_product(x.to(device), there[0], added=there[1], **numbers).cpu()
-            roundings = 1 if device == "cuda" else 3  # the definition rounds the product by itself, and the diagonal
+            # The definition rounds the product by itself, and the diagonal; it takes rows that TMA cannot read.
+            roundings = 1 if device == "cuda" and shape[2] % 8 == 0 else 3
             unit = torch.finfo(dtype).eps / 2
             assert ((ours.double() - truth).abs() <= sizes * (roundings * unit + (shape[2] + 4) * 2**-24)).all()
 

@@ -11,7 +11,7 @@ from titanlite.kernels.device.launch import Blocks, cdiv, launch
 
 TILE = 128
 STEP = 64
-STAGES = 4
+STAGES = 5
 WARPS = 8
 
 
