@@ -3,7 +3,7 @@
 They are those of `titanlite/forecast/memory.py` and `step_time.py`. What they do not know is said, not guessed.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
@@ -16,6 +16,7 @@ from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
+from titanlite.forecast.update_time import UpdateTime
 from titanlite.forecast.what_travels import what_travels
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
@@ -36,6 +37,7 @@ class Forecast:
         memory: of a rank at its peak, or None.
         symmetric_memory: bytes that copy engines have besides, where they can move blocks, or None.
         step: time of a step, or None.
+        update: of it, that of the update in its parts.
         tokens_per_second: by GPU.
         outlook: what of the GPU's peak that is, and when the run is done; or None.
         attended: how much of causal attention documents leave, if that is known.
@@ -54,6 +56,7 @@ class Forecast:
     outlook: Outlook | None = None
     attended: AttendedShare | None = None
     stage: str = ""
+    update: UpdateTime | None = None
 
     @property
     def on_device(self) -> int:
@@ -147,7 +150,8 @@ def forecast(
     assert peak_flops is not None  # noqa: S101  # of a device that was measured
     goes_on = outlook(config, token_flops(config, dims, attended), memory.world, speed, peak_flops)
     symmetric = memory.symmetric_memory
-    return Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
+    found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
+    return replace(found, update=time.update())
 
 
 def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:

@@ -5,6 +5,7 @@ from typing import Any
 from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
+from titanlite.commands.update_table import update_as_dict, update_facts, update_table
 from titanlite.config.architectures import layers_of_block
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.text_table import columns
@@ -30,7 +31,11 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
             header = ("all_reduce of the maximum of", "pass", "at", "times a step")
             text += f"\n{columns(header, *_maxima_rows(planned))}"
             text += "one number each; those of forward are repeated where it is recomputed, and all weights share one\n"
-    return text + (forecast_table(planned.predicted, device_gib) if planned.predicted else "")
+    if planned.predicted is None:
+        return text
+    return (
+        text + forecast_table(planned.predicted, device_gib) + update_table(planned.memory.optimizer, planned.predicted)
+    )
 
 
 def _pair_rows(planned: PlannedRun) -> list[list[str]]:
@@ -85,7 +90,10 @@ def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
         "sent_bytes": sum(t.times * t.sent_bytes for t in planned.traffic) if planned.is_complete else None,
         "not_listed": list(planned.notes),
     }
-    return said | (planned.predicted.as_dict() if planned.predicted else {})
+    if planned.predicted is not None:
+        said |= planned.predicted.as_dict()
+        said["optimizer"] = update_as_dict(planned.memory.optimizer, planned.predicted)
+    return said
 
 
 def plan_facts(planned: PlannedRun) -> dict[str, str]:
@@ -109,4 +117,5 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
     if planned.predicted is not None:
         facts |= {f"memory: {name}": value for name, value in memory_rows(planned.predicted)}
         facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}
+        facts |= update_facts(planned.memory.optimizer)
     return facts

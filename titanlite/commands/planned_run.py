@@ -13,7 +13,7 @@ from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import BlockCost, block_costs, no_cost_reasons
 from titanlite.forecast.attended import attended_share
-from titanlite.forecast.comm_volume import Traffic, again, of_experts, of_loss, of_update, of_weights
+from titanlite.forecast.comm_volume import Traffic, again, of_experts, of_loss, of_matrices, of_update, of_weights
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.preflight.check_with_torch import check_with_torch
@@ -167,8 +167,8 @@ def _traffic(
         notes = (f"not listed: {when}, an all_reduce of {numbers:,} numbers of routers in float64",)
     if memory.run.no_trace_reason and world > t:
         why = in_a_line(memory.run.no_trace_reason)
-        return tuple(of_step), (f"the collectives of FSDP are not listed: {why}", *notes), False
-    return (*of_weights(memory), *of_step), notes, True
+        return (*of_step, *of_matrices(memory)), (f"the collectives of FSDP are not listed: {why}", *notes), False
+    return (*of_weights(memory), *of_step, *of_matrices(memory)), notes, True
 
 
 def _block_prices(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[BlockCost], tuple[str, ...]]:

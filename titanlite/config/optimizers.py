@@ -36,8 +36,16 @@ def optimizer_cost(rule: str, config: Optimizer) -> OptimizerCost:
     return OptimizerCost(cost.state + 4, cost.moved + 12)  # the weight is read, the average read and written
 
 
+def average_cost(config: Optimizer) -> OptimizerCost:
+    """Give the bytes of the average of the weights, in float32: nothing if there is none.
+
+    A step reads the weight, and reads and writes the average.
+    """
+    return OptimizerCost(state=4, moved=3 * 4) if config.ema_decay else OptimizerCost(state=0, moved=0)
+
+
 def state_bytes(recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Add up what the optimizer keeps of all parameters.
+    """Add up what the optimizer keeps of all parameters, and the average of the weights.
 
     Args:
         recipe: the rule of each.
@@ -48,7 +56,9 @@ def state_bytes(recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str,
         ConfigError: as of `update_settings`.
     """
     settings = update_settings(recipe, config, shapes)
-    return sum(optimizer_cost(own.rule, config).state * math.prod(shapes[name]) for name, own in settings.items())
+    average = average_cost(config).state
+    each = {rule: optimizer_cost(rule, config).state for rule in {own.rule for own in settings.values()}}
+    return sum((average + each[own.rule]) * math.prod(shapes[name]) for name, own in settings.items())
 
 
 def _adamw_cost(config: Optimizer) -> OptimizerCost:

@@ -8,7 +8,8 @@ are known to the sharding plan, from the model's graph; this file has the others
     backward         FSDP gathers again what it has freed, but for an untied embedding, and sums and scatters gradients;
                      replicas add theirs; tokens of experts again, and their gradients both ways
     recomputation    tokens, where the save-list does not keep what was communicated
-    update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers
+    update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers;
+                     rows of matrices that are orthogonalised, to their owners and back
 
 Not counted: what FSDP pads, where the rows of a weight are no multiple of its shards; and the second gather of an
 embedding that is of the user's class, or hooked.
@@ -23,6 +24,7 @@ from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation
 from titanlite.forecast.traced_run import HEAD, UnitSize
+from titanlite.forecast.update_work import ITEMSIZE
 from titanlite.sharding.sent_bytes import sent_bytes
 
 Pass = Literal["forward", "backward", "recomputation", "update"]
@@ -225,6 +227,25 @@ def of_update(
             if world > 1 and n
         ),
     ]
+
+
+def of_matrices(memory: MemoryModel) -> list[Traffic]:
+    """The exchanges with owners of matrices that are orthogonalised, in the mean of the buckets that they travel in.
+
+    Args:
+        memory: of the run.
+    """
+    found, world = list[Traffic](), memory.world
+    for _, shared in memory.optimizer.shared if world > 1 else ():
+        n = len(shared.buckets)
+        there_and_back = {
+            "rows of momenta to owners of matrices": sum(bucket.elements for bucket in shared.buckets),
+            "rows of updates from owners of matrices": sum(bucket.handed for bucket in shared.buckets),
+        }
+        for moves, elements in there_and_back.items():
+            each = elements // n
+            found.append(Traffic("all_to_all", "update", "", (each,), moves, world, ITEMSIZE * each, n))
+    return found
 
 
 def again(block: BlockCost) -> set[tuple[str, str]]:

@@ -24,7 +24,7 @@ class UpdateTime:
     """Milliseconds of the update of a step: see this module's docstring.
 
     Attributes:
-        passes: by rule.
+        passes: by rule, and that for the average of the weights.
     """
 
     passes: Mapping[str, float]
@@ -44,7 +44,7 @@ def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
         work: of the run.
         rates: of the device.
     """
-    passes = {rule: 1e3 * work.moved(rule) / rates.optimizer / _G for rule in work.elements}
+    passes = {rule: 1e3 * moved / rates.optimizer / _G for rule, moved in work.moved().items()}
     computing = exchanges = 0.0
     for rule, shared in work.shared:
         copied = _COPIES * ITEMSIZE * sum(bucket.collected for bucket in shared.buckets)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from titanlite.config.optimizers import optimizer_cost
+from titanlite.config.optimizers import average_cost, optimizer_cost
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
 from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config, Model
@@ -21,7 +21,10 @@ from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
-from titanlite.parallel.share_matrices import share_matrices
+from titanlite.parallel.share_matrices import BUCKET, share_matrices
+
+AVERAGE = "average of weights"
+"""Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
 
 ITEMSIZE = 2
 """Bytes of what travels and is orthogonalised, in bfloat16."""
@@ -133,7 +136,7 @@ class GroupWork:
     """A group of the recipe, as `plan` shows it.
 
     Attributes:
-        rule: of the group.
+        rule: of the group; "" for the average of the weights.
         elements: of its parameters, whole.
         state: bytes that a rank keeps of them.
     """
@@ -157,7 +160,7 @@ class UpdateWork:
         settings: how each parameter is updated.
         elements: of this rank's shard that each rule has.
         shared: the matrices of rules that orthogonalise, each with its rule; one momentum and polynomials at a time.
-        state: bytes that the optimizer keeps.
+        state: bytes that the optimizer keeps, `average` of them for the average of the weights.
         buffers: bytes of the update itself.
     """
 
@@ -169,19 +172,23 @@ class UpdateWork:
         for name, own in self.settings.items():
             names.setdefault(own.rule, []).append(name)
         self.elements = {rule: self._elements(own) for rule, own in names.items()}
-        self.state = sum(optimizer_cost(rule, config.optimizer).state * n for rule, n in self.elements.items())
+        of_config = config.optimizer
+        self.average = average_cost(of_config).state * sum(self.elements.values())
+        self.state = self.average + sum(optimizer_cost(rule, of_config).state * n for rule, n in self.elements.items())
         self.shared = [
             (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
             for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
         self.buffers = max((shared.buffers(layout.world) for _, shared in self.shared), default=0)
 
-    def moved(self, rule: str) -> int:
-        """Bytes that a step reads and writes of this rank's shard by a rule."""
-        return optimizer_cost(rule, self.config.optimizer).moved * self.elements[rule]
+    def moved(self) -> dict[str, int]:
+        """Bytes that a step reads and writes of this rank's shard, by rule, and for the average of the weights."""
+        of_config, each = self.config.optimizer, self.elements
+        found = {rule: optimizer_cost(rule, of_config).moved * n for rule, n in each.items()}
+        return found | ({AVERAGE: average_cost(of_config).moved * sum(each.values())} if self.average else {})
 
     def groups(self) -> dict[str, GroupWork]:
-        """Return what each group of the recipe has."""
+        """Return what each group of the recipe has, and the average of the weights."""
         whole, names = self._whole(), dict[str, list[str]]()
         for name, own in self.settings.items():
             names.setdefault(own.group, []).append(name)
@@ -190,6 +197,8 @@ class UpdateWork:
             rule = self.settings[members[0]].rule
             state = optimizer_cost(rule, self.config.optimizer).state * self._elements(members)
             found[group] = GroupWork(rule, sum(whole[name].elements for name in members), state)
+        if self.average:
+            found[AVERAGE] = GroupWork("", sum(group.elements for group in found.values()), self.average)
         return found
 
     def _whole(self) -> Mapping[str, WholeParameter]:
@@ -211,18 +220,30 @@ class UpdateWork:
             for name, part, n in zip(names, parts, shards, strict=True)
         ]
         matrices = tuple(whole[name].matrices for name in names)
-        return _share(matrices, tuple(copies), layout.world, steps)
+        return share(matrices, tuple(copies), layout.world, steps)
 
 
 @functools.lru_cache(maxsize=64)
-def _share(
-    matrices: tuple[tuple[tuple[int, int], ...], ...], copies: tuple[int, ...], world: int, steps: int
+def share(
+    matrices: tuple[tuple[tuple[int, int], ...], ...],
+    copies: tuple[int, ...],
+    world: int,
+    steps: int,
+    most: int = BUCKET,
 ) -> SharedMatrices:
-    """Share out the matrices of some parameters, whose elements so many ranks have."""
+    """Share out the matrices of some parameters.
+
+    Args:
+        matrices: R and C of each, by parameter.
+        copies: ranks that have each element, by parameter.
+        world: ranks that may own some.
+        steps: polynomials.
+        most: elements that a rank collects at a time.
+    """
     flat = [(parameter, rc) for parameter, found in enumerate(matrices) for rc in found]
     owned: dict[int, Counter[tuple[int, int]]] = {}
     stacks: list[dict[int, Counter[tuple[int, tuple[int, int]]]]] = []
-    for i, bucket, owner in share_matrices([rc for _, rc in flat], world, steps):
+    for i, bucket, owner in share_matrices([rc for _, rc in flat], world, steps, most):
         if bucket == len(stacks):
             stacks.append({})
         owned.setdefault(owner, Counter())[flat[i][1]] += 1

@@ -1,0 +1,93 @@
+"""What is predicted of an update, held against the update: rows that travel, FLOPs, state, and memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.support.held_for_backward import Peak
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from tests.support.short_run import assemble, checked
+from titanlite.config.schema import Parallelism
+from titanlite.forecast.update_work import share
+from titanlite.models.matrices import Matrix
+from titanlite.parallel.mesh import build_mesh
+from titanlite.training.optimizers import muon
+from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
+
+REPLICAS, TP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.tensor_parallel_degree=2"
+MIXTURE = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
+ONE, ZERO = torch.ones(()), torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [
+        (2, ["--optimizer.ema_decay=0.9"]),
+        (2, [*MIXTURE, "--optimizer.state_dtype=bfloat16"]),
+        *slow((1, []), (2, [TP]), (4, [REPLICAS]), (4, [REPLICAS, TP]), (4, [*MIXTURE]), (4, [*MIXTURE, TP])),
+    ],
+)
+def test_an_update_does_what_is_predicted(world: int, flags: list[str], tmp_path: Path) -> None:
+    asked = checked(tmp_path, world, ["--optimizer.recipe=muon", *flags])
+
+    def body() -> None:
+        run = assemble(asked)
+        work = run.memory.optimizer
+        ((rule, shared),) = work.shared
+        ours = run.optimizer.rules[rule]
+        assert isinstance(ours, MuonOfGroups)
+        (each,) = ours._each
+        sizes = [
+            [sum(transfer.sizes) for transfer in (bucket.given, bucket.collected, bucket.returned, bucket.taken)]
+            for bucket in each.buckets
+        ]
+        of_all, most = torch.tensor(sizes), torch.tensor(sizes)
+        dist.all_reduce(of_all)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        assert of_all.tolist() == [[b.elements, b.elements, b.handed, b.handed] for b in shared.buckets]
+        assert most[:, 1:3].tolist() == [[b.collected, b.returned] for b in shared.buckets]
+        with FlopCounterMode(display=False) as counter:
+            run.optimizer.step({n: torch.zeros_like(p) for n, p in run.optimizer.locals.items()}, 1.0, ONE, ZERO)
+        flops = torch.tensor(counter.get_total_flops())
+        dist.all_reduce(flops, dist.ReduceOp.MAX)
+        assert flops.item() == shared.flops
+        kept = sum(tensor.nbytes for tensor in run.optimizer.state_tensors())
+        kept += sum(shard.nbytes for shard in run.average.shards.values()) if run.average else 0
+        assert kept == work.state
+
+    run_ranks(body, tmp_path, world)
+
+
+@pytest.mark.parametrize("world", [1, *slow(2)])
+def test_the_memory_of_an_update_is_what_is_predicted(
+    world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows move in one kernel each on a GPU, which makes nothing."""
+    for name in ("momentum_rows", "put_rows", "take_rows", "update_rows"):
+        monkeypatch.setattr(muon, name, lambda *given: None)
+    shapes = [(384, 128), (128, 384), (256, 256), (256, 256), (64, 256), (64, 256)]
+    most = 2 * 384 * 128
+
+    def body() -> None:
+        mesh, rule = build_mesh(Parallelism(), torch.device("cpu")), MuonRule(bucket=most)
+        sharded = (distribute_tensor(torch.zeros(shape), mesh.fsdp, [Shard(0)]) for shape in shapes)
+        parameters = {str(i): nn.Parameter(weight) for i, weight in enumerate(sharded)}
+        matrices = {n: [Matrix(n, n, torch.arange(len(p)), p.shape[1])] for n, p in parameters.items()}
+        ours = Muon(parameters, mesh, matrices, rule, dict.fromkeys(parameters, Pace()))
+        grads = {n: torch.ones_like(shard) for n, shard in ours.locals.items()}
+        with Peak([]) as peak:
+            ours.step(grads, 1.0, ONE, ZERO)
+        shared = share(tuple((shape,) for shape in shapes), (1,) * len(shapes), world, len(rule.polynomials), most)
+        assert len(shared.buckets) == len(ours.buckets) >= 4 - world
+        found = torch.tensor(peak.bytes)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        assert found.item() == pytest.approx(shared.buffers(world), rel=0.001)  # norms are numbers of each matrix
+
+    run_ranks(body, tmp_path, world)
