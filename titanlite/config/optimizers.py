@@ -6,7 +6,7 @@ Memory, the room that checkpoints take, a host's memory and the step time ask he
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.config.parameter_groups import update_settings
 from titanlite.config.recipe_schema import OptimizerRecipe
@@ -22,18 +22,17 @@ class OptimizerCost:
     Attributes:
         state: that the optimizer keeps, on the device and in a checkpoint.
         moved: that a step reads and writes where the parameter lies: the norm of the gradients, and the update.
+        row: that each rank keeps of each row of the whole parameter.
     """
 
     state: int
     moved: int
+    row: int = 0
 
 
 def optimizer_cost(rule: str, config: Optimizer) -> OptimizerCost:
-    """Give the bytes of a rule of a recipe, with those of an average of the weights."""
-    cost = _COSTS[rule](config)
-    if not config.ema_decay:
-        return cost
-    return OptimizerCost(cost.state + 4, cost.moved + 12)  # the weight is read, the average read and written
+    """Give the bytes of a rule of a recipe."""
+    return _COSTS[rule](config)
 
 
 def average_cost(config: Optimizer) -> OptimizerCost:
@@ -56,9 +55,11 @@ def state_bytes(recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str,
         ConfigError: as of `update_settings`.
     """
     settings = update_settings(recipe, config, shapes)
-    average = average_cost(config).state
-    each = {rule: optimizer_cost(rule, config).state for rule in {own.rule for own in settings.values()}}
-    return sum((average + each[own.rule]) * math.prod(shapes[name]) for name, own in settings.items())
+    average, found = average_cost(config).state, 0
+    for name, own in settings.items():
+        cost = optimizer_cost(own.rule, config)
+        found += (average + cost.state) * math.prod(shapes[name]) + cost.row * shapes[name][0]
+    return found
 
 
 def _adamw_cost(config: Optimizer) -> OptimizerCost:
@@ -74,8 +75,13 @@ def _muon_cost(config: Optimizer) -> OptimizerCost:
     return OptimizerCost(state=momentum, moved=4 + 4 + 2 * momentum + 2 + 2 + 2 * 4)
 
 
+def _normuon_cost(config: Optimizer) -> OptimizerCost:
+    """Also a second moment of each row, which every rank has of all."""
+    return replace(_muon_cost(config), row=_BYTES[config.state_dtype])
+
+
 _COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {
     "adamw": _adamw_cost,
     "muon": _muon_cost,
-    "normuon": _muon_cost,  # and a number for each row, of thousands
+    "normuon": _normuon_cost,
 }

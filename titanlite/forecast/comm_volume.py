@@ -24,7 +24,7 @@ from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation
 from titanlite.forecast.traced_run import HEAD, UnitSize
-from titanlite.forecast.update_work import ITEMSIZE
+from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
 from titanlite.sharding.sent_bytes import sent_bytes
 
 Pass = Literal["forward", "backward", "recomputation", "update"]
@@ -245,7 +245,9 @@ def of_matrices(memory: MemoryModel) -> list[Traffic]:
         for moves, elements in there_and_back.items():
             each = elements // n
             found.append(Traffic("all_to_all", "update", "", (each,), moves, world, ITEMSIZE * each, n))
-    return found
+    rows = sum(memory.optimizer.rows.values()) if world > 1 else 0
+    moves, size = "second moments of rows", ITEMSIZE_OF_ROW * rows
+    return [*found, *([Traffic("all_reduce", "update", "", (rows,), moves, world, size, 1)] if rows else [])]
 
 
 def again(block: BlockCost) -> set[tuple[str, str]]:

@@ -17,6 +17,8 @@ from titanlite.kernels.orthogonalise import STEPS_OF_GRAM, orthogonalise_flops
 _T, _G = 1e12, 1e9
 _COPIES = 6
 """Times that an owner reads or writes a row: into its matrix, out of the result, and into what it sends."""
+_NORMALISED = 44
+"""Bytes of an element that giving rows of one size reads and writes: squares, their mean, two quotients, a norm."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
     passes = {rule: 1e3 * moved / rates.optimizer / _G for rule, moved in work.moved().items()}
     computing = exchanges = 0.0
     for rule, shared in work.shared:
-        copied = _COPIES * ITEMSIZE * sum(bucket.collected for bucket in shared.buckets)
+        each = _COPIES * ITEMSIZE + (_NORMALISED if work.rows[rule] else 0)
+        copied = each * sum(bucket.collected for bucket in shared.buckets)
         passes[rule] += 1e3 * copied / rates.memory / _G
         own = 1e3 * max(seconds_of(matrices, shared.steps, rates) for matrices in shared.owned)
         computing += own

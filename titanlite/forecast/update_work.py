@@ -6,6 +6,7 @@ has about the same of every matrix, and what an owner has of a bucket is that of
 """
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ AVERAGE = "average of weights"
 ITEMSIZE = 2
 """Bytes of what travels and is orthogonalised, in bfloat16."""
 
+ITEMSIZE_OF_ROW = 4
+"""Bytes of the new number of a row, in float32, which ranks add up."""
+
 
 class SplitOver(NamedTuple):
     """How a model is split.
@@ -50,12 +54,17 @@ class WholeParameter(NamedTuple):
     """A parameter before it is split.
 
     Attributes:
-        elements: of it.
+        shape: of it.
         matrices: R and C of each that it is made of; none of an embedding or a vector.
     """
 
-    elements: int
+    shape: tuple[int, ...]
     matrices: tuple[tuple[int, int], ...]
+
+    @property
+    def elements(self) -> int:
+        """Return their number."""
+        return math.prod(self.shape)
 
 
 @functools.lru_cache(maxsize=4)
@@ -70,7 +79,7 @@ def whole_parameters(model: Model, dims: ModelDims, seq_len: int) -> Mapping[str
     built = build_model(model, dims, seq_len)
     with torch.device("meta"):  # rows are numbered there, too: shapes alone are wanted
         shapes = {name: tuple(m.shape for m in found) for name, found in matrices_of(built).items()}
-    return {name: WholeParameter(p.numel(), shapes.get(name, ())) for name, p in built.named_parameters()}
+    return {name: WholeParameter(tuple(p.shape), shapes.get(name, ())) for name, p in built.named_parameters()}
 
 
 @dataclass(frozen=True)
@@ -158,7 +167,7 @@ class UpdateWork:
     Attributes:
         config, run, layout: as given.
         settings: how each parameter is updated.
-        elements: of this rank's shard that each rule has.
+        elements: of this rank's shard that each rule has; `rows` of whole parameters of which it has a number.
         shared: the matrices of rules that orthogonalise, each with its rule; one momentum and polynomials at a time.
         state: bytes that the optimizer keeps, `average` of them for the average of the weights.
         buffers: bytes of the update itself.
@@ -172,14 +181,15 @@ class UpdateWork:
         for name, own in self.settings.items():
             names.setdefault(own.rule, []).append(name)
         self.elements = {rule: self._elements(own) for rule, own in names.items()}
-        of_config = config.optimizer
-        self.average = average_cost(of_config).state * sum(self.elements.values())
-        self.state = self.average + sum(optimizer_cost(rule, of_config).state * n for rule, n in self.elements.items())
+        self.average = average_cost(config.optimizer).state * sum(self.elements.values())
+        self.rows = {rule: self._rows(rule, own) for rule, own in names.items()}
+        self.state = self.average + sum(self._state(rule, own) for rule, own in names.items())
         self.shared = [
             (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
             for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
         self.buffers = max((shared.buffers(layout.world) for _, shared in self.shared), default=0)
+        self.buffers += ITEMSIZE_OF_ROW * sum(self.rows.values())
 
     def moved(self) -> dict[str, int]:
         """Bytes that a step reads and writes of this rank's shard, by rule, and for the average of the weights."""
@@ -195,8 +205,7 @@ class UpdateWork:
         found: dict[str, GroupWork] = {}
         for group, members in names.items():
             rule = self.settings[members[0]].rule
-            state = optimizer_cost(rule, self.config.optimizer).state * self._elements(members)
-            found[group] = GroupWork(rule, sum(whole[name].elements for name in members), state)
+            found[group] = GroupWork(rule, sum(whole[name].elements for name in members), self._state(rule, members))
         if self.average:
             found[AVERAGE] = GroupWork("", sum(group.elements for group in found.values()), self.average)
         return found
@@ -209,6 +218,16 @@ class UpdateWork:
         parts = [self.run.parameters[name] for name in names]
         others, experts = (sum(p.elements for p in parts if p.apart == apart) for apart in (False, True))
         return others // self.layout.shards + experts // self.layout.expert_shards
+
+    def _state(self, rule: str, names: list[str]) -> int:
+        """Bytes that a rule keeps of some parameters."""
+        cost = optimizer_cost(rule, self.config.optimizer)
+        return cost.state * self._elements(names) + cost.row * self._rows(rule, names)
+
+    def _rows(self, rule: str, names: list[str]) -> int:
+        """Rows of which a rule has a number, on every rank."""
+        has_some = optimizer_cost(rule, self.config.optimizer).row > 0
+        return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
     def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:
         whole, layout = self._whole(), self.layout
@@ -267,6 +286,6 @@ def _orthogonalised_alike(settings: Mapping[str, UpdateSettings]) -> dict[tuple[
     for name, own in settings.items():
         if own.rule in MATRIX_RULES:
             steps = len(ITERATIONS[own.polynomials] if isinstance(own.polynomials, str) else own.polynomials)
-            alike = own.rule, own.polynomials, own.momentum, own.nesterov
+            alike = own.rule, own.polynomials, own.momentum, own.nesterov, own.beta2
             found.setdefault((alike, steps), []).append(name)
     return found

@@ -23,6 +23,7 @@ from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
 
 REPLICAS, TP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.tensor_parallel_degree=2"
 MIXTURE = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")
+NORMUON = "--optimizer.recipe=normuon"
 ONE, ZERO = torch.ones(()), torch.zeros(())
 
 
@@ -31,11 +32,13 @@ ONE, ZERO = torch.ones(()), torch.zeros(())
     [
         (2, ["--optimizer.ema_decay=0.9"]),
         (2, [*MIXTURE, "--optimizer.state_dtype=bfloat16"]),
+        *slow((2, [NORMUON]), (2, [*MIXTURE, NORMUON])),
         *slow((1, []), (2, [TP]), (4, [REPLICAS]), (4, [REPLICAS, TP]), (4, [*MIXTURE]), (4, [*MIXTURE, TP])),
     ],
 )
 def test_an_update_does_what_is_predicted(world: int, flags: list[str], tmp_path: Path) -> None:
-    asked = checked(tmp_path, world, ["--optimizer.recipe=muon", *flags])
+    recipe = [] if NORMUON in flags else ["--optimizer.recipe=muon"]
+    asked = checked(tmp_path, world, [*recipe, *flags])
 
     def body() -> None:
         run = assemble(asked)

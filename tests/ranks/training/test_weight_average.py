@@ -18,7 +18,7 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, require_loads, whole
 from titanlite.checkpoint import store
 from titanlite.commands.export import run as export
-from titanlite.config.optimizers import optimizer_cost
+from titanlite.config.optimizers import average_cost, optimizer_cost
 from titanlite.config.read import read_config
 from titanlite.data.batches import ValidationBatches
 from titanlite.data.prepare import prepare
@@ -128,7 +128,8 @@ def test_without_one_a_run_has_no_tensor_and_no_kernel_of_it(tmp_path: Path) -> 
                 with Operations() as seen:
                     train_step(run, batches.next(), LR, False)
             kept = [t for name, t in tensors_of(run).items() if name.startswith(("optimizer/", "ema/"))]
-            said = optimizer_cost("adamw", of.config.optimizer).state * run.n_elements
+            costs = optimizer_cost("adamw", of.config.optimizer), average_cost(of.config.optimizer)
+            said = sum(cost.state for cost in costs) * run.n_elements
             assert said == sum(t.nbytes for t in kept if t.ndim)  # without counters of updates
             names[decay], calls[decay] = {*tensors_of(run)}, seen.counts
         assert {name.partition("/")[0] for name in names["0.5"] - names["0"]} == {"ema"}

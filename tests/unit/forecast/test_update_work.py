@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite.config.architectures import parameter_shapes
+from titanlite.config.optimizers import state_bytes
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.comm_volume import of_matrices
 from titanlite.forecast.device_specs import measured_rates
@@ -120,3 +122,17 @@ def test_the_time_of_muon_is_that_of_its_parts() -> None:
     alone = memory_of(1, MUON, "--model.n_layers=2")
     assert update_time(alone.optimizer, rates).exchanges == 0
     assert of_matrices(alone) == []
+
+
+def test_normuon_has_a_number_of_each_row_on_every_rank() -> None:
+    rows, rates = 32 * (6144 + 4096 + 28672 + 4096), measured_rates()
+    muon, normuon = memory_of(8, MUON), memory_of(8, "--optimizer.recipe=normuon")
+    assert normuon.optimizer.state - muon.optimizer.state == 4 * rows
+    assert normuon.optimizer.buffers - muon.optimizer.buffers == 4 * rows
+    shapes = parameter_shapes(normuon.config.model, normuon.dims)
+    assert shapes is not None
+    kept = [state_bytes(memory.rules, memory.config.optimizer, shapes) for memory in (muon, normuon)]
+    assert kept[1] - kept[0] == 4 * rows
+    assert [traffic.shape for traffic in of_matrices(normuon) if traffic.kind == "all_reduce"] == [(rows,)]
+    longer = update_time(normuon.optimizer, rates).total - update_time(muon.optimizer, rates).total
+    assert longer == pytest.approx(44 * HIDDEN / 8 / rates.memory / 1e6, rel=0.05)  # of an owner with most
