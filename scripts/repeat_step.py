@@ -28,19 +28,19 @@ def fingerprint(gradient: Tensor) -> Tensor:
     return torch.stack((bits, gradient.abs().sum(dtype=torch.float64).view(torch.int64)))
 
 
-def step(run: Run, micro_batches: list, lr: float, *others: Any) -> Tensor:
+def step(run: Run, micro_batches: list, lr: float, *others: Any, **named: Any) -> Tensor:
     """Take a step of the first batch, in the place of `train_step`."""
     if not batches:
         batches.extend(micro_batches)
         norm = run.optimizer.norm
 
-        def look_then_norm(gradients: dict[str, Tensor]) -> Tensor:
+        def look_then_norm(gradients: dict[str, Tensor], *norms: Any) -> Tensor:
             names[:] = gradients
             sums.append(torch.stack([fingerprint(gradient) for gradient in gradients.values()]))
-            return norm(gradients)
+            return norm(gradients, *norms)
 
         run.optimizer.norm = look_then_norm
-    out = train_step(run, batches, 0.0, *others)
+    out = train_step(run, batches, 0.0, *others, **named)
     results.append(out[:2].clone())
     return out
 

@@ -39,7 +39,7 @@ def main() -> None:
         whole = milliseconds(optimizer, gradients, keep)
         moments = [[torch.zeros_like(p, dtype=getattr(torch, dtype)) for p in parameters.values()] for _ in range(2)]
         tensors = [p.detach() for p in parameters.values()]
-        state = AdamWState(tensors, *moments, [0.1] * len(tensors), one, 0.9, 0.95, 1e-8)
+        state = AdamWState(tensors, *moments, [0.1] * len(tensors), [len(tensors)], one, 0.9, 0.95, 1e-8)
         ours, torchs = (
             do_bench(partial(update, list(gradients.values()), 0.0, one, keep), return_mode="median")
             for update in (adamw(state), partial(by_torch, state))

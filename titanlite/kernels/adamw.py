@@ -7,8 +7,9 @@ Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", alg
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -22,13 +23,14 @@ class AdamWState:
     exp_avg: list[Tensor]  # running mean of the gradients, float32 or bfloat16, all alike
     exp_avg_sq: list[Tensor]  # running mean of their squares, the same
     weight_decays: list[float]  # of each parameter
+    runs: list[int]  # numbers of parameters, one behind the other, whose change is measured together
     updates: Tensor  # [] float32, how many there have been; counted by the caller
     beta1: float  # decay of `exp_avg`
     beta2: float  # decay of `exp_avg_sq`
     eps: float  # added to the root of `exp_avg_sq`
 
 
-def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], None]:
+def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, bool], Sequence[Tensor]]:
     """Prepare the update of a state.
 
     Args:
@@ -40,7 +42,8 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], 
         - gradients of the parameters, float32, contiguous; their values are not defined afterwards;
         - the learning rate;
         - [] float32 that gradients are divided by, to clip them;
-        - [] float32 that is 1 to leave everything as it is, else 0.
+        - [] float32 that is 1 to leave everything as it is, else 0;
+        - whether to measure: then it returns the sum of squares of what changed in the parameters of each run, [] each.
 
         `state.updates` already counts the update that is asked for.
 
@@ -52,10 +55,14 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor], 
     return functools.partial(_adamw_by_torch, state)
 
 
-def _adamw_by_torch(state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+def _adamw_by_torch(
+    state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor, measure: bool = False
+) -> Sequence[Tensor]:
+    squares: list[Tensor] = []
     tensors = state.parameters, gradients, state.exp_avg, state.exp_avg_sq, state.weight_decays
     for parameter, gradient, *kept, weight_decay in zip(*tensors, strict=True):
         exp_avg, exp_avg_sq = (moment.float() for moment in kept)  # no copy if they are float32
+        before = parameter.clone() if measure else None
         torch._fused_adamw_(
             [parameter],
             [gradient],
@@ -76,6 +83,14 @@ def _adamw_by_torch(state: AdamWState, gradients: list[Tensor], lr: float, divis
         for narrow, updated in zip(kept, (exp_avg, exp_avg_sq), strict=True):
             if narrow is not updated:
                 narrow.copy_(updated)
+        if before is not None:
+            squares.append(before.sub_(parameter).square_().sum())
+    return [torch.stack(run).sum() for run in _by_runs(squares, state.runs)] if measure else ()
+
+
+def _by_runs(items: list[Tensor], runs: list[int]) -> Iterator[list[Tensor]]:
+    remaining = iter(items)
+    return (list(islice(remaining, n)) for n in runs)
 
 
 class Update:
@@ -96,6 +111,7 @@ class Update:
         ]
         self.state = state
         self.blocks = int(per_tensor.sum())
+        self.blocks_of_runs = [int(run.sum()) for run in per_tensor.split(state.runs)]
         self.aligned = bool((sizes % 4 == 0).all()) and all(aligned for _, aligned in placed)
         self.distances = torch.tensor([found for found, _ in placed]).to(device)
         self.owners = owners.int().to(device)
@@ -104,7 +120,9 @@ class Update:
         self.decays = torch.tensor(state.weight_decays, dtype=torch.float32, device=device)
         self.betas = torch.tensor([state.beta1, state.beta2], dtype=torch.float64, device=device)
 
-    def step(self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor, measure: bool = False
+    ) -> Sequence[Tensor]:
         """Apply one update; the arguments are those of what `adamw` returns."""
         from titanlite.kernels.device import adamw as device
 
@@ -112,12 +130,14 @@ class Update:
         found, aligned = _distances("gradient", gradients, first, state)
         distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
         corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
+        changes = torch.zeros(self.blocks, device=first.device) if measure else skip  # 0 of a step that is left out
         device._adamw[(self.blocks,)](
             first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
-            corrections, divisor, skip,
+            corrections, divisor, skip, changes,
             lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
-            self.aligned and aligned, device.BLOCK, num_warps=device.WARPS,  # type: ignore[call-arg]  # the launch takes it
+            self.aligned and aligned, measure, device.BLOCK, num_warps=device.WARPS,  # type: ignore[call-arg]  # the launch takes it
         )  # fmt: skip
+        return [run.sum() for run in changes.split(self.blocks_of_runs)] if measure else ()
 
 
 def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:

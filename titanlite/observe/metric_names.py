@@ -32,6 +32,8 @@ KNOWN: Mapping[str, Known] = {
         "val/bits_per_byte_ema", "Loss", "validation loss of averaged weights", "bits per byte"
     ),
     "grad_norm": Known("train/grad_norm", "Optimization", "gradient norm before clipping"),
+    "weight_norm": Known("optim/weight_norm", "Optimization", "norm of the weights", is_noisy=False),
+    "update_ratio": Known("optim/update_ratio", "Optimization", "norm of the update over that of the weights"),
     "lr": Known("optim/lr", "Optimization", "learning rate", is_noisy=False),
     "epoch": Known("train/epoch", "Optimization", "times through the data", is_noisy=False),
     "tokens_per_second_per_gpu": Known("perf/tokens_per_second_per_gpu", "Speed", "tokens per second and GPU"),
@@ -44,11 +46,14 @@ KNOWN: Mapping[str, Known] = {
     "accuracy": Known("eval/accuracy", "Accuracy", "accuracy"),
     "accuracy_norm": Known("eval/accuracy_norm", "Accuracy", "accuracy by bytes"),
 }
-"""Each key; behind a dot may stand the name of a source or a task, as in "validation_loss.wiki"."""
+"""Each key; behind a dot may stand the name of a source, a task or a group, as in "validation_loss.wiki"."""
 
 PREFIXES: Mapping[str, str] = {
     "loss.": "train/loss.",
     "epoch.": "train/epoch.",
+    "grad_norm.": "train/grad_norm.",
+    "weight_norm.": "optim/weight_norm.",
+    "update_ratio.": "optim/update_ratio.",
     "share.": "data/share.",
     "validation_": "val/",
     "accuracy": "eval/accuracy",
@@ -56,7 +61,7 @@ PREFIXES: Mapping[str, str] = {
     "float8_": "float8/",
     "experts_": "experts/",
 }
-"""Beginnings of keys whose rest names a source, a task or a layer, and what is shown in their place."""
+"""Beginnings of keys whose rest names a source, a task, a group or a layer, and what is shown in their place."""
 
 NAMES: Mapping[str, str] = {key: known.name for key, known in KNOWN.items() if not key.startswith(tuple(PREFIXES))}
 """Keys with a name of their own, each with it."""

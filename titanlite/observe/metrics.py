@@ -59,8 +59,9 @@ class StepRow:
     data_wait_seconds: float  # of these, waiting for data
     # Of each source of a mixture: "epoch.<name>", and "share.<name>" of the tokens since step 1.
     sources: Mapping[str, float] = field(default_factory=dict)
-    # Of this step: "loss.<name>" of the targets of each source of a mixture, if it has any; and with a z-loss "z_loss",
-    # before its coefficient.
+    # Of this step: "loss.<name>" of the targets of each source of a mixture, if it has any; with a z-loss "z_loss",
+    # before its coefficient; and of each group of the optimizer's recipe "grad_norm.<group>", before clipping,
+    # "weight_norm.<group>" before the update, and "update_ratio.<group>", the norm of what it changes over the latter.
     numbers: Mapping[str, float] = field(default_factory=dict)
     # Of each mixture of experts "experts_<what>.<layer>", as of `titanlite.training.routers`: like rates, of the steps
     # since the previous log line.

@@ -32,6 +32,7 @@ from titanlite.training.build import Run
 from titanlite.training.data import Corpora, HeldOut
 from titanlite.training.data_check import DataCheck
 from titanlite.training.data_wait import DataWait
+from titanlite.training.optimizers.group_norms import KINDS
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.schedule import learning_rate
@@ -85,6 +86,7 @@ class Loop:
         last, table = last_step(config), report.position.table
         names, z_loss = self.batches.names, ["z_loss"] if config.training.z_loss else []
         keys = [*z_loss, *(f"loss.{name}" for name in names)]
+        of_groups = [f"{kind}.{group}" for kind in KINDS for group in run.optimizer.groups]
         in_flight: deque[InFlight] = deque()
         windows = windows_of(run.model)
         stopping, step, done, no_more = False, start, start, None
@@ -100,11 +102,13 @@ class Loop:
             self.profiler.begin(step)
             micro_batches, lr = self._next_batches(step), learning_rate(step, config, table)
             asks, attended = self._asks_to_stop(), mean_attended(windows, self.batches.lengths)
-            result = train_step(run, micro_batches, lr, asks, attended, len(names), self._lacks_data)
-            routers = run.routers if report.is_due(step) else None
+            is_due, given = report.is_due(step), (attended, len(names), self._lacks_data)
+            result = train_step(run, micro_batches, lr, asks, *given, logged=is_due)
+            routers = run.routers if is_due else None
             if routers is not None:
                 result = torch.cat((result, routers.seen()))
-            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, keys, routers))
+            of_step = [*keys, *(of_groups if is_due else ())]
+            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, of_step, routers))
             self.profiler.end(step)
 
             measures = self.measures(step)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,9 +83,9 @@ def _sketch_step(run: Run, batches: list[Batch], lr: float) -> dict[str, Tensor]
     found: dict[str, Tensor] = {}
     outputs, update = Outputs(run), run.optimizer.step
 
-    def sketch_gradients(grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def sketch_gradients(*given: Any, **others: Any) -> None:
         found.update((f"gradient of {name}", _of_parameter(p.grad, p)) for name, p in reversed(named.items()))
-        update(grads, lr, divisor, skip)
+        update(*given, **others)
 
     run.optimizer.step = sketch_gradients
     try:

@@ -33,6 +33,8 @@ def train_step(
     attended: float = 0.0,
     n_sources: int = 0,
     lacks_data: bool = False,
+    *,
+    logged: bool = False,
 ) -> Tensor:
     """Take one optimizer step, or none if the loss or a gradient is not finite, or a rank has no data for it.
 
@@ -44,13 +46,14 @@ def train_step(
         attended: tokens that those of the batches see, as `mean_attended` counts them.
         n_sources: that losses are told apart by; 0: they are not.
         lacks_data: whether the batches of this rank are padding.
+        logged: whether norms of the optimizer's groups are measured.
 
     Returns:
         [6] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
         before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`,
         number of ranks that had no data. With a z-loss its mean follows, without its coefficient. Where batches say
-        which source each sequence is from, the mean loss of each over its targets of the global batch is last, -1 if it
-        has none.
+        which source each sequence is from, the mean loss of each over its targets of the global batch follows, -1 if it
+        has none. If it is `logged`, the numbers of `GroupNorms` are last.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -62,6 +65,48 @@ def train_step(
     dist.all_reduce(counted)
     targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 has all counts up to 2^24 alone
 
+    means, by_source = _forward_backward(run, batches, targets, n_sources)
+    gradients = run.optimizer.gradients()
+    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
+    norms = run.optimizer.group_norms() if logged else None
+    norm = run.optimizer.norm(gradients, norms)
+    of_rank = float(stop_requested), attended / dist.get_world_size(), float(lacks_data)
+    loss, *z_loss = (mean / run.mesh.tp_size for mean in means)
+    totals = torch.stack((loss, *(torch.full_like(loss, number) for number in of_rank), *z_loss))
+    dist.all_reduce(totals)
+    if n_sources:
+        dist.all_reduce(by_source)
+
+    # All are reduced values, so every rank takes the same decision.
+    skip = (~torch.isfinite(totals[0] + norm) | (totals[3] > 0)).float()
+    max_norm = run.config.training.max_norm
+    divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    with span(OPTIMIZER):
+        run.optimizer.step(gradients, lr, divisor, skip, norms)
+        if run.average is not None:
+            run.average.update(skip)
+        run.model.zero_grad(set_to_none=True)
+        precompute_scales(run.parameters, run.mesh.fsdp)
+        if run.routers is not None:
+            run.routers.balance(skip)
+    parts = [torch.stack((totals[0], norm, skip, *totals[1:]))]
+    if n_sources:
+        total, count = by_source
+        parts.append(torch.where(count > 0, total / count, -1.0).float())
+    if norms is not None:
+        parts.append(norms.numbers())
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _forward_backward(
+    run: "Run", batches: "list[Batch]", targets: Tensor, n_sources: int
+) -> tuple[list[Tensor], Tensor]:
+    """Fill the gradients.
+
+    Returns:
+        This rank's parts of the mean loss and, if there is one, of the mean z-loss, [] float32 each; and sums of losses
+        and targets of each source, [2, sources] float64.
+    """
     loss = torch.zeros((), device=run.mesh.device)
     squares = torch.zeros_like(loss) if run.config.training.z_loss else None  # of what the z-loss is the mean of
     by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
@@ -79,35 +124,7 @@ def train_step(
         del logits  # the largest tensor alive: backward frees it as soon as it can
         part.backward()
         loss += part.detach()
-
-    gradients = run.optimizer.gradients()
-    reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
-    norm = run.optimizer.norm(gradients)
-    of_rank = float(stop_requested), attended / dist.get_world_size(), float(lacks_data)
-    means = loss, *(() if squares is None else (squares / targets,))
-    first, *more = (mean / run.mesh.tp_size for mean in means)
-    totals = torch.stack((first, *(torch.full_like(loss, number) for number in of_rank), *more))
-    dist.all_reduce(totals)
-    if n_sources:
-        dist.all_reduce(by_source)
-
-    # All are reduced values, so every rank takes the same decision.
-    skip = (~torch.isfinite(totals[0] + norm) | (totals[3] > 0)).float()
-    max_norm = run.config.training.max_norm
-    divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-    with span(OPTIMIZER):
-        run.optimizer.step(gradients, lr, divisor, skip)
-        if run.average is not None:
-            run.average.update(skip)
-        run.model.zero_grad(set_to_none=True)
-        precompute_scales(run.parameters, run.mesh.fsdp)
-        if run.routers is not None:
-            run.routers.balance(skip)
-    result = torch.stack((totals[0], norm, skip, *totals[1:]))
-    if not n_sources:
-        return result
-    total, count = by_source
-    return torch.cat((result, torch.where(count > 0, total / count, -1.0).float()))
+    return [loss, *(() if squares is None else (squares / targets,))], by_source
 
 
 def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:

@@ -35,7 +35,7 @@ def trained(layout: str, compiled: bool, save_list: str, folder) -> tuple[Traine
     def write_counts(run: Run) -> None:
         norm = run.optimizer.norm
 
-        def counts_then_norm(grads: dict[str, torch.Tensor]) -> torch.Tensor:
+        def counts_then_norm(grads: dict[str, torch.Tensor], _: None) -> torch.Tensor:
             counted = [block.experts.counts.tolist() for block in run.model.layers]
             (folder / f"counts_{run.mesh.dp_rank}").write_text(str(counted))
             return norm(grads)

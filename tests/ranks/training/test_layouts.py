@@ -142,7 +142,7 @@ def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Pa
     def count_graphs(run: Run) -> None:
         norm = run.optimizer.norm
 
-        def count_then_norm(grads: dict[str, torch.Tensor]) -> torch.Tensor:
+        def count_then_norm(grads: dict[str, torch.Tensor], _: None) -> torch.Tensor:
             with (folder / "graphs").open("a") as file:
                 file.write(f"{torch._dynamo.utils.counters['stats']['unique_graphs']}\n")
             return norm(grads)

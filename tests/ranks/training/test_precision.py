@@ -62,7 +62,7 @@ def test_dtypes(layout, tmp_path):
                     lambda module, args: tables.update(t.dtype for t in args[1:] if isinstance(t, Tensor))
                 )
         norm = run.optimizer.norm
-        run.optimizer.norm = lambda grads: gradients.update(g.dtype for g in grads.values()) or norm(grads)
+        run.optimizer.norm = lambda grads, _: gradients.update(g.dtype for g in grads.values()) or norm(grads)
         with ReducedDtypes() as reduced:
             take_steps(run, 1)
         assert logits == {torch.bfloat16}

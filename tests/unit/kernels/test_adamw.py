@@ -1,5 +1,8 @@
 """AdamW's update against the textbook's in float64; and the kernel's code for sm_90, compiled without a GPU."""
 
+import re
+from collections import Counter
+
 import pytest
 import torch
 from torch import Tensor
@@ -25,6 +28,7 @@ def state(sizes: tuple[int, ...], moment: torch.dtype, device: str) -> AdamWStat
         exp_avg=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
         exp_avg_sq=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
         weight_decays=[0.1, 0.0, 0.1, 0.5],
+        runs=[1, 3],
         updates=torch.zeros((), device=device),
         beta1=BETA1,
         beta2=BETA2,
@@ -44,7 +48,11 @@ def test_update(sizes, moment, device):
         gradients = [normal(n, 100 * t + i, device) for i, n in enumerate(SIZES[sizes])]
         given = [g.double() / 0.5 for g in gradients]
         got.updates.add_(1)
-        update(gradients, LR, half, one * 0)
+        squares = update(gradients, LR, half, one * 0, True)
+        changed = [p.double() - old for p, old in zip(got.parameters, before[0], strict=True)]
+        for square, run in zip(squares, (changed[:1], changed[1:]), strict=True):
+            true = sum(change.square().sum() for change in run)
+            assert (square - true).abs() <= 64 * EPS * true  # sums of blocks, added up
         for i, (p, m, v) in enumerate(zip(*before, strict=True)):
             m = BETA1 * m + (1 - BETA1) * given[i]
             v = BETA2 * v + (1 - BETA2) * given[i] ** 2
@@ -67,7 +75,8 @@ def test_a_step_left_out_leaves_every_bit(moment, device):
     update([normal(n, 7, device) for n in SIZES["odd"]], LR, one, one * 0)
     tensors = [*got.parameters, *got.exp_avg, *got.exp_avg_sq]
     before = [t.clone() for t in tensors]
-    update([torch.full_like(p, torch.nan) for p in got.parameters], LR, one * torch.nan, one)
+    squares = update([torch.full_like(p, torch.nan) for p in got.parameters], LR, one * torch.nan, one, True)
+    assert [square.item() for square in squares] == [0, 0]
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
@@ -81,3 +90,23 @@ def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(sizes, at_once):
     times = BLOCK // (32 * WARPS) // at_once  # by each thread
     assert moved["st", at_once] == 3 * times == sum(n for (way, _), n in moved.items() if way == "st")
     assert moved["ld", at_once] >= 4 * times
+
+
+def arithmetic(ptx: str) -> Counter[str]:
+    return Counter(re.findall(r"\b((?:add|sub|mul|fma|div|sqrt|neg)\.(?:\w+\.)*f32)\b", ptx))
+
+
+def test_to_measure_adds_to_the_code_and_changes_none_of_it():
+    """Whether a step is logged decides on no bit of it: no product and sum that are one fma here are two there."""
+    got, one, code = state(SIZES["odd"], torch.float32, "cpu"), torch.ones(()), []
+    for measure in (False, True):
+        with compiling() as compiled:
+            Update(got).step([normal(n, 7, "cpu") for n in SIZES["odd"]], LR, one, one * 0, measure)
+        code.append(arithmetic(compiled["_adamw"].asm["ptx"]))
+    plain, measuring = code
+    assert plain["fma.rn.f32"] > 0
+    added, of_thread = measuring - plain, BLOCK // (32 * WARPS)
+    assert not plain - measuring
+    assert added["sub.f32"] + added["sub.rn.f32"] == of_thread  # what changed
+    assert added["fma.rn.f32"] <= of_thread  # its squares, added up
+    assert {op.partition(".")[0] for op in added} <= {"sub", "mul", "fma", "add"}

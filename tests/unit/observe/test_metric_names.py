@@ -10,7 +10,11 @@ OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
 
 def test_every_number_of_a_step_is_in_a_group() -> None:
     keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers", "numbers", "experts"}
-    assert set(NAMES) == keys | {"z_loss"}  # which is among `numbers`
+    assert set(NAMES) == keys | {
+        "z_loss",
+        "weight_norm",
+        "update_ratio",
+    }  # which are among `numbers`, the latter of groups
     assert {name.partition("/")[0] for name in NAMES.values()} == {"train", "perf", "optim"}
 
 
@@ -19,6 +23,9 @@ def test_every_number_of_a_step_is_in_a_group() -> None:
     [
         ("loss", "train/loss"),
         ("z_loss", "train/z_loss"),
+        ("grad_norm.matrices", "train/grad_norm.matrices"),
+        ("weight_norm.matrices", "optim/weight_norm.matrices"),
+        ("update_ratio.matrices", "optim/update_ratio.matrices"),
         ("validation_loss", "val/loss"),
         ("validation_bits_per_byte.wiki", "val/bits_per_byte.wiki"),
         ("accuracy.hellaswag", "eval/accuracy.hellaswag"),

@@ -14,15 +14,16 @@ WARPS = 4
 
 @triton.jit
 def _adamw(
-    parameter, moment, gradients, distances, owners, blocks, sizes, decays, corrections, divisor, skip,
+    parameter, moment, gradients, distances, owners, blocks, sizes, decays, corrections, divisor, skip, changes,
     lr, one_less_beta1, beta2, one_less_beta2, eps, n,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, MEASURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor.
 
     parameter, moment: the first of each; distances: [3, n] of parameters and both moments from these, in elements;
     gradients: [n] of gradients from the first parameter; owners, blocks: which block of which tensor;
-    corrections: [2], 1 − β^t. ALIGNED: whether all addresses, and the sizes, allow for 16 bytes at once.
+    corrections: [2], 1 − β^t; changes: [blocks], squares of what each changes, if MEASURE. ALIGNED: whether all
+    addresses, and the sizes, allow for 16 bytes at once.
     """
     if tl.load(skip) == 0:
         owner = tl.load(owners + tl.program_id(0))
@@ -40,7 +41,8 @@ def _adamw(
         at = tl.load(blocks + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
         g = tl.load(parameter + to_g + at, mask=inside, other=0.0) / tl.load(divisor)
-        p = tl.load(parameter + to_p + at, mask=inside, other=0.0) * (1 - lr * tl.load(decays + owner))
+        before = tl.load(parameter + to_p + at, mask=inside, other=0.0)
+        p = before * (1 - lr * tl.load(decays + owner))
         m = tl.load(moment + to_m + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(moment + to_v + at, mask=inside, other=0.0).to(tl.float32)
         m += one_less_beta1 * (g - m)
@@ -50,3 +52,5 @@ def _adamw(
         tl.store(parameter + to_p + at, p, mask=inside)
         tl.store(moment + to_m + at, m.to(moment.dtype.element_ty), mask=inside)
         tl.store(moment + to_v + at, v.to(moment.dtype.element_ty), mask=inside)
+        if MEASURE:
+            tl.store(changes + tl.program_id(0), tl.sum((p - before) * (p - before)))

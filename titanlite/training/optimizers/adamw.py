@@ -10,10 +10,14 @@ parameter and two moments), 20 with moments in bfloat16.
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
 
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
 from titanlite.kernels.adamw import AdamWState, adamw
+from titanlite.parallel.replicated_gradients import is_replicated
+from titanlite.training.optimizers.group_norms import GroupNorms
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
 
@@ -27,7 +31,8 @@ class AdamW(UpdateRule):
             for kind in ("exp_avg", "exp_avg_sq")
         }
         together: dict[tuple[float, float, float, float], list[str]] = {}
-        for name in own.names:
+        self._place = {n: (own.settings[n].group, is_replicated(own.parameters[n])) for n in own.names}
+        for name in sorted(own.names, key=self._place.__getitem__):  # stable: those of a place are measured together
             of = own.settings[name]
             together.setdefault((of.lr_factor, of.beta1, of.beta2, of.eps), []).append(name)
         self._updates = [
@@ -39,13 +44,23 @@ class AdamW(UpdateRule):
         return AdamWState(
             *([tensors[n] for n in names] for tensors in (own.locals, *self.kept.values())),
             weight_decays=[own.settings[n].weight_decay for n in names],
+            runs=[len(run) for run in self._runs(names)],
             updates=own.updates,
             beta1=beta1,
             beta2=beta2,
             eps=eps,
         )
 
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def _runs(self, names: list[str]) -> list[list[str]]:
+        """Return those of each place."""
+        return [list(run) for _, run in groupby(names, self._place.__getitem__)]
+
+    def step(
+        self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
+    ) -> None:
         """See `UpdateRule.step`."""
         for names, lr_factor, update in self._updates:
-            update([grads[name] for name in names], lr_factor * lr, divisor, skip)
+            squares = update([grads[name] for name in names], lr_factor * lr, divisor, skip, norms is not None)
+            if norms is not None:
+                for run, square in zip(self._runs(names), squares, strict=True):
+                    norms.add_change(run[0], square)

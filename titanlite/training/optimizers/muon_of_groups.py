@@ -8,6 +8,7 @@ from torch import Tensor
 
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
+from titanlite.training.optimizers.group_norms import GroupNorms, around
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.training.optimizers.normuon import NorMuon
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
@@ -56,10 +57,13 @@ class MuonOfGroups(UpdateRule):
             "dtype_sent": str(self._each[0].rule.dtype).removeprefix("torch."),
         }
 
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
+    ) -> None:
         """See `UpdateRule.step`."""
         for each in self._each:
-            each.step(grads, lr, divisor, skip)
+            with around(norms, list(each.locals)):
+                each.step(grads, lr, divisor, skip)
 
 
 class NorMuonOfGroups(MuonOfGroups):

@@ -10,6 +10,7 @@ from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.config.schema import Optimizer
 from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
+from titanlite.training.optimizers.group_norms import GroupNorms
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +64,9 @@ class UpdateRule(ABC):
         return {}
 
     @abstractmethod
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
+    ) -> None:
         """Apply one update, or none.
 
         Args:
@@ -71,4 +74,5 @@ class UpdateRule(ABC):
             lr: learning rate, before a group's factor.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
+            norms: gets what the update changes, in a step that is logged.
         """

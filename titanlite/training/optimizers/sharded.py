@@ -21,6 +21,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
 from titanlite.training.optimizers.adamw import AdamW
+from titanlite.training.optimizers.group_norms import GroupNorms
 from titanlite.training.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 
@@ -74,7 +75,9 @@ class ShardedOptimizer:
         own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)  # type: ignore[arg-type]
         return RULES[rule](own)
 
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
+    ) -> None:
         """Apply one update, or none.
 
         Args:
@@ -82,10 +85,11 @@ class ShardedOptimizer:
             lr: learning rate.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
+            norms: gets what the update changes, in a step that is logged.
         """
         self.updates += 1 - skip
         for rule in self.rules.values():
-            rule.step(grads, lr, divisor, skip)
+            rule.step(grads, lr, divisor, skip, norms)
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's shard of each gradient, float32: the memory that backward filled.
@@ -100,17 +104,32 @@ class ShardedOptimizer:
             raise StepError(describe("model", problems))
         return {name: local_data(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
-    def norm(self, grads: dict[str, Tensor]) -> Tensor:
+    @property
+    def groups(self) -> list[str]:
+        """Groups of the recipe that have parameters."""
+        return list(dict.fromkeys(own.group for own in self.settings.values()))
+
+    def group_norms(self) -> GroupNorms:
+        """Begin to measure the norms of a step."""
+        number, shared = {group: n for n, group in enumerate(self.groups)}, set(self._shared)
+        places = {name: (number[self.settings[name].group], name in shared) for name in self.names}
+        return GroupNorms(self.groups, places, self.locals, self.mesh)
+
+    def norm(self, grads: dict[str, Tensor], norms: GroupNorms | None = None) -> Tensor:
         """Global L2 norm of all gradients.
 
         Args:
             grads: from `gradients`.
+            norms: gets that of each gradient, in a step that is logged.
 
         Returns:
             [] float32, equal on every rank.
         """
-        square = _sum_of_squares([grads[n] for n in self._owned], self.mesh.device)
-        square += _sum_of_squares([grads[n] for n in self._shared], self.mesh.device) / self.mesh.tp_size
+        of_owned, of_shared = (_norms_of([grads[n] for n in names]) for names in (self._owned, self._shared))
+        if norms is not None:
+            norms.add_gradients([*self._owned, *self._shared], [*of_owned, *of_shared])
+        square = _sum_of_squares(of_owned, self.mesh.device)
+        square += _sum_of_squares(of_shared, self.mesh.device) / self.mesh.tp_size
         dist.all_reduce(square)
         return (square / self.mesh.replicas).sqrt()
 
@@ -166,7 +185,9 @@ class ShardedOptimizer:
         return Entry("optimizer", self.config.recipe, applied, count=count, key="optimizer.recipe")
 
 
-def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
-    if not tensors:
-        return torch.zeros((), device=device)
-    return torch.stack(torch._foreach_norm(tensors)).square().sum()
+def _norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_norm(tensors) if tensors else ()
+
+
+def _sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.stack(tuple(norms)).square().sum() if norms else torch.zeros((), device=device)
