@@ -164,6 +164,6 @@ _ADVICE = {
     MATMUL: "activation_checkpoint.recipe: a list that keeps more computes less again",
     ATTENTION: "training.seq_len: its time grows with the square of the sequence",
     CASTS: "float8.recipe: a recipe with fewer scales casts less",
-    OPTIMIZER: "optimizer.state_dtype: moments of half the size are read and written faster",
+    OPTIMIZER: "optimizer.state_dtype: moments of half the size are read faster; titanlite plan has the time by rule",
     COMPUTE: "activation_checkpoint.recipe: a list that keeps more computes less again",
 }

@@ -173,10 +173,10 @@ def _of_device(
                 collectives[axis].append((launched, span))
             elif _COPY_ENGINES_MEET.search(e["name"]):
                 collectives[f"{axis}{BY_COPY_ENGINES}"].append((launched, span))
+        elif optimizer.holds(launched) or kind == OPTIMIZER:  # its matmuls, too: those that orthogonalise
+            spans[OPTIMIZER].append(span)
         elif kind in (ATTENTION, MATMUL):
             spans[kind].append(span)
-        elif optimizer.holds(launched) or kind == OPTIMIZER:
-            spans[OPTIMIZER].append(span)
         else:
             spans[CASTS if _CASTS.search(e["name"]) else COMPUTE].append(span)
     ordered = {axis: [span for _, span in sorted(found)] for axis, found in collectives.items()}
@@ -230,10 +230,11 @@ def _of_cpu(
         if work.thread in threads or work.name.startswith(("c10d::", "_c10d_functional::")):
             continue
         kind = kernel_class(work.name)
-        if kind not in (ATTENTION, MATMUL):
+        if optimizer.holds(work.times[0][0]):
+            kind = OPTIMIZER
+        elif kind not in (ATTENTION, MATMUL):
             is_cast = work.name in _CAST_OPERATORS or work.caller in _CAST_OPERATORS
             kind = CASTS if is_cast else COMPUTE
-            kind = OPTIMIZER if optimizer.holds(work.times[0][0]) else kind
         spans[kind] += work.times
     return spans, collectives, {}
 

@@ -68,6 +68,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         *launched("triton_poi_fused__to_copy_3", 4, 40, 45, 4),
         *launched("triton_poi_fused__to_copy_add_mul_3", 4, 45, 50, 5),
         *launched("triton_poi_fused_mul", 85, 60, 70, 6),  # the optimizer launched it
+        *launched("nvjet_hsh_128x256", 85, 130, 140, 15),
         *launched(NCCL, 5, 40, 60, 7, 20, **{"Process Group Name": "2"}),
         *launched(NCCL, 6, 70, 80, 8, 20, **{"Process Group Name": "3"}),
         *launched(NCCL, 7, 80, 90, 9, 20, **{"Process Group Description": "mesh_tp", "Process Group Name": "9"}),
@@ -86,7 +87,7 @@ def test_kernels_by_category_and_collectives_by_process_group():
         ATTENTION: [(20, 30)],
         CASTS: [(30, 45)],
         COMPUTE: [(45, 50)],
-        OPTIMIZER: [(60, 70)],
+        OPTIMIZER: [(60, 70), (130, 140)],
         "communication dp_shard": [(40, 60), (100, 120)],
         "communication tp": [(70, 90)],
         "communication ep": [(120, 125)],
@@ -186,6 +187,7 @@ def test_operators_of_a_cpu_and_gloo_s_collectives_for_their_callers():
         event("cpu_op", "aten::copy_", 80, 82),
         event("user_annotation", OPTIMIZER, 85, 95),
         event("cpu_op", "aten::mul", 90, 94),
+        event("cpu_op", "aten::bmm", 94, 95),
     ]
     found = summary(events, groups={"tp": [0, 1]})
     assert found.collectives == {
@@ -197,7 +199,7 @@ def test_operators_of_a_cpu_and_gloo_s_collectives_for_their_callers():
     assert found.spans["communication dp_replicate"] == [(21, 30)]
     assert found.spans[MATMUL] == [(60, 70)]
     assert found.spans[CASTS] == [(70, 80)]
-    assert found.spans[OPTIMIZER] == [(90, 94)]
+    assert found.spans[OPTIMIZER] == [(90, 95)]
     assert found.spans[COMPUTE][-1] == (80, 82)
 
 
