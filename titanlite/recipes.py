@@ -14,23 +14,26 @@ imports no torch, so that a bad recipe is reported within a second.
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast, overload
 
 from titanlite.config.architectures import check_keys
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_float8, check_model, check_optimizer, check_save_rules
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
+from titanlite.config.own_groups import optimizer_recipe
 from titanlite.config.port import flavor, save_list
 from titanlite.config.problems import Origin, Place, Problems
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
 from titanlite.errors import RecipeError, nearest
 
 Kind = Literal["model", "float8", "activation_checkpoint", "optimizer"]
+_NO_RULES: Mapping[str, OwnRule] = MappingProxyType({})
 AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 
 
@@ -71,10 +74,18 @@ def load(
 ) -> SaveList: ...
 @overload
 def load(
-    kind: Literal["optimizer"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+    kind: Literal["optimizer"],
+    name_or_path: str,
+    extra_dirs: Sequence[str] = (),
+    origin: Origin | None = None,
+    rules: Mapping[str, OwnRule] = _NO_RULES,
 ) -> OptimizerRecipe: ...
 def load(
-    kind: Kind, name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+    kind: Kind,
+    name_or_path: str,
+    extra_dirs: Sequence[str] = (),
+    origin: Origin | None = None,
+    rules: Mapping[str, OwnRule] = _NO_RULES,
 ) -> ModelDims | Float8Recipe | SaveList | OptimizerRecipe:
     """Find a recipe, read it with what it extends, and check it.
 
@@ -83,6 +94,7 @@ def load(
         name_or_path: a name, or the path of a file (it ends in .toml).
         extra_dirs: the user's folders (`job.recipe_dirs`).
         origin: where the config named the recipe, for the message if there is none.
+        rules: of the user's own file, which groups of an optimizer's recipe may have.
 
     Raises:
         RecipeError: there is no such recipe, or it is malformed or not legal; every problem is in the message.
@@ -97,13 +109,16 @@ def load(
 
     table, places = read_merged(path, find_base)
     problems = Problems(Origin(str(path), places))
-    recipe = from_table(KINDS[kind].schema, table, problems)
+    is_optimizer, schema = kind == "optimizer", KINDS[kind].schema
+    recipe = optimizer_recipe(table, rules, problems) if is_optimizer else from_table(schema, table, problems)
     if recipe is not None and not problems:
         KINDS[kind].check(recipe, problems)
     problems.raise_all(RecipeError)
     # A model tells later what matches nothing; a copy with other rules has no lines.
     if isinstance(recipe, SaveList | OptimizerRecipe):
         object.__setattr__(recipe, "origin", problems.origin)
+    if isinstance(recipe, OptimizerRecipe):
+        object.__setattr__(recipe, "own_rules", rules)
     return cast("ModelDims | Float8Recipe | SaveList | OptimizerRecipe", recipe)
 
 

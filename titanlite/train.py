@@ -37,7 +37,8 @@ def main() -> None:
 
         if not torch.cuda.is_available():
             raise ConfigError(lack)
-    if run.config.model.file:  # it may touch CUDA when it is imported: on this process's GPU, not on everybody's first
+    if run.config.model.file or run.config.optimizer.file:
+        # They may touch CUDA when they are imported: on this process's GPU, not on everybody's first.
         from titanlite.parallel.process_group import choose_device
 
         choose_device()

@@ -17,7 +17,7 @@ ROWS = (
     {"activation_checkpoint", "sharding", "async_tp", "checkpoint", "evaluation"},
     {"parallel"},
     {"float8", "observe"},
-    {"models", "data"},
+    {"models", "data", "update_rules"},
     {"kernels", "recipes"},
     {"config", "receipt", "exit_code"},
     {"errors", "durable", "redact", "text_table", "byte_size", "json_file"},

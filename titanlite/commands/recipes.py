@@ -6,13 +6,14 @@ without opening both.
 
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import cast, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
 
 from titanlite.commands.arguments import Command, apart
 from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
+from titanlite.config.own_rules import rules_of_file
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.recipe_schema import ModelDims, OwnRule
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError, nearest
 from titanlite.preflight.checked_run import checked_run
@@ -27,7 +28,7 @@ _WITHOUT_FILE: dict[str, dict[str, str]] = {
         "auto": "The fastest list within activation_checkpoint.budget_gib, found when a run starts."
     },
 }
-_MEASURE, _DIRS, _FROM = "--measure", "--job.recipe_dirs", "--from"
+_MEASURE, _DIRS, _FROM, _RULES = "--measure", "--job.recipe_dirs", "--from", "--optimizer.file"
 _USAGE = f"titanlite recipes float8 {_MEASURE} FILE [--section.key VALUE ...]"
 _TIMED = Command(
     f"recipes float8 {_MEASURE}",
@@ -41,6 +42,7 @@ _COMMAND = Command(
         "KIND": f"{', '.join(_KINDS)}; default: all of them",
         "NAME": "recipe to show in full, or the path of one",
         f"{_DIRS} FOLDER": "also list your own recipes; separate several folders with commas",
+        f"{_RULES} FILE": "the Python file of your own update rules, which groups of your own recipes have",
         f"{_FROM} FOLDER": "print the recipe of the model in a folder in Hugging Face's layout, by its config.json",
         f"{_MEASURE} FILE": "time every float8 recipe on the linear layers of a config, on this GPU, and say which "
         f"layers to exclude; `titanlite recipes float8 {_MEASURE} --help` lists the sections of the config",
@@ -56,6 +58,7 @@ def run(argv: list[str]) -> int:
         return _time_recipes([word for word in argv if word != _MEASURE])
     argv, given = _COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
+    rules = rules_of_file(given.get(_RULES, ""), Origin("command line"))
     if len(argv) > 2:
         raise RecipeError.of(
             "command line", " ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME"
@@ -68,10 +71,10 @@ def run(argv: list[str]) -> int:
     if _FROM in given:
         sys.stdout.write(_of_folder(argv, given[_FROM]))
     elif len(argv) == 2:
-        sys.stdout.write(_one(cast("Kind", argv[0]), argv[1], dirs))
+        sys.stdout.write(_one(cast("Kind", argv[0]), argv[1], dirs, rules))
     else:
         kinds = cast("Sequence[Kind]", argv) or _KINDS
-        sys.stdout.write("\n".join(_listing(kind, dirs) for kind in kinds))
+        sys.stdout.write("\n".join(_listing(kind, dirs, rules) for kind in kinds))
     return 0
 
 
@@ -103,9 +106,15 @@ def _time_recipes(argv: list[str]) -> int:
     return 0
 
 
-def _listing(kind: Kind, dirs: Sequence[str]) -> str:
+def _recipe(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> Any:
+    """Load a recipe, with the user's own rules if it may name some."""
+    origin = Origin("command line")
+    return load(kind, name, dirs, origin, rules) if kind == "optimizer" else load(kind, name, dirs, origin)
+
+
+def _listing(kind: Kind, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> str:
     """List the names of one kind, each with its help."""
-    rows = {name: load(kind, name, dirs).help for name in names(kind, dirs)}
+    rows = {name: _recipe(kind, name, dirs, rules).help for name in names(kind, dirs)}
     rows |= _WITHOUT_FILE.get(kind, {})
     width = max(map(len, rows))
     indent = " " * (width + 4)
@@ -115,10 +124,10 @@ def _listing(kind: Kind, dirs: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _one(kind: Kind, name: str, dirs: Sequence[str]) -> str:
+def _one(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> str:
     """Return a recipe as TOML, after a line that says which."""
     if text := _WITHOUT_FILE.get(kind, {}).get(name):
         return f"# {kind} recipe {name}: {text}\n"
-    recipe, current = load(kind, name, dirs, Origin("command line")), current_name(kind, name, dirs)
+    recipe, current = _recipe(kind, name, dirs, rules), current_name(kind, name, dirs)
     hint = "" if current == name else f", which others call {name}"
     return f"# {kind} recipe {current}{hint}\n" + to_toml(recipe)

@@ -181,18 +181,18 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
     if not recipe.groups:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
     for name, group in recipe.groups.items():
+        own = group.keys_of_rule
         for key, span in GROUP_RANGES.items():
-            value = getattr(group, key)
+            value = getattr(group, key) if key not in group.own_keys else None
             if value is not None and (text := out_of_range(value, span)):
                 fix = f"leave {key} out" + (": [optimizer] says it" if hasattr(Optimizer, key) else "")
                 problems.add(f"groups.{name}.{key}", show(value), text, fix)
-        own = KEYS_OF_RULE[group.rule]
         for key in dict.fromkeys(key for keys in KEYS_OF_RULE.values() for key in keys):
             if key not in own and (value := getattr(group, key)) is not None:
                 rules = [show(rule) for rule, keys in KEYS_OF_RULE.items() if key in keys]
                 want = f"keys of {show(group.rule)} alone: {', '.join(own)}; this is one of {' and '.join(rules)}"
                 problems.add(f"groups.{name}.{key}", show(value), want, f"remove {key}, or rule = {rules[0]}")
-        if isinstance(group.polynomials, tuple):
+        if "polynomials" not in group.own_keys and isinstance(group.polynomials, tuple):
             _check_polynomials(f"groups.{name}.polynomials", group.polynomials, problems)
 
 

@@ -31,11 +31,12 @@ class UpdateSettings:
     momentum: float = 0.95
     nesterov: bool = True
     polynomials: str | tuple[tuple[float, ...], ...] = "polar_express"
+    own: tuple[tuple[str, float | int | bool | str], ...] = ()  # keys of a rule of the user's own
 
     def of_rule(self) -> dict[str, object]:
         """Return what the rule reads, by key."""
-        others = {key for keys in KEYS_OF_RULE.values() for key in keys} - {*KEYS_OF_RULE[self.rule]}
-        return {key: value for key, value in asdict(self).items() if key not in others}
+        others = {key for keys in KEYS_OF_RULE.values() for key in keys} - {*KEYS_OF_RULE.get(self.rule, ())}
+        return {**{key: value for key, value in asdict(self).items() if key not in (*others, "own")}, **dict(self.own)}
 
 
 def update_settings(
@@ -83,6 +84,7 @@ def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer
         rule=group.rule,
         lr_factor=group.lr_factor,
         weight_decay=weight_decay if group.weight_decay is None else group.weight_decay,
+        own=tuple((key, getattr(group, key)) for key in group.own_keys),
         beta1=config.beta1 if group.beta1 is None else group.beta1,
         beta2=config.beta2 if group.beta2 is None else group.beta2,
         eps=config.eps if group.eps is None else group.eps,

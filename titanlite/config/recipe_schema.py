@@ -9,6 +9,7 @@ Code elsewhere interprets these fields: no recipe name occurs in an `if`. They s
 because the cross-checks of a config need the dimensions of its model.
 """
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from typing import ClassVar, Literal
 
@@ -260,7 +261,7 @@ MATRIX_RULES = ("muon", "normuon")
 class ParameterGroup:
     """Parameters that are updated alike. What a group leaves out is what `[optimizer]` says."""
 
-    rule: Literal["adamw", "muon", "normuon"]
+    rule: str  # one of `KEYS_OF_RULE`, or a class of the file that `optimizer.file` names
     pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
     optional: bool = False  # may take nothing
@@ -273,6 +274,35 @@ class ParameterGroup:
     nesterov: bool | None = None
     # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
     polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] | None = None
+    own_keys: ClassVar[tuple[str, ...]] = ()  # of a user's own rule: fields of the class that `own_groups.py` derives
+
+    @property
+    def keys_of_rule(self) -> tuple[str, ...]:
+        """Return the keys that not every group has."""
+        return KEYS_OF_RULE.get(self.rule, self.own_keys)
+
+
+Value = float | int | bool | str
+
+
+@dataclass(frozen=True)
+class OwnRule:
+    """An update rule of a user's own file, as its class describes itself.
+
+    Attributes:
+        file: as it was given.
+        sha256: of the file's bytes.
+        line: of the class.
+        state: names of what it keeps, each a number for each of a parameter's.
+        keys: of a group that has it, each with its default.
+    """
+
+    name: str
+    file: str
+    sha256: str
+    line: int
+    state: tuple[str, ...]
+    keys: Mapping[str, Value]
 
 
 @dataclass(frozen=True)
@@ -283,3 +313,4 @@ class OptimizerRecipe:
     groups: dict[str, ParameterGroup]  # by names that the receipt has
     refs: tuple[str, ...] = ()
     origin: ClassVar[Origin] = Origin("optimizer")  # no key: where they stand; one that was loaded has its own
+    own_rules: ClassVar[Mapping[str, OwnRule]] = {}  # no key: those of `optimizer.file`, likewise

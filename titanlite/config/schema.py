@@ -166,6 +166,8 @@ class Optimizer:
 
     recipe: str = "adamw"
     """Optimizer recipe: groups of parameters, and the rule by which each is updated. What a group leaves out of learning rate, betas, eps and weight decay is what the other keys say; `titanlite recipes optimizer` lists them."""
+    file: str = ""
+    """Python file with update rules of your own: classes that groups of the recipe name as their `rule`."""
     lr: float = 3e-4
     """Peak learning rate; that of a group is a factor of it."""
     beta1: float = 0.9

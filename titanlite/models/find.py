@@ -42,7 +42,7 @@ def model_class(model: Model) -> type[Any]:
         return getattr(shipped, known.class_name)
     file = os.path.abspath(model.file)
     try:
-        module = _imported(file)
+        module = imported(file)
     except (Exception, SystemExit) as error:
         want, fix = "a Python file that can be imported", "run `python " + model.file + "` until it has nothing to say"
         raise ConfigError(describe(model.file, [mistake(error, file, want, fix)])) from error
@@ -60,7 +60,7 @@ def model_class(model: Model) -> type[Any]:
 
 
 @functools.cache
-def _imported(file: str) -> ModuleType:
+def imported(file: str) -> ModuleType:
     """Import a Python file once in a process: it may register operators, which a second import could not."""
     name = f"titanlite_model_{Path(file).stem}"  # a name of its own: it may be called torch.py
     spec = importlib.util.spec_from_file_location(name, file)

@@ -54,20 +54,20 @@ def nearest_method(kind: type, name: str) -> Callable[..., Any] | None:
     return methods[near] if near else None
 
 
-def blamed(error: BaseException, file: str, log: object) -> ConfigError | None:
+def blamed(error: BaseException, file: str, log: object, want: str) -> ConfigError | None:
     """Tell an exception that arose in a user's file while a run called it.
 
     Args:
         error: as it was caught.
         file: the user's.
         log: where the whole traceback is to be found.
+        want: what the file is for.
 
     Returns:
         The error to end with; None if it is one already, or is of the machine, the other ranks or titanlite's own.
     """
     if not isinstance(error, Exception) or isinstance(error, (TitanliteError, *OF_THE_MACHINE)):
         return None
-    want = "a model that runs: tokens [M] to logits [M, V], and [M, D] between its modules"
     found = mistake(error, file, want, f"change that line; the whole traceback is in {log}")
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     below = frames[len(frames) - frames[::-1].index(file) :] if file in frames else []

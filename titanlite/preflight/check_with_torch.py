@@ -37,17 +37,18 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
         The model as one of its ranks has it.
 
     Raises:
-        TitanliteError: the model cannot be built or split; a pattern matches no parameter or no layer; a group of the
-            optimizer's takes no parameter, none a parameter, or one a parameter that its rule is not for; float8
-            converts no layer, not all that it is to, what is to be fused, or what FSDP cannot gather; a save-list names
-            an operation that torch has not, keeps an elementwise one, or has a rule that matches nothing; or no
-            save-list keeps to the budget.
+        TitanliteError: an update rule of the user's own fails where it is tried; the model cannot be built or split; a
+            pattern matches no parameter or no layer; a group of the optimizer's takes no parameter, none a parameter,
+            or one a parameter that its rule is not for; float8 converts no layer, not all that it is to, what is to be
+            fused, or what FSDP cannot gather; a save-list names an operation that torch has not, keeps an elementwise
+            one, or has a rule that matches nothing; or no save-list keeps to the budget.
     """
     from titanlite.forecast.rank_model import rank_model
     from titanlite.forecast.traced_run import traced_run
     from titanlite.models.find import build_model
 
     config, dims, save_list, mesh = checked.config, checked.dims, checked.save_list, checked.config.parallelism
+    _try_own_rules(checked)
     model = build_model(config.model, dims, longest_seq_len(config))
     _check_patterns(checked, model)
     shards = world // mesh.tensor_parallel_degree // mesh.data_parallel_replicate_degree if world else 1
@@ -80,6 +81,17 @@ def check_same_optimizer(checked: CheckedRun, model: "nn.Module") -> None:
         config, shapes = checked.config.optimizer, {name: p.shape for name, p in model.named_parameters()}
         rules = {name: own.rule for name, own in update_settings(checked.optimizer, config, shapes).items()}
         leaves_state(RunFolder.of(checked.config).checkpoints, checked.saved, config, rules)
+
+
+def _try_own_rules(checked: CheckedRun) -> None:
+    """Import the rules of the user's own file that the recipe's groups have, and try them."""
+    own = checked.optimizer.own_rules
+    if not own:
+        return
+    from titanlite.update_rules.find import try_rules
+
+    groups = [group for group in checked.optimizer.groups.values() if group.rule in own]
+    try_rules((own[group.rule], {key: getattr(group, key) for key in group.own_keys}) for group in groups)
 
 
 def _check_patterns(checked: CheckedRun, model: "nn.Module") -> None:

@@ -3,7 +3,7 @@
 train.py and the commands that take a config begin here. It imports no torch; `check_with_torch.py` has what needs it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -16,11 +16,12 @@ from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY
+from titanlite.config.own_rules import rules_of_file
 from titanlite.config.parameter_groups import update_settings
 from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.renamed import unread_environment
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
@@ -202,9 +203,22 @@ def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Re
     if float8_name != "none":
         needs = ("float8.recipe", "job.recipe_dirs")
         float8 = checks.attempt(lambda: recipes.load("float8", float8_name, dirs, checks.origin), *needs)
-    needs = ("optimizer.recipe", "job.recipe_dirs")
-    rules = checks.attempt(lambda: recipes.load("optimizer", config.optimizer.recipe, dirs, checks.origin), *needs)
+    own = checks.attempt(lambda: rules_of_file(config.optimizer.file, checks.origin), "optimizer.file")
+    needs = ("optimizer.recipe", "job.recipe_dirs", "optimizer.file")
+    rules = checks.attempt(lambda: _optimizer(config, own or {}, checks.origin), *needs)
     return save_list, float8, rules
+
+
+def _optimizer(config: Config, own: Mapping[str, OwnRule], origin: Origin) -> OptimizerRecipe:
+    """Load the optimizer's recipe, and refuse a file of rules that it does not use."""
+    found = recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs, origin, own)
+    if own and not any(group.rule in own for group in found.groups.values()):
+        problems, name = Problems(origin), next(iter(own))
+        want = f"a file whose rules the recipe uses; no group of {config.optimizer.recipe} has rule = {show(name)}"
+        fix = f"optimizer.recipe = one with a group whose rule is {show(name)}, or remove optimizer.file"
+        problems.add("optimizer.file", show(config.optimizer.file), want, fix, against="optimizer.recipe")
+        problems.raise_all()
+    return found
 
 
 def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> None:

@@ -293,6 +293,8 @@ class Loop:
         state["unit_len"] = self.batches.mixture.unit_len
         state |= identity_of(self.run.config, self.run.dims)
         state |= optimizer_identity(self.run.config.optimizer, self.run.optimizer.rules_by_name)
+        if sha256 := self.run.optimizer.sha256_of_file:
+            state["optimizer_file"] = sha256
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))
         else:

@@ -22,6 +22,8 @@ from titanlite.training.stop import StopSignals
 _PEER_ENDED = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
 # By gloo and NCCL, among much else.
 _NAMES_A_PEER = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
+_A_MODEL = "a model that runs: tokens [M] to logits [M, V], and [M, D] between its modules"
+_A_RULE = "an update rule that runs: gradients, parameters and state [n] to directions [n]"
 
 
 class Session:
@@ -67,9 +69,10 @@ class Session:
             peer = peer or TimeoutError(self.status.stall)
         if isinstance(error, RuntimeError) and _NAMES_A_PEER.search(str(error)):
             peer = peer or ConnectionError(_PEER_ENDED)
-        mistake, file = None, self.asked.config.model.file
-        if file and not peer:
-            mistake = blamed(error, os.path.abspath(file), self.folder.logs / f"rank{self.rank}.log")
+        config, log, mistake = self.asked.config, self.folder.logs / f"rank{self.rank}.log", None
+        for file, want in {config.model.file: _A_MODEL, config.optimizer.file: _A_RULE}.items():
+            if file and not peer:
+                mistake = mistake or blamed(error, os.path.abspath(file), log, want)
         with suppress(OSError):  # of a full disk, which may be the error itself
             self.console.failed(peer or error)  # with the traceback
         cause = peer or mistake or error

@@ -149,7 +149,9 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         what = f"weights, optimizer and place in the data, after step {step}, {samples:,} samples"
         said = f"branches off {folder}{as_before}: {what}"
         run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
-    changed = *changed_routing(state, run.dims), *changed_average(state, run.config, step)
+    changed = [*changed_routing(state, run.dims), *changed_average(state, run.config, step)]
+    if state.get("optimizer_file") not in (None, run.optimizer.sha256_of_file):
+        changed.append(f"changed: optimizer.file is not the one of step {step}: rules may update otherwise")
     for notice in (said, *changed, *notices):
         console.notice(notice)
     return Start(step, state, folder, branch is not None)

@@ -24,6 +24,7 @@ from titanlite.training.optimizers.adamw import AdamW
 from titanlite.training.optimizers.group_norms import GroupNorms
 from titanlite.training.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
+from titanlite.training.optimizers.rule_of_file import RuleOfFile
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": MuonOfGroups, "normuon": NorMuonOfGroups}
 
@@ -66,14 +67,14 @@ class ShardedOptimizer:
         self._owned = [n for n in self.names if n not in set(self._shared)]
         shapes = {name: p.shape for name, p in parameters.items()}
         self.settings = update_settings(recipe, config, shapes, of_matrices=matrices)
-        self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
         self._recipe = recipe
+        self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
 
     def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:
         settings = {name: own for name, own in self.settings.items() if own.rule == rule}
         parameters, shards = ({name: of[name] for name in settings} for of in (self.parameters, self.locals))
         own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)  # type: ignore[arg-type]
-        return RULES[rule](own)
+        return RULES[rule](own) if rule in RULES else RuleOfFile(own, self._recipe.own_rules[rule])
 
     def step(
         self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
@@ -162,6 +163,11 @@ class ShardedOptimizer:
         """All that it keeps on this rank."""
         whole = [of for rule in self.rules.values() for of in rule.whole.values()]
         return [tensor for tensors in (*self.kept.values(), *whole) for tensor in tensors.values()]
+
+    @property
+    def sha256_of_file(self) -> str | None:
+        """Return the hash of the user's file of rules; None without one."""
+        return next((rule.sha256 for rule in self._recipe.own_rules.values()), None)
 
     def entry(self) -> Entry:
         """Return the entry of the receipt: by group, what its parameters are updated with, and which they are.

@@ -1,0 +1,50 @@
+"""A rule of a user's own file on each rank's shards: what an `ElementwiseRule` leaves to the optimizer.
+
+It goes through a shard by pieces, so that what the rule computes on its way takes memory of a piece alone. State is
+given in float32 and rounded when it is kept. A step that is left out leaves every bit, which the device decides.
+"""
+
+import torch
+from torch import Tensor
+
+from titanlite.config.recipe_schema import OwnRule
+from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
+from titanlite.update_rules.find import own_rule
+
+_PIECE = 1 << 24  # numbers
+
+
+class RuleOfFile(UpdateRule):
+    """See `UpdateRule`.
+
+    Args:
+        own: the parameters.
+        rule: as the file describes it.
+    """
+
+    def __init__(self, own: ParametersOfRule, rule: OwnRule) -> None:
+        dtype, settings = getattr(torch, own.config.state_dtype), own.settings
+        self.kept = {
+            kind: {name: torch.zeros_like(p, dtype=dtype) for name, p in own.locals.items()} for kind in rule.state
+        }
+        made = {keys: own_rule(rule, dict(keys)) for keys in dict.fromkeys(each.own for each in settings.values())}
+        self._each = [(name, settings[name], made[settings[name].own]) for name in own.names]
+        self._own, self._rule = own, rule
+
+    def facts(self) -> dict[str, object]:
+        """Say which file it is."""
+        return {"file": self._rule.file, "sha256": self._rule.sha256}
+
+    @torch.no_grad()
+    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+        """See `UpdateRule.step`."""
+        for name, settings, rule in self._each:
+            of_shard = self._own.locals[name], grads[name], *(tensors[name] for tensors in self.kept.values())
+            own_lr = lr * settings.lr_factor
+            for parameter, gradient, *state in zip(*(t.view(-1).split(_PIECE) for t in of_shard), strict=True):
+                kept = dict(zip(self.kept, state, strict=True))
+                new = {kind: tensor.to(torch.float32, copy=True) for kind, tensor in kept.items()}
+                direction = rule.update(gradient.div_(divisor), parameter, new, self._own.updates)
+                moved = (parameter * (1 - own_lr * settings.weight_decay)).sub_(direction, alpha=own_lr)
+                for tensor, updated in ((parameter, moved), *((kept[kind], new[kind]) for kind in kept)):
+                    tensor.copy_(torch.where(skip > 0, tensor, updated))
