@@ -7,9 +7,10 @@ Memory, the room that checkpoints take, a host's memory and the step time ask he
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from titanlite.config.parameter_groups import update_settings
-from titanlite.config.recipe_schema import OptimizerRecipe
+from titanlite.config.recipe_schema import OptimizerRecipe, OwnRule
 from titanlite.config.schema import Optimizer
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -30,9 +31,15 @@ class OptimizerCost:
     row: int = 0
 
 
-def optimizer_cost(rule: str, config: Optimizer) -> OptimizerCost:
-    """Give the bytes of a rule of a recipe."""
-    return _COSTS[rule](config)
+def optimizer_cost(rule: str, config: Optimizer, own: Mapping[str, OwnRule] = MappingProxyType({})) -> OptimizerCost:
+    """Give the bytes of a rule of a recipe.
+
+    Args:
+        rule: its name.
+        config: `[optimizer]`.
+        own: rules of the user's own file; what such a one moves itself, `forecast/update_work.py` adds.
+    """
+    return _own_cost(own[rule], config) if rule in own else _COSTS[rule](config)
 
 
 def average_cost(config: Optimizer) -> OptimizerCost:
@@ -57,7 +64,7 @@ def state_bytes(recipe: OptimizerRecipe, config: Optimizer, shapes: Mapping[str,
     settings = update_settings(recipe, config, shapes)
     average, found = average_cost(config).state, 0
     for name, own in settings.items():
-        cost = optimizer_cost(own.rule, config)
+        cost = optimizer_cost(own.rule, config, recipe.own_rules)
         found += (average + cost.state) * math.prod(shapes[name]) + cost.row * shapes[name][0]
     return found
 
@@ -78,6 +85,14 @@ def _muon_cost(config: Optimizer) -> OptimizerCost:
 def _normuon_cost(config: Optimizer) -> OptimizerCost:
     """Also a second moment of each row, which every rank has of all."""
     return replace(_muon_cost(config), row=_BYTES[config.state_dtype])
+
+
+def _own_cost(rule: OwnRule, config: Optimizer) -> OptimizerCost:
+    """Count what it keeps. After the norm, operation by operation: the gradient is divided, the state read in float32,
+    the parameter decayed and moved, and what is new chosen and stored."""
+    each = _BYTES[config.state_dtype]
+    of_state = (each + 4) + (each + 4 + 4) + (4 + each)
+    return OptimizerCost(state=len(rule.state) * each, moved=4 + 2 * 4 + 5 * 4 + 5 * 4 + len(rule.state) * of_state)
 
 
 _COSTS: dict[str, Callable[[Optimizer], OptimizerCost]] = {

@@ -23,6 +23,7 @@ from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
 from titanlite.parallel.share_matrices import BUCKET, share_matrices
+from titanlite.update_rules.find import bytes_of_update
 
 AVERAGE = "average of weights"
 """Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
@@ -181,6 +182,8 @@ class UpdateWork:
         for name, own in self.settings.items():
             names.setdefault(own.rule, []).append(name)
         self.elements = {rule: self._elements(own) for rule, own in names.items()}
+        self._costs = {rule: optimizer_cost(rule, config.optimizer, rules.own_rules) for rule in names}
+        self._own_rules = rules.own_rules
         self.average = average_cost(config.optimizer).state * sum(self.elements.values())
         self.rows = {rule: self._rows(rule, own) for rule, own in names.items()}
         self.state = self.average + sum(self._state(rule, own) for rule, own in names.items())
@@ -193,9 +196,11 @@ class UpdateWork:
 
     def moved(self) -> dict[str, int]:
         """Bytes that a step reads and writes of this rank's shard, by rule, and for the average of the weights."""
-        of_config, each = self.config.optimizer, self.elements
-        found = {rule: optimizer_cost(rule, of_config).moved * n for rule, n in each.items()}
-        return found | ({AVERAGE: average_cost(of_config).moved * sum(each.values())} if self.average else {})
+        own, each = self._own_rules, self.elements
+        itself = {rule: bytes_of_update(own[rule]) if rule in own else 0 for rule in each}
+        found = {rule: (self._costs[rule].moved + itself[rule]) * n for rule, n in each.items()}
+        average = average_cost(self.config.optimizer).moved * sum(each.values())
+        return found | ({AVERAGE: average} if self.average else {})
 
     def groups(self) -> dict[str, GroupWork]:
         """Return what each group of the recipe has, and the average of the weights."""
@@ -221,12 +226,12 @@ class UpdateWork:
 
     def _state(self, rule: str, names: list[str]) -> int:
         """Bytes that a rule keeps of some parameters."""
-        cost = optimizer_cost(rule, self.config.optimizer)
+        cost = self._costs[rule]
         return cost.state * self._elements(names) + cost.row * self._rows(rule, names)
 
     def _rows(self, rule: str, names: list[str]) -> int:
         """Rows of which a rule has a number, on every rank."""
-        has_some = optimizer_cost(rule, self.config.optimizer).row > 0
+        has_some = self._costs[rule].row > 0
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
     def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:

@@ -3,9 +3,12 @@
 import inspect
 import os
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from titanlite.config.recipe_schema import OwnRule, Value
 from titanlite.errors import ConfigError, Problem, describe
@@ -75,6 +78,33 @@ def try_rules(rules: Iterable[tuple[OwnRule, Mapping[str, Value]]]) -> None:
     """
     for rule, keys in rules:
         _Trial(rule, own_rule(rule, keys)).run()
+
+
+def bytes_of_update(rule: OwnRule) -> int:
+    """Count the bytes that an update itself reads and writes for each number, operation by operation.
+
+    Args:
+        rule: of the user's own file; it has the defaults of its keys.
+    """
+    made = own_rule(rule, {})
+    gradient, parameter, *kept = torch.empty(2 + len(rule.state), _N, device="meta").unbind()
+    state = dict(zip(rule.state, kept, strict=True))
+    with torch.no_grad(), _Moved() as moved:
+        made.update(gradient, parameter, state, torch.empty((), device="meta"))
+    return moved.total // _N
+
+
+class _Moved(TorchDispatchMode):
+    """Adds up the bytes of what operations take and return, but for views."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [t for t in tree_leaves((args, kwargs, returned)) if isinstance(t, Tensor)]
+            self.total += sum(t.numel() * t.itemsize for t in tensors)
+        return returned
 
 
 class _Trial:

@@ -15,6 +15,7 @@ from tests.support.own_rule import lion
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, require_loads, take_steps, whole
 from titanlite.checkpoint import store
+from titanlite.config.optimizers import state_bytes
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step
@@ -70,12 +71,16 @@ def test_equals_a_plain_loop_on_whole_weights(layout: list[str], tmp_path: Path)
     run_ranks(body, tmp_path)
 
 
-def test_a_step_that_is_left_out_leaves_every_bit_and_state_is_rounded(tmp_path: Path) -> None:
+def test_state_has_the_bytes_of_its_dtype_and_a_step_left_out_leaves_every_bit(tmp_path: Path) -> None:
     asked = checked(tmp_path, 1, [*SMALL, *lion(tmp_path), *BF16])
 
     def body() -> None:
         run = assemble(asked)
         take_steps(run, 2)
+        optimizer = run.optimizer
+        held = sum(tensor.numel() * tensor.itemsize for tensor in optimizer.state_tensors())
+        shapes = {name: p.shape for name, p in optimizer.parameters.items()}
+        assert held == state_bytes(asked.optimizer, asked.config.optimizer, shapes) == run.memory.optimizer.state
         before = {name: tensor.clone() for name, tensor in tensors_of(run).items()}
         assert {t.dtype for n, t in before.items() if "/momentum/" in n} == {torch.bfloat16}
         nan = {name: torch.full_like(p, float("nan")) for name, p in run.optimizer.locals.items()}

@@ -7,7 +7,7 @@ import pytest
 from tests.support.own_rule import lion
 from titanlite.config.own_rules import rules_of_file
 from titanlite.errors import ConfigError
-from titanlite.update_rules.find import try_rules
+from titanlite.update_rules.find import bytes_of_update, try_rules
 
 IMPORT = "from titanlite.update_rules.elementwise import ElementwiseRule"
 STATE, RETURN = 'state = ("momentum",)', "        return direction"
@@ -29,6 +29,12 @@ def test_the_rule_of_the_page_passes(tmp_path: Path) -> None:
 def test_it_has_the_keys_of_the_group(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"ValueError: 0\.9 and 0\.98"):
         tried(tmp_path, (RETURN, '        raise ValueError(f"{self.beta1} and {self.beta2}")'))
+
+
+def test_the_bytes_of_an_update_are_those_of_its_operations(tmp_path: Path) -> None:
+    lion(tmp_path)
+    rule = rules_of_file(str(tmp_path / "lion.py"))["Lion"]
+    assert bytes_of_update(rule) == 12 + 8 + 12  # two of three tensors, and the sign
 
 
 WRONG = {
