@@ -178,6 +178,8 @@ class Optimizer:
     """Added to the square root of the second moment."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
+    weight_decay_schedule: Literal["constant", "lr"] = "constant"
+    """How weight decay goes in a run. In each step weights shrink by the learning rate times weight decay, and so with the schedule already. `lr`: weight decay itself is multiplied by the learning rate over its peak, too."""
     weight_decay_exclude: tuple[str, ...] = ("*norm.weight",)
     """Parameters without weight decay, as shell patterns of their names. A pattern that matches nothing is an error."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"

@@ -30,7 +30,7 @@ class AdamWState:
     eps: float  # added to the root of `exp_avg_sq`
 
 
-def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, bool], Sequence[Tensor]]:
+def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, bool, float], Sequence[Tensor]]:
     """Prepare the update of a state.
 
     Args:
@@ -43,7 +43,8 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, b
         - the learning rate;
         - [] float32 that gradients are divided by, to clip them;
         - [] float32 that is 1 to leave everything as it is, else 0;
-        - whether to measure: then it returns the sum of squares of what changed in the parameters of each run, [] each.
+        - whether to measure: then it returns the sum of squares of what changed in the parameters of each run, [] each;
+        - a factor of all weight decays.
 
         `state.updates` already counts the update that is asked for.
 
@@ -56,7 +57,13 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, b
 
 
 def _adamw_by_torch(
-    state: AdamWState, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor, measure: bool = False
+    state: AdamWState,
+    gradients: list[Tensor],
+    lr: float,
+    divisor: Tensor,
+    skip: Tensor,
+    measure: bool = False,
+    decay_factor: float = 1.0,
 ) -> Sequence[Tensor]:
     squares: list[Tensor] = []
     tensors = state.parameters, gradients, state.exp_avg, state.exp_avg_sq, state.weight_decays
@@ -73,7 +80,7 @@ def _adamw_by_torch(
             lr=lr,
             beta1=state.beta1,
             beta2=state.beta2,
-            weight_decay=weight_decay,
+            weight_decay=weight_decay * decay_factor,
             eps=state.eps,
             amsgrad=False,
             maximize=False,
@@ -121,7 +128,13 @@ class Update:
         self.betas = torch.tensor([state.beta1, state.beta2], dtype=torch.float64, device=device)
 
     def step(
-        self, gradients: list[Tensor], lr: float, divisor: Tensor, skip: Tensor, measure: bool = False
+        self,
+        gradients: list[Tensor],
+        lr: float,
+        divisor: Tensor,
+        skip: Tensor,
+        measure: bool = False,
+        decay_factor: float = 1.0,
     ) -> Sequence[Tensor]:
         """Apply one update; the arguments are those of what `adamw` returns."""
         from titanlite.kernels.device import adamw as device
@@ -131,8 +144,9 @@ class Update:
         distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
         corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
         changes = torch.zeros(self.blocks, device=first.device) if measure else skip  # 0 of a step that is left out
+        decays = self.decays if decay_factor == 1 else self.decays * decay_factor
         device._adamw[(self.blocks,)](
-            first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
+            first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, decays,
             corrections, divisor, skip, changes,
             lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
             self.aligned and aligned, measure, device.BLOCK, num_warps=device.WARPS,  # type: ignore[call-arg]  # the launch takes it

@@ -31,6 +31,7 @@ class AdamW(UpdateRule):
             for kind in ("exp_avg", "exp_avg_sq")
         }
         together: dict[tuple[float, float, float, float], list[str]] = {}
+        self._decay_factor = own.decay_factor
         self._place = {n: (own.settings[n].group, is_replicated(own.parameters[n])) for n in own.names}
         for name in sorted(own.names, key=self._place.__getitem__):  # stable: those of a place are measured together
             of = own.settings[name]
@@ -59,8 +60,9 @@ class AdamW(UpdateRule):
         self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
     ) -> None:
         """See `UpdateRule.step`."""
+        given = divisor, skip, norms is not None, self._decay_factor(lr)
         for names, lr_factor, update in self._updates:
-            squares = update([grads[name] for name in names], lr_factor * lr, divisor, skip, norms is not None)
+            squares = update([grads[name] for name in names], lr_factor * lr, *given)
             if norms is not None:
                 for run, square in zip(self._runs(names), squares, strict=True):
                     norms.add_change(run[0], square)

@@ -30,6 +30,7 @@ from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_ro
 from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.share_matrices import BUCKET
+from titanlite.training.optimizers.group_norms import GroupNorms, around
 from titanlite.training.optimizers.owners import Bucket, Transfer, assign, held_by_each_rank, schedule
 
 
@@ -97,7 +98,15 @@ class Muon:
         self._tables = [self._tables_of(bucket, numbers) for bucket in self.buckets]
 
     @torch.no_grad()
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self,
+        grads: dict[str, Tensor],
+        lr: float,
+        divisor: Tensor,
+        skip: Tensor,
+        norms: GroupNorms | None = None,
+        decay_factor: float = 1.0,
+    ) -> None:
         """Apply one update, or none.
 
         Args:
@@ -105,6 +114,8 @@ class Muon:
             lr: learning rate.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
+            norms: gets what the update changes, in a step that is logged.
+            decay_factor: of all weight decays.
         """
         if not self.buckets:
             return
@@ -116,10 +127,10 @@ class Muon:
                 coming = self._collect(behind, shards, divisor, skip)
             result = tables, self._hand_back(tables, self._orthogonalise(tables, collected))
             if going is not None:
-                self._apply(*going, lr, skip)
+                self._apply(*going, lr, skip, norms, decay_factor)
             going = result
         if going is not None:
-            self._apply(*going, lr, skip)
+            self._apply(*going, lr, skip, norms, decay_factor)
 
     def _collect(self, tables: "_Tables", grads: list[Tensor], divisor: Tensor, skip: Tensor) -> "_Exchange":
         """Update the momentum, and begin to send the owners what they orthogonalise."""
@@ -146,9 +157,19 @@ class Muon:
         take_rows(tables.goes, results, sent)
         return _Exchange(sent, tables.returned, self._empty(tables.taken), tables.taken)
 
-    def _apply(self, tables: "_Tables", taken: "_Exchange", lr: float, skip: Tensor) -> None:
+    def _apply(
+        self,
+        tables: "_Tables",
+        taken: "_Exchange",
+        lr: float,
+        skip: Tensor,
+        norms: GroupNorms | None,
+        decay_factor: float,
+    ) -> None:
         """Update rows of this rank's shards."""
-        update_rows(tables.takes, list(self.locals.values()), taken.wait(), tables.scales, tables.decays, lr, skip)
+        decays = tables.decays if decay_factor == 1 else tables.decays * decay_factor
+        with around(norms, tables.changes):
+            update_rows(tables.takes, list(self.locals.values()), taken.wait(), tables.scales, decays, lr, skip)
 
     def _empty(self, sizes: list[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)
@@ -179,6 +200,7 @@ class Muon:
         return _Tables(
             holds=table(holds).on(on),
             takes=table(takes).on(on),
+            changes=list(dict.fromkeys(bucket.stacks[rows.stack].parameter for rows in bucket.taken.rows)),
             comes=of_stacks(bucket.collected),
             goes=of_stacks(bucket.returned),
             scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
@@ -198,6 +220,7 @@ class _Tables:
     Attributes:
         holds: rows of this rank's shards, with their places among those that are given to owners.
         takes: the same rows, with their places among results.
+        changes: names of the parameters that have them.
         comes, goes: rows of this rank's stacks, with their places among those that are collected, and returned.
         scales, decays: of `takes`, what the learning rate is multiplied by.
         own: [B, R, C] of each of its stacks.
@@ -206,6 +229,7 @@ class _Tables:
 
     holds: RowTable
     takes: RowTable
+    changes: list[str]
     comes: RowTable
     goes: RowTable
     scales: Tensor

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
-from titanlite.training.optimizers.group_norms import GroupNorms, around
+from titanlite.training.optimizers.group_norms import GroupNorms
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.training.optimizers.normuon import NorMuon
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
@@ -24,6 +24,7 @@ class MuonOfGroups(UpdateRule):
             rule = MuonRule(polynomials_of(of), of.momentum, of.nesterov, state_dtype=dtype)
             together.setdefault((rule, of.beta2), []).append(name)
         self._each: list[Muon] = []
+        self._decay_factor = own.decay_factor
         for (rule, beta2), names in together.items():
             paces = {n: Pace(own.settings[n].lr_factor, own.settings[n].weight_decay) for n in names}
             parameters = {n: own.parameters[n] for n in names}
@@ -62,8 +63,7 @@ class MuonOfGroups(UpdateRule):
     ) -> None:
         """See `UpdateRule.step`."""
         for each in self._each:
-            with around(norms, list(each.locals)):
-                each.step(grads, lr, divisor, skip)
+            each.step(grads, lr, divisor, skip, norms, self._decay_factor(lr))
 
 
 class NorMuonOfGroups(MuonOfGroups):

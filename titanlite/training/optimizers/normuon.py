@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
+from titanlite.training.optimizers.group_norms import GroupNorms
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.training.optimizers.owners import Bucket
 
@@ -62,11 +63,19 @@ class NorMuon(Muon):
         super().__init__(parameters, mesh, matrices, rule, paces)
 
     @torch.no_grad()
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self,
+        grads: dict[str, Tensor],
+        lr: float,
+        divisor: Tensor,
+        skip: Tensor,
+        norms: GroupNorms | None = None,
+        decay_factor: float = 1.0,
+    ) -> None:
         """See `Muon.step`."""
         self._skip = skip
         self._new.zero_()
-        super().step(grads, lr, divisor, skip)
+        super().step(grads, lr, divisor, skip, norms, decay_factor)
         dist.all_reduce(self._new)  # each row has one owner: nothing is rounded
         self._moment.copy_(self._new)
 

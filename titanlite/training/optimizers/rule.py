@@ -35,6 +35,10 @@ class ParametersOfRule:
     updates: Tensor
     matrices: Mapping[str, Sequence[Matrix]]
 
+    def decay_factor(self, lr: float) -> float:
+        """Return what `optimizer.weight_decay_schedule` multiplies weight decays by in a step, beside its rate."""
+        return lr / self.config.lr if self.config.weight_decay_schedule == "lr" else 1.0
+
     @property
     def names(self) -> list[str]:
         """Parameters of which this rank has a part: with more ranks than rows, a shard is empty."""
