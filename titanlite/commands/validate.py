@@ -1,9 +1,10 @@
 """Check a config, its recipes, its data and its run folder, and print what would run, without starting it.
 
 train.py runs the same checks before it starts. A config that passes with --world N also starts on N processes of this
-machine, except for what only the model itself can tell, for which torch is imported: whether patterns and rules of
-save-lists match something, and what float8 makes of its layers. `titanlite plan` says that. Nor does this look for
-damage inside a checkpoint's large files, or know for certain whether another job is using the run folder.
+machine, except for what only the model itself can tell, for which torch is imported: whether rules of save-lists match
+something, and what float8 makes of its layers; of a model file also whether patterns of parameters do. `titanlite plan`
+says that. Nor does this look for damage inside a checkpoint's large files, or know for certain whether another job is
+using the run folder.
 """
 
 import sys

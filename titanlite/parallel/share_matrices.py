@@ -35,7 +35,7 @@ def share_matrices(shapes: Sequence[tuple[int, int]], ranks: int, steps: int, mo
         shapes: R and C of each.
         ranks: that may own some.
         steps: polynomials.
-        most: elements that a rank collects at a time; a larger matrix has a bucket of its own.
+        most: elements that a rank collects at a time; or one matrix, if it is larger.
 
     Returns:
         All of them, in the order in which they are given away.
@@ -43,12 +43,12 @@ def share_matrices(shapes: Sequence[tuple[int, int]], ranks: int, steps: int, mo
     flops = [orthogonalise_flops(*shape, steps) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda i: (-flops[i], shapes[i]))
     work, bucket, found = [(0, rank) for rank in range(ranks)], -1, list[Shared]()  # a heap already
-    collected = [most] * ranks
+    collected = [0] * ranks
     for i in order:
         done, owner = work[0]
         heapq.heapreplace(work, (done + flops[i], owner))
         n = shapes[i][0] * shapes[i][1]
-        if collected[owner] + n > most:
+        if bucket < 0 or (collected[owner] and collected[owner] + n > most):
             bucket, collected = bucket + 1, [0] * ranks
         collected[owner] += n
         found.append(Shared(i, bucket, owner))

@@ -39,6 +39,13 @@ def test_work_is_even_and_buckets_fit(ranks):
     assert max(work) - min(work) <= orthogonalise_flops(1024, 4096, 5)
 
 
+def test_every_rank_has_one_of_matrices_that_are_larger_than_what_it_collects():
+    """Or they would be orthogonalised one after the other, while all other ranks wait."""
+    matrices = [Matrix(f"{i}", "w", torch.arange(16), 8) for i in range(7)]
+    buckets = assign(matrices, 4, steps=5, most=100)
+    assert [[stack.owner for stack in stacks] for stacks in buckets] == [[0, 1, 2, 3], [0, 1, 2]]
+
+
 def test_matrices_of_one_shape_of_one_parameter_are_one_stack():
     experts = [Matrix("w2", f"w2 {i}", torch.arange(4 * i, 4 * i + 4), 8) for i in range(16)]
     (stacks,) = assign(experts, 4, steps=5, most=1000)

@@ -114,7 +114,7 @@ def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> lis
         matrices: all of them, in the same order on every rank.
         ranks: that may own some.
         steps: polynomials.
-        most: elements that a rank collects at a time; a larger matrix has a bucket of its own.
+        most: elements that a rank collects at a time; or one matrix, if it is larger.
 
     Returns:
         The stacks of each bucket.
