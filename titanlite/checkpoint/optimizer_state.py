@@ -47,6 +47,11 @@ def leaves_state(folder: Path, state: Mapping[str, Any], config: Optimizer, rule
     raise CheckpointError(describe(str(folder), problems))
 
 
+def afresh(folder: Path) -> str:
+    """Say that the state in a checkpoint is left there."""
+    return f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer"
+
+
 def _unlike(state: Mapping[str, Any], config: Optimizer, rules: Mapping[str, str]) -> list[Problem]:
     saved, problems = state.get("optimizer", {}), list[Problem]()
     before = saved.get("rules") or dict.fromkeys(rules, _FIRST)

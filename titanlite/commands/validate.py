@@ -35,7 +35,7 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.preflight.start import branch_of
+from titanlite.preflight.start import branch_of, changed_optimizer
 from titanlite.training.schedule import change_of_rate
 
 _COMMAND = Command(
@@ -88,9 +88,12 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         change = change_of_rate(config, step, state.get("learning_rate"), checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
         notices += changed_average(state, config, step)
+        notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
     elif branch := branch_of(config):
-        notices.append(f"goes on from {step_folder(*branch)}: weights, optimizer and place in the data")
-        state = read_state(step_folder(*branch), branch[1])["state"]
+        at = step_folder(*branch)
+        notices.append(f"goes on from {at}: weights, optimizer and place in the data")
+        state = read_state(at, branch[1])["state"]
+        notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
         change = change_of_rate(config, branch[1], state.get("learning_rate"), checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.branch import branch_point
+from titanlite.checkpoint.optimizer_state import afresh, leaves_state
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import check_quickly, other_text, read_state, start_of
+from titanlite.config.architectures import parameter_shapes
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
+from titanlite.config.parameter_groups import update_settings
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config
 from titanlite.config.stages import source_keys
 from titanlite.data.inputs import Inputs
@@ -56,6 +59,21 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
     root, step = branch
     sequences = sequences_per_step(config, world_size) if world_size else None
     check_quickly(root, step, config, dims, sequences)
+
+
+def changed_optimizer(
+    folder: Path, state: dict[str, Any], config: Config, dims: ModelDims, recipe: OptimizerRecipe
+) -> list[str]:
+    """Say so where the optimizer's state is left in a checkpoint, if the parameters are known without torch.
+
+    Raises:
+        CheckpointError: as `leaves_state` says.
+    """
+    shapes = parameter_shapes(config.model, dims) or {}
+    rules = (
+        {name: own.rule for name, own in update_settings(recipe, config.optimizer, shapes).items()} if shapes else {}
+    )
+    return [afresh(folder)] * leaves_state(folder, state, config.optimizer, rules)
 
 
 def planned_stages(config: Config, world_size: int | None) -> StageTable:

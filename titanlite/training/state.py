@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
-from titanlite.checkpoint.optimizer_state import PREFIX, leaves_state
+from titanlite.checkpoint.optimizer_state import PREFIX, afresh, leaves_state
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import AVERAGE, changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
@@ -133,7 +133,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
 
     state, notices = checkpoints.load(step, tensors, check)
     if is_fresh := leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name):
-        notices.append(f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer")
+        notices.append(afresh(folder))
     _add_fresh_state(run, None if is_fresh else f"{folder.name} is of the same optimizer, whose state goes on")
     restore_rng(tensors)
     if branch is not None:

@@ -83,6 +83,16 @@ def test_it_says_from_where_the_run_goes_on_and_what_has_changed(folder: RunFold
     assert ended in validate("--job.stop_after", "100")[1]
 
 
+def test_it_says_that_a_checkpoint_is_of_another_optimizer(folder: RunFolder, validate: Validate) -> None:
+    code, said = validate("--optimizer.recipe", "muon")
+    assert code == 2
+    assert 'optimizer.recipe = "muon"\n' in said
+    assert "or optimizer.fresh_state = true" in said
+    code, said = validate("--optimizer.recipe", "muon", "--optimizer.fresh_state", "true")
+    assert code == 0
+    assert "  the optimizer's state starts afresh: that of step-00000100 is of another optimizer\n" in said
+
+
 def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_come(
     folder: RunFolder, validate: Validate
 ) -> None:
