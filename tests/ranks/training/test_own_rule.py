@@ -32,13 +32,13 @@ def lion_on_whole_weights(run: Run) -> Callable[[], tuple[dict[str, Tensor], dic
     momentum = {name: torch.zeros_like(p) for name, p in weights.items()}
     update = run.optimizer.step
 
-    def watched(grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def watched(grads: dict[str, Tensor], lr: float, divisor: Tensor, *others: object) -> None:
         for name, p in weights.items():
             grad, m, own_lr = whole(run.optimizer.parameters[name].grad) / divisor, momentum[name], 0.3 * lr
             direction = torch.sign(0.9 * m + 0.1 * grad)
             p.copy_(p - own_lr * (direction + 0.1 * p))
             m.copy_(0.98 * m + 0.02 * grad)
-        update(grads, lr, divisor, skip)
+        update(grads, lr, divisor, *others)
 
     run.optimizer.step = watched
     return lambda: (weights, momentum)

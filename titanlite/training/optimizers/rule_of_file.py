@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import OwnRule
+from titanlite.training.optimizers.group_norms import GroupNorms, around
 from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 from titanlite.update_rules.find import own_rule
 
@@ -36,15 +37,18 @@ class RuleOfFile(UpdateRule):
         return {"file": self._rule.file, "sha256": self._rule.sha256}
 
     @torch.no_grad()
-    def step(self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor) -> None:
+    def step(
+        self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
+    ) -> None:
         """See `UpdateRule.step`."""
         for name, settings, rule in self._each:
+            decay, own_lr = lr * settings.lr_factor * settings.weight_decay, lr * settings.lr_factor
             of_shard = self._own.locals[name], grads[name], *(tensors[name] for tensors in self.kept.values())
-            own_lr = lr * settings.lr_factor
-            for parameter, gradient, *state in zip(*(t.view(-1).split(_PIECE) for t in of_shard), strict=True):
-                kept = dict(zip(self.kept, state, strict=True))
-                new = {kind: tensor.to(torch.float32, copy=True) for kind, tensor in kept.items()}
-                direction = rule.update(gradient.div_(divisor), parameter, new, self._own.updates)
-                moved = (parameter * (1 - own_lr * settings.weight_decay)).sub_(direction, alpha=own_lr)
-                for tensor, updated in ((parameter, moved), *((kept[kind], new[kind]) for kind in kept)):
-                    tensor.copy_(torch.where(skip > 0, tensor, updated))
+            with around(norms, [name]):
+                for parameter, gradient, *state in zip(*(t.view(-1).split(_PIECE) for t in of_shard), strict=True):
+                    new = {k: t.to(torch.float32, copy=True) for k, t in zip(self.kept, state, strict=True)}
+                    direction = rule.update(gradient.div_(divisor), parameter, new, self._own.updates)
+                    moved = (parameter * (1 - decay)).sub_(direction, alpha=own_lr)
+                    pairs = (parameter, moved), *((t, new[k]) for k, t in zip(self.kept, state, strict=True))
+                    for tensor, updated in pairs:
+                        tensor.copy_(torch.where(skip > 0, tensor, updated))
