@@ -125,7 +125,7 @@ def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> N
 
 
 def full_in_a_step() -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError(FULL)
 
     loop.train_step = fail

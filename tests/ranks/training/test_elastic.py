@@ -22,14 +22,14 @@ from titanlite.training import loop
 kind = sys.argv.pop(1)
 take, now = loop.train_step, [0]
 
-def broken(*args):
+def broken(*args, **more):
     now[0] += 1
     if os.environ["RANK"] == "1":
         if kind == "killed" and now[0] == 13:  # later than all steps of who resumes from step 10
             os.kill(os.getpid(), signal.SIGKILL)
         if kind != "killed" and now[0] == 3:
             raise {"bug": ZeroDivisionError, "input": DataError}[kind]("planted on rank 1")
-    return take(*args)
+    return take(*args, **more)
 
 loop.train_step = broken
 leave(exit_code(train.main))

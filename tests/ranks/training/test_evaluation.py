@@ -64,11 +64,11 @@ def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
     def plant() -> None:
         step = loop.train_step
 
-        def asked_to_stop(run: Any, batches: Any, lr: float, stop: bool, *others: Any) -> Any:
-            return step(run, batches, lr, stop or asked_to_stop.calls == 3, *others)
+        def asked_to_stop(run: Any, batches: Any, lr: float, stop: bool, *others: Any, **more: Any) -> Any:
+            return step(run, batches, lr, stop or asked_to_stop.calls == 3, *others, **more)
 
-        def counted(*args: Any) -> Any:
-            result = asked_to_stop(*args)
+        def counted(*args: Any, **more: Any) -> Any:
+            result = asked_to_stop(*args, **more)
             asked_to_stop.calls += 1
             return result
 

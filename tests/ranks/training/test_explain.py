@@ -35,9 +35,9 @@ def late_rank() -> None:
     if os.environ.get("RANK") == "1":
         step = loop.train_step
 
-        def late_step(*args):
+        def late_step(*args, **more):
             time.sleep(SECONDS)
-            return step(*args)
+            return step(*args, **more)
 
         loop.train_step = late_step
 

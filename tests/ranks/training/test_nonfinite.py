@@ -37,12 +37,12 @@ def faulty(
     def plant() -> None:
         take, now = loop.train_step, [0]
 
-        def counted(run: Run, *args: object) -> Tensor:
+        def counted(run: Run, *args: object, **more: object) -> Tensor:
             now[0] += 1
             if now[0] == 1 and os.environ["RANK"] == "1":
                 spoil(run)
             seen(run, now[0], "before")
-            result = take(run, *args)
+            result = take(run, *args, **more)
             seen(run, now[0], "after")
             return result
 

@@ -259,9 +259,9 @@ def test_every_generator_follows_from_the_seed_and_goes_on_where_it_was(desk: De
             seed(time.monotonic_ns() % 2**32)
         take = loop.train_step
 
-        def draws(*args: object) -> torch.Tensor:
+        def draws(*args: Any, **more: Any) -> torch.Tensor:
             print("drew", random.random(), np.random.rand(), torch.rand(()).item())
-            return take(*args)
+            return take(*args, **more)
 
         loop.train_step = draws
 
@@ -747,7 +747,7 @@ def test_what_is_in_the_place_of_a_file_of_the_run_is_refused(desk: Desk, name: 
 def slow_steps() -> None:
     metrics.LOOK_S = loop.LOOK_S = 0.0
     take = loop.train_step
-    loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+    loop.train_step = lambda *args, **more: (time.sleep(0.05), take(*args, **more))[1]
 
 
 @pytest.mark.parametrize("checkpoints", ["true", *slow("false")])
@@ -782,11 +782,11 @@ def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
         slow_steps()
         take, taken = loop.train_step, list[int]()
 
-        def waits(*args: Any) -> torch.Tensor:
+        def waits(*args: Any, **more: Any) -> torch.Tensor:
             taken.append(1)
             while len(taken) == 18 and not go.exists():
                 time.sleep(0.05)
-            return take(*args)
+            return take(*args, **more)
 
         loop.train_step = waits
 
@@ -826,10 +826,10 @@ def test_a_folder_that_is_moved_away_or_deleted_ends_its_run_in_words(
     def plant() -> None:
         take = loop.train_step
 
-        def then_gone(*args: Any) -> torch.Tensor:
+        def then_gone(*args: Any, **more: Any) -> torch.Tensor:
             if os.environ["RANK"] == "0" and folder.exists() and len(rows(folder)) == 4:
                 gone(folder, tmp_path / "moved")
-            return take(*args)
+            return take(*args, **more)
 
         loop.train_step = then_gone
 
@@ -849,9 +849,9 @@ def test_a_status_that_somebody_changes_in_mid_run_ends_nothing(desk: Desk, text
         status._RENEW_S = 0.0
         take = loop.train_step
 
-        def changed(*args: object) -> torch.Tensor:
+        def changed(*args: Any, **more: Any) -> torch.Tensor:
             (desk.folder / "runs" / name / "status.json").write_text(text)
-            return take(*args)
+            return take(*args, **more)
 
         loop.train_step = changed
 
@@ -902,10 +902,10 @@ def test_no_group_has_a_clock_of_its_own_that_a_suspended_job_would_run_out_of(d
     def plant() -> None:
         take = loop.train_step
 
-        def said(*args: object) -> torch.Tensor:
+        def said(*args: Any, **more: Any) -> torch.Tensor:
             groups = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
             print("limits", {group.options._timeout.days for group in groups}, len(groups))
-            return take(*args)
+            return take(*args, **more)
 
         loop.train_step = said
 
@@ -923,7 +923,7 @@ def test_a_job_that_is_suspended_beyond_its_limits_goes_on(desk: Desk, kept_awak
     def plant() -> None:
         watchdog._LAST_WORDS_S = 0.5
         take = loop.train_step
-        loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+        loop.train_step = lambda *args, **more: (time.sleep(0.05), take(*args, **more))[1]
 
     name, limit_s = f"suspended {len(kept_awake)}", 3 if kept_awake else 5  # no step takes as long
     job = desk.start(name, 2, f"--comm.train_timeout_seconds={limit_s}", "--training.steps=30", plant=plant)
@@ -982,7 +982,7 @@ def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk:
 def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -> None:
     def plant() -> None:
         take = loop.train_step
-        loop.train_step = lambda *args: (time.sleep(0.05), take(*args))[1]
+        loop.train_step = lambda *args, **more: (time.sleep(0.05), take(*args, **more))[1]
 
     job = desk.start("stopped host", 3, "--training.global_batch_size=6", "--comm.train_timeout_seconds=6", plant=plant)
     folder = desk.folder / "runs" / "stopped host"

@@ -33,11 +33,11 @@ def at_step(step: int, act: Callable[[], object], rank: int = 0) -> Callable[[],
     def plant() -> None:
         take, now = loop.train_step, [0]
 
-        def counted(*args: object) -> torch.Tensor:
+        def counted(*args: Any, **more: Any) -> torch.Tensor:
             now[0] += 1
             if now[0] == step and os.environ.get("RANK", "0") == str(rank):
                 act()
-            return take(*args)
+            return take(*args, **more)
 
         loop.train_step = counted
 
@@ -349,7 +349,7 @@ def test_a_rank_that_another_stops_for_their_launcher_says_why(desk: Desk) -> No
         at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=0)()
         at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=1)()
         take = loop.train_step
-        loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
+        loop.train_step = lambda *args, **more: (time.sleep(0.1), take(*args, **more))[1]
 
     run = desk.run("launcher of both", 2, plant=plant)
     assert (run.status["state"], run.status["by"]) == ("stopped", stop._LAUNCHER_GONE)
@@ -363,7 +363,7 @@ def test_a_process_without_a_rank_or_told_to_outlives_who_started_it(
         at_step(3, lambda: setattr(os, "getppid", lambda: 1))()
         stop._LOOK_S = 0.01
         take = loop.train_step
-        loop.train_step = lambda *args: (time.sleep(0.1), take(*args))[1]
+        loop.train_step = lambda *args, **more: (time.sleep(0.1), take(*args, **more))[1]
 
     flags = (f"--job.stop_with_launcher={key}", f"--training.steps={100_000 if by else 8}")
     run = desk.run(f"left behind {key} {world}", world, *flags, plant=plant)

@@ -77,9 +77,9 @@ def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
     def plant() -> None:
         take, validate = loop.train_step, loop.validation_loss
 
-        def in_training(run: Run, *args: Any) -> Tensor:
+        def in_training(run: Run, *args: Any, **more: Any) -> Tensor:
             assert run.model.training
-            return take(run, *args)
+            return take(run, *args, **more)
 
         def in_evaluation(run: Run, *args: Any) -> Tensor:
             assert not run.model.training
