@@ -129,7 +129,7 @@ def test_shipped_lists_with_scales_by_block(name, float8, mode):
 @pytest.mark.parametrize(
     ("float8", "fused", "compiled"),
     [
-        (None, False, ["none"]),
+        (None, False, []),
         ("rowwise", False, FEW[1:]),
         ("rowwise", True, []),
         # Compiled, what is fused differs from what is not by the same products and casts in every precision.

@@ -237,7 +237,7 @@ def a_fresh_start_offline(run: History) -> None:
 
 
 def crashes_one_after_the_other(run: History) -> None:
-    run.start("online", 1, 7, end="killed after 0")
+    run.start("online", 1, 7, end="killed after 3")  # when it has sent lines
     run.start("offline", 5, 8, end="killed with all")
     run.start("online", 3, 4, end="killed with all")
     run.start("online", 4, 9)
@@ -251,7 +251,6 @@ def starts_without_wandb_and_other_rows(run: History) -> None:
 
 
 HISTORIES: list[Callable[[History], None]] = [
-    online_and_a_crash,
     no_answer_at_the_start,
     no_answer_in_mid_run,
     a_fresh_start_offline,
@@ -261,6 +260,7 @@ HISTORIES: list[Callable[[History], None]] = [
 # `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_from_the_
 # server` goes on online.
 _MORE = slow(
+    online_and_a_crash,
     offline_and_both_synced,
     online_and_resumed,
     online_then_offline_then_online,
