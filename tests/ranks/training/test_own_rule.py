@@ -131,6 +131,7 @@ def test_a_file_that_has_changed_is_told(desk: Desk, tmp_path: Path) -> None:
         file.write("# another\n")
     second = desk.run("changed", 1, *flags, "--job.stop_after=2")
     assert "optimizer.file" not in first.output
+    assert first.steps[0]["update_ratio.matrices"] > 0
     assert "changed: optimizer.file is not the one of step 1" in second.output
     assert second.receipt["optimizer"]["applied"]["of Lion"] == {
         "file": str(tmp_path / "lion.py"),
