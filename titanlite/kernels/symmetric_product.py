@@ -42,4 +42,4 @@ def symmetric_product(
         out = torch.baddbmm(added, x, y.mT, beta=beta, alpha=alpha)
     if diagonal:
         out.diagonal(dim1=1, dim2=2).add_(diagonal)
-    return out
+    return out.tril() + out.tril(-1).mT

@@ -1,6 +1,7 @@
 """Polynomials of matrices against the same of their singular values."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def plain_bfloat16(x: Tensor, polynomials: Polynomials) -> Tensor:
 
 
 def uneven(kind: str, rows: int, columns: int) -> Tensor:
-    """A matrix of few or many large singular values, as gradients have them."""
+    """Make a matrix of few or many large singular values, as gradients have them."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -91,10 +92,18 @@ def uneven(kind: str, rows: int, columns: int) -> Tensor:
     if kind == "rows and columns":
         return normal(rows, columns) * torch.logspace(0, -4, rows)[:, None] * torch.logspace(0, -3, columns)
     u, v = (torch.linalg.qr(normal(n, rows)).Q for n in (rows, columns))
-    return (u * torch.logspace(0, math.log10(float(kind)), rows, dtype=torch.float64)) @ v.mT
+    if kind == "one and many":
+        s = torch.full((rows,), 0.7 / math.sqrt(rows), dtype=torch.float64)
+        s[0] = 1
+    elif kind == "one over i":
+        s = 1 / torch.arange(1, rows + 1, dtype=torch.float64)
+    else:
+        s = torch.logspace(0, math.log10(float(kind)), rows, dtype=torch.float64)
+    return (u * s) @ v.mT
 
 
 UNEVEN = ["1", "1e-1", "1e-2", "1e-3", "1e-6", "rank 1", "rank 8", "one number", "rows and columns"]
+UNEVEN += ["one and many", "one over i"]  # three steps without the matrix diverge
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,9 +119,12 @@ def test_a_large_matrix_is_rounded_less_than_by_bfloat16(name, kind, device):
     assert errors[0] < 0.9 * errors[1], errors
 
 
+LARGE = list(product(["rank 1", "rank 8", "one number", "rows and columns"], [(4096, 14336), (14336, 4096)]))
+LARGE += [("one and many", (2048, 4096)), ("one over i", (2048, 4096))]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4096, 4096), (4096, 14336), (14336, 4096)])
-@pytest.mark.parametrize("kind", ["rank 1", "rank 8", "one number", "rows and columns"])
+@pytest.mark.parametrize(("kind", "shape"), LARGE)
 def test_large_matrices_stay_finite(kind, shape):
     """No singular value leaves what the polynomials take numbers to, 1.13: seen by a power iteration."""
     x = uneven(kind, *shape).bfloat16().cuda()[None]
