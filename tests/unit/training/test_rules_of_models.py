@@ -8,7 +8,7 @@ import torch
 
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.parameter_groups import update_settings
-from titanlite.config.recipe_schema import MATRIX_RULES, ParameterGroup
+from titanlite.config.recipe_schema import KEYS_OF_RULE, MATRIX_RULES, ParameterGroup
 from titanlite.config.schema import Config, Model
 from titanlite.kernels.orthogonalise import ITERATIONS
 from titanlite.models.find import build_model
@@ -51,5 +51,5 @@ def test_matrices_of_blocks_are_orthogonalised_and_adamw_has_all_else(architectu
 
 def test_schema_and_code_know_the_same_rules_and_sequences() -> None:
     hints = get_type_hints(ParameterGroup)
-    assert set(get_args(hints["rule"])) == set(RULES) > set(MATRIX_RULES)
+    assert set(KEYS_OF_RULE) == set(RULES) > set(MATRIX_RULES)
     assert set(get_args(get_args(hints["polynomials"])[0])) == set(ITERATIONS)
