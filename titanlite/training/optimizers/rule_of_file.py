@@ -42,7 +42,8 @@ class RuleOfFile(UpdateRule):
     ) -> None:
         """See `UpdateRule.step`."""
         for name, settings, rule in self._each:
-            decay, own_lr = lr * settings.lr_factor * settings.weight_decay, lr * settings.lr_factor
+            own_lr = lr * settings.lr_factor
+            decay = own_lr * settings.weight_decay * self._own.decay_factor(lr)
             of_shard = self._own.locals[name], grads[name], *(tensors[name] for tensors in self.kept.values())
             with around(norms, [name]):
                 for parameter, gradient, *state in zip(*(t.view(-1).split(_PIECE) for t in of_shard), strict=True):
