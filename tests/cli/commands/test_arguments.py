@@ -53,7 +53,7 @@ MISTAKES = {
     "prepare": ("FILE\n", "one config, as the first", "titanlite prepare configs/debug.toml\n"),
     "recipes float8 --wrld 2": (
         "--wrld\n",
-        f"{FLAGS} --job.recipe_dirs, --from, --measure\n",
+        f"{FLAGS} --job.recipe_dirs, --optimizer.file, --from, --measure\n",
         "titanlite recipes [KIND",
     ),
     "recipes --job.recipe_dir x": ("--job.recipe_dir\n", FLAGS, "did you mean --job.recipe_dirs?"),
