@@ -147,7 +147,7 @@ BALANCED, BY_BUDGET = ("--activation_checkpoint.recipe=balanced",), (AUTO, budge
         *((BALANCED, full_in_a_step), (BY_BUDGET, full_in_building)),
         *slow((BALANCED, full_in_building), (BY_BUDGET, full_in_a_step)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -> None:
     run = desk.run(f"{plant.__name__} {flags[0][-4:]}", 2, *flags, plant=plant, ends=2)
