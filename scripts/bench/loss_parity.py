@@ -15,19 +15,13 @@ short goes on, and runs that were copied here are judged without a GPU. A mixtur
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Queue
 
-ROOT = Path(__file__).parents[2]
-LAST = 100
+from scripts.bench.runs import ROOT, last_steps, titanlite, train_all
+
 SIGMAS = 3
 
 
@@ -51,65 +45,11 @@ def main() -> int:
     runs = {f"bf16-seed-{seed}": ["--float8.recipe", "none", *flags] for seed, flags in seeds.items()}
     runs |= {recipe: ["--float8.recipe", recipe, *first] for recipe in args.recipes}
     runs |= {flavor: ["--float8.recipe", "none", "--model.flavor", flavor, *first] for flavor in args.flavors}
-    devices: Queue[int] = Queue()
-    for device in range(args.gpus):
-        devices.put(device)
-    left = [name for name in runs if not _is_finished(args.logs / "runs" / name)]
-    if left:  # the text is tokenized once, before runs at the same time would each do it
-        _titanlite("prepare", "--config", args.config, *args.flags.split())
-
-    def train(name: str) -> bool:
-        device = devices.get()
-        try:
-            return _train(name, runs[name], device, args)
-        finally:
-            devices.put(device)
-
-    with ThreadPoolExecutor(args.gpus) as pool:
-        done = dict(zip(left, pool.map(train, left), strict=True))
-    if len(args.seeds) < 2 or not all(done.values()):
+    done = train_all(runs, args.config, args.flags, args.gpus, args.timeout_s, args.logs)
+    if len(args.seeds) < 2 or not done:
         print("want: every run to the end, and two seeds or more")
         return 1
-    return _report({name: _last_steps(args.logs / "runs" / name) for name in runs}, args)
-
-
-def _is_finished(run: Path) -> bool:
-    """Return whether a run has made its last step."""
-    status = run / "status.json"
-    return status.is_file() and json.loads(status.read_text())["state"] == "finished"
-
-
-def _train(name: str, flags: list[str], device: int, args: argparse.Namespace) -> bool:
-    """Make one run; return whether it came to its end."""
-    command = [sys.executable, "train.py", "--config", args.config, *flags]
-    command += ["--job.name", name, "--job.dump_folder", str(args.logs / "runs")]
-    command += ["--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq", "1"]
-    log, began = args.logs / f"{name}.log", time.monotonic()
-    with log.open("w") as file:
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(device), "OMP_NUM_THREADS": "4"}
-        try:
-            done = subprocess.run(
-                [*command, *args.flags.split()],
-                cwd=ROOT,
-                stdout=file,
-                stderr=file,
-                timeout=args.timeout_s,
-                env=environment,
-            )
-        except subprocess.TimeoutExpired:
-            print(f"{name}: over {args.timeout_s:.0f} s", flush=True)
-            return False
-    if done.returncode:
-        print("\n".join([f"{name}: failed", *log.read_text().splitlines()[-15:]]), flush=True)
-        return False
-    print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
-    return True
-
-
-def _last_steps(run: Path) -> dict[str, float]:
-    """Return the means of a run's numbers over its last steps."""
-    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "loss" in row][-LAST:]
-    return {key: statistics.mean(row[key] for row in rows) for key in rows[0] if key != "step"}
+    return _report({name: last_steps(args.logs / "runs" / name) for name in runs}, args)
 
 
 def _report(runs: dict[str, dict[str, float]], args: argparse.Namespace) -> int:
@@ -124,17 +64,10 @@ def _report(runs: dict[str, dict[str, float]], args: argparse.Namespace) -> int:
         fullest = [number for key, number in means.items() if key.startswith("experts_fullest.")]
         seen = f"{statistics.mean(fullest):.2f}" if fullest else ""
         print(f"| {name} | {losses[name]:.4f} | {off:+.4f} | {'inside' if abs(off) <= width else 'OUTSIDE'} | {seen} |")
-    _titanlite("compare", *(str(args.logs / "runs" / name) for name in losses), "--out", str(args.picture.resolve()))
+    titanlite("compare", *(str(args.logs / "runs" / name) for name in losses), "--out", str(args.picture.resolve()))
     outside = [name for name in args.recipes if abs(losses[name] - middle) > width]
     print(f"outside of the noise: {', '.join(outside)}" if outside else f"inside the noise: {', '.join(args.recipes)}")
     return bool(outside)
-
-
-def _titanlite(*arguments: str) -> None:
-    """Run a command; the 1 of `compare` says that runs differ, as some shall."""
-    done = subprocess.run([sys.executable, "-m", "titanlite", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL)
-    if done.returncode > (arguments[0] == "compare"):
-        done.check_returncode()
 
 
 if __name__ == "__main__":

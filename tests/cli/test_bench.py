@@ -71,7 +71,7 @@ def test_one_rank_trains_without_the_others(tmp_path: Path):
 
 
 def _finished_run(folder: Path, loss: float) -> None:
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "status.json").write_text(json.dumps({"state": "finished"}))
     (folder / "config.toml").write_text("[job]\n")
     rows = [
@@ -109,8 +109,41 @@ def test_a_recipe_is_judged_by_the_noise_of_the_seeds(
     assert "| mxfp8 | 2.0400 | +0.0400 | OUTSIDE | 1.50 |" in said
     assert said.endswith("outside of the noise: mxfp8\n")
     assert (tmp_path / "curves.png").stat().st_size > 0
-    monkeypatch.setattr(parity, "_titanlite", lambda *arguments: None)  # which has drawn already
+    monkeypatch.setattr(parity, "titanlite", lambda *arguments: None)  # which has drawn already
     assert judge("rowwise") == 0
+
+
+def test_an_optimizer_saves_tokens_if_it_gets_as_far_in_a_part_of_the_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """AdamW at 2 with its best rate, Muon at 1.9 with another, whose other seeds are at 2.2 each: 2.1 of all."""
+    fewer, made = script("fewer_tokens"), dict[str, list[str]]()
+
+    def train(runs: dict[str, list[str]], *_: object) -> bool:
+        made.update(runs)
+        for name in runs:
+            recipe, rate, seed = name.replace("-seed-", " ").replace("-", " ", 1).split()
+            best = {"adamw": ("0.001", 2.0), "muon": ("0.002", 1.9)}[recipe]
+            later = worse if recipe == "muon" and seed != "0" else 0.0
+            _finished_run(tmp_path / "runs" / name, best[1] + (rate != best[0]) + later)
+        return True
+
+    monkeypatch.setattr(fewer, "train_all", train)
+    monkeypatch.setattr(fewer, "titanlite", lambda *_: None)
+    given = ["--rates", "1e-3", "2e-3", "--logs", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["fewer_tokens.py", *given])
+    worse = 0.3
+    assert fewer.main() == 1
+    assert "| muon | 1125 | 2.9000 | 1.9000 | 2.1000 ± 0.1732 |" in capsys.readouterr().out
+    worse = 0.1
+    assert fewer.main() == 0
+    assert "| adamw | 1500 | 2.0000 | 3.0000 | 2.0000 ± 0.0000 |" in capsys.readouterr().out
+    assert sorted(made) == sorted(
+        f"{recipe}-{rate}-seed-{seed}"
+        for recipe, best in (("adamw", "0.001"), ("muon", "0.002"))
+        for rate, seed in {("0.001", 0), ("0.002", 0), (best, 1), (best, 2)}
+    )
+    assert made["muon-0.002-seed-1"][-2:] == ["--training.steps", "1125"]
 
 
 def test_the_eighths_of_a_mixture_differ_in_their_balance_alone():
