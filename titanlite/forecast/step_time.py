@@ -164,9 +164,12 @@ class StepTimeModel:
         if each.op in CLASSES["attention"]:
             return self._attended_flops(each) / self._attention_rates(each)[0] / _T
         rate = self.rates.tensor_parallel
-        if each.op in ops.EXCHANGES and not self.run.exchange_by_nccl:
+        in_place = each.op in ops.EXCHANGES and not self.run.exchange_by_nccl
+        if in_place:
             rate = self.rates.exchange[each.op in ops.TO_OWNERS]
         wire = each.received / rate / _G
+        if in_place and each.op not in ops.TO_OWNERS:  # what has come is copied out; what stays, beside it
+            return wire + 2 * each.received / self.rates.memory / _G
         if each.op in CLASSES["dispatch"] or each.op in ops.EXCHANGES:
             return wire + (each.moved - each.received) / self.rates.memory / _G
         if each.op in FUSED:

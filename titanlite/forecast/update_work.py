@@ -136,7 +136,7 @@ class SharedMatrices:
         for last, now, following in zip((none, *self.buckets), self.buckets, behind, strict=False):
             under_way = following.collected + following.elements // world + last.returned + last.handed // world
             n, squares = now.largest
-            beside = max(4 * n, n + 5 * squares, now.returned + now.handed // world)
+            beside = max(4 * n, n + 4 * squares, now.returned + now.handed // world)
             most = max(most, ITEMSIZE * (2 * now.collected + under_way + beside))
         return most
 
