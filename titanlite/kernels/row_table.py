@@ -1,6 +1,7 @@
-"""Tables of rows of many tensors, each with a place in memory where all that travel lie one behind the other."""
+"""Tables of rows of many tensors, each with a place in memory where all that travel lie one behind the other; and of
+these tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +40,41 @@ class RowTable:
     def on(self, device: torch.device) -> "RowTable":
         """Return the table in the memory of a device."""
         return RowTable(*(t.to(device) for t in (self.tensor, self.at, self.columns, self.flat)))
+
+
+@dataclass(frozen=True, eq=False)
+class TensorTable:
+    """A table of the tensors that rows are of.
+
+    Attributes:
+        tensors: by their numbers in a `RowTable`; of one dtype, contiguous.
+        addresses: [n] int64, on their device.
+        aligned: whether all begin at multiples of 16 bytes.
+    """
+
+    tensors: Sequence[Tensor]
+    addresses: Tensor
+    aligned: bool
+
+
+def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
+    """Make a table of tensors, which serves as long as they stay where they are. The host waits for nothing.
+
+    Args:
+        kind: what they are, for the message.
+        tensors: at least one; all on one device.
+
+    Raises:
+        ValueError: one is of another dtype than the first, or not contiguous.
+    """
+    first = tensors[0]
+    for i, t in enumerate(tensors):
+        if t.dtype != first.dtype or not t.is_contiguous():
+            found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
+            raise ValueError(f"rows: {kind} {i} is {found}; it must be {first.dtype} and contiguous")
+    found = [t.data_ptr() for t in tensors]
+    there = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
+    return TensorTable(tensors, there, not any(a % 16 for a in found))
 
 
 def table(runs: Iterable[tuple[int, Tensor, int, int]]) -> RowTable:

@@ -5,12 +5,12 @@ there, and where in which tensor. On a GPU each call is one kernel for all rows,
 (`titanlite/kernels/device/rows.py`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from titanlite.kernels.row_table import NOWHERE, RowTable
+from titanlite.kernels.row_table import NOWHERE, RowTable, TensorTable
 
 
 def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -52,8 +52,8 @@ def _move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
 
 def momentum_rows(
     rows: RowTable,
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
+    gradients: TensorTable,
+    momenta: TensorTable,
     flat: Tensor,
     divisor: Tensor,
     skip: Tensor,
@@ -66,7 +66,7 @@ def momentum_rows(
 
     Args:
         rows: of the tensors.
-        gradients: [...] float32 or wider, contiguous.
+        gradients: [...] float32 or wider.
         momenta: [...] of the same sizes; float32, wider or bfloat16.
         flat: receives u of rows that have a place, in its dtype.
         divisor: [] float32, of gradients.
@@ -79,7 +79,7 @@ def momentum_rows(
 
         return launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
     for number, chosen, at, place in _rows_alike(rows):
-        g, kept = gradients[number].view(-1)[at] / divisor, momenta[number].view(-1)
+        g, kept = gradients.tensors[number].view(-1)[at] / divisor, momenta.tensors[number].view(-1)
         new = torch.lerp(kept[at].to(g.dtype), g, 1 - momentum)
         travels = rows.flat[chosen] != NOWHERE
         flat[place[travels]] = (g.lerp(new, momentum) if nesterov else new)[travels].to(flat.dtype)
@@ -88,7 +88,7 @@ def momentum_rows(
 
 
 def update_rows(
-    rows: RowTable, parameters: Sequence[Tensor], flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
+    rows: RowTable, parameters: TensorTable, flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
 ) -> None:
     """Update rows with what has come for them.
 
@@ -96,7 +96,7 @@ def update_rows(
 
     Args:
         rows: of the parameters, each with a place.
-        parameters: [...] float32 or wider, contiguous.
+        parameters: [...] float32 or wider.
         flat: u.
         scales, decays: [n] float64, of each row.
         lr: learning rate.
@@ -107,7 +107,7 @@ def update_rows(
 
         return launch_update(rows, parameters, flat, scales, decays, lr, skip)
     for number, chosen, at, place in _rows_alike(rows):
-        whole = parameters[number].view(-1)
+        whole = parameters.tensors[number].view(-1)
         old, scale, decay = whole[at], scales[chosen, None].to(whole.dtype), decays[chosen, None].to(whole.dtype)
         new = old * (1 - lr * decay) - lr * scale * flat[place].to(old.dtype)
         whole[at] = torch.where(skip > 0, old, new)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from titanlite.models.layers import Linear
 from titanlite.models.matrices import Matrix, matrices_of
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
+from titanlite.training.optimizers import muon as module
 from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 
 LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 3
@@ -210,6 +212,21 @@ def test_a_fused_matrix_as_a_whole_is_not_it(tmp_path):
         halves = {n: [Matrix(n, "half", half, columns[n]) for half in r.chunk(2)] for n, r in rows.items()}
         found = errors(after_steps(mesh, EXACT, halves))
         assert min(found.values()) > 1e6, found
+
+    alone(body, tmp_path)
+
+
+def test_a_step_looks_for_tensors_once_however_many_buckets(tmp_path, monkeypatch):
+    """Where gradients lie is sent to the device once; weights and momenta stay where they are."""
+
+    def body(mesh: Mesh) -> None:
+        named = dict(sharded(mesh).named_parameters())
+        ours = Muon(named, mesh, matrices_of(Layers()), replace(EXACT, bucket=1), PACES)
+        seen, original = [], module.tensor_table
+        monkeypatch.setattr(module, "tensor_table", lambda kind, of: (seen.append(kind), original(kind, of))[1])
+        ours.step({n: torch.zeros_like(local) for n, local in ours.locals.items()}, LR, ONE, ZERO)
+        assert len(ours.buckets) > 10
+        assert seen == ["gradient"]
 
     alone(body, tmp_path)
 

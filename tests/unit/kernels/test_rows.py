@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import DEVICES
-from titanlite.kernels.row_table import NOWHERE, RowTable, table
+from titanlite.kernels.row_table import NOWHERE, RowTable, table, tensor_table
 from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_rows
 
 NARROW = torch.bfloat16  # of what travels
@@ -51,10 +51,11 @@ def test_momentum(nesterov: bool, dtype: torch.dtype, widths: dict[str, int], de
     case = Case(widths, device)
     momenta = [m.to(dtype) for m in case.momenta]
     before, flat = [m.clone() for m in momenta], case.flat.to(NARROW)
+    tensors = tensor_table("gradient", case.gradients), tensor_table("momentum", momenta)
     divisor, skip, leave = (t.to(device) for t in (TWO, ZERO, ONE))
-    momentum_rows(case.rows, case.gradients, momenta, flat, divisor, leave, 0.75, nesterov)
+    momentum_rows(case.rows, *tensors, flat, divisor, leave, 0.75, nesterov)
     assert all(torch.equal(m, old) for m, old in zip(momenta, before, strict=True))
-    momentum_rows(case.rows, case.gradients, momenta, flat, divisor, skip, 0.75, nesterov)
+    momentum_rows(case.rows, *tensors, flat, divisor, skip, 0.75, nesterov)
     touched = torch.zeros_like(flat, dtype=torch.bool)
     for number, (gradient, momentum, old) in enumerate(zip(case.gradients, momenta, before, strict=True)):
         for row in range(5):
@@ -78,9 +79,9 @@ def test_update(widths: dict[str, int], device: str) -> None:
     takes = table((n, torch.arange(5) * t.shape[1], t.shape[1], 5 * 8 * n * 600) for n, t in enumerate(case.tensors))
     flat = torch.randn(100_000, generator=torch.Generator().manual_seed(1)).to(device, NARROW)
     scales, decays = (torch.linspace(a, b, 15, dtype=torch.float64).to(device) for a, b in ((0.5, 2), (0, 0.1)))
-    old = [t.clone() for t in case.tensors]
+    old, parameters = [t.clone() for t in case.tensors], tensor_table("parameter", case.tensors)
     for skip in (ONE, ZERO):
-        update_rows(takes.on(flat.device), case.tensors, flat, scales, decays, 0.1, skip.to(device))
+        update_rows(takes.on(flat.device), parameters, flat, scales, decays, 0.1, skip.to(device))
         for number, tensor in enumerate(case.tensors):
             for row in range(5):
                 n, first = 5 * number + row, 5 * 8 * number * 600 + row * tensor.shape[1]
@@ -105,6 +106,12 @@ def test_rows_are_taken_and_put_back(widths: dict[str, int], device: str) -> Non
     put_rows(rows, back, flat)
     assert torch.equal(back[[3, 1], :-1], case.tensors[1][[3, 1], :-1])
     assert back.count_nonzero() == wanted.count_nonzero()
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(4, 2).T])
+def test_tensors_that_no_kernel_could_read_are_an_error(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"rows: gradient 1 is .* it must be torch\.float32 and contiguous"):
+        tensor_table("gradient", [torch.zeros(2, 4), wrong])
 
 
 def test_no_rows() -> None:

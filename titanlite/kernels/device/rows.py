@@ -1,14 +1,11 @@
 """Device code of `titanlite.kernels.rows`: a thread block for each part of a row, which finds the row by a table."""
 
-from collections.abc import Sequence
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.launch import cdiv
-from titanlite.kernels.row_table import RowTable
+from titanlite.kernels.row_table import RowTable, TensorTable
 
 BLOCK = 2048
 """Most elements of a thread block."""
@@ -92,17 +89,6 @@ def _grid(rows: RowTable) -> tuple[tuple[int, int], int]:
     return (len(rows), cdiv(rows.widest, block)), block
 
 
-def _upload_addresses(kind: str, tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, bool]:
-    """Upload where tensors are, [n] int64, and say whether all are at multiples of 16 bytes."""
-    for i, t in enumerate(tensors):
-        if t.dtype != tensors[0].dtype or not t.is_contiguous():
-            found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
-            raise ValueError(f"rows: {kind} {i} is {found}; it must be {tensors[0].dtype} and contiguous")
-    found = [t.data_ptr() for t in tensors]
-    there = torch.tensor(found, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-    return there, not any(a % 16 for a in found)
-
-
 def launch_move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
     """Launch the copy of `take_rows` and `put_rows`."""
     if len(rows):
@@ -113,8 +99,8 @@ def launch_move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None
 
 def launch_momentum(
     rows: RowTable,
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
+    gradients: TensorTable,
+    momenta: TensorTable,
     flat: Tensor,
     divisor: Tensor,
     skip: Tensor,
@@ -124,23 +110,23 @@ def launch_momentum(
     """Launch the kernel of `momentum_rows`."""
     if len(rows):
         grid, block = _grid(rows)
-        of_g, of_m = (_upload_addresses(*of, flat.device) for of in (("gradient", gradients), ("momentum", momenta)))
-        aligned = rows.aligned and of_g[1] and of_m[1]
+        aligned = rows.aligned and gradients.aligned and momenta.aligned
+        like = gradients.tensors[0], momenta.tensors[0]
         tables = rows.tensor, rows.at, rows.columns, rows.flat
         _momentum_rows[grid](
-            of_g[0], of_m[0], gradients[0], momenta[0], flat, *tables, divisor, skip, momentum, nesterov,
+            gradients.addresses, momenta.addresses, *like, flat, *tables, divisor, skip, momentum, nesterov,
             aligned, block, num_warps=WARPS,  # type: ignore[call-arg]
         )  # fmt: skip
 
 
 def launch_update(
-    rows: RowTable, parameters: Sequence[Tensor], flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
+    rows: RowTable, parameters: TensorTable, flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
 ) -> None:
     """Launch the kernel of `update_rows`."""
     if len(rows):
         grid, block = _grid(rows)
-        at, aligned = _upload_addresses("parameter", parameters, flat.device)
+        at, like, aligned = parameters.addresses, parameters.tensors[0], rows.aligned and parameters.aligned
         tables = rows.tensor, rows.at, rows.columns, rows.flat, scales, decays
         _update_rows[grid](
-            at, parameters[0], flat, *tables, lr, skip, rows.aligned and aligned, block, num_warps=WARPS  # type: ignore[call-arg]
+            at, like, flat, *tables, lr, skip, aligned, block, num_warps=WARPS  # type: ignore[call-arg]
         )  # fmt: skip

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from titanlite.float8.weight import local_data
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise
-from titanlite.kernels.row_table import NOWHERE, RowTable, table
+from titanlite.kernels.row_table import NOWHERE, RowTable, TensorTable, table, tensor_table
 from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_rows
 from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
@@ -86,6 +86,8 @@ class Muon:
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         zeros = {name: torch.zeros_like(p, dtype=rule.state_dtype) for name, p in self.locals.items()}
         self.kept = {"momentum": zeros}
+        self._momenta = tensor_table("momentum", [*zeros.values()])
+        self._parameters = tensor_table("parameter", [*self.locals.values()])
         for name, parameter in parameters.items():
             rows = torch.cat([m.rows for m in matrices.get(name, ())] or [torch.empty(0, dtype=torch.int64)])
             if not torch.equal(rows.sort().values, torch.arange(len(parameter))):
@@ -119,7 +121,7 @@ class Muon:
         """
         if not self.buckets:
             return
-        shards = [grads[name] for name in self.locals]
+        shards = tensor_table("gradient", [grads[name] for name in self.locals])  # once: they may lie elsewhere now
         coming, going = self._collect(self._tables[0], shards, divisor, skip), None
         for tables, behind in zip(self._tables, (*self._tables[1:], None), strict=True):
             collected = coming.wait()
@@ -132,11 +134,10 @@ class Muon:
         if going is not None:
             self._apply(*going, lr, skip, norms, decay_factor)
 
-    def _collect(self, tables: "_Tables", grads: list[Tensor], divisor: Tensor, skip: Tensor) -> "_Exchange":
+    def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
         """Update the momentum, and begin to send the owners what they orthogonalise."""
         sent, rule = self._empty(tables.given), self.rule
-        momenta = list(self.kept["momentum"].values())
-        momentum_rows(tables.holds, grads, momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
+        momentum_rows(tables.holds, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
         return _Exchange(sent, tables.given, self._empty(tables.collected), tables.collected)
 
     def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ class Muon:
         """Update rows of this rank's shards."""
         decays = tables.decays if decay_factor == 1 else tables.decays * decay_factor
         with around(norms, tables.changes):
-            update_rows(tables.takes, list(self.locals.values()), taken.wait(), tables.scales, decays, lr, skip)
+            update_rows(tables.takes, self._parameters, taken.wait(), tables.scales, decays, lr, skip)
 
     def _empty(self, sizes: list[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)
