@@ -1,15 +1,16 @@
 """Tell whether the state of a checkpoint's optimizer is that of a run's, without torch.
 
-It is if each parameter has the rule that it had, and state of the same dtype. What a rule is given, as its learning
-rate or momentum, may change.
+It is if each parameter has the rule that it had, state of the same dtype, and a rule of the user's own file keeps what
+it kept. What a rule is given, as its learning rate or momentum, may change.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.build import show
 from titanlite.config.parameter_groups import one_of_all_blocks
+from titanlite.config.recipe_schema import OwnRule
 from titanlite.config.schema import Optimizer
 from titanlite.errors import CheckpointError, Problem, describe
 
@@ -18,29 +19,39 @@ PREFIX = "optimizer/"
 _FIRST = "adamw"  # the only rule of versions whose checkpoints do not say them
 
 
-def optimizer_identity(config: Optimizer, rules: Mapping[str, str]) -> dict[str, Any]:
+def optimizer_identity(config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]) -> dict[str, Any]:
     """Return what a checkpoint says of its optimizer, as JSON.
 
     Args:
         config: `[optimizer]`.
         rules: of each parameter.
+        own: rules of the user's own file.
     """
-    return {"optimizer": {"rules": dict(rules), "state_dtype": config.state_dtype}}
+    used = {*rules.values()}
+    state = {name: list(rule.state) for name, rule in own.items() if name in used}
+    return {"optimizer": {"rules": dict(rules), "state_dtype": config.state_dtype, "state": state}}
 
 
-def leaves_state(folder: Path, state: Mapping[str, Any], config: Optimizer, rules: Mapping[str, str]) -> bool:
+def leaves_state(
+    folder: Path,
+    state: Mapping[str, Any],
+    config: Optimizer,
+    rules: Mapping[str, str],
+    own: Mapping[str, OwnRule],
+) -> bool:
     """Decide whether a start leaves the optimizer's state in the checkpoint, and begins with a fresh one.
 
     Args:
         folder: the checkpoint, or where there is one.
         state: what it says beside the tensors.
         config: `[optimizer]` of the run.
-        rules: of each of its parameters.
+        rules: of each of its parameters; none where they are not known.
+        own: rules of the user's own file.
 
     Raises:
         CheckpointError: it is of another optimizer, and `optimizer.fresh_state` is off.
     """
-    if not (problems := _unlike(state, config, rules)):
+    if not (problems := _unlike(state, config, rules, own)):
         return False
     if config.fresh_state:
         return True
@@ -52,7 +63,14 @@ def afresh(folder: Path) -> str:
     return f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer"
 
 
-def _unlike(state: Mapping[str, Any], config: Optimizer, rules: Mapping[str, str]) -> list[Problem]:
+def taken_by_branch(is_fresh: bool) -> str:
+    """Say what a run takes of another one's checkpoint; all but the optimizer's state if that is fresh."""
+    return "weights and place in the data" if is_fresh else "weights, optimizer and place in the data"
+
+
+def _unlike(
+    state: Mapping[str, Any], config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]
+) -> list[Problem]:
     saved, problems = state.get("optimizer", {}), list[Problem]()
     before = saved.get("rules") or dict.fromkeys(rules, _FIRST)
     changed: dict[str, list[str]] = {}
@@ -62,15 +80,24 @@ def _unlike(state: Mapping[str, Any], config: Optimizer, rules: Mapping[str, str
     if changed:
         want = "; ".join(f"{show(was)} for {_first_four(one_of_all_blocks(names))}" for was, names in changed.items())
         want = f"the rules by which the checkpoint's parameters were updated: {want}"
-        problems.append(_of_another("recipe", config.recipe, want))
+        problems.append(_of_another("recipe", show(config.recipe), want))
     if (was := saved.get("state_dtype", config.state_dtype)) != config.state_dtype:
-        problems.append(_of_another("state_dtype", config.state_dtype, f"{show(was)}, as the checkpoint has it"))
+        want = f"{show(was)}, as the checkpoint has it"
+        problems.append(_of_another("state_dtype", show(config.state_dtype), want))
+    for name, kept in saved.get("state", {}).items():
+        if name in own and {*kept} != {*own[name].state}:
+            saw = f"class {name} with state {_listed(own[name].state)}"
+            problems.append(_of_another("file", saw, f"{_listed(kept)}, which the checkpoint has of this rule"))
     return problems
 
 
 def _of_another(key: str, saw: str, want: str) -> Problem:
     fix = "the old one; or optimizer.fresh_state = true: weights and data go on, the optimizer's state starts afresh"
-    return Problem(f"optimizer.{key}", show(saw), want, fix)
+    return Problem(f"optimizer.{key}", saw, want, fix)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
 
 
 def _first_four(names: list[str]) -> str:

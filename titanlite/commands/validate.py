@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
+from titanlite.checkpoint.optimizer_state import taken_by_branch
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import (
     changed_average,
@@ -91,9 +92,9 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
     elif branch := branch_of(config):
         at = step_folder(*branch)
-        notices.append(f"goes on from {at}: weights, optimizer and place in the data")
         state = read_state(at, branch[1])["state"]
-        notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
+        fresh = changed_optimizer(at, state, config, checked.dims, checked.optimizer)
+        notices += [f"goes on from {at}: {taken_by_branch(bool(fresh))}", *fresh]
         change = change_of_rate(config, branch[1], state.get("learning_rate"), checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))

@@ -3,9 +3,8 @@
     step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
 A line fits 100 columns; the learning rate, norms by group of the optimizer, tokens, the epoch and the wait for data are
-in metrics.jsonl. On a terminal
-the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above: no colours, no
-boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
+in metrics.jsonl. On a terminal the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only
+the text above: no colours, no boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
 host, and step lines to global rank 0, so eight ranks do not say everything eight times. A terminal that hangs up, or a

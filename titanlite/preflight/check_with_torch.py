@@ -17,7 +17,7 @@ from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteErr
 from titanlite.float8.scope import obstacle, odd_sizes, require_matches
 from titanlite.forecast.check_save_list import check_matches, check_names_of_list
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.start import newest_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,15 +72,16 @@ def check_with_torch(checked: CheckedRun, world: int | None = None) -> "RankMode
 
 
 def check_same_optimizer(checked: CheckedRun, model: "nn.Module") -> None:
-    """Refuse early to go on from a checkpoint of another optimizer, if the run's folder has one.
+    """Refuse early to go on from a checkpoint of another optimizer: the run's own, or that which it branches off.
 
     Raises:
         CheckpointError: as `leaves_state` says.
     """
-    if checked.saved is not None:
+    if (found := newest_state(checked.config)) is not None:
+        folder, _, state = found
         config, shapes = checked.config.optimizer, {name: p.shape for name, p in model.named_parameters()}
         rules = {name: own.rule for name, own in update_settings(checked.optimizer, config, shapes).items()}
-        leaves_state(RunFolder.of(checked.config).checkpoints, checked.saved, config, rules)
+        leaves_state(folder, state, config, rules, checked.optimizer.own_rules)
 
 
 def _try_own_rules(checked: CheckedRun) -> None:

@@ -73,7 +73,7 @@ def changed_optimizer(
     rules = (
         {name: own.rule for name, own in update_settings(recipe, config.optimizer, shapes).items()} if shapes else {}
     )
-    return [afresh(folder)] * leaves_state(folder, state, config.optimizer, rules)
+    return [afresh(folder)] * leaves_state(folder, state, config.optimizer, rules, recipe.own_rules)
 
 
 def planned_stages(config: Config, world_size: int | None) -> StageTable:
@@ -86,7 +86,7 @@ def planned_stages(config: Config, world_size: int | None) -> StageTable:
     Raises:
         ConfigError: as `stage_table` says.
     """
-    if (found := _newest_state(config)) is None:
+    if (found := newest_state(config)) is None:
         return stage_table(config, world_size)
     _, step, state = found
     return stage_table(config, world_size, past_of(step, state, config.training.seq_len))
@@ -105,14 +105,14 @@ def check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
     Returns:
         What the checkpoint of the run's folder says beside its tensors; None if there is none.
     """
-    if (found := _newest_state(config)) is None:
+    if (found := newest_state(config)) is None:
         return None
     folder, _, state = found
     other_text(folder, state, {}, inputs.fingerprint, strict=True)
     return state if folder.parent == RunFolder.of(config).checkpoints else None
 
 
-def _newest_state(config: Config) -> tuple[Path, int, dict[str, Any]] | None:
+def newest_state(config: Config) -> tuple[Path, int, dict[str, Any]] | None:
     """Return the checkpoint that a start goes on from, its step, and what it says beside its tensors."""
     try:
         found = start_of(RunFolder.of(config).checkpoints, config)

@@ -292,8 +292,9 @@ class Loop:
         state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
         state["unit_len"] = self.batches.mixture.unit_len
         state |= identity_of(self.run.config, self.run.dims)
-        state |= optimizer_identity(self.run.config.optimizer, self.run.optimizer.rules_by_name)
-        if sha256 := self.run.optimizer.sha256_of_file:
+        optimizer = self.run.optimizer
+        state |= optimizer_identity(optimizer.config, optimizer.rules_by_name, optimizer.recipe.own_rules)
+        if sha256 := optimizer.sha256_of_file:
             state["optimizer_file"] = sha256
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))

@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
-from titanlite.checkpoint.optimizer_state import PREFIX, afresh, leaves_state
+from titanlite.checkpoint.optimizer_state import PREFIX, afresh, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import AVERAGE, changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
@@ -126,13 +126,16 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 
+    def is_other(state: dict[str, Any]) -> bool:
+        of = run.optimizer
+        return leaves_state(folder, state, of.config, of.rules_by_name, of.recipe.own_rules)
+
     def check(state: dict[str, Any]) -> tuple[str, ...]:
         check_state(folder, state, run.config, run.dims, per_step)
-        is_other = leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name)
-        return (PREFIX,) * is_other + (AVERAGE,) * (has_average(state) != (run.average is not None))
+        return (PREFIX,) * is_other(state) + (AVERAGE,) * (has_average(state) != (run.average is not None))
 
     state, notices = checkpoints.load(step, tensors, check)
-    if is_fresh := leaves_state(folder, state, run.config.optimizer, run.optimizer.rules_by_name):
+    if is_fresh := is_other(state):
         notices.append(afresh(folder))
     _add_fresh_state(run, None if is_fresh else f"{folder.name} is of the same optimizer, whose state goes on")
     restore_rng(tensors)
@@ -146,7 +149,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     if branch is not None:
         samples = int(state["samples"])
         as_before = ", as at its first start" * (remembered_step(path, run_folder) is not None)
-        what = f"weights, optimizer and place in the data, after step {step}, {samples:,} samples"
+        what = f"{taken_by_branch(is_fresh)}, after step {step}, {samples:,} samples"
         said = f"branches off {folder}{as_before}: {what}"
         run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
     changed = [*changed_routing(state, run.dims), *changed_average(state, run.config, step)]

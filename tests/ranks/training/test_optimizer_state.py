@@ -13,6 +13,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, whole
 from titanlite.checkpoint import store
+from titanlite.commands import main
 from titanlite.parallel.initialise import local_slice
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
@@ -24,6 +25,7 @@ TP, EP, REPLICAS = (
 SIZES = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 256}
 DENSE = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value))]
 NORMUON = ["--optimizer.recipe", "normuon"]
+FRESH = "--optimizer.fresh_state=true"
 MIXTURE = ["--model.name", "qwen3_moe", "--model.n_layers", "1"]
 
 
@@ -95,6 +97,23 @@ def test_a_run_with_muon_stops_and_resumes_bitwise(desk: Desk) -> None:
     assert rest.content(6) == whole_run.content(6)
 
 
+def test_a_branch_with_another_optimizer_is_refused_before_it_has_a_folder_or_begins_with_fresh_state(
+    desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trunk = desk.run("trunk", 1, "--job.stop_after=2")
+    muon = "--optimizer.recipe=muon", f"--checkpoint.initial_load_path={trunk.folder}", "--job.stop_after=3"
+    refused = desk.run("branch", 1, *muon, "--job.strict=false", ends=2)
+    assert "step-00000002: 1 problem\n" in refused.output
+    assert 'optimizer.recipe = "muon"\n' in refused.output
+    assert not refused.folder.exists()
+    assert main(["validate", str(trunk.folder / "config.toml"), "--job.name=branch", *muon, FRESH]) == 0
+    told = desk.run("branch", 1, *muon, FRESH)
+    for said in (capsys.readouterr().out, told.output):
+        assert "step-00000002: weights and place in the data" in said
+        assert "the optimizer's state starts afresh: that of step-00000002 is of another optimizer" in said
+    assert [row["step"] for row in told.steps] == [3]
+
+
 def test_another_optimizer_begins_with_fresh_state_and_only_when_told_to(desk: Desk) -> None:
     recipe = "--optimizer.recipe=muon"
     desk.run("other", 1, "--job.stop_after=2")
@@ -102,10 +121,10 @@ def test_another_optimizer_begins_with_fresh_state_and_only_when_told_to(desk: D
     assert 'optimizer.recipe = "muon"\n' in refused.output
     assert '"adamw" for layers.*.attention.wqkv.weight, layers.*.attention.wo.weight, ' in refused.output
     assert "optimizer.fresh_state = true" in refused.output
-    told = desk.run("other", 1, recipe, "--job.stop_after=3", "--optimizer.fresh_state=true")
+    told = desk.run("other", 1, recipe, "--job.stop_after=3", FRESH)
     assert told.receipt["optimizer.fresh_state"]["applied"] == "state starts afresh"
     assert [row["step"] for row in told.steps] == [1, 2, 3]
-    again = desk.run("other", 1, recipe, "--job.stop_after=4", "--optimizer.fresh_state=true")
+    again = desk.run("other", 1, recipe, "--job.stop_after=4", FRESH)
     assert again.receipt["optimizer.fresh_state"]["applied"] == (
         "not needed: step-00000003 is of the same optimizer, whose state goes on"
     )

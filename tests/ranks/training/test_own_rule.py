@@ -124,6 +124,16 @@ def test_what_it_raises_in_a_step_ends_the_run_by_its_line(desk: Desk, tmp_path:
     assert "Traceback" not in run.output
 
 
+def test_a_rule_that_keeps_something_else_begins_afresh_when_told_to(desk: Desk, tmp_path: Path) -> None:
+    desk.run("more", 1, *lion(tmp_path), "--job.stop_after=1")
+    more = lion(tmp_path, ('    state = ("momentum",)', '    state = ("momentum", "last")'))
+    refused = desk.run("more", 1, *more, "--job.stop_after=2", ends=2)
+    assert "optimizer.file = class Lion with state momentum, last\n" in refused.output
+    told = desk.run("more", 1, *more, "--job.stop_after=2", "--optimizer.fresh_state=true")
+    assert [row["step"] for row in told.steps] == [1, 2]
+    assert any(name.startswith("optimizer/last/") for name in told.content(2))
+
+
 def test_a_file_that_has_changed_is_told(desk: Desk, tmp_path: Path) -> None:
     flags = [*lion(tmp_path), "--checkpoint.interval=1"]
     first = desk.run("changed", 1, *flags, "--job.stop_after=1")

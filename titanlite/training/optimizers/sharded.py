@@ -58,7 +58,7 @@ class ShardedOptimizer:
         mesh: Mesh,
         matrices: Mapping[str, Sequence[Matrix]],
     ) -> None:
-        self.config, self.mesh, self.parameters = config, mesh, parameters
+        self.config, self.recipe, self.mesh, self.parameters = config, recipe, mesh, parameters
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         self.updates = torch.zeros((), device=mesh.device)
         self.names = [name for name, p in self.locals.items() if p.numel()]
@@ -67,14 +67,13 @@ class ShardedOptimizer:
         self._owned = [n for n in self.names if n not in set(self._shared)]
         shapes = {name: p.shape for name, p in parameters.items()}
         self.settings = update_settings(recipe, config, shapes, of_matrices=matrices)
-        self._recipe = recipe
         self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
 
     def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:
         settings = {name: own for name, own in self.settings.items() if own.rule == rule}
         parameters, shards = ({name: of[name] for name in settings} for of in (self.parameters, self.locals))
         own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)  # type: ignore[arg-type]
-        return RULES[rule](own) if rule in RULES else RuleOfFile(own, self._recipe.own_rules[rule])
+        return RULES[rule](own) if rule in RULES else RuleOfFile(own, self.recipe.own_rules[rule])
 
     def step(
         self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
@@ -167,7 +166,7 @@ class ShardedOptimizer:
     @property
     def sha256_of_file(self) -> str | None:
         """Return the hash of the user's file of rules; None without one."""
-        return next((rule.sha256 for rule in self._recipe.own_rules.values()), None)
+        return next((rule.sha256 for rule in self.recipe.own_rules.values()), None)
 
     def entry(self) -> Entry:
         """Return the entry of the receipt: by group, what its parameters are updated with, and which they are.
@@ -178,7 +177,7 @@ class ShardedOptimizer:
         for own, names in rows.items():
             is_excluded = own.weight_decay == 0 and sum(other.group == own.group for other in rows) > 1
             groups[f"{own.group} without weight decay" if is_excluded else own.group] = {
-                "pattern": list(self._recipe.groups[own.group].pattern),
+                "pattern": list(self.recipe.groups[own.group].pattern),
                 **{key: value for key, value in own.of_rule().items() if key != "group"},
                 "parameters": len(names),
                 "elements": sum(self.parameters[name].numel() for name in names),  # of a split one, its whole
