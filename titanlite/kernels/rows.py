@@ -88,8 +88,16 @@ def momentum_rows(
 
 
 def update_rows(
-    rows: RowTable, parameters: TensorTable, flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
-) -> None:
+    rows: RowTable,
+    parameters: TensorTable,
+    flat: Tensor,
+    scales: Tensor,
+    decays: Tensor,
+    lr: float,
+    skip: Tensor,
+    *,
+    measure: bool = False,
+) -> Tensor | None:
     """Update rows with what has come for them.
 
         p ← (1 - lr·decay) p - lr·scale·u
@@ -101,14 +109,21 @@ def update_rows(
         scales, decays: [n] float64, of each row.
         lr: learning rate.
         skip: [] float32; 1 leaves parameters as they are.
+        measure: whether to add up what changes.
+
+    Returns:
+        [n] float32 or wider, the sum of squares of what changed in each row, if it is measured.
     """
     if flat.is_cuda:
         from titanlite.kernels.device.rows import launch_update
 
-        return launch_update(rows, parameters, flat, scales, decays, lr, skip)
+        return launch_update(rows, parameters, flat, scales, decays, lr, skip, measure=measure)
+    changes = parameters.tensors[0].new_zeros(len(rows)) if measure else None
     for number, chosen, at, place in _rows_alike(rows):
         whole = parameters.tensors[number].view(-1)
         old, scale, decay = whole[at], scales[chosen, None].to(whole.dtype), decays[chosen, None].to(whole.dtype)
-        new = old * (1 - lr * decay) - lr * scale * flat[place].to(old.dtype)
-        whole[at] = torch.where(skip > 0, old, new)
-    return None
+        new = torch.where(skip > 0, old, old * (1 - lr * decay) - lr * scale * flat[place].to(old.dtype))
+        whole[at] = new
+        if changes is not None:
+            changes[chosen] = (new - old).square().sum(1)
+    return changes

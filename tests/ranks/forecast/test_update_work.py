@@ -75,7 +75,7 @@ def test_the_memory_of_an_update_is_what_is_predicted(
 ) -> None:
     """Rows move in one kernel each on a GPU, and a symmetric product is one: they make nothing but their results."""
     for name in ("momentum_rows", "put_rows", "take_rows", "update_rows"):
-        monkeypatch.setattr(muon, name, lambda *given: None)
+        monkeypatch.setattr(muon, name, lambda *given, **more: None)
     monkeypatch.setattr(
         orthogonalise, "symmetric_product", lambda x, *_, **__: x.new_zeros(len(x), x.shape[1], x.shape[1])
     )

@@ -81,7 +81,16 @@ def test_update(widths: dict[str, int], device: str) -> None:
     scales, decays = (torch.linspace(a, b, 15, dtype=torch.float64).to(device) for a, b in ((0.5, 2), (0, 0.1)))
     old, parameters = [t.clone() for t in case.tensors], tensor_table("parameter", case.tensors)
     for skip in (ONE, ZERO):
-        update_rows(takes.on(flat.device), parameters, flat, scales, decays, 0.1, skip.to(device))
+        given = takes.on(flat.device), parameters, flat, scales, decays, 0.1, skip.to(device)
+        squares = update_rows(*given, measure=True)
+        changes = torch.stack([(a - b).square().sum(1) for a, b in zip(case.tensors, old, strict=True)]).flatten()
+        torch.testing.assert_close(squares, changes, rtol=1e-5, atol=0)
+        assert changes.any() != skip
+        measured = [t.clone() for t in case.tensors]
+        for tensor, before in zip(case.tensors, old, strict=True):
+            tensor.copy_(before)
+        assert update_rows(*given, measure=False) is None
+        assert all(torch.equal(a, b) for a, b in zip(measured, case.tensors, strict=True))
         for number, tensor in enumerate(case.tensors):
             for row in range(5):
                 n, first = 5 * number + row, 5 * 8 * number * 600 + row * tensor.shape[1]

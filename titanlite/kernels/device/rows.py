@@ -1,5 +1,6 @@
 """Device code of `titanlite.kernels.rows`: a thread block for each part of a row, which finds the row by a table."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,18 +71,22 @@ def _momentum_rows(
 
 @triton.jit
 def _update_rows(
-    parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, skip,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, skip, changes,
+    MEASURE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row; parameters: [tensors] int64, addresses."""
+    """One part of a row; parameters: [tensors] int64, addresses; changes: [rows, parts], squares, if MEASURE."""
     if tl.load(skip) == 0:
         along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = along < _numbers(widths, ALIGNED)
         of_p = _tensor_start(parameters, owners, p_like, ALIGNED) + _numbers(ats, ALIGNED) + along
         u = tl.load(flat + _numbers(places, ALIGNED) + along, mask=inside, other=0.0).to(tl.float32)
         scale, decay = tl.load(scales + tl.program_id(0)), tl.load(decays + tl.program_id(0))
-        p = tl.load(of_p, mask=inside, other=0.0) * (1 - lr * decay.to(tl.float32))
-        tl.store(of_p, p - lr * scale.to(tl.float32) * u, mask=inside)
+        before = tl.load(of_p, mask=inside, other=0.0)
+        p = before * (1 - lr * decay.to(tl.float32)) - lr * scale.to(tl.float32) * u
+        tl.store(of_p, p, mask=inside)
+        if MEASURE:
+            place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+            tl.store(changes + place, tl.sum((p - before) * (p - before)))
 
 
 def _grid(rows: RowTable) -> tuple[tuple[int, int], int]:
@@ -120,13 +125,24 @@ def launch_momentum(
 
 
 def launch_update(
-    rows: RowTable, parameters: TensorTable, flat: Tensor, scales: Tensor, decays: Tensor, lr: float, skip: Tensor
-) -> None:
-    """Launch the kernel of `update_rows`."""
-    if len(rows):
-        grid, block = _grid(rows)
-        at, like, aligned = parameters.addresses, parameters.tensors[0], rows.aligned and parameters.aligned
-        tables = rows.tensor, rows.at, rows.columns, rows.flat, scales, decays
-        _update_rows[grid](
-            at, like, flat, *tables, lr, skip, aligned, block, num_warps=WARPS  # type: ignore[call-arg]
-        )  # fmt: skip
+    rows: RowTable,
+    parameters: TensorTable,
+    flat: Tensor,
+    scales: Tensor,
+    decays: Tensor,
+    lr: float,
+    skip: Tensor,
+    *,
+    measure: bool,
+) -> Tensor | None:
+    """Launch the kernel of `update_rows`, and return what that does."""
+    if not len(rows):
+        return flat.new_empty(0, dtype=torch.float32) if measure else None
+    grid, block = _grid(rows)
+    at, like, aligned = parameters.addresses, parameters.tensors[0], rows.aligned and parameters.aligned
+    tables = rows.tensor, rows.at, rows.columns, rows.flat, scales, decays
+    changes = torch.zeros(grid, device=flat.device) if measure else skip  # 0 of a step that is left out
+    _update_rows[grid](
+        at, like, flat, *tables, lr, skip, changes, measure, aligned, block, num_warps=WARPS  # type: ignore[call-arg]
+    )  # fmt: skip
+    return changes.sum(1) if measure else None

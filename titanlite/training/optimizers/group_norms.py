@@ -1,8 +1,8 @@
 """Norms by group of the optimizer's recipe in one step: of gradients, of weights, and of what an update changes.
 
 They are made in steps that are logged, and in no others. A parameter that tensor-parallel ranks hold whole counts once,
-and so do replicas. Weights are read once more for it, 4 bytes of each. What an update changes AdamW's kernel adds up
-itself; for other rules weights are copied before, those that the rule changes at a time, and compared behind it.
+and so do replicas. Weights are read once more for it, 4 bytes of each. What an update changes, kernels of AdamW and
+Muon add up themselves; for a rule of the user's own each parameter is copied before, and compared behind it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

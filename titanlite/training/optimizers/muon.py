@@ -30,7 +30,7 @@ from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_ro
 from titanlite.models.matrices import Matrix
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.share_matrices import BUCKET
-from titanlite.training.optimizers.group_norms import GroupNorms, around
+from titanlite.training.optimizers.group_norms import GroupNorms
 from titanlite.training.optimizers.owners import Bucket, Transfer, assign, held_by_each_rank, schedule
 
 
@@ -169,8 +169,12 @@ class Muon:
     ) -> None:
         """Update rows of this rank's shards."""
         decays = tables.decays if decay_factor == 1 else tables.decays * decay_factor
-        with around(norms, tables.changes):
-            update_rows(tables.takes, self._parameters, taken.wait(), tables.scales, decays, lr, skip)
+        given = tables.takes, self._parameters, taken.wait(), tables.scales, decays, lr, skip
+        squares = update_rows(*given, measure=norms is not None)
+        if norms is not None and squares is not None:
+            of_runs = squares.split([n for _, n in tables.changes])
+            for (name, _), of_rows in zip(tables.changes, of_runs, strict=True):
+                norms.add_change(name, of_rows.sum())
 
     def _empty(self, sizes: list[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)
@@ -201,7 +205,7 @@ class Muon:
         return _Tables(
             holds=table(holds).on(on),
             takes=table(takes).on(on),
-            changes=list(dict.fromkeys(bucket.stacks[rows.stack].parameter for rows in bucket.taken.rows)),
+            changes=[(bucket.stacks[rows.stack].parameter, len(rows.at)) for rows in bucket.taken.rows],
             comes=of_stacks(bucket.collected),
             goes=of_stacks(bucket.returned),
             scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
@@ -221,7 +225,7 @@ class _Tables:
     Attributes:
         holds: rows of this rank's shards, with their places among those that are given to owners.
         takes: the same rows, with their places among results.
-        changes: names of the parameters that have them.
+        changes: the parameters that have them, in order, each with how many.
         comes, goes: rows of this rank's stacks, with their places among those that are collected, and returned.
         scales, decays: of `takes`, what the learning rate is multiplied by.
         own: [B, R, C] of each of its stacks.
@@ -230,7 +234,7 @@ class _Tables:
 
     holds: RowTable
     takes: RowTable
-    changes: list[str]
+    changes: list[tuple[str, int]]
     comes: RowTable
     goes: RowTable
     scales: Tensor
