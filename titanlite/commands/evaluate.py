@@ -107,7 +107,8 @@ def _find_target(path: Path, step: str | None, tokenizer: str | None) -> _Target
     if (path / "config.toml").is_file():
         return _target_of_run(RunFolder(path), step, tokenizer)
     above = path.resolve().parents[1] if len(path.resolve().parents) > 1 else path
-    if path.is_dir() and path.name.startswith("step-") and (above / "config.toml").is_file():
+    is_model = (path / "config.json").is_file()  # that a run has exported, beside its checkpoints
+    if path.is_dir() and not is_model and path.name.startswith("step-") and (above / "config.toml").is_file():
         if step is not None:
             raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
         return _target_of_run(RunFolder(above), path.name.removeprefix("step-"), tokenizer)

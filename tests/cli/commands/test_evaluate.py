@@ -73,8 +73,8 @@ def test_an_older_checkpoint_by_its_folder_or_step(trained: "Ended", call: "Call
 
 def test_an_exported_folder_answers_as_its_run(trained: "Ended", task: Path, call: "Call", tmp_path: Path) -> None:
     """In batches of another shape: equal but for rounding, as in tests/ranks/evaluation/test_score.py."""
-    folder, ours = tmp_path / "exported", tmp_path / "run.json"
-    call("export", str(trained.folder), "--out", str(folder))
+    folder, ours = trained.folder / "hugging_face/step-00000006", tmp_path / "run.json"  # named as a checkpoint is
+    call("export", str(trained.folder))
     call("evaluate", str(folder), "--tasks", f"lines={task}")
     call("evaluate", str(trained.folder), "--out", str(ours))
     one, other = answers(folder / "evaluation.json"), answers(ours)
