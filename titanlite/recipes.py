@@ -107,9 +107,9 @@ def load(
     def find_base(name: str, at: Place) -> Path:
         return _find(kind, name, files, Origin(at.source, {"extends": at}), "extends", Path(at.source).parent)
 
-    table, places = read_merged(path, find_base)
-    problems = Problems(Origin(str(path), places))
     is_optimizer, schema = kind == "optimizer", KINDS[kind].schema
+    table, places = read_merged(path, find_base, added_first="groups" if is_optimizer else "")
+    problems = Problems(Origin(str(path), places))
     recipe = optimizer_recipe(table, rules, problems) if is_optimizer else from_table(schema, table, problems)
     if recipe is not None and not problems:
         KINDS[kind].check(recipe, problems)

@@ -76,8 +76,10 @@ def _convert(
     if nested and isinstance(value, dict):
         return from_table(cast("type[object]", nested[0]), cast("Mapping[str, object]", value), problems, path, suggest)
     tuples = [o for o in options if get_origin(o) is tuple]
-    if tuples and isinstance(value, list):
-        item, items = get_args(tuples[0])[0], cast("list[object]", value)
+    item, items = get_args(tuples[0])[0] if tuples else None, cast("list[object]", value)
+    is_flat = get_origin(item) is tuple and isinstance(value, list) and bool(items)
+    is_flat = is_flat and not any(isinstance(v, list) for v in items)  # in place of lists in a list
+    if tuples and isinstance(value, list) and not is_flat:
         converted = [_convert(item, v, f"{path}[{n}]", problems, suggest, None) for n, v in enumerate(items)]
         return None if None in converted else tuple(converted)
     tables = [o for o in options if get_origin(o) is dict]
@@ -144,6 +146,9 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
         return fix
     if any(get_origin(o) is tuple and get_args(o)[0] is str for o in options) and isinstance(value, str):
         return f"{key} = [{show(value)}]"
+    items = [get_args(o)[0] for o in options if get_origin(o) is tuple]
+    if any(get_origin(item) is tuple for item in items) and isinstance(value, list):
+        return f"{key} = {show([value])}"
     if any(dataclasses.is_dataclass(o) for o in options):
         return f"write it as a table: [{path}]"
     if any(get_origin(o) is tuple and dataclasses.is_dataclass(get_args(o)[0]) for o in options):

@@ -45,6 +45,12 @@ def _groups_of_own_rules(
         rule = cast("dict[str, object]", table).get("rule") if isinstance(table, dict) else None
         if isinstance(rule, str) and rule in rules:
             found[name] = _group_of_own_rule(f"groups.{name}", cast("dict[str, object]", table), rules[rule], problems)
+        elif isinstance(table, dict) and "rule" not in table:
+            near = nearest(name, [other for other in groups if other != name])
+            fix = f"did you mean [groups.{near}]?" if near else 'add rule = "adamw", or another'
+            at = problems.origin.of(f"groups.{name}")
+            problems.add(f"groups.{name}.rule", "", "the rule of the group; it is missing", fix, at=at)
+            found[name] = None
         elif isinstance(rule, str) and rule not in KEYS_OF_RULE:
             choices = (*KEYS_OF_RULE, *rules)
             near = nearest(rule, choices)

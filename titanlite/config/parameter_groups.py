@@ -69,7 +69,7 @@ def update_settings(
         _check_matrices(recipe, {n: s for n, s in shapes.items() if n not in of_matrices}, groups, of_recipe)
     excluded = _excluded(config.weight_decay_exclude, shapes, of_config)
     for pattern in config.weight_decay_exclude:
-        _check_decay(pattern, recipe, {n: g for n, g in groups.items() if fnmatch(n, pattern)}, of_config)
+        _check_decay(pattern, config, recipe, {n: g for n, g in groups.items() if fnmatch(n, pattern)}, of_config)
     errors = [p.error(kind) for p, kind in ((of_config, ConfigError), (of_recipe, RecipeError)) if p]
     if errors:
         raise type(errors[0])(*(report for error in errors for report in error.args))
@@ -124,6 +124,8 @@ def _check_groups(
             if others:
                 why = f"others come first: {', '.join(sorted(others))}"
             fix = f"remove [{key}], move it up, or write optional = true"
+            if not problems.is_own(key):
+                fix = f"give groups of yours fewer parameters, or write [{key}] with optional = true"
             problems.add(key, "", f"a group that takes a parameter; {why}", fix)
     if left := [name for name in shapes if name not in taken]:
         names = one_of_all_blocks(left)
@@ -152,7 +154,10 @@ def _check_matrices(
             fix = 'shape = "matrix"; what it leaves, a group with rule = "adamw" takes'
         else:
             fix = f'a group above it with rule = "adamw" and pattern = {show(names)}'
-        problems.add(f"groups.{name}.rule", show(group.rule), want, fix)
+        # What a base says was right there.
+        where = next(filter(problems.is_own, (f"groups.{name}.{k}" for k in ("rule", "shape", "pattern"))), None)
+        at = problems.origin.of(where) if where else None
+        problems.add(f"groups.{name}.rule", show(group.rule), want, fix, at=at)
 
 
 def _excluded(patterns: Sequence[str], parameters: Collection[str], problems: Problems) -> set[str]:
@@ -163,13 +168,17 @@ def _excluded(patterns: Sequence[str], parameters: Collection[str], problems: Pr
     return {name for name in parameters if any(fnmatch(name, pattern) for pattern in patterns)}
 
 
-def _check_decay(pattern: str, recipe: OptimizerRecipe, taken: Mapping[str, str], problems: Problems) -> None:
+def _check_decay(
+    pattern: str, config: Optimizer, recipe: OptimizerRecipe, taken: Mapping[str, str], problems: Problems
+) -> None:
     """Refuse to exclude from weight decay what a group says the weight decay of."""
     for parameter, name in taken.items():
         if recipe.groups[name].weight_decay:
             own = f"groups.{name}.weight_decay = {show(recipe.groups[name].weight_decay)}"
             want = f"patterns of parameters whose group leaves weight_decay out; {parameter} has {own}"
-            problems.add(_EXCLUDE, show(pattern), want, f"remove it, or that of the recipe ({recipe.origin.source})")
+            kept = [other for other in config.weight_decay_exclude if other != pattern]
+            fix = f"weight_decay_exclude = {show(kept)}, or no weight decay in the recipe ({recipe.origin.source})"
+            problems.add(_EXCLUDE, show(pattern), want, fix)
             return
 
 

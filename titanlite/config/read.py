@@ -14,7 +14,7 @@ from typing import Any, cast, get_type_hints
 from titanlite.config.build import from_table
 from titanlite.config.port import Port, take_out
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import Experts
+from titanlite.config.recipe_schema import Experts, ParameterGroup
 from titanlite.config.renamed import replacement
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged
@@ -80,6 +80,9 @@ def suggest_key(path: str, value: object = None) -> str | None:
     of_experts = {field.name for field in dataclasses.fields(Experts)}
     if path.startswith(("experts", "model.experts")) or (section == "model" and key in of_experts):
         return "write it in the table [experts] of a recipe of your own: docs/how_to/mixture_of_experts.md"
+    of_group = {field.name for field in dataclasses.fields(ParameterGroup)}
+    if section == "optimizer" and key in of_group:
+        return f"write {key} in a group of a recipe of your own: docs/optimizers.md"
     if flat := next((k for k in schema_keys() if k.replace(".", "_") == path), None):
         return f"did you mean {flat}?"
     if not section and (near := nearest(path, sections())):
@@ -90,6 +93,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
         near = elsewhere
     else:
         names = {k.partition(".")[2]: k for k in own}  # apart from their section, in which they are alike
-        meant = names.get(nearest(key, names) or "") if own else nearest(path, schema_keys())
+        begun = [name for name in names if name.startswith(f"{key}_")]  # "ema" is "ema_decay"
+        word = nearest(key, names) or (begun[0] if len(begun) == 1 else "")
+        meant = names.get(word) if own else nearest(path, schema_keys())
         near = [meant] if meant else elsewhere[:3]
     return f"did you mean {' or '.join(near)}?" if near else None

@@ -27,7 +27,7 @@ class Job:
     stop_with_launcher: bool = True
     """Save and stop when the launcher (torchrun, srun, mpirun, a script) has ended without ending its ranks. Set it to false for ranks that a script starts and leaves to themselves. A process without a rank has no launcher."""
     recipe_dirs: tuple[str, ...] = ()
-    """Folders with your own recipes, in subfolders `model`, `float8` and `activation_checkpoint`. Reusing the name of a shipped recipe is an error."""
+    """Folders with your own recipes, in subfolders `model`, `float8`, `activation_checkpoint` and `optimizer`. Reusing the name of a shipped recipe is an error."""
 
 
 @dataclass(frozen=True)

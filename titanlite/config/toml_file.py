@@ -32,12 +32,15 @@ def shipped_folder(name: str) -> Path:
     return inside if inside.is_dir() else package.parent / name
 
 
-def read_merged(path: Path, find: Callable[[str, Place], Path]) -> tuple[Table, dict[str, Place]]:
+def read_merged(
+    path: Path, find: Callable[[str, Place], Path], added_first: str = ""
+) -> tuple[Table, dict[str, Place]]:
     """Read a file and everything it extends.
 
     Args:
         path: the file.
         find: from a name in `extends` and the place that says it, to the file that is meant.
+        added_first: a table whose order counts: keys that a file adds stand before those of the files it extends.
 
     Returns:
         The merged table without `extends`, and the place of every dotted key in it.
@@ -45,12 +48,13 @@ def read_merged(path: Path, find: Callable[[str, Place], Path]) -> tuple[Table, 
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
-    return _read_chain(path, find, {}, {})
+    return _read_chain(path, find, added_first, {}, {})
 
 
 def _read_chain(
     path: Path,
     find: Callable[[str, Place], Path],
+    added_first: str,
     above: dict[str, Path],
     known: dict[str, tuple[Table, dict[str, Place]]],
 ) -> tuple[Table, dict[str, Place]]:
@@ -81,12 +85,16 @@ def _read_chain(
         if len(chain) == _DEEPEST:
             want = f"at most {_DEEPEST} files that extend each other, from {next(iter(chain.values()))} on"
             raise refuse(show(name), want, "list files beside each other: a later one wins")
-        read.append(_read_chain(base, find, chain, known))
+        read.append(_read_chain(base, find, added_first, chain, known))
     read.append((own, {key: Place(str(path), line) for key, line in lines.items()}))
     table, places = Table(), dict[str, Place]()
     for over, over_places in read:
+        before = table.get(added_first)
+        there = {*cast("Table", before)} if isinstance(before, dict) else set[str]()
         _merge_table(table, places, copy.deepcopy(over))  # which another file may extend as well
         places.update(over_places)
+        if there and isinstance(after := table[added_first], dict):
+            table[added_first] = dict(sorted(cast("Table", after).items(), key=lambda each: each[0] in there))  # stable
     known[real] = table, places
     return table, places
 

@@ -124,6 +124,7 @@ def test_a_weight_decay_is_said_once() -> None:
     said = refused(decays)
     assert 'optimizer.weight_decay_exclude = "*norm.weight"' in said
     assert "layers.0.attention_norm.weight has groups.norms.weight_decay = 0.01" in said
+    assert "fix:  weight_decay_exclude = [], or no weight decay in the recipe" in said
     settings = update_settings(decays, Optimizer(weight_decay_exclude=()), SHAPES)
     assert settings["norm.weight"].weight_decay == 0.01
     assert update_settings(decays_not, Optimizer(), SHAPES)["norm.weight"].weight_decay == 0.0
@@ -209,7 +210,8 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
             '[groups.a]\nrule = "adam"',
             ['groups.a.rule = "adam"', 'one of "adamw", "muon", "normuon",', 'did you mean "adamw"?'],
         ),
-        ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing"]),
+        ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing", 'add rule = "adamw"']),
+        ('[groups.hidden]\nrule = "muon"\n[groups.hiden]\nmomentum = 0.9', ["line 4", "did you mean [groups.hidden]?"]),
         ('[groups.a]\nrule = "adamw"\nlr_factor = 0.0', ["line 4  groups.a.lr_factor = 0.0", "above 0"]),
         ('[groups.a]\nrule = "adamw"\nbeta2 = 1.0', ["line 4  groups.a.beta2 = 1.0", "below 1"]),
         ('[groups.a]\nrule = "adamw"\nmoment = 0.9', ["groups.a.moment = 0.9", "one of rule, pattern"]),
@@ -228,10 +230,16 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
         ('[groups.a]\nrule = "muon"\npolynomials = "polar_expres"', ["a list of lists of numbers", '"polar_express"?']),
         ('[groups.a]\nrule = "muon"\npolynomials = []', ["at least one list of three numbers"]),
         ('[groups.a]\nrule = "muon"\npolynomials = [[3, 1]]', ["groups.a.polynomials = [[3.0, 1.0]]", "three numbers"]),
-        ('[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, nan]]', ["at most 3; after step 1"]),
+        (
+            '[groups.a]\nrule = "muon"\npolynomials = [0, 0, 0]',
+            ["a list of lists of numbers", "polynomials = [[0, 0, 0]]"],
+        ),
+        ('[groups.a]\nrule = "muon"\npolynomials = [[0, 0, 0]]', ["(0, 3]; after step 1"]),  # nothing would move
+        ('[groups.a]\nrule = "muon"\npolynomials = [[-1.5, 0.5, 0]]', ["(0, 3]; after step 1"]),  # uphill
+        ('[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, nan]]', ["(0, 3]; after step 1"]),
         (  # with a sign forgotten
             '[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, 0], [3.4445, 4.7750, 2.0315]]',
-            ["groups.a.polynomials = [[1.5, -0.5, 0.0], [3.4445,", "at most 3; after step 2 one is not"],
+            ["groups.a.polynomials = [[1.5, -0.5, 0.0], [3.4445,", "(0, 3]; after step 2 one is not"],
         ),
         ('[groups.a]\nrule = "adamw"\npattern = "*"', ['pattern = ["*"]']),
         ('[[groups]]\nrule = "adamw"', ["want: a table of tables"]),
@@ -251,3 +259,32 @@ def test_one_that_extends_another_changes_a_key_or_adds_a_group(tmp_path: Path) 
     assert load("optimizer", str(path)).groups == {"all": group(lr_factor=0.5)}
     path.write_text('extends = "adamw"\n[groups.head]\nrule = "adamw"\npattern = ["output.*"]\n')
     assert groups_of(load("optimizer", str(path)))["head"] == ["output.weight"]
+
+
+def test_groups_that_a_recipe_adds_come_before_those_that_it_extends(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.toml").write_text(
+        'extends = "muon"\n[groups.last]\nrule = "adamw"\npattern = ["layers.1.wqkv.*"]\n'
+        '[groups.hidden]\nmomentum = 0.9\n[groups.any]\nrule = "adamw"\npattern = ["*wqkv*"]\nshape = "matrix"\n'
+    )
+    recipe = load("optimizer", str(path))
+    assert [*recipe.groups] == ["last", "any", "routers", "hidden", "rest"]
+    found = groups_of(recipe)
+    assert found["last"] == ["layers.1.wqkv.weight"]
+    assert found["any"] == ["layers.0.wqkv.weight"]
+    assert found["hidden"] == ["layers.0.experts.w13.weight", "layers.1.experts.w13.weight"]
+    (below := tmp_path / "below.toml").write_text(
+        'extends = "mine.toml"\n[groups.all]\nrule = "adamw"\noptional = true'
+    )
+    assert [*load("optimizer", str(below)).groups] == ["all", "last", "any", "routers", "hidden", "rest"]
+    below.write_text('extends = ["mine.toml", "adamw"]')
+    assert [*load("optimizer", str(below)).groups] == ["all", "last", "any", "routers", "hidden", "rest"]
+
+
+def test_what_shipped_groups_lack_is_to_be_changed_in_ones_own_file(tmp_path: Path) -> None:
+    (path := tmp_path / "mine.toml").write_text('extends = "muon"\n[groups.all]\nrule = "adamw"\n')
+    said = refused(load("optimizer", str(path)))
+    assert "fix:  give groups of yours fewer parameters, or write [groups.rest] with optional = true" in said
+    path.write_text('extends = "muon"\n[groups.hidden]\nshape = "any"\n')
+    with pytest.raises(RecipeError) as caught:
+        update_settings(load("optimizer", str(path)), Optimizer(), SHAPES, None, MATRICES)
+    assert f"{path}: 1 problem\n  line 3  groups.hidden.rule" in str(caught.value)
