@@ -75,11 +75,9 @@ def _convert(
     nested = [o for o in options if dataclasses.is_dataclass(o)]
     if nested and isinstance(value, dict):
         return from_table(cast("type[object]", nested[0]), cast("Mapping[str, object]", value), problems, path, suggest)
-    tuples = [o for o in options if get_origin(o) is tuple]
-    item, items = get_args(tuples[0])[0] if tuples else None, cast("list[object]", value)
-    is_flat = get_origin(item) is tuple and isinstance(value, list) and bool(items)
-    is_flat = is_flat and not any(isinstance(v, list) for v in items)  # in place of lists in a list
-    if tuples and isinstance(value, list) and not is_flat:
+    tuples = [o for o in options if get_origin(o) is tuple and not _lacks_lists(o, value)]
+    if tuples and isinstance(value, list):
+        item, items = get_args(tuples[0])[0], cast("list[object]", value)
         converted = [_convert(item, v, f"{path}[{n}]", problems, suggest, None) for n, v in enumerate(items)]
         return None if None in converted else tuple(converted)
     tables = [o for o in options if get_origin(o) is dict]
@@ -93,6 +91,12 @@ def _convert(
     want = describe_type(hint) + (" in quotes" if options == [str] else "")
     problems.add(path, show(value), want, repair(hint, value, path, default))
     return None
+
+
+def _lacks_lists(hint: Any, value: object) -> bool:
+    """Return whether what should be a list of lists is a list of other things, as [1, 2] for [[1, 2]]."""
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    return get_origin(get_args(hint)[0]) is tuple and bool(items) and not any(isinstance(v, list) for v in items)
 
 
 def options_of(hint: Any) -> list[Any]:
@@ -148,7 +152,7 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
         return f"{key} = [{show(value)}]"
     items = [get_args(o)[0] for o in options if get_origin(o) is tuple]
     if any(get_origin(item) is tuple for item in items) and isinstance(value, list):
-        return f"{key} = {show([value])}"
+        return f"{key} = [{show(cast('object', value))}]"
     if any(dataclasses.is_dataclass(o) for o in options):
         return f"write it as a table: [{path}]"
     if any(get_origin(o) is tuple and dataclasses.is_dataclass(get_args(o)[0]) for o in options):
