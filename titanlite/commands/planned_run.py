@@ -154,6 +154,7 @@ def _traffic(
         note = "--world N adds the collectives of data-parallel ranks and the reductions over all ranks"
         return tuple(of_update(replicated, t, 1)), (note,), False
     from titanlite.models.experts import MixtureOfExperts
+    from titanlite.training.optimizers.group_norms import KINDS
 
     layers = [part for part in model.modules() if isinstance(part, MixtureOfExperts)]
     of_biased = [layer.of.n_experts for layer in layers if layer.bias is not None]
@@ -161,10 +162,14 @@ def _traffic(
     sources, notes = len(checked.inputs.trained), tuple[str, ...]()
     has_z_loss = memory.config.training.z_loss > 0
     of_step = of_update(replicated, t, world, sources if sources > 1 else 0, biased, has_z_loss)
-    if layers and world > 1:  # as `training/routers.py` sees them
-        numbers = len(layers) * (max(layer.of.n_experts for layer in layers) + 3)
+    if world > 1:
+        groups = len({own.group for own in memory.optimizer.settings.values()})
+        more = [f"an all_reduce of {len(KINDS) * groups:,} norms by group of the optimizer in float32"]
+        if layers:  # as `training/routers.py` sees them
+            numbers = len(layers) * (max(layer.of.n_experts for layer in layers) + 3)
+            more.append(f"one of {numbers:,} numbers of routers in float64")
         when = f"in a step that metrics.log_freq = {memory.config.metrics.log_freq} logs"
-        notes = (f"not listed: {when}, an all_reduce of {numbers:,} numbers of routers in float64",)
+        notes = (f"not listed: {when}, {' and '.join(more)}",)
     if memory.run.no_trace_reason and world > t:
         why = in_a_line(memory.run.no_trace_reason)
         return (*of_step, *of_matrices(memory)), (f"the collectives of FSDP are not listed: {why}", *notes), False

@@ -33,6 +33,10 @@ SMALL, FOUR = [DEBUG, "--world", "2"], [LARGE, "--world", "4"]
 ASYNC = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
 
 
+NORMS = (
+    "not listed: in a step that metrics.log_freq = {} logs, an all_reduce of {} norms by group of the optimizer in"
+    " float32"
+)
 UNKNOWN = (
     "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal attention, and a"
     " run, which ends it with each document, takes less"
@@ -493,6 +497,7 @@ def test_diff(call: Call) -> None:
     assert call("plan", *FOUR, "--diff", "--training.seed", "3") == "nothing differs\n"
     table, *notes = call("plan", *FOUR, "--diff", "--activation_checkpoint.recipe", "none").split("\n\n")
     assert notes == [
+        NORMS.format(1, 3),
         "of 7.5 GiB of gradients 0.0 GiB exist at the peak; the rest are made later, in memory that activations leave",
         f"{UNKNOWN}\n",
     ]
@@ -539,6 +544,9 @@ def test_an_optimizer_of_several_rules(tmp_path: Path, call: Call) -> None:
     (taken,) = (row for row in rows if row[0] == "step: optimizer")
     assert taken[1:] == ["15.7 ms", f"{update['total']:,.1f} ms"]
     assert "\noptimizer\n" not in call("plan", *SMALL)
+    # Three norms of each group, as `train_step` reduces them: of routers, hidden matrices and the rest.
+    out = " ".join(call("plan", *MIXTURE, "--world", "2", *muon, "--metrics.log_freq", "7").split())
+    assert f"{NORMS.format(7, 3 * 3)} and one of " in out
 
 
 def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, call: Call) -> None:

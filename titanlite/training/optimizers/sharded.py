@@ -71,8 +71,9 @@ class ShardedOptimizer:
 
     def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:
         settings = {name: own for name, own in self.settings.items() if own.rule == rule}
-        parameters, shards = ({name: of[name] for name in settings} for of in (self.parameters, self.locals))
-        own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)  # type: ignore[arg-type]
+        parameters = {name: self.parameters[name] for name in settings}
+        shards = {name: self.locals[name] for name in settings}
+        own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)
         return RULES[rule](own) if rule in RULES else RuleOfFile(own, self.recipe.own_rules[rule])
 
     def step(
