@@ -106,6 +106,23 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_a_bucket_has_one_sum_for_all_rows_of_a_place(tmp_path: Path) -> None:
+    """However many parameters they are of: each would be a kernel."""
+    asked = checked(tmp_path, 1, ["--optimizer.recipe", "muon"])
+
+    def body() -> None:
+        optimizer = assemble(asked).optimizer
+        zeros = {name: torch.zeros_like(p) for name, p in optimizer.locals.items()}
+        norms = optimizer.group_norms()
+        taken, original = [], norms.add_change
+        norms.add_change = lambda name, square: (taken.append(name), original(name, square))[1]  # type: ignore[method-assign]
+        optimizer.step(zeros, 1e-3, torch.ones(()), torch.zeros(()), norms)
+        of_muon = [name for name in taken if optimizer.settings[name].rule == "muon"]
+        assert len(of_muon) == 1 < sum(own.rule == "muon" for own in optimizer.settings.values())
+
+    run_ranks(body, tmp_path, 1)
+
+
 def test_a_step_that_is_not_logged_does_nothing_for_them_and_both_have_the_same_bits(tmp_path: Path) -> None:
     asked = checked(tmp_path, 1, ["--training.local_batch_size", "4"])
 

@@ -37,7 +37,7 @@ class AdamW(UpdateRule):
             of = own.settings[name]
             together.setdefault((of.lr_factor, of.beta1, of.beta2, of.eps), []).append(name)
         self._updates = [
-            (names, lr_factor, adamw(self._state(own, names, beta1, beta2, eps)))
+            (names, lr_factor, adamw(self._state(own, names, beta1, beta2, eps)), [run[0] for run in self._runs(names)])
             for (lr_factor, beta1, beta2, eps), names in together.items()
         ]
 
@@ -61,8 +61,8 @@ class AdamW(UpdateRule):
     ) -> None:
         """See `UpdateRule.step`."""
         given = divisor, skip, norms is not None, self._decay_factor(lr)
-        for names, lr_factor, update in self._updates:
+        for names, lr_factor, update, first_of_runs in self._updates:
             squares = update([grads[name] for name in names], lr_factor * lr, *given)
             if norms is not None:
-                for run, square in zip(self._runs(names), squares, strict=True):
-                    norms.add_change(run[0], square)
+                for name, square in zip(first_of_runs, squares, strict=True):
+                    norms.add_change(name, square)

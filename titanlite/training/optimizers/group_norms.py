@@ -7,6 +7,7 @@ Muon add up themselves; for a rule of the user's own each parameter is copied be
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,17 @@ class GroupNorms:
     def add_change(self, name: str, square: Tensor) -> None:
         """Take the sum of squares, [] float32, of what changed in a parameter, or in several with one place."""
         self._squares[2].setdefault(self._places[name], []).append(square)
+
+    def add_changes_of_rows(self, runs: Sequence[tuple[str, int]], squares: Tensor) -> None:
+        """Take the sum of squares of what changed in each row, [n] float32.
+
+        Args:
+            runs: names of the parameters that the rows are of, in order, each with how many.
+            squares: of all rows.
+        """
+        alike = [[*of] for _, of in groupby(runs, lambda run: self._places[run[0]])]  # one sum for each
+        for of, rows in zip(alike, squares.split([sum(n for _, n in of) for of in alike]), strict=True):
+            self.add_change(of[0][0], rows.sum())
 
     @contextmanager
     def around(self, names: Sequence[str]) -> Iterator[None]:

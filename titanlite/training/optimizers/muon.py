@@ -172,9 +172,7 @@ class Muon:
         given = tables.takes, self._parameters, taken.wait(), tables.scales, decays, lr, skip
         squares = update_rows(*given, measure=norms is not None)
         if norms is not None and squares is not None:
-            of_runs = squares.split([n for _, n in tables.changes])
-            for (name, _), of_rows in zip(tables.changes, of_runs, strict=True):
-                norms.add_change(name, of_rows.sum())
+            norms.add_changes_of_rows(tables.changes, squares)
 
     def _empty(self, sizes: list[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)

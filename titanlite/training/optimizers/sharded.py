@@ -5,6 +5,7 @@ A rule is a file in this folder with a class, which stands in `RULES`; its name 
 """
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -105,16 +106,20 @@ class ShardedOptimizer:
             raise StepError(describe("model", problems))
         return {name: local_data(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
-    @property
+    @cached_property
     def groups(self) -> list[str]:
         """Groups of the recipe that have parameters."""
         return list(dict.fromkeys(own.group for own in self.settings.values()))
 
     def group_norms(self) -> GroupNorms:
         """Begin to measure the norms of a step."""
+        return GroupNorms(self.groups, self._places, self.locals, self.mesh)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[int, bool]]:
+        """The place of each parameter of which this rank has a part, as `GroupNorms` takes it."""
         number, shared = {group: n for n, group in enumerate(self.groups)}, set(self._shared)
-        places = {name: (number[self.settings[name].group], name in shared) for name in self.names}
-        return GroupNorms(self.groups, places, self.locals, self.mesh)
+        return {name: (number[self.settings[name].group], name in shared) for name in self.names}
 
     def norm(self, grads: dict[str, Tensor], norms: GroupNorms | None = None) -> Tensor:
         """Global L2 norm of all gradients.
