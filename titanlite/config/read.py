@@ -80,6 +80,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
     of_experts = {field.name for field in dataclasses.fields(Experts)}
     if path.startswith(("experts", "model.experts")) or (section == "model" and key in of_experts):
         return "write it in the table [experts] of a recipe of your own: docs/how_to/mixture_of_experts.md"
+    if f"{path}.".startswith("optimizer.groups."):
+        return "write groups in a recipe of your own, which optimizer.recipe names: docs/optimizers.md"
     of_group = {field.name for field in dataclasses.fields(ParameterGroup)}
     if section == "optimizer" and key in of_group:
         return f"write {key} in a group of a recipe of your own: docs/optimizers.md"

@@ -120,6 +120,10 @@ steps = 1
             ["line 1  experts", "the table [experts] of a recipe of your own: docs/how_to/mixture"],
         ),
         ("[model]\nn_experts = 1", ["line 2  model.n_experts = 1", "the table [experts] of a recipe of your own"]),
+        (
+            '[optimizer.groups.a]\nrule = "muon"',
+            ["line 1  optimizer.groups", "fix:  write groups in a recipe of your own"],
+        ),
         ("[training]\nsed = 1", ["fix:  did you mean training.seed?"]),
         (
             '[[data.mixture]]\nname = "a"\nsource = "b"\nweight = 1\nmax_epoch = 1',
