@@ -119,6 +119,9 @@ def test_a_bucket_has_one_sum_for_all_rows_of_a_place(tmp_path: Path) -> None:
         optimizer.step(zeros, 1e-3, torch.ones(()), torch.zeros(()), norms)
         of_muon = [name for name in taken if optimizer.settings[name].rule == "muon"]
         assert len(of_muon) == 1 < sum(own.rule == "muon" for own in optimizer.settings.values())
+        with Operations() as operations:
+            norms.numbers()
+        assert operations.count <= 12, operations.count  # of no group by itself, where no rank has a part of a sum
 
     run_ranks(body, tmp_path, 1)
 

@@ -84,8 +84,9 @@ class GroupNorms:
         zero = torch.zeros((), device=self._mesh.device)
 
         def total(kind: int, group: int) -> Tensor:
-            own, shared = (self._squares[kind].get((group, is_shared), [zero]) for is_shared in (False, True))
-            return torch.stack(own).sum() + torch.stack(shared).sum() / self._mesh.tp_size
+            own, shared = (self._squares[kind].get((group, is_shared), []) for is_shared in (False, True))
+            parts = [*own, *(square / self._mesh.tp_size for square in shared)] or [zero]
+            return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
         squares = torch.stack([total(kind, group) for kind in range(len(KINDS)) for group in range(self._groups)])
         dist.all_reduce(squares)
