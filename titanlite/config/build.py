@@ -157,6 +157,8 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
         return f"write it as a table: [{path}]"
     if any(get_origin(o) is tuple and dataclasses.is_dataclass(get_args(o)[0]) for o in options):
         return f"write each as a table of a list: [[{path}]]"
+    if any(get_origin(o) is dict and dataclasses.is_dataclass(get_args(o)[1]) for o in options):
+        return f"write each as a table: [{path}.NAME]"
     choices = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)]
     if near := nearest(str(value), choices):
         return f'did you mean "{near}"?'

@@ -242,7 +242,7 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
             ["groups.a.polynomials = [[1.5, -0.5, 0.0], [3.4445,", "(0, 3]; after step 2 one is not"],
         ),
         ('[groups.a]\nrule = "adamw"\npattern = "*"', ['pattern = ["*"]']),
-        ('[[groups]]\nrule = "adamw"', ["want: a table of tables"]),
+        ('[[groups]]\nrule = "adamw"', ["want: a table of tables", "fix:  write each as a table: [groups.NAME]"]),
     ],
 )
 def test_illegal_recipes(text: str, parts: list[str], tmp_path: Path) -> None:
