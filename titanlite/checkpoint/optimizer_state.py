@@ -63,6 +63,19 @@ def afresh(folder: Path) -> str:
     return f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer"
 
 
+def changed_file(state: Mapping[str, Any], own: Mapping[str, OwnRule], step: int) -> list[str]:
+    """Say so where the user's file of rules is not the one of a checkpoint.
+
+    Args:
+        state: what the checkpoint says beside the tensors.
+        own: rules of the file now.
+        step: of the checkpoint.
+    """
+    now = next((rule.sha256 for rule in own.values()), None)
+    same = state.get("optimizer_file") in (None, now)
+    return [] if same else [f"changed: optimizer.file is not the one of step {step}: rules may update otherwise"]
+
+
 def taken_by_branch(is_fresh: bool) -> str:
     """Say what a run takes of another one's checkpoint; all but the optimizer's state if that is fresh."""
     return "weights and place in the data" if is_fresh else "weights, optimizer and place in the data"

@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
-from titanlite.checkpoint.optimizer_state import taken_by_branch
+from titanlite.checkpoint.optimizer_state import changed_file, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import (
     changed_average,
@@ -88,7 +88,7 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         warnings.append(other_text(at, state, corpora, tokenizer, strict))
         change = change_of_rate(config, step, state.get("learning_rate"), checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
-        notices += changed_average(state, config, step)
+        notices += [*changed_average(state, config, step), *changed_file(state, checked.optimizer.own_rules, step)]
         notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
     elif branch := branch_of(config):
         at = step_folder(*branch)
@@ -97,6 +97,7 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         notices += [f"goes on from {at}: {taken_by_branch(bool(fresh))}", *fresh]
         change = change_of_rate(config, branch[1], state.get("learning_rate"), checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
+        notices += changed_file(state, checked.optimizer.own_rules, branch[1])
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from titanlite.checkpoint.branch import branch_point, remembered_step
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
-from titanlite.checkpoint.optimizer_state import PREFIX, afresh, leaves_state, taken_by_branch
+from titanlite.checkpoint.optimizer_state import PREFIX, afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import AVERAGE, changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
@@ -153,8 +153,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         said = f"branches off {folder}{as_before}: {what}"
         run.receipt.add(Entry("branch", path, {"checkpoint": str(folder), "step": step}, count=1, key=key))
     changed = [*changed_routing(state, run.dims), *changed_average(state, run.config, step)]
-    if state.get("optimizer_file") not in (None, run.optimizer.sha256_of_file):
-        changed.append(f"changed: optimizer.file is not the one of step {step}: rules may update otherwise")
+    changed += changed_file(state, run.optimizer.recipe.own_rules, step)
     for notice in (said, *changed, *notices):
         console.notice(notice)
     return Start(step, state, folder, branch is not None)

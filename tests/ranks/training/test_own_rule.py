@@ -15,6 +15,7 @@ from tests.support.own_rule import lion
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, require_loads, take_steps, whole
 from titanlite.checkpoint import store
+from titanlite.commands import main
 from titanlite.config.optimizers import state_bytes
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
@@ -134,11 +135,14 @@ def test_a_rule_that_keeps_something_else_begins_afresh_when_told_to(desk: Desk,
     assert any(name.startswith("optimizer/last/") for name in told.content(2))
 
 
-def test_a_file_that_has_changed_is_told(desk: Desk, tmp_path: Path) -> None:
+def test_a_file_that_has_changed_is_told(desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*lion(tmp_path), "--checkpoint.interval=1"]
     first = desk.run("changed", 1, *flags, "--job.stop_after=1")
     with (tmp_path / "lion.py").open("a") as file:
         file.write("# another\n")
+    for start in ([], ["--job.name=branch", f"--checkpoint.initial_load_path={first.folder}"]):
+        assert main(["validate", str(first.folder / "config.toml"), "--job.stop_after=2", *start]) == 0
+        assert "changed: optimizer.file is not the one of step 1" in capsys.readouterr().out
     second = desk.run("changed", 1, *flags, "--job.stop_after=2")
     assert "optimizer.file" not in first.output
     assert first.steps[0]["update_ratio.matrices"] > 0
