@@ -1,6 +1,7 @@
 """Check what the schemas of recipes (`recipe_schema.py`) cannot say: that values fit each other and the hardware."""
 
 import math
+import re
 from dataclasses import asdict
 from typing import get_args
 
@@ -182,6 +183,9 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
     for name, group in recipe.groups.items():
         own = group.keys_of_rule
+        if not re.fullmatch(r"[\w-]+", name):  # it is a part of metrics' names
+            plain = re.sub(r"[^\w-]+", "_", name) or "all"
+            problems.add(f"groups.{name}", "", "a name of letters, digits, _ and -", f"[groups.{plain}]")
         for key, span in GROUP_RANGES.items():
             value = getattr(group, key) if key not in group.own_keys else None
             if value is not None and (text := out_of_range(value, span)):

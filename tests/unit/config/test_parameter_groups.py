@@ -210,6 +210,7 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
             '[groups.a]\nrule = "adam"',
             ['groups.a.rule = "adam"', 'one of "adamw", "muon", "normuon",', 'did you mean "adamw"?'],
         ),
+        ('[groups."a.b"]\nrule = "adamw"', ["groups.a.b", "a name of letters", "fix:  [groups.a_b]"]),
         ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing", 'add rule = "adamw"']),
         ('[groups.hidden]\nrule = "muon"\n[groups.hiden]\nmomentum = 0.9', ["line 4", "did you mean [groups.hidden]?"]),
         ('[groups.a]\nrule = "adamw"\nlr_factor = 0.0', ["line 4  groups.a.lr_factor = 0.0", "above 0"]),
