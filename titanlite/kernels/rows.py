@@ -10,7 +10,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from titanlite.kernels.operators import device_code
 from titanlite.kernels.row_table import NOWHERE, RowTable, TensorTable
+
+_launch_move = device_code("rows.launch_move")
+_launch_momentum = device_code("rows.launch_momentum")
+_launch_update = device_code("rows.launch_update")
 
 
 def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
@@ -39,9 +44,7 @@ def put_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
 
 def _move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
     if tensor.is_cuda:
-        from titanlite.kernels.device.rows import launch_move
-
-        return launch_move(rows, tensor, flat, out)
+        return _launch_move(rows, tensor, flat, out)
     for _, _, at, place in _rows_alike(rows):
         if out:
             flat[place] = tensor.view(-1)[at]
@@ -75,9 +78,7 @@ def momentum_rows(
         nesterov: which u.
     """
     if flat.is_cuda:
-        from titanlite.kernels.device.rows import launch_momentum
-
-        return launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
+        return _launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
     for number, chosen, at, place in _rows_alike(rows):
         g, kept = gradients.tensors[number].view(-1)[at] / divisor, momenta.tensors[number].view(-1)
         new = torch.lerp(kept[at].to(g.dtype), g, 1 - momentum)
@@ -115,9 +116,7 @@ def update_rows(
         [n] float32 or wider, the sum of squares of what changed in each row, if it is measured.
     """
     if flat.is_cuda:
-        from titanlite.kernels.device.rows import launch_update
-
-        return launch_update(rows, parameters, flat, scales, decays, lr, skip, measure=measure)
+        return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure)
     changes = parameters.tensors[0].new_zeros(len(rows)) if measure else None
     for number, chosen, at, place in _rows_alike(rows):
         whole = parameters.tensors[number].view(-1)

@@ -6,6 +6,10 @@ Orthogonalisation has X Xᵀ, and products of symmetric matrices that commute.
 import torch
 from torch import Tensor
 
+from titanlite.kernels.operators import device_code
+
+_launch = device_code("symmetric_product.launch_symmetric_product")
+
 
 def symmetric_product(
     x: Tensor,
@@ -33,9 +37,7 @@ def symmetric_product(
     """
     y = x if y is None else y
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[2] % 8 == 0:
-        from titanlite.kernels.device.symmetric_product import launch_symmetric_product
-
-        return launch_symmetric_product(x, y, added, alpha, beta, diagonal)
+        return _launch(x, y, added, alpha, beta, diagonal)
     if added is None:
         out = x @ y.mT if alpha == 1 else torch.baddbmm(x.new_empty(()), x, y.mT, beta=0, alpha=alpha)
     else:

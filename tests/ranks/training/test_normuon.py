@@ -80,7 +80,7 @@ def test_every_layout_is_the_plain_one(world: int, degrees: dict[str, int], tmp_
         mesh = build_mesh(Parallelism(**degrees), torch.device("cpu"), has_experts=True)  # type: ignore[arg-type]
         model = sharded(mesh)
         named = dict(model.named_parameters())
-        ours = NorMuon(named, mesh, matrices_of(model), EXACT, PACES, BETA2)
+        ours = NorMuon(named, mesh, matrices_of(model), replace(EXACT, beta2=BETA2), PACES)
         for step in range(1, STEPS + 1):
             grads = {n: local_slice(normal(n, p.shape, step), p).clone() for n, p in named.items()}
             ours.step(grads, LR, TWO, ZERO)
@@ -104,8 +104,8 @@ def test_a_matrix_that_has_no_gradient_stays(tmp_path: Path) -> None:
             dict(model.named_parameters()),
             {name: pace._replace(weight_decay=0.0) for name, pace in PACES.items()},
         )
-        rule = replace(EXACT, dtype=torch.bfloat16)
-        ours = NorMuon(named, mesh, matrices_of(model), rule, paces, BETA2)
+        rule = replace(EXACT, dtype=torch.bfloat16, beta2=BETA2)
+        ours = NorMuon(named, mesh, matrices_of(model), rule, paces)
         ours.step({n: torch.zeros_like(t) for n, t in ours.locals.items()}, LR, ONE, ZERO)
         assert all(torch.equal(whole(p), normal(name, p.shape, 0)) for name, p in named.items())
 

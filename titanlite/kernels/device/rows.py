@@ -132,7 +132,6 @@ def launch_update(
     decays: Tensor,
     lr: float,
     skip: Tensor,
-    *,
     measure: bool,
 ) -> Tensor | None:
     """Launch the kernel of `update_rows`, and return what that does."""

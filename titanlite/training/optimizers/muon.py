@@ -1,7 +1,7 @@
 """Muon on each rank's shards: momentum where they lie, orthogonalisation of whole matrices by one owner each.
 
 Momentum and the update are elementwise, on the shards. Between the two, rows of each matrix are collected by its owner
-(`owners.py`), orthogonalised in the dtype of the matmuls, and handed back: two exchanges of all ranks for a bucket. The
+(`owners.py`), orthogonalised, and handed back: two exchanges of all ranks for a bucket. The
 rows of the next bucket travel while one is computed, and so do the results of the last.
 
     m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g
@@ -43,9 +43,10 @@ class MuonRule:
     nesterov: bool = True  # else u = m
     scale: float = 0.2  # root mean square of an update, as AdamW's is
     eps: float = 1e-7  # the least norm that a matrix is divided by
-    dtype: torch.dtype = torch.bfloat16  # of what travels, and of the matmuls
+    dtype: torch.dtype = torch.bfloat16  # of what travels
     state_dtype: torch.dtype = torch.float32  # of the momentum
     bucket: int = BUCKET  # elements that a rank collects at a time
+    beta2: float = 0.95  # β₂ of NorMuon
 
 
 class Pace(NamedTuple):
@@ -142,15 +143,22 @@ class Muon:
 
     def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
         """Return the results of this rank's stacks, one behind the other."""
-        whole, first = collected.new_empty(sum(math.prod(shape) for shape in tables.own)), 0
+        whole = collected.new_empty(sum(math.prod(shape) for shape in tables.own))
         put_rows(tables.comes, whole, collected)
-        for shape in tables.own:
-            stack = whole[first : first + math.prod(shape)].view(shape)
-            # A batched matmul may be another for each number of matrices, and so for each number of owners.
-            for some in stack.split(1 if torch.are_deterministic_algorithms_enabled() else len(stack)):
-                some.copy_(orthogonalise(some, self.rule.polynomials, self.rule.eps))
-            first += stack.numel()
+        for matrices, _, _ in self._at_once(tables, whole):
+            matrices.copy_(orthogonalise(matrices, self.rule.polynomials, self.rule.eps))
         return whole
+
+    def _at_once(self, tables: "_Tables", whole: Tensor) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield matrices that are computed together, [n, R, C], with the number of their stack, and of the first."""
+        first = 0
+        for number, shape in enumerate(tables.own):
+            stack = whole[first : first + math.prod(shape)].view(shape)
+            first += stack.numel()
+            # A batched matmul may be another for each number of matrices, and so for each number of owners.
+            together = 1 if torch.are_deterministic_algorithms_enabled() else len(stack)
+            for i in range(0, len(stack), together):
+                yield stack[i : i + together], number, i
 
     def _hand_back(self, tables: "_Tables", results: Tensor) -> "_Exchange":
         """Begin to send results to the holders."""

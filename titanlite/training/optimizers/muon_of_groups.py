@@ -1,7 +1,5 @@
 """Muon and NorMuon as rules of groups of a recipe: one for all that have one momentum and one set of polynomials."""
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -17,23 +15,21 @@ from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
 class MuonOfGroups(UpdateRule):
     """See `UpdateRule`."""
 
+    _kind: type[Muon] = Muon
+
     def __init__(self, own: ParametersOfRule) -> None:
         dtype = getattr(torch, own.config.state_dtype)
-        together: dict[tuple[MuonRule, float], list[str]] = {}
+        together: dict[MuonRule, list[str]] = {}
         for name, of in own.settings.items():
-            rule = MuonRule(polynomials_of(of), of.momentum, of.nesterov, state_dtype=dtype)
-            together.setdefault((rule, of.beta2), []).append(name)
+            rule = MuonRule(polynomials_of(of), of.momentum, of.nesterov, state_dtype=dtype, beta2=of.beta2)
+            together.setdefault(rule, []).append(name)
         self._each: list[Muon] = []
         self._decay_factor = own.decay_factor
-        for (rule, beta2), names in together.items():
+        for rule, names in together.items():
             paces = {n: Pace(own.settings[n].lr_factor, own.settings[n].weight_decay) for n in names}
             parameters = {n: own.parameters[n] for n in names}
-            self._each.append(self._made(parameters, own.mesh, own.matrices, rule, paces, beta2))
+            self._each.append(self._kind(parameters, own.mesh, own.matrices, rule, paces))
         self.kept = {"momentum": {n: m for each in self._each for n, m in each.kept["momentum"].items()}}
-
-    def _made(self, *of: Any) -> Muon:
-        """Make the update of some parameters; the last argument is not Muon's."""
-        return Muon(*of[:-1])
 
     def facts(self) -> dict[str, object]:
         """Say who orthogonalises how much, and what travels for it."""
@@ -69,8 +65,7 @@ class MuonOfGroups(UpdateRule):
 class NorMuonOfGroups(MuonOfGroups):
     """See `UpdateRule`."""
 
-    def _made(self, *of: Any) -> Muon:
-        return NorMuon(*of)
+    _kind = NorMuon
 
     @property
     def whole(self) -> dict[str, dict[str, Tensor]]:

@@ -33,7 +33,6 @@ class NorMuon(Muon):
 
     Args:
         parameters, mesh, matrices, rule, paces: as of `Muon`.
-        beta2: β₂.
 
     Attributes:
         second_moment: v of each parameter, [rows], by its name; whole on every rank.
@@ -46,9 +45,8 @@ class NorMuon(Muon):
         matrices: Mapping[str, Sequence[Matrix]],
         rule: MuonRule,
         paces: Mapping[str, Pace],
-        beta2: float,
     ) -> None:
-        self._beta2, self._skip = beta2, torch.zeros((), device=mesh.device)
+        self._skip = torch.zeros((), device=mesh.device)
         self._first_row, rows = dict[str, int](), 0
         for name, parameter in parameters.items():
             self._first_row[name] = rows
@@ -85,20 +83,16 @@ class NorMuon(Muon):
         return tables
 
     def _orthogonalise(self, tables: Any, collected: Tensor) -> Tensor:
-        whole, first = super()._orthogonalise(tables, collected), 0
-        for shape, rows in zip(tables.own, self._rows[tables], strict=True):
-            stack = whole[first : first + math.prod(shape)].view(shape)
-            at_once = 1 if torch.are_deterministic_algorithms_enabled() else len(stack)  # as in `Muon`
-            for matrices, of in zip(stack.split(at_once), rows.split(at_once), strict=True):
-                self._normalise(matrices, of)
-            first += stack.numel()
+        whole = super()._orthogonalise(tables, collected)
+        for matrices, stack, first in self._at_once(tables, whole):
+            self._normalise(matrices, self._rows[tables][stack][first : first + len(matrices)])
         return whole
 
     def _normalise(self, matrices: Tensor, rows: Tensor) -> None:
         """Give rows of [B, R, C] one size, and the whole of each matrix the norm that it would have if orthonormal."""
         x = matrices.to(self._new.dtype)
         before = self._moment[rows].to(x.dtype)
-        moment = torch.where(self._skip > 0, before, before.lerp(x.square().mean(2), 1 - self._beta2))
+        moment = torch.where(self._skip > 0, before, before.lerp(x.square().mean(2), 1 - self.rule.beta2))
         self._new.index_copy_(0, rows.flatten(), moment.flatten())
         x = x / (moment.sqrt() + _EPS).unsqueeze(2)
         norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
