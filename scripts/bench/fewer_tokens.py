@@ -6,32 +6,23 @@ The loss of a run is its mean over the last hundred steps. Exit code 1: the mean
 A run that has finished in `--logs` is taken as it is. `titanlite compare` draws the curves into one picture.
 """
 
-import argparse
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
-from scripts.bench.runs import last_steps, titanlite, train_all
+from scripts.bench.runs import last_steps, parser_of_runs, titanlite, train_all
 
 
 def main() -> int:
     """Make the runs, print the table and draw the curves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_runs(__doc__)
     parser.add_argument("recipe", nargs="?", default="muon")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--config", default="configs/llama3_150m.toml")
-    parser.add_argument("--flags", default="", help="more flags of train.py, for all runs")
     parser.add_argument("--steps", type=int, default=1500, help="of AdamW")
     parser.add_argument("--part", type=float, default=0.75, help="of the steps, for the recipe")
     parser.add_argument("--rates", type=float, nargs="+", default=[3e-4, 6e-4, 1.2e-3, 2.4e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--timeout-s", type=float, default=600)
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     parser.add_argument("--picture", type=Path, default=Path("fewer_tokens.png"))
     args = parser.parse_args()
-    args.logs = args.logs.absolute()
-    args.logs.mkdir(parents=True, exist_ok=True)
     steps = {"adamw": args.steps, args.recipe: round(args.part * args.steps)}
 
     def name(recipe: str, rate: float, seed: int) -> str:
@@ -45,7 +36,7 @@ def main() -> int:
             ]
             for recipe, rate, seed in wanted
         }
-        return train_all(runs, args.config, args.flags, args.gpus, args.timeout_s, args.logs)
+        return train_all(runs, args)
 
     def loss(recipe: str, rate: float, seed: int) -> float:
         return last_steps(args.logs / "runs" / name(recipe, rate, seed))["loss"]

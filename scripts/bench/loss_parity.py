@@ -17,35 +17,27 @@ short goes on, and runs that were copied here are judged without a GPU. A mixtur
 import argparse
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
-from scripts.bench.runs import ROOT, last_steps, titanlite, train_all
+from scripts.bench.runs import ROOT, last_steps, parser_of_runs, titanlite, train_all
 
 SIGMAS = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of_runs(__doc__)
     names = sorted(path.stem for path in (ROOT / "recipes" / "float8").glob("*.toml"))
     parser.add_argument("recipes", nargs="*", metavar="RECIPE", default=names, help=f"of: {', '.join(names)}")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--config", default="configs/llama3_150m.toml")
-    parser.add_argument("--flags", default="", help="more flags of train.py, for all runs")
     parser.add_argument("--flavors", nargs="*", default=[], help="of the model, beside that of the config")
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--timeout-s", type=float, default=600)
-    parser.add_argument("--logs", type=Path, default=Path(tempfile.mkdtemp()))
     parser.add_argument("--picture", type=Path, default=Path("loss_parity.png"))
     args = parser.parse_args()
-    args.logs = args.logs.absolute()
-    args.logs.mkdir(parents=True, exist_ok=True)
     seeds = {seed: ["--training.seed", str(seed)] for seed in args.seeds}
     first = seeds[args.seeds[0]]
     runs = {f"bf16-seed-{seed}": ["--float8.recipe", "none", *flags] for seed, flags in seeds.items()}
     runs |= {recipe: ["--float8.recipe", recipe, *first] for recipe in args.recipes}
     runs |= {flavor: ["--float8.recipe", "none", "--model.flavor", flavor, *first] for flavor in args.flavors}
-    done = train_all(runs, args.config, args.flags, args.gpus, args.timeout_s, args.logs)
+    done = train_all(runs, args)
     if len(args.seeds) < 2 or not done:
         print("want: every run to the end, and two seeds or more")
         return 1

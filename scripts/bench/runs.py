@@ -1,10 +1,12 @@
 """Runs of one GPU each, as many at once as there are GPUs: for scripts that compare their losses."""
 
+import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,18 +17,26 @@ ROOT = Path(__file__).parents[2]
 LAST = 100
 
 
-def train_all(
-    runs: Mapping[str, Sequence[str]], config: str, flags: str, gpus: int, timeout_s: float, logs: Path
-) -> bool:
+def parser_of_runs(description: str | None) -> argparse.ArgumentParser:
+    """Make a parser of what all such runs have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--config", default="configs/llama3_150m.toml")
+    parser.add_argument("--flags", default="", help="more flags of train.py, for all runs")
+    parser.add_argument("--timeout-s", type=float, default=600)
+    parser.add_argument("--logs", type=lambda given: Path(given).absolute(), default=Path(tempfile.mkdtemp()))
+    return parser
+
+
+def train_all(runs: Mapping[str, Sequence[str]], args: argparse.Namespace) -> bool:
     """Make runs that have not finished, under `logs/runs`; return whether all came to their end.
 
     Args:
         runs: flags of each, by name.
-        config, flags: of all of them.
-        gpus: that there are.
-        timeout_s: of each run.
-        logs: folder.
+        args: from `parser_of_runs`.
     """
+    config, flags, gpus, timeout_s, logs = args.config, args.flags, args.gpus, args.timeout_s, args.logs
+    logs.mkdir(parents=True, exist_ok=True)
     devices: Queue[int] = Queue()
     for device in range(gpus):
         devices.put(device)
