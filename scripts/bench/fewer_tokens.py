@@ -1,4 +1,4 @@
-"""See how many tokens an optimizer saves: python scripts/bench/fewer_tokens.py --gpus 4
+"""See how many tokens an optimizer saves: python -m scripts.bench.fewer_tokens --gpus 4
 
 Runs of one GPU each. AdamW takes all the steps of the config, the other recipe a part of them, with the whole schedule
 in that part. Each has its own best of a few learning rates, by the first seed, and then the other seeds with that one.

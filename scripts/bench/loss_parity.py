@@ -1,4 +1,4 @@
-"""Compare the losses of float8 recipes with those of bf16: python scripts/bench/loss_parity.py --gpus 4 [RECIPE …]
+"""Compare the losses of float8 recipes with those of bf16: python -m scripts.bench.loss_parity --gpus 4 [RECIPE …]
 
 Runs of one GPU each, as many at once as there are GPUs: bf16 with several seeds, whose losses are the noise, and each
 float8 recipe with the first of them. The loss of a run is its mean over the last hundred steps; the noise band is that
@@ -10,7 +10,7 @@ judged, as their arithmetic is meant to be another. Of a mixture of experts the 
 expert over the mean, over layers and these steps. A run that has finished in `--logs` is taken as it is: what was cut
 short goes on, and runs that were copied here are judged without a GPU. A mixture, three ways of balance:
 
-    python scripts/bench/loss_parity.py --gpus 4 rowwise --config scripts/bench/olmoe_eighth.toml \\
+    python -m scripts.bench.loss_parity --gpus 4 rowwise --config scripts/bench/olmoe_eighth.toml \\
       --flavors eighth_bias eighth_unbalanced
 """
 

@@ -1,8 +1,12 @@
-"""AdamW with clipping against its bytes, and its update against torch's: python scripts/bench/optimizer.py
+"""AdamW and Muon against their floors and torch's: python scripts/bench/optimizer.py
 
-On the shards that one of eight ranks holds of Llama-3 8B. The bytes: 4 per parameter for the norm, 28 for the update
-(read parameter, gradient and two moments, write parameter and two moments), 20 with moments in bfloat16, which are
-widened and narrowed for torch's kernel.
+AdamW with clipping, on the shards that one of eight ranks holds of Llama-3 8B. The bytes: 4 per parameter for the norm,
+28 for the update (read parameter, gradient and two moments, write parameter and two moments), 20 with moments in
+bfloat16, which are widened and narrowed for torch's kernel.
+
+Muon, on the matrices of six layers, whole. The bytes: 20 per parameter (read parameter, gradient and momentum, write
+parameter and momentum). The operations: of symmetric products half, at the rate of torch's matmul of 8,192.
+torch.optim.Muon takes the same matrices, each a parameter of its own.
 """
 
 from functools import partial
@@ -12,14 +16,19 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from titanlite.config.schema import Comm, Optimizer, Parallelism
+from titanlite.forecast.update_time import computed_flops
 from titanlite.kernels.adamw import AdamWState, adamw
-from titanlite.parallel.mesh import build_mesh
+from titanlite.models.matrices import Matrix
+from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.process_group import start_process_group
 from titanlite.recipes import load
+from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 
 GBPS = 4300  # of a device-to-device copy on one H200, read and write
 D, F, V, RANKS = 4096, 14336, 128256, 8
+LAYERS = 6
+PARTS = {"wqkv": ([D, 1024, 1024], D), "wo": ([D], D), "w13": ([F, F], D), "w2": ([D], F)}
 BLOCK = {"wqkv": (6144 // RANKS, D), "wo": (D // RANKS, D), "w13": (2 * F // RANKS, D), "w2": (D // RANKS, F)}
 
 
@@ -46,6 +55,40 @@ def main() -> None:
         )
         floor = (4 + 12 + 4 * itemsize) * n / GBPS / 1e6
         print(f"| {dtype} | {whole:.2f} | {floor:.2f} | {whole / floor:.2f} | {ours:.2f} | {torchs:.2f} |")
+    del parameters, gradients, optimizer, moments, tensors
+    time_muon(mesh)
+
+
+def time_muon(mesh: Mesh) -> None:
+    """Print the table of Muon."""
+    on = mesh.device
+    parameters, matrices = dict[str, torch.nn.Parameter](), dict[str, list[Matrix]]()
+    for name in (f"{i}.{name}" for i in range(LAYERS) for name in PARTS):
+        rows, columns = PARTS[name.partition(".")[2]]
+        parameters[name] = torch.nn.Parameter(torch.randn(sum(rows), columns, device=on) / columns**0.5)
+        parts = enumerate(torch.arange(sum(rows)).split(rows))
+        matrices[name] = [Matrix(name, str(part), each, columns) for part, each in parts]
+    gradients = {name: torch.randn_like(p) for name, p in parameters.items()}
+    rule = MuonRule()
+    muon = Muon(parameters, mesh, matrices, rule, dict.fromkeys(parameters, Pace()))
+    one, keep = torch.ones((), device=on), torch.zeros((), device=on)
+    ours = do_bench(lambda: muon.step(gradients, 1e-3, one, keep), warmup=500, rep=2000, return_mode="median")
+
+    apart = [torch.nn.Parameter(p[m.rows.to(on)].detach().clone()) for n, p in parameters.items() for m in matrices[n]]
+    for p in apart:
+        p.grad = torch.randn_like(p)
+    theirs = torch.optim.Muon(apart, lr=1e-3, adjust_lr_fn="match_rms_adamw")
+    torchs = do_bench(theirs.step, warmup=500, rep=2000, return_mode="median")
+
+    x = torch.randn(8192, 8192, device=on, dtype=torch.bfloat16)
+    rate = 2 * 8192**3 / do_bench(lambda: x @ x, warmup=200, rep=500, return_mode="median") / 1e9
+    tera = sum(computed_flops(*m.shape, len(rule.polynomials)) for of in matrices.values() for m in of) / 1e12
+    moved = 20 * sum(p.numel() for p in parameters.values()) / 1e9
+    computing, moving = 1e3 * tera / rate, 1e3 * moved / GBPS
+    print(f"Muon: {tera:.1f} TFLOP at {rate:.0f} TFLOP/s, {moved:.1f} GB; milliseconds")
+    print("| step | floor | of it computing | ratio | torch.optim.Muon |\n|---|---|---|---|---|")
+    floor = computing + moving
+    print(f"| {ours:.1f} | {floor:.1f} | {computing:.1f} | {ours / floor:.2f} | {torchs:.1f} |")
 
 
 def milliseconds(optimizer: ShardedOptimizer, gradients: dict[str, Tensor], keep: Tensor) -> float:
