@@ -23,7 +23,7 @@ class AdamWState:
     exp_avg: list[Tensor]  # running mean of the gradients, float32 or bfloat16, all alike
     exp_avg_sq: list[Tensor]  # running mean of their squares, the same
     weight_decays: list[float]  # of each parameter
-    runs: list[int]  # numbers of parameters, one behind the other, whose change is measured together
+    runs: list[int]  # numbers of parameters, one behind the other, that are measured together
     updates: Tensor  # [] float32, how many there have been; counted by the caller
     beta1: float  # decay of `exp_avg`
     beta2: float  # decay of `exp_avg_sq`
@@ -43,7 +43,8 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, b
         - the learning rate;
         - [] float32 that gradients are divided by, to clip them;
         - [] float32 that is 1 to leave everything as it is, else 0;
-        - whether to measure: then it returns the sum of squares of what changed in the parameters of each run, [] each;
+        - whether to measure: then it returns of each run [2], the sums of squares of its parameters before and of what
+          changed in them;
         - a factor of all weight decays.
 
         `state.updates` already counts the update that is asked for.
@@ -91,8 +92,9 @@ def _adamw_by_torch(
             if narrow is not updated:
                 narrow.copy_(updated)
         if before is not None:
-            squares.append(before.sub_(parameter).square_().sum())
-    return [torch.stack(run).sum() for run in _by_runs(squares, state.runs)] if measure else ()
+            weight = before.square().sum()
+            squares.append(torch.stack((weight, before.sub_(parameter).square_().sum())))
+    return [torch.stack(run).sum(0) for run in _by_runs(squares, state.runs)] if measure else ()
 
 
 def _by_runs(items: list[Tensor], runs: list[int]) -> Iterator[list[Tensor]]:
@@ -143,15 +145,14 @@ class Update:
         found, aligned = _distances("gradient", gradients, first, state)
         distances = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
         corrections = (1 - self.betas**state.updates).float()  # float64 until here: β² may be near one
-        changes = torch.zeros(self.blocks, device=first.device) if measure else skip  # 0 of a step that is left out
-        decays = self.decays if decay_factor == 1 else self.decays * decay_factor
+        squares = torch.empty(2, self.blocks, device=first.device) if measure else skip
         device._adamw[(self.blocks,)](
-            first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, decays,
-            corrections, divisor, skip, changes,
-            lr, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
+            first, state.exp_avg[0], distances, self.distances, self.owners, self.numbers, self.sizes, self.decays,
+            corrections, divisor, skip, squares,
+            lr, decay_factor, 1 - state.beta1, state.beta2, 1 - state.beta2, state.eps, len(state.parameters),
             self.aligned and aligned, measure, device.BLOCK, num_warps=device.WARPS,  # type: ignore[call-arg]  # the launch takes it
         )  # fmt: skip
-        return [run.sum() for run in changes.split(self.blocks_of_runs)] if measure else ()
+        return [run.sum(1) for run in squares.split(self.blocks_of_runs, dim=1)] if measure else ()
 
 
 def _distances(kind: str, tensors: list[Tensor], base: Tensor, state: AdamWState) -> tuple[list[int], bool]:

@@ -98,10 +98,11 @@ def update_rows(
     skip: Tensor,
     *,
     measure: bool = False,
+    decay_factor: float = 1.0,
 ) -> Tensor | None:
     """Update rows with what has come for them.
 
-        p ← (1 - lr·decay) p - lr·scale·u
+        p ← (1 - lr·decay_factor·decay) p - lr·scale·u
 
     Args:
         rows: of the parameters, each with a place.
@@ -110,19 +111,20 @@ def update_rows(
         scales, decays: [n] float64, of each row.
         lr: learning rate.
         skip: [] float32; 1 leaves parameters as they are.
-        measure: whether to add up what changes.
+        measure: whether to add up squares.
+        decay_factor: of all decays.
 
     Returns:
-        [n] float32 or wider, the sum of squares of what changed in each row, if it is measured.
+        [2, n] float32 or wider, sums of squares of each row before, and of what changed in it, if they are measured.
     """
     if flat.is_cuda:
-        return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure)
-    changes = parameters.tensors[0].new_zeros(len(rows)) if measure else None
+        return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure, decay_factor)
+    squares = parameters.tensors[0].new_empty(2, len(rows)) if measure else None
     for number, chosen, at, place in _rows_alike(rows):
         whole = parameters.tensors[number].view(-1)
         old, scale, decay = whole[at], scales[chosen, None].to(whole.dtype), decays[chosen, None].to(whole.dtype)
-        new = torch.where(skip > 0, old, old * (1 - lr * decay) - lr * scale * flat[place].to(old.dtype))
+        new = torch.where(skip > 0, old, old * (1 - lr * decay_factor * decay) - lr * scale * flat[place].to(old.dtype))
         whole[at] = new
-        if changes is not None:
-            changes[chosen] = (new - old).square().sum(1)
-    return changes
+        if squares is not None:
+            squares[:, chosen] = torch.stack((old, new - old)).square().sum(2)
+    return squares

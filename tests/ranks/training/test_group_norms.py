@@ -5,6 +5,7 @@ Bounds: norms are sums of squares in float32, in another order; the weights afte
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,14 +69,15 @@ def test_they_are_those_of_whole_tensors(world: int, flags: list[str], recipe: l
         rules = {own.rule for own in run.optimizer.settings.values()}
         assert rules == {"adamw", "muon"}
 
-        def record_then_update(*given: object) -> None:
-            gradients.update({name: whole(p.grad) for name, p in run.model.named_parameters()})
+        def record_then_update(*given: Any) -> None:
+            gradients.update({name: whole(p.grad) for name, p in run.model.named_parameters() if p.grad is not None})
             update(*given)
 
         run.optimizer.step = record_then_update  # type: ignore[method-assign]
         with fastest_attention():
             batches = batches_of(run)
             before = weights(run)
+            left_out = train_step(run, batches.next(), 1e-3, False, lacks_data=True, logged=True)[6:]
             found = train_step(run, batches.next(), 1e-3, False, logged=True)[6:].tolist()
         after = weights(run)
         by_kind = [dict(zip(run.optimizer.groups, found[n * len(found) // 3 :], strict=False)) for n in range(3)]
@@ -87,6 +89,9 @@ def test_they_are_those_of_whole_tensors(world: int, flags: list[str], recipe: l
             for kind, got, expected in zip(KINDS, (each[group] for each in by_kind), true, strict=True):
                 assert expected > 0
                 assert abs(got - expected) <= 1e-5 * expected, (kind, group, got, expected)
+        _, weight_norms, ratios = left_out.view(len(KINDS), -1).tolist()
+        assert weight_norms == [by_kind[1][group] for group in run.optimizer.groups]
+        assert not any(ratios)
         said = [None] * world
         dist.all_gather_object(said, found)
         assert all(other == found for other in said)
@@ -114,8 +119,8 @@ def test_a_bucket_has_one_sum_for_all_rows_of_a_place(tmp_path: Path) -> None:
         optimizer = assemble(asked).optimizer
         zeros = {name: torch.zeros_like(p) for name, p in optimizer.locals.items()}
         norms = optimizer.group_norms()
-        taken, original = [], norms.add_change
-        norms.add_change = lambda name, square: (taken.append(name), original(name, square))[1]  # type: ignore[method-assign]
+        taken, original = [], norms.add_update
+        norms.add_update = lambda name, squares: (taken.append(name), original(name, squares))[1]  # type: ignore[method-assign]
         optimizer.step(zeros, 1e-3, torch.ones(()), torch.zeros(()), norms)
         of_muon = [name for name in taken if optimizer.settings[name].rule == "muon"]
         assert len(of_muon) == 1 < sum(own.rule == "muon" for own in optimizer.settings.values())

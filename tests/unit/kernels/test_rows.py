@@ -82,20 +82,22 @@ def test_update(widths: dict[str, int], device: str) -> None:
     old, parameters = [t.clone() for t in case.tensors], tensor_table("parameter", case.tensors)
     for skip in (ONE, ZERO):
         given = takes.on(flat.device), parameters, flat, scales, decays, 0.1, skip.to(device)
-        squares = update_rows(*given, measure=True)
+        squares = update_rows(*given, measure=True, decay_factor=0.5)
+        assert squares is not None
         changes = torch.stack([(a - b).square().sum(1) for a, b in zip(case.tensors, old, strict=True)]).flatten()
-        torch.testing.assert_close(squares, changes, rtol=1e-5, atol=0)
+        weights = torch.stack([t.square().sum(1) for t in old]).flatten()
+        torch.testing.assert_close(squares, torch.stack((weights, changes)), rtol=1e-5, atol=0)
         assert changes.any() != skip
         measured = [t.clone() for t in case.tensors]
         for tensor, before in zip(case.tensors, old, strict=True):
             tensor.copy_(before)
-        assert update_rows(*given, measure=False) is None
+        assert update_rows(*given, measure=False, decay_factor=0.5) is None
         assert all(torch.equal(a, b) for a, b in zip(measured, case.tensors, strict=True))
         for number, tensor in enumerate(case.tensors):
             for row in range(5):
                 n, first = 5 * number + row, 5 * 8 * number * 600 + row * tensor.shape[1]
                 u = flat[first : first + tensor.shape[1]].double()
-                new = old[number][row].double() * (1 - 0.1 * decays[n]) - 0.1 * scales[n] * u
+                new = old[number][row].double() * (1 - 0.1 * 0.5 * decays[n]) - 0.1 * scales[n] * u
                 wanted = old[number][row].double() if skip else new
                 torch.testing.assert_close(tensor[row].double(), wanted, rtol=1e-6, atol=1e-6)
 

@@ -14,18 +14,19 @@ WARPS = 4
 
 @triton.jit
 def _adamw(
-    parameter, moment, gradients, distances, owners, blocks, sizes, decays, corrections, divisor, skip, changes,
-    lr, one_less_beta1, beta2, one_less_beta2, eps, n,
+    parameter, moment, gradients, distances, owners, blocks, sizes, decays, corrections, divisor, skip, squares,
+    lr, decay_factor, one_less_beta1, beta2, one_less_beta2, eps, n,
     ALIGNED: tl.constexpr, MEASURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One block of one tensor.
 
     parameter, moment: the first of each; distances: [3, n] of parameters and both moments from these, in elements;
     gradients: [n] of gradients from the first parameter; owners, blocks: which block of which tensor;
-    corrections: [2], 1 − β^t; changes: [blocks], squares of what each changes, if MEASURE. ALIGNED: whether all
-    addresses, and the sizes, allow for 16 bytes at once.
+    corrections: [2], 1 − β^t; squares: [2, blocks], of parameters before and of what each changes, if MEASURE. ALIGNED:
+    whether all addresses, and the sizes, allow for 16 bytes at once.
     """
-    if tl.load(skip) == 0:
+    is_applied = tl.load(skip) == 0
+    if is_applied | MEASURE:  # parameters are measured in a step that is left out, too
         owner = tl.load(owners + tl.program_id(0))
         size = tl.load(sizes + owner)
         to_p = tl.load(distances + owner)
@@ -42,15 +43,18 @@ def _adamw(
         inside = at < size
         g = tl.load(parameter + to_g + at, mask=inside, other=0.0) / tl.load(divisor)
         before = tl.load(parameter + to_p + at, mask=inside, other=0.0)
-        p = before * (1 - lr * tl.load(decays + owner))
+        p = before * (1 - lr * decay_factor * tl.load(decays + owner))
         m = tl.load(moment + to_m + at, mask=inside, other=0.0).to(tl.float32)
         v = tl.load(moment + to_v + at, mask=inside, other=0.0).to(tl.float32)
         m += one_less_beta1 * (g - m)
         v = beta2 * v + one_less_beta2 * g * g
         root = tl.sqrt(v) / tl.sqrt(tl.load(corrections + 1)) + eps
         p -= lr / tl.load(corrections) * (m / root)
-        tl.store(parameter + to_p + at, p, mask=inside)
-        tl.store(moment + to_m + at, m.to(moment.dtype.element_ty), mask=inside)
-        tl.store(moment + to_v + at, v.to(moment.dtype.element_ty), mask=inside)
         if MEASURE:
-            tl.store(changes + tl.program_id(0), tl.sum((p - before) * (p - before)))
+            change = tl.where(is_applied, p - before, 0.0)
+            tl.store(squares + tl.program_id(0), tl.sum(before * before))
+            tl.store(squares + tl.num_programs(0) + tl.program_id(0), tl.sum(change * change))
+        if is_applied:
+            tl.store(parameter + to_p + at, p, mask=inside)
+            tl.store(moment + to_m + at, m.to(moment.dtype.element_ty), mask=inside)
+            tl.store(moment + to_v + at, v.to(moment.dtype.element_ty), mask=inside)

@@ -71,22 +71,27 @@ def _momentum_rows(
 
 @triton.jit
 def _update_rows(
-    parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, skip, changes,
+    parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, decay_factor, skip, squares,
     MEASURE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row; parameters: [tensors] int64, addresses; changes: [rows, parts], squares, if MEASURE."""
-    if tl.load(skip) == 0:
+    """One part of a row; parameters: [tensors] int64, addresses; squares: [2, rows, parts], of parameters before and of
+    what changes, if MEASURE."""
+    is_applied = tl.load(skip) == 0
+    if is_applied | MEASURE:  # parameters are measured in a step that is left out, too
         along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = along < _numbers(widths, ALIGNED)
         of_p = _tensor_start(parameters, owners, p_like, ALIGNED) + _numbers(ats, ALIGNED) + along
         u = tl.load(flat + _numbers(places, ALIGNED) + along, mask=inside, other=0.0).to(tl.float32)
         scale, decay = tl.load(scales + tl.program_id(0)), tl.load(decays + tl.program_id(0))
         before = tl.load(of_p, mask=inside, other=0.0)
-        p = before * (1 - lr * decay.to(tl.float32)) - lr * scale.to(tl.float32) * u
-        tl.store(of_p, p, mask=inside)
+        p = before * (1 - lr * decay_factor * decay.to(tl.float32)) - lr * scale.to(tl.float32) * u
         if MEASURE:
+            change = tl.where(is_applied, p - before, 0.0)
             place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-            tl.store(changes + place, tl.sum((p - before) * (p - before)))
+            tl.store(squares + place, tl.sum(before * before))
+            tl.store(squares + tl.num_programs(0) * tl.num_programs(1) + place, tl.sum(change * change))
+        if is_applied:
+            tl.store(of_p, p, mask=inside)
 
 
 def _grid(rows: RowTable) -> tuple[tuple[int, int], int]:
@@ -133,15 +138,16 @@ def launch_update(
     lr: float,
     skip: Tensor,
     measure: bool,
+    decay_factor: float,
 ) -> Tensor | None:
     """Launch the kernel of `update_rows`, and return what that does."""
     if not len(rows):
-        return flat.new_empty(0, dtype=torch.float32) if measure else None
+        return flat.new_empty(2, 0, dtype=torch.float32) if measure else None
     grid, block = _grid(rows)
     at, like, aligned = parameters.addresses, parameters.tensors[0], rows.aligned and parameters.aligned
     tables = rows.tensor, rows.at, rows.columns, rows.flat, scales, decays
-    changes = torch.zeros(grid, device=flat.device) if measure else skip  # 0 of a step that is left out
+    squares = torch.empty(2, *grid, device=flat.device) if measure else skip
     _update_rows[grid](
-        at, like, flat, *tables, lr, skip, changes, measure, aligned, block, num_warps=WARPS  # type: ignore[call-arg]
+        at, like, flat, *tables, lr, decay_factor, skip, squares, measure, aligned, block, num_warps=WARPS  # type: ignore[call-arg]
     )  # fmt: skip
-    return changes.sum(1) if measure else None
+    return squares.sum(2) if measure else None

@@ -62,7 +62,7 @@ class AdamW(UpdateRule):
         """See `UpdateRule.step`."""
         given = divisor, skip, norms is not None, self._decay_factor(lr)
         for names, lr_factor, update, first_of_runs in self._updates:
-            squares = update([grads[name] for name in names], lr_factor * lr, *given)
+            sums = update([grads[name] for name in names], lr_factor * lr, *given)
             if norms is not None:
-                for name, square in zip(first_of_runs, squares, strict=True):
-                    norms.add_change(name, square)
+                for name, squares in zip(first_of_runs, sums, strict=True):
+                    norms.add_update(name, squares)

@@ -117,7 +117,7 @@ class Muon:
             lr: learning rate.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
-            norms: gets what the update changes, in a step that is logged.
+            norms: gets squares of weights and of what the update changes, in a step that is logged.
             decay_factor: of all weight decays.
         """
         if not self.buckets:
@@ -176,11 +176,10 @@ class Muon:
         decay_factor: float,
     ) -> None:
         """Update rows of this rank's shards."""
-        decays = tables.decays if decay_factor == 1 else tables.decays * decay_factor
-        given = tables.takes, self._parameters, taken.wait(), tables.scales, decays, lr, skip
-        squares = update_rows(*given, measure=norms is not None)
+        given = tables.takes, self._parameters, taken.wait(), tables.scales, tables.decays, lr, skip
+        squares = update_rows(*given, measure=norms is not None, decay_factor=decay_factor)
         if norms is not None and squares is not None:
-            norms.add_changes_of_rows(tables.changes, squares)
+            norms.add_updates_of_rows(tables.runs, squares)
 
     def _empty(self, sizes: list[int]) -> Tensor:
         return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)
@@ -211,7 +210,7 @@ class Muon:
         return _Tables(
             holds=table(holds).on(on),
             takes=table(takes).on(on),
-            changes=[(bucket.stacks[rows.stack].parameter, len(rows.at)) for rows in bucket.taken.rows],
+            runs=[(bucket.stacks[rows.stack].parameter, len(rows.at)) for rows in bucket.taken.rows],
             comes=of_stacks(bucket.collected),
             goes=of_stacks(bucket.returned),
             scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
@@ -231,7 +230,7 @@ class _Tables:
     Attributes:
         holds: rows of this rank's shards, with their places among those that are given to owners.
         takes: the same rows, with their places among results.
-        changes: the parameters that have them, in order, each with how many.
+        runs: the parameters that have them, in order, each with how many.
         comes, goes: rows of this rank's stacks, with their places among those that are collected, and returned.
         scales, decays: of `takes`, what the learning rate is multiplied by.
         own: [B, R, C] of each of its stacks.
@@ -240,7 +239,7 @@ class _Tables:
 
     holds: RowTable
     takes: RowTable
-    changes: list[tuple[str, int]]
+    runs: list[tuple[str, int]]
     comes: RowTable
     goes: RowTable
     scales: Tensor

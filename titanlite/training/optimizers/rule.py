@@ -78,5 +78,5 @@ class UpdateRule(ABC):
             lr: learning rate, before a group's factor.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
-            norms: gets what the update changes, in a step that is logged.
+            norms: gets squares of weights and of what the update changes, in a step that is logged.
         """

@@ -45,7 +45,7 @@ class RuleOfFile(UpdateRule):
             own_lr = lr * settings.lr_factor
             decay = own_lr * settings.weight_decay * self._own.decay_factor(lr)
             of_shard = self._own.locals[name], grads[name], *(tensors[name] for tensors in self.kept.values())
-            with around(norms, [name]):
+            with around(norms, name, self._own.locals[name]):
                 for parameter, gradient, *state in zip(*(t.view(-1).split(_PIECE) for t in of_shard), strict=True):
                     new = {k: t.to(torch.float32, copy=True) for k, t in zip(self.kept, state, strict=True)}
                     direction = rule.update(gradient.div_(divisor), parameter, new, self._own.updates)

@@ -87,7 +87,7 @@ class ShardedOptimizer:
             lr: learning rate.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
-            norms: gets what the update changes, in a step that is logged.
+            norms: gets squares of weights and of what the update changes, in a step that is logged.
         """
         self.updates += 1 - skip
         for rule in self.rules.values():
@@ -113,7 +113,7 @@ class ShardedOptimizer:
 
     def group_norms(self) -> GroupNorms:
         """Begin to measure the norms of a step."""
-        return GroupNorms(self.groups, self._places, self.locals, self.mesh)
+        return GroupNorms(self.groups, self._places, self.mesh)
 
     @cached_property
     def _places(self) -> dict[str, tuple[int, bool]]:
