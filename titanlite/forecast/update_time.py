@@ -15,8 +15,9 @@ from titanlite.forecast.update_work import ITEMSIZE, BucketWork, SharedMatrices,
 from titanlite.kernels.orthogonalise import STEPS_OF_GRAM, orthogonalise_flops
 
 _T, _G = 1e12, 1e9
-_COPIES = 6
-"""Times that an owner reads or writes a row: into its matrix, out of the result, and into what it sends."""
+_COPIES = 4
+"""Times that an owner reads or writes a row beside the orthogonalisation, which does its own conversions: two from what
+it has collected into the matrix, whose place the result takes, and two from there into what it sends."""
 _NORMALISED = 44
 """Bytes of an element that giving rows of one size reads and writes: squares, their mean, two quotients, a norm."""
 

@@ -121,22 +121,24 @@ class SharedMatrices:
         """Floating-point operations of the rank with most, symmetric products in full."""
         return max(sum(n * orthogonalise_flops(*rc, self.steps) for rc, n in own.items()) for own in self.owned)
 
-    def buffers(self, world: int) -> int:
+    def buffers(self, world: int, sizes_rows: bool) -> int:
         """Bytes that the rank with most holds at once, as `Muon.step` goes through the buckets.
 
         Of the bucket that is computed: what was collected, and whole matrices, which results replace. What is on its
-        way of the next one, and of the last one. Beside them what orthogonalisation makes of one stack, in float32 or
-        of squares in float16, or what is handed back.
+        way of the next one, and of the last one. Beside them what orthogonalisation makes of one stack in float16: a
+        product with its factors, or squares; or two copies in float32 while rows are given one size; or what is handed
+        back.
 
         Args:
             world: all ranks.
+            sizes_rows: whether rows are given one size, as by NorMuon.
         """
         none, most = BucketWork(0, 0, 0, 0, (0, 0)), 0
         behind = (*self.buckets[1:], none)
         for last, now, following in zip((none, *self.buckets), self.buckets, behind, strict=False):
             under_way = following.collected + following.elements // world + last.returned + last.handed // world
             n, squares = now.largest
-            beside = max(4 * n, n + 4 * squares, now.returned + now.handed // world)
+            beside = max(2 * n + squares, n + 4 * squares, 4 * n * sizes_rows, now.returned + now.handed // world)
             most = max(most, ITEMSIZE * (2 * now.collected + under_way + beside))
         return most
 
@@ -191,7 +193,9 @@ class UpdateWork:
             (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
             for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
-        self.buffers = max((shared.buffers(layout.world) for _, shared in self.shared), default=0)
+        self.buffers = max(
+            (shared.buffers(layout.world, self.rows[rule] > 0) for rule, shared in self.shared), default=0
+        )
         self.buffers += ITEMSIZE_OF_ROW * sum(self.rows.values())
 
     def moved(self) -> dict[str, int]:

@@ -14,6 +14,9 @@ float16 then keep more of a matrix than a new G in each step in bfloat16 does, w
 step takes gradients of an 8B model to infinity: halves of products that commute but for what was rounded are off by
 more than that (`tests/unit/kernels/test_orthogonalise.py`).
 
+What is multiplied lies as [R, C] with R ≤ C; so a tall matrix is transposed by the conversion to float16, and back by
+the one that writes the result (`scaled_copy.py`).
+
 Sources:
 
 - Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks": one quintic of a steep slope at 0, five
@@ -27,6 +30,7 @@ Sources:
 import torch
 from torch import Tensor
 
+from titanlite.kernels.scaled_copy import scaled_copy
 from titanlite.kernels.symmetric_product import symmetric_product
 
 Polynomials = tuple[tuple[float, float, float], ...]
@@ -52,26 +56,27 @@ _UNIT = 2.0**12
 """The number that stands for 1 in X and G: float16 has none below 6e-8, and large matrices have small numbers."""
 
 
-def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7) -> Tensor:
+def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: Tensor | None = None) -> Tensor:
     """Take the singular values of matrices of one shape near 1.
 
     Args:
         x: [B, R, C], in the dtype of the matmuls.
         polynomials: applied in turn.
         eps: a norm below it counts as it: a matrix of zeros stays one.
+        out: as `x`, or `x` itself, which receives the result. None: new memory.
 
     Returns:
         As `x`.
     """
-    is_tall = x.shape[1] > x.shape[2]
-    y = x.mT if is_tall else x
-    norm = torch.linalg.vector_norm(y, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
+    out = x.new_empty(x.shape) if out is None else out
+    wide, result = (x.mT, out.mT) if x.shape[1] > x.shape[2] else (x, out)
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     narrow = torch.float16 if x.dtype == torch.bfloat16 else x.dtype  # what travels has its 8 bits in both
-    y = (y * (_UNIT / norm.clamp(min=eps))).to(narrow).contiguous()
+    y = scaled_copy(wide, x.new_empty(wide.shape, dtype=narrow), _UNIT, norm, eps)
     for first in range(0, len(polynomials), STEPS_OF_GRAM):
         y = _factor(y, polynomials[first : first + STEPS_OF_GRAM]) @ y
-    y = (y / _UNIT).to(x.dtype)
-    return y.mT if is_tall else y
+    scaled_copy(y, result, 1 / _UNIT)
+    return out
 
 
 def _factor(x: Tensor, polynomials: Polynomials) -> Tensor:
@@ -79,7 +84,7 @@ def _factor(x: Tensor, polynomials: Polynomials) -> Tensor:
     gram, product = symmetric_product(x, alpha=1 / _UNIT), None
     if x.dtype == torch.float16:  # a rounding at least, so that no eigenvalue is below 0
         rows = torch.linalg.vector_norm(gram, dim=2, dtype=torch.float32)
-        gram.diagonal(dim1=1, dim2=2).add_(torch.finfo(gram.dtype).eps / 2 * rows)
+        gram.diagonal(dim1=1, dim2=2).add_(rows, alpha=torch.finfo(gram.dtype).eps / 2)
     for i, (a, b, c) in enumerate(polynomials):
         p = symmetric_product(gram, added=gram, alpha=c / _UNIT**2, beta=b / _UNIT, diagonal=a)
         product = p if product is None else symmetric_product(p, product)

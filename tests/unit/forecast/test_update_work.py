@@ -107,7 +107,7 @@ def test_the_time_of_muon_is_that_of_its_parts() -> None:
     memory = memory_of(world, MUON)
     time, ((_, shared),) = update_time(memory.optimizer, rates), memory.optimizer.shared
     passes = (4 + 4 + 8 + 2 + 2 + 8) * memory.optimizer.elements["muon"] / rates.optimizer
-    handled = 12 * sum(bucket.collected for bucket in shared.buckets) / rates.memory
+    handled = 8 * sum(bucket.collected for bucket in shared.buckets) / rates.memory
     assert time.passes["muon"] == pytest.approx((passes + handled) / 1e6)
     work = [seconds_of(own, 5, rates) for own in shared.owned]
     assert time.orthogonalisation == pytest.approx(1e3 * max(work))

@@ -144,6 +144,20 @@ def test_zeros_stay_zeros(dtype):
     assert ours[1].all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*SHAPES, (200, 72)])
+def test_the_result_may_take_the_place_of_the_matrices(shape, dtype, device):
+    whole = torch.ones(16 + 3 * math.prod(shape) + 5, dtype=dtype, device=device)
+    x = whole[16:-5].view(3, *shape).copy_(matrices(shape, dtype))
+    wanted = orthogonalise(x, ITERATIONS["polar_express"])
+    assert wanted.is_contiguous()
+    assert not torch.equal(x, wanted)
+    assert orthogonalise(x, ITERATIONS["polar_express"], out=x) is x
+    assert torch.equal(x, wanted)
+    assert (torch.cat((whole[:16], whole[-5:])) == 1).all()
+
+
 def test_operations_of_a_matrix_are_those_of_its_products():
     from torch.utils.flop_counter import FlopCounterMode
 

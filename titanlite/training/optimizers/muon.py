@@ -146,7 +146,7 @@ class Muon:
         whole = collected.new_empty(sum(math.prod(shape) for shape in tables.own))
         put_rows(tables.comes, whole, collected)
         for matrices, _, _ in self._at_once(tables, whole):
-            matrices.copy_(orthogonalise(matrices, self.rule.polynomials, self.rule.eps))
+            orthogonalise(matrices, self.rule.polynomials, self.rule.eps, out=matrices)
         return whole
 
     def _at_once(self, tables: "_Tables", whole: Tensor) -> Iterator[tuple[Tensor, int, int]]:
