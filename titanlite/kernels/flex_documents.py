@@ -28,11 +28,12 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attend_flexibly(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, places: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attend as `document_attention`'s operator does."""
-    in_rows = [_in_rows(t, longest) for t in (q, k, v)]
-    out, aux = _flex(in_rows, _block_mask(starts, longest, window), return_aux=AuxRequest(lse=True))
+    n_rows, S = (longest, longest) if places is None else (len(q), len(k))
+    in_rows = [_in_rows(q, n_rows), _in_rows(k, S), _in_rows(v, S)]
+    out, aux = _flex(in_rows, _block_mask(starts, S, window, places), return_aux=AuxRequest(lse=True))
     return _packed_rows(out), aux.lse.transpose(1, 2).flatten(0, 1).contiguous()
 
 
@@ -44,12 +45,14 @@ def flexible_grad(
     starts: Tensor,
     longest: int,
     window: int,
+    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; the result is computed again for it."""
+    n_rows, S = (longest, longest) if places is None else (len(q), len(k))
     with torch.enable_grad():
-        in_rows = [_in_rows(t.detach(), longest).requires_grad_() for t in (q, k, v)]
-        out = _flex(in_rows, _block_mask(starts, longest, window))
-        d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, longest))
+        in_rows = [_in_rows(t.detach(), n).requires_grad_() for t, n in ((q, n_rows), (k, S), (v, S))]
+        out = _flex(in_rows, _block_mask(starts, S, window, places))
+        d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, n_rows))
     return _packed_rows(d_q), _packed_rows(d_k), _packed_rows(d_v)
 
 
@@ -58,14 +61,15 @@ def _flex(in_rows: list[Tensor], mask: BlockMask, **asked: Any) -> Any:
     return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1], **asked)
 
 
-def _block_mask(starts: Tensor, longest: int, window: int) -> BlockMask:
-    begins = starts.unflatten(0, (-1, longest))  # [B, S], places among all tokens
+def _block_mask(starts: Tensor, S: int, window: int, places: Tensor | None) -> BlockMask:
+    begins = starts.unflatten(0, (-1, S) if places is None else (1, -1))  # [B, queries], places among all tokens
 
-    def is_seen(sample: Tensor, head: Tensor, token: Tensor, key: Tensor) -> Tensor:
-        seen = (key <= token) & (sample * longest + key >= begins[sample, token])
+    def is_seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        token = query if places is None else places[query]
+        seen = (key <= token) & (sample * S + key >= begins[sample, query])
         return seen & (token - key < window) if window else seen
 
-    of = {"B": len(begins), "H": None, "Q_LEN": longest, "KV_LEN": longest, "device": starts.device}
+    of = {"B": len(begins), "H": None, "Q_LEN": begins.shape[1], "KV_LEN": S, "device": starts.device}
     return _compiled(create_block_mask)(is_seen, **of)
 
 
