@@ -8,6 +8,7 @@ the table that shows it. In the page, a table stands between two comments.
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,41 @@ def steps() -> str:
     return table(" | ".join(["ms of rank 0", *head]), lines)
 
 
+def optimizers() -> str:
+    """Return the runs of 12 layers of 8B by optimizer, beside what is predicted of them."""
+    lines = []
+    for row in rows("runs", table="optimizers"):
+        given = flags(row)
+        sequences = int(given.get("global_batch_size", 4)) // row["world"]
+        columns = "ms_per_step", "predicted_ms_per_step", "tokens_per_second", "reserved_gib", "predicted_reserved_gib"
+        lines.append([f"`{given['recipe']}`", 8192 * sequences, row["repeats"], *map(row.get, columns), row["commit"]])
+    head = "optimizer | tokens a step and GPU | runs | ms | predicted | tok/s/GPU | reserved GiB | predicted"
+    return table(f"{head} | commit", lines)
+
+
+def muon() -> str:
+    """Return Muon's step by itself, beside its floor and torch's."""
+    columns = "ms", "floor_ms", "computing_floor_ms", "ratio", "torch_ms", "commit"
+    lines = [[row["model"], *map(row.get, columns)] for row in rows("kernels", kernel="Muon")]
+    return table("Muon's step of | ms | floor | of it computing | ratio | torch.optim.Muon | commit", lines)
+
+
+def fewer_tokens() -> str:
+    """Return the losses of 150M by optimizer and learning rate, and of all seeds of the best one."""
+    runs = [row for row in rows("loss", config="configs/llama3_150m.toml") if "recipe" in row]
+    rates = sorted({row["lr"] for row in runs})
+    lines = []
+    for recipe in ("adamw", "muon"):
+        own = [row for row in runs if row["recipe"] == recipe]
+        first = {row["lr"]: f"{row['loss']:.4f}" for row in own if row["seed"] == 0}
+        (best,) = {row["lr"] for row in own if row["seed"] == 1}
+        seeds = [row["loss"] for row in own if row["lr"] == best]
+        mean = f"{statistics.mean(seeds):.4f} ± {statistics.stdev(seeds):.4f}"
+        lines.append([f"`{recipe}`", own[0]["steps"], *(first[rate] for rate in rates), mean])
+    head = " | ".join(f"lr {rate:g}" for rate in rates)
+    return table(f"150M | steps | {head} | best rate, three seeds", lines)
+
+
 def loss() -> str:
     """Return the loss of each recipe after 1,500 steps, beside three seeds of bf16."""
     runs = [row for row in rows("loss", config="configs/llama3_150m.toml") if "noise" in row]
@@ -209,6 +245,9 @@ TABLES = [
     experts,
     balance,
     kernels,
+    optimizers,
+    muon,
+    fewer_tokens,
 ]
 
 
