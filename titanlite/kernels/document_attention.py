@@ -69,9 +69,8 @@ def _fast(
     kernel = document_kernel(q)
     if kernel == "math":
         return _document_attention.definition(q, k, v, starts, longest, window, places)
-    if kernel == "flex_attention" or places is not None:
-        return attend_flexibly(q, k, v, starts, longest, window, places)
-    return _attend(q, k, v, starts, longest, window)
+    attend = _attend if kernel == "document_attention" else attend_flexibly
+    return attend(q, k, v, starts, longest, window, places)
 
 
 def _fast_grad(
@@ -89,9 +88,9 @@ def _fast_grad(
     kernel = document_kernel(q)
     if kernel == "math":
         return _document_attention_grad.definition(grad, q, k, v, out, sums, starts, longest, window, places)
-    if kernel == "flex_attention" or places is not None:
+    if kernel == "flex_attention":
         return flexible_grad(grad, q, k, v, starts, longest, window, places)
-    return _attend_grad(grad, q, k, v, out, sums, starts, longest, window)
+    return _attend_grad(grad, q, k, v, out, sums, starts, longest, window, places)
 
 
 # By heads, where those of queries and those of keys both divide. Not by tokens: `starts` are places among all of them.

@@ -65,8 +65,8 @@ from titanlite.kernels.device.launch import Blocks, _Launcher
 from titanlite.kernels.products import FSDP_GATHER, FSDP_REDUCE, NOTHING, SLOWER, out_shapes, scales_travel
 from titanlite.kernels.routing import SCORES
 
-GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus
-SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus
+GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus  # type: ignore[attr-defined]
+SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus  # type: ignore[attr-defined]
 LOADED_FIRST = ["load", "load", "run", "run"]  # rule 4 of the kernels
 
 
@@ -109,10 +109,11 @@ class Launches:
             if isinstance(argument, Tensor) and name not in strided and "scale_inv" not in name:
                 assert argument.is_contiguous(), f"{kernel.fn.__name__}: {name} has strides {argument.stride()}"
             elif hasattr(argument, "block_shape"):
-                *rows, column = argument.strides
+                *rows, column = argument.strides  # type: ignore[attr-defined]
                 assert column == 1, name
-                assert all(row > 0 and row * argument.base.dtype.itemsize % 16 == 0 for row in rows), name
-                assert argument.base.data_ptr() % 16 == 0, name
+                itemsize = argument.base.dtype.itemsize  # type: ignore[attr-defined]
+                assert all(row > 0 and row * itemsize % 16 == 0 for row in rows), name
+                assert argument.base.data_ptr() % 16 == 0, name  # type: ignore[attr-defined]
         if kernel.fn.__name__ == "_matmul_push":  # TMA begins at whole 16 bytes of a row only
             transposed = named["B_K_MAJOR" if named["BY_COLS"] else "A_K_MAJOR"] is False
             itemsize = named["a0"].base.dtype.itemsize  # type: ignore[attr-defined]
@@ -145,7 +146,7 @@ def launches(monkeypatch) -> Iterator[Launches]:
     monkeypatch.setattr(lowering, "agree", lambda op, group, what, own, reason: reason)
     monkeypatch.setattr(lowering, "implementations", {})
     monkeypatch.setattr(lowering, "lowered", Counter())
-    triton.runtime.driver.set_active(_Driver())
+    triton.runtime.driver.set_active(_Driver())  # type: ignore[arg-type]
     yield found
     triton.runtime.driver._active = None  # found anew at the next use
 
@@ -341,16 +342,22 @@ def test_casts(launches: Launches):
 
 
 def test_documents(launches: Launches):
-    for M, (H, K), E, window, dtype in product(
-        (128, 384), ((4, 4), (8, 2), (6, 2), (64, 1)), (64, 128), (0, 100), (BF16, torch.float16)
+    for (M, N), (H, K), E, window, dtype in product(
+        ((128, 128), (384, 384), (128, 384), (384, 896)),
+        ((4, 4), (8, 2), (6, 2), (64, 1)),
+        (64, 128),
+        (0, 100),
+        (BF16, torch.float16),
     ):
-        q, k = (torch.zeros(M, n, E, dtype=dtype) for n in (H, K))
+        q, k = torch.zeros(M, H, E, dtype=dtype), torch.zeros(N, K, E, dtype=dtype)
         starts, sums = torch.zeros(M, dtype=torch.int32), torch.zeros(M, H)
-        parts = torch.zeros(M, 3 * K, E, dtype=dtype)[:, :K]
-        document_attention.attend(q, k, k.clone(), starts, 128, window)
-        document_attention.attend(q, k, parts, starts, 128, window)
-        document_attention_grad.attend_grad(q.clone(), q, k, parts, q.clone(), sums, starts, 128, window)
-        document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 128, window)
+        parts = torch.zeros(N, 3 * K, E, dtype=dtype)[:, :K]
+        for places in (starts.clone(), None) if M == N else (starts.clone(),):
+            more = starts, 128, window, places
+            document_attention.attend(q, k, k.clone(), *more)
+            document_attention.attend(q, k, parts, *more)
+            document_attention_grad.attend_grad(q.clone(), q, k, parts, q.clone(), sums, *more)
+            document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, *more)
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     assert kernels == {
         "_attention_of_documents",

@@ -213,8 +213,8 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {
 
 
 def gather(
-    form="left", dim=0, whole=(2048, 512), other=(512, 1024), dtype=BF16, choice=PLAIN, scale_of="", bias=False,
-    fast=False, out=None, ranks=RANKS,
+    form="left", dim=0, whole=(2048, 512), other=(512, 1024), dtype=BF16, choice: Tiles | None = PLAIN, scale_of="",
+    bias=False, fast=False, out=None, ranks=RANKS,
 ):  # fmt: skip
     length = -(-whole[dim] // ranks)
     shape = list(whole)
@@ -231,8 +231,8 @@ def gather(
 
 
 def scatter(
-    dim=0, rows=(2048,), K=512, N=1024, pairs=1, dtype=BF16, choice=PLAIN, by_row=False, bias=False, fast=False,
-    out=None, ranks=RANKS,
+    dim=0, rows=(2048,), K=512, N=1024, pairs=1, dtype=BF16, choice: Tiles | None = PLAIN, by_row=False, bias=False,
+    fast=False, out=None, ranks=RANKS,
 ):  # fmt: skip
     lefts = [torch.empty(*rows, K, dtype=dtype) for _ in range(pairs)]
     rights = [torch.empty(N, K, dtype=dtype).t() for _ in range(pairs)]
@@ -359,16 +359,21 @@ def test_tiles_of_the_table_compile(row: tuple, tmp_path: Path) -> None:
     check_resources(compiled, tmp_path)
 
 
+@pytest.mark.parametrize("splits", [False, True])
 @pytest.mark.parametrize(("H", "K", "E"), [(6, 2, 64), *slow((8, 2, 128))])
-def test_attention_to_documents(H: int, K: int, E: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_to_documents(
+    H: int, K: int, E: int, splits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its kernels compile into the registers of their warps, and no product waits for another's registers."""
     for module in (document_attention, document_attention_grad):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    q, k = (torch.zeros(256, n, E, dtype=BF16) for n in (H, K))
-    starts, sums = torch.zeros(256, dtype=torch.int32), torch.zeros(256, H)
+    M = 256 if splits else 512
+    q, k = torch.zeros(M, H, E, dtype=BF16), torch.zeros(512, K, E, dtype=BF16)
+    starts, sums = torch.zeros(M, dtype=torch.int32), torch.zeros(M, H)
+    places = starts.clone() if splits else None
     with compiling() as compiled:
-        document_attention.attend(q, k, k.clone(), starts, 256, 0)
-        document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 256, 0)
+        document_attention.attend(q, k, k.clone(), starts, 512, 0, places)
+        document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 512, 0, places)
     products = {"_attention_of_documents", "_attention_grad_of_queries", "_attention_grad_of_keys"}
     assert set(compiled) == products | {"_attention_row_dots", "_attention_spans"}
     check_resources(

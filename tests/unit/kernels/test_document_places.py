@@ -1,7 +1,12 @@
 """Attention of some of the tokens' queries to keys of all: ranks that share the queries out, against one with all."""
 
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -27,6 +32,20 @@ def places_of(chunks: list[int]) -> Tensor:
     return (torch.tensor(chunks, dtype=torch.int32)[:, None] * CHUNK + torch.arange(CHUNK).int()).flatten()
 
 
+def drawn_lengths(N: int, chance: random.Random) -> list[int]:
+    """Draw lengths of documents that make N: runs of single tokens, up to ends of chunks, whole chunks, and others."""
+    lengths = list[int]()
+    while N:
+        kind = chance.randrange(4)
+        n = (1, N % CHUNK or CHUNK, 3 * CHUNK, chance.randrange(1, 700))[kind]
+        for _ in range(chance.randrange(1, 150) if kind == 0 else 1):
+            lengths.append(min(n, N))
+            N -= lengths[-1]
+            if not N:
+                break
+    return lengths
+
+
 def results_and_grads(attend: Callable[..., Tensor], given: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
     own = [t.detach().requires_grad_() for t in given]
     out = attend(*own)
@@ -35,7 +54,7 @@ def results_and_grads(attend: Callable[..., Tensor], given: list[Tensor], grad: 
 
 def what_is_seen(starts: Tensor, places: Tensor, window: int, N: int) -> Tensor:
     """[M, N]: whether a query sees a key."""
-    keys, own = torch.arange(N), places[:, None]
+    keys, own = torch.arange(N, device=places.device), places[:, None]
     return (keys <= own) & (keys >= starts[:, None]) & ((keys > own - window) if window else True)
 
 
@@ -106,3 +125,71 @@ def test_flops_are_the_share_of_the_queries() -> None:
         assert counter.get_total_flops() == 2 * 2 * 8 * 4 * (384 * 385 // 2) * 2 // 3
         out.sum().backward()
     assert counter.get_total_flops() == 3.5 * 2 * 2 * 8 * 4 * (384 * 385 // 2) * 2 // 3
+
+
+@pytest.mark.slow
+def test_values_of_device_code() -> None:
+    """Triton's interpreter has to be asked for before Triton is imported."""
+    run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_documents"]
+    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+ON_GPU = [  # documents of 4096 tokens
+    [700, 1, 3000, 395],
+    [1] * 4096,
+    [128, 256, 1664, 2048],
+    [*drawn_lengths(4096, random.Random(1))],
+]
+HALVES = [  # chunks of the first of two ranks
+    [*range(16)],
+    [*range(8), *range(24, 32)],
+    sorted(random.Random(2).sample(range(32), 16)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("H", "K", "E"), [(32, 8, 128), (16, 16, 64), (6, 2, 64)])
+def test_kernels_of_two_ranks_compute_what_one_does(H: int, K: int, E: int) -> None:
+    """A query's tile and its blocks of keys are the same on whichever rank, and so are the bits of its results. The
+    gradients of keys are the same sums in two parts: three roundings to bfloat16, by at most half a unit of each."""
+    N, dtype = 4096, torch.bfloat16
+    q, k, v, grad = (packed(N, n, E, seed, "cuda").to(dtype) for seed, n in enumerate((H, K, K, H)))
+    attend, attend_grad = torch.ops.titanlite.document_attention, torch.ops.titanlite.document_attention_grad
+    for lengths, window in product(ON_GPU, (0, 200, N)):
+        starts = starts_of(lengths, N).cuda()
+        out, sums = attend(q, k, v, starts, N, window)
+        d_q, *of_whole = attend_grad(grad, q, k, v, out, sums, starts, N, window)
+        for first in HALVES:
+            parts = list[list[Tensor]]()
+            for chunks in (first, sorted({*range(32)} - {*first})):
+                at = places_of(chunks).cuda()
+                unseen = ~what_is_seen(starts[at], at, window, N).any(0)
+                own_q, own_k, own_v = q[at], *(t.masked_fill(unseen[:, None, None], 0) for t in (k, v))
+                found = attend(own_q, own_k, own_v, starts[at], N, window, at)
+                torch.full((2, N, K, E), torch.nan, dtype=dtype, device="cuda")  # what new memory has in it
+                own_d_q, *of_part = attend_grad(grad[at], own_q, own_k, own_v, *found, starts[at], N, window, at)
+                for got, wanted in zip((*found, own_d_q), (out, sums, d_q), strict=True):
+                    assert torch.equal(got, wanted[at])
+                assert not any(t[unseen].any() for t in of_part)
+                parts.append(of_part)
+            for whole, *both in zip(of_whole, *parts, strict=True):
+                whole, both = whole.double(), [t.double() for t in both]
+                bound = torch.finfo(dtype).eps / 2 * sum(t.norm() for t in (whole, *both))
+                assert (sum(both) - whole).norm() <= bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [0, 200])
+def test_flex_attention_computes_the_definition_on_gpus(window: int) -> None:
+    """Heads of 32 numbers are not for the kernels for Hopper. As of these, three roundings of 2^-9."""
+    (lengths, *_), (_, chunks, _), N, dtype = ON_GPU, HALVES, 4096, torch.bfloat16
+    places = places_of(chunks).cuda()
+    starts = starts_of(lengths, N).cuda()[places]
+    sizes = ((2048, 2), (N, 2), (N, 2))
+    given = [packed(n, heads, 32, seed, "cuda").to(dtype) for seed, (n, heads) in enumerate(sizes)]
+    grad = packed(2048, 2, 32, 3, "cuda").to(dtype)
+    attend = partial(document_attention, starts=starts, longest=N, window=window, places=places)
+    ours, truth = (results_and_grads(attend, [t.to(of) for t in given], grad.to(of)) for of in (dtype, torch.float64))
+    for got, wanted in zip(ours, truth, strict=True):
+        assert (got - wanted).norm() <= 3 * torch.finfo(dtype).eps / 2 * wanted.norm()

@@ -29,6 +29,7 @@ from titanlite.kernels.device.document_tiles import (
     allocate_barriers,
     allocate_words,
     await_ready,
+    first_seen,
     head_blocks,
     heads_of_tile,
     masked_scores,
@@ -61,11 +62,11 @@ def _start_sums(p, o, kv_bufs, ready, it, BN: gl.constexpr, E: gl.constexpr, STA
 
 
 @gluon.jit
-def _softmax_weights(s, m, total, k0, tokens, first_seen, scale, MASK: gl.constexpr, layout: gl.constexpr):
+def _softmax_weights(s, m, total, k0, tokens, first, scale, MASK: gl.constexpr, layout: gl.constexpr):
     """Return weights by the largest score so far, that score, the sum of weights, and by what older ones shrink."""
     if MASK:
         keys = k0 + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, layout))
-        s = masked_scores(s, keys[None, :], tokens[:, None], first_seen[:, None])
+        s = masked_scores(s, keys[None, :], tokens[:, None], first[:, None])
     largest = gl.maximum(m, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - largest[:, None])
     shrink = gl.exp2(m - largest)
@@ -80,13 +81,13 @@ def _attend_to(
 ):  # fmt: skip
     """Attend to so many blocks of keys, from k0 on backwards. The values of the last one are still to be added."""
     kv_bufs, ready, empty = buffers
-    tokens, first_seen = rows
+    tokens, first = rows
     for _ in range(count):
         s = _start_scores(q, s, kv_bufs, ready, it, BN, E, STAGES)
         o = _start_sums(p, o, kv_bufs, ready, it - 1, BN, E, STAGES)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         mbarrier.arrive(empty.index(it % STAGES), count=1)
-        weights, m, total, shrink = _softmax_weights(s, m, total, k0, tokens, first_seen, scale, MASK, layout)
+        weights, m, total, shrink = _softmax_weights(s, m, total, k0, tokens, first, scale, MASK, layout)
         o, p = warpgroup_mma_wait(num_outstanding=0, deps=(o, p))
         mbarrier.arrive(empty.index((it - 1) % STAGES), count=1)
         o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
@@ -103,7 +104,7 @@ def _attend_halves(
 ):  # fmt: skip
     """Attend with half number W of each tile."""
     q_bufs, kv_bufs, o_bufs, words, q_ready, q_empty, ready, empty = given[:8]
-    starts, o_desc, sums, window, scale = given[8:]
+    starts, places, o_desc, sums, window, scale = given[8:]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -121,7 +122,7 @@ def _attend_halves(
         free = read_word(words, slot * 5 + 3 + W)
         q = q_bufs.index(slot).reshape([2 * HALF, E]).slice(HALF * W, HALF, dim=0)
         tokens = t0 + row // P
-        rows = (tokens, gl.maximum(gl.load(starts + tokens), tokens - window + 1))
+        rows = (tokens, first_seen(starts, places, tokens, window))
         k0 = t0 + TOKENS - BN
         s = gl.zeros((HALF, BN), gl.float32, layout)
         o = gl.zeros((HALF, E), gl.float32, o_layout)
@@ -158,7 +159,7 @@ def _attend_halves(
 
 @gluon.jit(do_not_specialize=["window"])
 def _attention_of_documents(
-    q_desc, k_desc, v_desc, o_desc, sums, starts, counter, tiles, window, scale,
+    q_desc, k_desc, v_desc, o_desc, sums, starts, places, counter, tiles, window, scale,
     HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
     E: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -171,9 +172,11 @@ def _attention_of_documents(
     ready, empty = allocate_barriers(STAGES, 2)
     producer = (
         q_desc, None, k_desc, v_desc, q_bufs, q_bufs, kv_bufs, words,
-        q_ready, q_empty, ready, empty, starts, counter, tiles, window,
+        q_ready, q_empty, ready, empty, starts, places, counter, tiles, window,
     )  # fmt: skip
-    consumer = (q_bufs, kv_bufs, o_bufs, words, q_ready, q_empty, ready, empty, starts, o_desc, sums, window, scale)
+    consumer = (
+        q_bufs, kv_bufs, o_bufs, words, q_ready, q_empty, ready, empty, starts, places, o_desc, sums, window, scale,
+    )  # fmt: skip
     gl.warp_specialize([
         (_attend_halves, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 0)),
         (_attend_halves, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 1)),
@@ -181,7 +184,9 @@ def _attention_of_documents(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, places: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Attend as the operator does, with heads that fit."""
     (M, H, E), K = q.shape, k.shape[1]
     P, window = heads_of_tile(H, K), window or longest
@@ -190,12 +195,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window
     counter, tokens = starts.new_zeros(1), ROWS // P
     launch(
         _attention_of_documents,
-        (q.shape, K, window, q.dtype, q.stride(), k.stride(), v.stride()),
+        (q.shape, k.shape, window, q.dtype, q.stride(), k.stride(), v.stride(), places is None),
         multiprocessors(q.device),
-        (q, k, v, starts, out, sums, counter),
+        (q, k, v, starts, places, out, sums, counter),
         lambda: (
             head_blocks(q, tokens, P), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
-            head_blocks(out, tokens // 2, P), sums, starts, counter,
+            head_blocks(out, tokens // 2, P), sums, starts, places, counter,
             M // tokens * (H // P), window, E**-0.5 * LOG2E.value,
             H, P, H // K // P, tokens, ROWS, E, STAGES,
         ),

@@ -37,6 +37,7 @@ from titanlite.kernels.device.document_tiles import (
     allocate_words,
     await_empty,
     await_ready,
+    first_seen,
     head_blocks,
     heads_of_tile,
     key_spans,
@@ -76,7 +77,7 @@ def _queries_of_keys(
 ):  # fmt: skip
     """Add what so many blocks of keys give, from k0 on backwards."""
     kv_bufs, ready, empty = buffers
-    tokens, first_seen = rows
+    tokens, first = rows
     sums, dots = numbers
     for _ in range(count):
         k = kv_bufs.index(it % STAGES).reshape([BN, E])
@@ -89,7 +90,7 @@ def _queries_of_keys(
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if MASK:
             keys = k0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
-            s = masked_scores(s, keys[None, :], tokens[:, None], first_seen[:, None])
+            s = masked_scores(s, keys[None, :], tokens[:, None], first[:, None])
         p = gl.exp2(s * scale - sums[:, None])
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         mbarrier.arrive(empty.index((it + 1) % STAGES), count=1)
@@ -109,7 +110,7 @@ def _of_queries(
 ):  # fmt: skip
     """Compute the gradient of half number W of each tile of queries."""
     q_bufs, g_bufs, kv_bufs, o_bufs, words, q_ready, q_empty, ready, empty = given[:9]
-    starts, o_desc, sums, dots, window, scale = given[9:]
+    starts, places, o_desc, sums, dots, window, scale = given[9:]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     row = HALF * W + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
@@ -126,7 +127,7 @@ def _of_queries(
         n = read_word(words, 2)
         free = read_word(words, 3 + W)
         tokens = t0 + row // P
-        rows = (tokens, gl.maximum(gl.load(starts + tokens), tokens - window + 1))
+        rows = (tokens, first_seen(starts, places, tokens, window))
         place = tokens * HEADS + group * P + row % P
         numbers = (gl.load(sums + place) * LOG2E, gl.load(dots + place))
         k0 = t0 + TOKENS - BN
@@ -153,7 +154,7 @@ def _of_queries(
 
 @gluon.jit(do_not_specialize=["window"])
 def _attention_grad_of_queries(
-    q_desc, g_desc, k_desc, v_desc, o_desc, sums, dots, starts, counter, tiles, window, scale,
+    q_desc, g_desc, k_desc, v_desc, o_desc, sums, dots, starts, places, counter, tiles, window, scale,
     HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
     E: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -166,11 +167,11 @@ def _attention_grad_of_queries(
     ready, empty = allocate_barriers(STAGES, 2)
     producer = (
         q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, kv_bufs, words,
-        q_ready, q_empty, ready, empty, starts, counter, tiles, window,
+        q_ready, q_empty, ready, empty, starts, places, counter, tiles, window,
     )  # fmt: skip
     consumer = (
         q_bufs, g_bufs, kv_bufs, o_bufs, words, q_ready, q_empty, ready, empty,
-        starts, o_desc, sums, dots, window, scale,
+        starts, places, o_desc, sums, dots, window, scale,
     )  # fmt: skip
     gl.warp_specialize([
         (_of_queries, (consumer, HEADS, P, TOKENS, BN, E, STAGES, 0)),
@@ -191,7 +192,7 @@ def _produce_key_blocks(
 ):
     """Claim blocks of keys, the longest work first; load each, its values, and the queries that see some of it."""
     q_desc, g_desc, k_desc, v_desc, k_buf, v_buf, q_bufs, words = given[:8]
-    k_ready, k_empty, ready, empty, ends, frees, order, counter, tiles = given[8:]
+    k_ready, k_empty, ready, empty, begins, ends, frees, order, counter, tiles = given[8:]
     it = 0
     turn = 0
     tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
@@ -200,20 +201,25 @@ def _produce_key_blocks(
         block = gl.load(order + tile // (HEADS // P // GROUPS))
         head = tile % (HEADS // P // GROUPS)
         j0 = block * BN
-        n = (gl.load(ends + block) - j0 + TOKENS - 1) // TOKENS
+        t0 = j0
+        if begins is not None:
+            t0 = gl.load(begins + block)
+        n = (gl.load(ends + block) - t0 + TOKENS - 1) // TOKENS
         await_empty(k_empty, turn, 1)
-        write_words(words, 0, j0, head, n, gl.load(frees + 2 * block), gl.load(frees + 2 * block + 1))
+        write_words(words, 0, (j0, head, n, gl.load(frees + 2 * block), gl.load(frees + 2 * block + 1)))
+        if begins is not None:  # of the block's own tokens all are among the queries, or none
+            write_words(words, 5, (t0, (gl.load(begins + block + 1) - t0) // TOKENS))
         mbarrier.expect(k_ready.index(0), 2 * k_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, [j0, head, 0], k_ready.index(0), k_buf)
         tma.async_copy_global_to_shared(v_desc, [j0, head, 0], k_ready.index(0), v_buf)
         for group in range(head * GROUPS, (head + 1) * GROUPS):
             for i in range(n):
-                it = load_block(q_desc, [j0 + i * TOKENS, group * P, 0], q_bufs, ready, empty, it, STAGES)
-                it = load_block(g_desc, [j0 + i * TOKENS, group * P, 0], q_bufs, ready, empty, it, STAGES)
+                it = load_block(q_desc, [t0 + i * TOKENS, group * P, 0], q_bufs, ready, empty, it, STAGES)
+                it = load_block(g_desc, [t0 + i * TOKENS, group * P, 0], q_bufs, ready, empty, it, STAGES)
         tile = following
         turn += 1
     await_empty(k_empty, turn, 1)
-    write_words(words, 0, -1, 0, 0, 0, 0)
+    write_words(words, 0, (-1, 0, 0, 0, 0))
     mbarrier.arrive(k_ready.index(0), count=1)
 
 
@@ -225,7 +231,7 @@ def _keys_of_queries(
 ):  # fmt: skip
     """Add what so many tiles of queries give, from token t0 on."""
     q_bufs, ready, empty = buffers
-    sums, dots, starts, window = numbers
+    sums, dots, starts, places, window = numbers
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     column = gl.arange(0, TOKENS * P, layout=gl.SliceLayout(0, layout))
     for _ in range(count):
@@ -244,8 +250,11 @@ def _keys_of_queries(
         dp = warpgroup_mma(v, g.permute((1, 0)), dp, use_acc=True, is_async=True)
         s = warpgroup_mma_wait(num_outstanding=1, deps=(s,))
         if MASK:
-            first_seen = gl.maximum(gl.load(starts + tokens), tokens - window + 1)
-            s = masked_scores(s, keys[:, None], tokens[None, :], first_seen[None, :])
+            own = tokens
+            if places is not None:
+                own = gl.load(places + tokens)
+            first = gl.maximum(gl.load(starts + tokens), own - window + 1)
+            s = masked_scores(s, keys[:, None], own[None, :], first[None, :])
         p = gl.exp2(s * scale)
         dp = warpgroup_mma_wait(num_outstanding=0, deps=(dp,))
         weights = gl.convert_layout(p.to(k.dtype), p_layout)
@@ -268,14 +277,14 @@ def _of_keys(
 ):  # fmt: skip
     """Compute the gradients of half number W of each block of keys and values."""
     k_buf, v_buf, q_bufs, dk_bufs, dv_bufs, words, k_ready, k_empty, ready, empty = given[:10]
-    starts, dk_desc, dv_desc, sums, dots, window, scale = given[10:]
+    starts, places, dk_desc, dv_desc, sums, dots, window, scale = given[10:]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS * P, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     row = HALF * W + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     k = k_buf.reshape([2 * HALF, E]).slice(HALF * W, HALF, dim=0)
     v = v_buf.reshape([2 * HALF, E]).slice(HALF * W, HALF, dim=0)
     buffers = (q_bufs, ready, empty)
-    numbers = (sums, dots, starts, window)
+    numbers = (sums, dots, starts, places, window)
     it = 0
     turn = 0
     await_ready(k_ready, 0, 1)
@@ -284,9 +293,15 @@ def _of_keys(
         head = read_word(words, 1)
         n = read_word(words, 2)
         free = read_word(words, 3 + W)
-        skipped = gl.minimum(HALF * W // TOKENS, n)  # queries before the keys of this half
-        diagonal = gl.minimum(HALF // TOKENS, n - skipped)
-        middle = gl.minimum(gl.maximum(0, (free - j0) // TOKENS - skipped - diagonal), n - skipped - diagonal)
+        if places is None:
+            begin = j0
+            own = 2 * HALF // TOKENS
+        else:
+            begin = read_word(words, 5)
+            own = read_word(words, 6)
+        skipped = gl.minimum(own // 2 * W, n)  # queries before the keys of this half
+        diagonal = gl.minimum(own // 2, n - skipped)
+        middle = gl.minimum(gl.maximum(0, (free - begin) // TOKENS - skipped - diagonal), n - skipped - diagonal)
         dk = gl.zeros((HALF, E), gl.float32, o_layout)
         dv = gl.zeros((HALF, E), gl.float32, o_layout)
         for group in range(head * GROUPS, (head + 1) * GROUPS):
@@ -294,7 +309,7 @@ def _of_keys(
                 await_ready(ready, it, STAGES)
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
                 it += 1
-            t0 = j0 + skipped * TOKENS
+            t0 = begin + skipped * TOKENS
             dk, dv, it, t0 = _keys_of_queries(
                 diagonal, k, v, dk, dv, it, t0, j0 + row, group, numbers, buffers, scale * LOG2E,
                 True, layout, o_layout, HEADS, P, TOKENS, E, STAGES,
@@ -322,7 +337,7 @@ def _of_keys(
 
 @gluon.jit(do_not_specialize=["window"])
 def _attention_grad_of_keys(
-    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, sums, dots, starts, ends, frees, order, counter,
+    q_desc, g_desc, k_desc, v_desc, dk_desc, dv_desc, sums, dots, starts, places, begins, ends, frees, order, counter,
     tiles, window, scale,
     HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
     E: gl.constexpr, STAGES: gl.constexpr,
@@ -332,16 +347,16 @@ def _attention_grad_of_keys(
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, stacked(STAGES, q_desc), q_desc.layout)
     dk_bufs = gl.allocate_shared_memory(dk_desc.dtype, stacked(2, dk_desc), dk_desc.layout)
     dv_bufs = gl.allocate_shared_memory(dk_desc.dtype, stacked(2, dk_desc), dk_desc.layout)
-    words = allocate_words(5)
+    words = allocate_words(5 if places is None else 7)
     k_ready, k_empty = allocate_barriers(1, 2)
     ready, empty = allocate_barriers(STAGES, 2)
     producer = (
         q_desc, g_desc, k_desc, v_desc, k_buf, v_buf, q_bufs, words,
-        k_ready, k_empty, ready, empty, ends, frees, order, counter, tiles,
+        k_ready, k_empty, ready, empty, begins, ends, frees, order, counter, tiles,
     )  # fmt: skip
     consumer = (
         k_buf, v_buf, q_bufs, dk_bufs, dv_bufs, words, k_ready, k_empty, ready, empty,
-        starts, dk_desc, dv_desc, sums, dots, window, scale,
+        starts, places, dk_desc, dv_desc, sums, dots, window, scale,
     )  # fmt: skip
     gl.warp_specialize([
         (_of_keys, (consumer, HEADS, P, GROUPS, TOKENS, E, STAGES, 0)),
@@ -360,13 +375,14 @@ def attend_grad(
     starts: Tensor,
     longest: int,
     window: int,
+    places: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients as the operator does, of heads that fit."""
-    (M, H, E), K = q.shape, k.shape[1]
+    (M, H, E), (N, K, _) = q.shape, k.shape
     P, window, grad = heads_of_tile(H, K), window or longest, grad.contiguous()
     q, k, v = (with_whole_rows(t) for t in (q, k, v))
-    key = (q.shape, K, window, q.dtype, q.stride(), k.stride(), v.stride())
-    d_q, (d_k, d_v) = torch.empty_like(out), k.new_empty(2, M, K, E)
+    key = (q.shape, k.shape, window, q.dtype, q.stride(), k.stride(), v.stride(), places is None)
+    d_q, (d_k, d_v) = torch.empty_like(out), k.new_empty(2, N, K, E)
     dots = torch.empty_like(sums)
     (counter, other_counter), blocks = starts.new_zeros(2, 4), multiprocessors(q.device)  # both of them aligned
     tokens, few = ROWS // P, QUERY_ROWS // P
@@ -375,23 +391,23 @@ def attend_grad(
         lambda: (grad, out, dots, M * H, E, _DOT_ROWS), num_warps=4,
     )  # fmt: skip
     launch(
-        _attention_grad_of_queries, key, blocks, (q, grad, k, v, d_q, sums, dots, starts, counter),
+        _attention_grad_of_queries, key, blocks, (q, grad, k, v, d_q, sums, dots, starts, places, counter),
         lambda: (
             head_blocks(q, tokens, P), head_blocks(grad, tokens, P), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
-            head_blocks(d_q, tokens // 2, P), sums, dots, starts, counter, M // tokens * (H // P), window, E**-0.5,
-            H, P, H // K // P, tokens, ROWS, E, KEY_STAGES,
+            head_blocks(d_q, tokens // 2, P), sums, dots, starts, places, counter,
+            M // tokens * (H // P), window, E**-0.5, H, P, H // K // P, tokens, ROWS, E, KEY_STAGES,
         ),
         num_warps=4,
     )  # fmt: skip
-    ends, frees, order = key_spans(starts, window)
+    begins, ends, frees, order = key_spans(starts, places, N // ROWS, window)
     launch(
         _attention_grad_of_keys, key, blocks,
-        (q, grad, k, v, d_k, d_v, sums, dots, starts, ends, frees, order, other_counter),
+        (q, grad, k, v, d_k, d_v, sums, dots, starts, places, begins, ends, frees, order, other_counter),
         lambda: (
             head_blocks(q, few, P), head_blocks(grad, few, P), head_blocks(k, ROWS, 1), head_blocks(v, ROWS, 1),
             head_blocks(d_k, HALF.value, 1), head_blocks(d_v, HALF.value, 1),
-            sums, dots, starts, ends, frees, order, other_counter,
-            M // ROWS * K, window, E**-0.5, H, P, H // K // P, few, ROWS, E, QUERY_STAGES,
+            sums, dots, starts, places, begins, ends, frees, order, other_counter,
+            N // ROWS * K, window, E**-0.5, H, P, H // K // P, few, ROWS, E, QUERY_STAGES,
         ),
         num_warps=4,
     )  # fmt: skip

@@ -11,6 +11,9 @@ those from the beginning of its first token's document to its last token, in blo
 Blocks in between are seen by all rows, and need no mask. Tiles are claimed one by one; tokens from the last to the
 first, for late tokens see more. The producer tells the consumers, in words of shared memory that every thread reads,
 what they are to do: a number that came out of a reduction would make the compiler take their loops for divergent.
+
+Queries may be of some of the tokens alone (`places`). Those of a tile are consecutive even so: consumers count as if
+all tokens before were there, and only the producer looks up where the keys lie.
 """
 
 from collections.abc import Mapping
@@ -62,13 +65,10 @@ def _put_word(buffer, value):
 
 
 @gluon.jit
-def write_words(buffer, at, a, b, c, d, e):
+def write_words(buffer, at, values):
     """Write words of shared memory from number `at` on, by a role of one warp."""
-    _put_word(buffer.index(at), a)
-    _put_word(buffer.index(at + 1), b)
-    _put_word(buffer.index(at + 2), c)
-    _put_word(buffer.index(at + 3), d)
-    _put_word(buffer.index(at + 4), e)
+    for i in gl.static_range(len(values)):
+        _put_word(buffer.index(at + i), values[i])
     barrier()
 
 
@@ -123,6 +123,15 @@ def load_block(desc, at, bufs, ready, empty, it, N: gl.constexpr):
 
 
 @gluon.jit
+def first_seen(starts, places, tokens, window):
+    """Return the first token that each one sees, as if tokens before it were queries too: as far back as it lies."""
+    first = gl.load(starts + tokens)
+    if places is not None:
+        first -= gl.load(places + tokens) - tokens
+    return gl.maximum(first, tokens - window + 1)
+
+
+@gluon.jit
 def produce_query_tiles(
     given, HEADS: gl.constexpr, P: gl.constexpr, GROUPS: gl.constexpr, TOKENS: gl.constexpr, BN: gl.constexpr,
     TURNS: gl.constexpr, STAGES: gl.constexpr,
@@ -133,7 +142,7 @@ def produce_query_tiles(
     STAGES: for blocks of keys, or values.
     """
     q_desc, g_desc, k_desc, v_desc, q_bufs, g_bufs, kv_bufs, words = given[:8]
-    q_ready, q_empty, ready, empty, starts, counter, tiles, window = given[8:]
+    q_ready, q_empty, ready, empty, starts, places, counter, tiles, window = given[8:]
     it = 0
     turn = 0
     tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
@@ -142,24 +151,24 @@ def produce_query_tiles(
         t0 = ((tiles - 1 - tile) // (HEADS // P)) * TOKENS
         group = tile % (HEADS // P)
         # What the first token sees begins first; a block is free for a half if it is behind where its last one's does.
-        first = gl.maximum(gl.load(starts + t0), t0 - window + 1)
-        middle = t0 + (HALF - 1) // P
-        middle_first = gl.maximum(gl.load(starts + middle), middle - window + 1)
-        last = t0 + TOKENS - 1
-        last_first = gl.maximum(gl.load(starts + last), last - window + 1)
+        first = first_seen(starts, places, t0, window)
+        middle_first = first_seen(starts, places, t0 + (HALF - 1) // P, window)
+        last_first = first_seen(starts, places, t0 + TOKENS - 1, window)
         k0 = t0 + TOKENS - BN
         n = (t0 + TOKENS - first + BN - 1) // BN
         free = gl.minimum(gl.maximum(0, (k0 - middle_first) // BN), n - 1)
         other_free = gl.minimum(gl.maximum(0, (k0 - last_first) // BN), n - 1)
         slot = turn % TURNS
         await_empty(q_empty, turn, TURNS)
-        write_words(words, slot * 5, t0, group, n, free, other_free)
+        write_words(words, slot * 5, (t0, group, n, free, other_free))
         if g_desc is None:
             mbarrier.expect(q_ready.index(slot), q_desc.block_type.nbytes)
         else:
             mbarrier.expect(q_ready.index(slot), 2 * q_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(g_desc, [t0, group * P, 0], q_ready.index(slot), g_bufs.index(slot))
         tma.async_copy_global_to_shared(q_desc, [t0, group * P, 0], q_ready.index(slot), q_bufs.index(slot))
+        if places is not None:
+            k0 += gl.load(places + t0) - t0
         for _ in range(n):
             it = load_block(k_desc, [k0, group // GROUPS, 0], kv_bufs, ready, empty, it, STAGES)
             it = load_block(v_desc, [k0, group // GROUPS, 0], kv_bufs, ready, empty, it, STAGES)
@@ -167,58 +176,65 @@ def produce_query_tiles(
         tile = following
         turn += 1
     await_empty(q_empty, turn, TURNS)
-    write_words(words, turn % TURNS * 5, -1, 0, 0, 0, 0)
+    write_words(words, turn % TURNS * 5, (-1, 0, 0, 0, 0))
     mbarrier.arrive(q_ready.index(turn % TURNS), count=1)
 
 
 @gluon.jit
-def masked_scores(s, keys, tokens, first_seen):
+def masked_scores(s, keys, tokens, first):
     """Set to −∞ what a token does not see: keys behind it, and before the first that it sees."""
-    return gl.where((keys <= tokens) & (keys >= first_seen), s, -float("inf"))
+    return gl.where((keys <= tokens) & (keys >= first), s, -float("inf"))
 
 
 @triton.jit
-def _document_end(starts, tokens, M, STEPS: tl.constexpr):
-    """Return where the document of each token ends: the first token behind with a later beginning, by bisection."""
-    own = tl.load(starts + tokens)
-    low, high = tokens + 1, tl.zeros_like(tokens) + M
+def _first_beyond(starts, places, keys, M, window, STEPS: tl.constexpr):
+    """Return, of each key, the first token whose document or window begins behind it, by bisection."""
+    low, high = tl.zeros_like(keys), tl.zeros_like(keys) + M
     for _ in range(STEPS):
         middle = (low + high) // 2
-        is_own = tl.load(starts + middle, mask=middle < M, other=2147483647) <= own
         is_open = low < high
-        low = tl.where(is_open & is_own, middle + 1, low)
-        high = tl.where(is_open & ~is_own, middle, high)
+        start = tl.load(starts + middle, mask=is_open, other=0)
+        place = middle if places is None else tl.load(places + middle, mask=is_open, other=0)
+        is_beyond = (start > keys) | (place >= keys + window)
+        low = tl.where(is_open & ~is_beyond, middle + 1, low)
+        high = tl.where(is_open & is_beyond, middle, high)
     return low
 
 
 @triton.jit
+def _work_of(begins, ends, block, N, BLOCK: tl.constexpr):
+    begin = block * BLOCK if begins is None else tl.load(begins + block, mask=block < N, other=0)
+    return tl.load(ends + block, mask=block < N, other=0) - begin
+
+
+@triton.jit
 def _attention_spans(
-    starts, ends, frees, order, M, N, window, BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr
-):
+    starts, places, begins, ends, frees, order, M, N, window,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
     """Find, of each block of keys, the tokens that see some; of each half of it, those behind that see all; its rank.
 
     order: [N] blocks, from that with most tokens to that with fewest. One thread block does it: N is small.
     """
+    if begins is not None:
+        tl.store(begins + N, M)
     for base in range(0, N, CHUNK):
         block = base + tl.arange(0, CHUNK)
-        inside = block < N
-        first = tl.where(inside, block, 0) * BLOCK
-        last = first + BLOCK - 1
-        tl.store(ends + block, tl.minimum(_document_end(starts, last, M, STEPS), last + window), mask=inside)
+        inside, first = block < N, block * BLOCK
+        if begins is not None:  # a token's place is beyond the key before the block if it is not before the block
+            tl.store(begins + block, _first_beyond(places, places, first - 1, M, window, STEPS), mask=inside)
+        tl.store(ends + block, _first_beyond(starts, places, first + BLOCK - 1, M, window, STEPS), mask=inside)
         for half in tl.static_range(2):
-            own = first + half * (BLOCK // 2)
-            is_whole = tl.load(starts + own) == tl.load(starts + own + BLOCK // 2 - 1)
-            free = tl.minimum(_document_end(starts, own, M, STEPS), own + window)
-            tl.store(frees + 2 * block + half, tl.where(is_whole, free, 0), mask=inside)
+            free = _first_beyond(starts, places, first + half * (BLOCK // 2), M, window, STEPS)
+            tl.store(frees + 2 * block + half, free, mask=inside)
     tl.debug_barrier()
     for base in range(0, N, CHUNK):
         block = base + tl.arange(0, CHUNK)
-        work = tl.load(ends + block, mask=block < N, other=0) - block * BLOCK
+        work = _work_of(begins, ends, block, N, BLOCK)
         rank = tl.zeros((CHUNK,), tl.int32)
         for other_base in range(0, N, CHUNK):
             other = other_base + tl.arange(0, CHUNK)
-            others = tl.load(ends + other, mask=other < N, other=0) - other * BLOCK
-            others = tl.where(other < N, others, -1)
+            others = tl.where(other < N, _work_of(begins, ends, other, N, BLOCK), -1)
             is_before = (others[None, :] > work[:, None]) | (
                 (others[None, :] == work[:, None]) & (other[None, :] < block[:, None])
             )
@@ -226,25 +242,30 @@ def _attention_spans(
         tl.store(order + rank, block, mask=block < N)
 
 
-def key_spans(starts: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def key_spans(
+    starts: Tensor, places: Tensor | None, N: int, window: int
+) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
     """Return, of blocks of `ROWS` keys, the tokens that see them.
 
     Args:
         starts: [M] int32, where the document of each token begins.
+        places: [M] int32, of the tokens among keys; None: they are all tokens.
+        N: blocks.
         window: tokens that a token sees, the own one included.
 
     Returns:
-        Where the tokens end that see some of a block, [N]; where those end that see all of each half of it, 0 if none
-        does, [2·N]; and the blocks, those that most tokens see first, [N]. All int32.
+        Which token is the first that is not before a block, [N + 1], and None without places; where the tokens end that
+        see some of a block, [N]; where those behind end that see all of each half of it, [2·N]; and the blocks, those
+        that most tokens see first, [N]. All int32.
     """
     M = len(starts)
-    N = M // ROWS
+    begins = None if places is None else starts.new_empty(N + 1)
     ends, frees, order = (starts.new_empty(n) for n in (N, 2 * N, N))
     launch(
-        _attention_spans, (M, window), 1, (starts, ends, frees, order),
-        lambda: (starts, ends, frees, order, M, N, window, ROWS, _SPANS, M.bit_length()), num_warps=8,
+        _attention_spans, (M, N, window, places is None), 1, (starts, places, begins, ends, frees, order),
+        lambda: (starts, places, begins, ends, frees, order, M, N, window, ROWS, _SPANS, M.bit_length()), num_warps=8,
     )  # fmt: skip
-    return ends, frees, order
+    return begins, ends, frees, order
 
 
 def heads_of_tile(H: int, K: int) -> int:
