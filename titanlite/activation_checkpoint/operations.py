@@ -3,7 +3,8 @@
 ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # the first of those that torch chooses among
 WINDOW_ATTENTION = "titanlite.window_attention.default"
 DOCUMENT_ATTENTION = "titanlite.document_attention.default"
-OWN_ATTENTION = (WINDOW_ATTENTION, DOCUMENT_ATTENTION)  # for which torch does not choose a kernel
+CONTEXT_ATTENTION = "titanlite.context_attention.default"
+OWN_ATTENTION = (WINDOW_ATTENTION, DOCUMENT_ATTENTION, CONTEXT_ATTENTION)  # for which torch does not choose a kernel
 MATMUL = "aten.mm.default"
 SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"

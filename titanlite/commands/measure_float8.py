@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate
 
 from titanlite import recipes
 from titanlite.config.build import show
+from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError
 from titanlite.float8.matmul import Float8Matmul, lowering_of
@@ -88,9 +89,10 @@ def layers(checked: CheckedRun) -> list[Layer]:
     """Return the linear layers of a block, and the head, as one rank of a run has them."""
     config = checked.config
     model = build_model(config.model, replace(checked.dims, n_layers=1), config.training.seq_len)
-    tokens = config.training.local_batch_size * config.training.seq_len
+    tokens = tokens_of_rank(config)
     ranks = config.parallelism.tensor_parallel_degree
-    plan = plan_layers(model, tokens, ranks).layers if ranks > 1 else {}
+    whole = config.training.local_batch_size * config.training.seq_len
+    plan = plan_layers(model, whole, ranks).layers if ranks > 1 else {}
     found = []
     for name, module in model.named_modules():
         if isinstance(module, Linear):

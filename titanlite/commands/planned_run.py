@@ -68,14 +68,15 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     """
     config = largest_stage(checked.config)  # which decides on memory; its step is the one that is priced
     mesh, t = config.parallelism, config.parallelism.tensor_parallel_degree
-    if t == 1 and world is None:
+    if t == mesh.context_parallel_degree == 1 and world is None:
         want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
         price = "--activation-checkpoint for what the save-list costs"
         can_split = only_tensor_parallel_degree(config, checked.dims) is None
         fix = f"--world 2, or {'--parallelism.tensor_parallel_degree 2, or ' * can_split}{price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
     rank = check_with_torch(checked, world)
-    fewest = t * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
+    cp = mesh.context_parallel_degree
+    fewest = t * cp * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
     of_run = checked.dims, checked.float8, checked.optimizer
     memory = MemoryModel(config, *of_run, world or fewest, host=measured_rates(device).host)
     each, shards = memory.run.tokens, memory.shards

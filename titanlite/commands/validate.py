@@ -107,6 +107,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     config, inputs = checked.config, checked.inputs
     mesh = config.parallelism
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
+    tensor *= mesh.context_parallel_degree  # ranks, too, that have samples in common
     shard = mesh.data_parallel_shard_degree
     if shard == -1 and world is not None:
         shard = world // (replicate * tensor)

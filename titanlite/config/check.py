@@ -12,7 +12,15 @@ from operator import attrgetter
 
 from titanlite.config.build import show
 from titanlite.config.check_data import check_data
-from titanlite.config.check_mesh import check_batch, check_dims, check_expert_parallel, check_mesh, data_ranks
+from titanlite.config.check_mesh import (
+    check_batch,
+    check_context_parallel,
+    check_dims,
+    check_expert_parallel,
+    check_mesh,
+    data_ranks,
+    tokens_of_rank,
+)
 from titanlite.config.held_out import check_held_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
@@ -78,6 +86,7 @@ def check_config(
     if is_in_range and are_read("training", "parallelism"):
         check_mesh(config, model, world_size, problems)
         check_expert_parallel(config, model, world_size, problems)
+        check_context_parallel(config, problems)
         if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
             check_batch(config, world_size, problems)
             _check_batches(config, world_size, problems)
@@ -130,8 +139,9 @@ def sequences_per_step(config: Config, world_size: int | None) -> int | None:
 def _can_divide(config: Config) -> bool:
     """Check that every divisor is in range."""
     batch, mesh = config.training, config.parallelism
-    degrees = (mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree), mesh.tensor_parallel_degree)
-    return min(batch.seq_len, batch.local_batch_size, *degrees, mesh.expert_parallel_degree) >= 1
+    data = mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree)
+    others = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
+    return min(batch.seq_len, batch.local_batch_size, *data, *others) >= 1
 
 
 def _check_batches(config: Config, world_size: int | None, problems: Problems) -> None:
@@ -141,9 +151,13 @@ def _check_batches(config: Config, world_size: int | None, problems: Problems) -
             continue
         own = Problems(Origin(""))
         check_batch(now, world_size, own)
-        tokens, tensor = now.training.seq_len * now.training.local_batch_size, config.parallelism.tensor_parallel_degree
+        check_context_parallel(now, problems, f"data.stage[{n}]")
+        tokens, tensor = tokens_of_rank(now), config.parallelism.tensor_parallel_degree
         if tokens % tensor:
-            want = f"seq_len × local_batch_size to be a multiple of tensor_parallel_degree = {tensor}; it is {tokens}"
+            whole = "seq_len × local_batch_size"
+            if config.parallelism.context_parallel_degree > 1:
+                whole += " / context_parallel_degree"
+            want = f"{whole} to be a multiple of tensor_parallel_degree = {tensor}; it is {tokens}"
             problems.add(f"data.stage[{n}].seq_len", str(now.training.seq_len), want, "a larger seq_len or batch")
         for problem in own.found():
             name = problem.where.partition(".")[2]
@@ -230,6 +244,7 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
     """Check that there is something to gather, among ranks with peers' memory, and that sums are in its dtype."""
     p, shards = config.parallelism, config.parallelism.data_parallel_shard_degree
     others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+    shards *= p.context_parallel_degree if shards != -1 else 1
     if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
         shards = world // others
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:

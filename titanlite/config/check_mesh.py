@@ -8,6 +8,9 @@ from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Model
 
+RUN = 128
+"""Tokens that one context-parallel rank has in a row, at least: the rows of a tile of queries of the kernels."""
+
 
 def check_dims(dims: ModelDims, model: Model, problems: Problems) -> None:
     """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
@@ -40,6 +43,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
     """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
     p = config.parallelism
     replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
+    context = p.context_parallel_degree
     section, any_number = "parallelism.", world is None
     ranks = f"the number of processes, {world}"
     if world is not None and world % replicate:
@@ -47,6 +51,10 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
         problems.add(section + "data_parallel_replicate_degree", str(replicate), f"a divisor of {ranks}", fix)
         any_number = True  # what is left for the others cannot be said
     tokens = config.training.seq_len * config.training.local_batch_size
+    of_tokens = f"seq_len × local_batch_size = {tokens}"
+    if context > 1 and tokens % context == 0:  # else `check_context_parallel` says so
+        tokens //= context
+        of_tokens += f" / {context}"
     split: dict[str, int] = {}
     if model is not None and not config.model.file:  # of one's own the sharding plan says what divides
         split = {
@@ -58,7 +66,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
         if (of := model.experts) is not None and of.shared:
             blocks = of.shared * of.ffn_dim // 128
             split[f"experts.shared × experts.ffn_dim / 128 = {blocks}"] = blocks
-    split[f"seq_len × local_batch_size = {tokens}"] = tokens
+    split[of_tokens] = tokens
     if world is not None and not any_number:
         split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
     bad = [name for name, size in split.items() if size % tensor]
@@ -71,11 +79,43 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
         if not any(size % tensor for name, size in split.items() if "process" not in name):
             fix += f", or start {replicate * tensor} processes"
         problems.add(section + "tensor_parallel_degree", str(tensor), f"a divisor of {', of '.join(bad)}", fix)
-    elif world is not None and not any_number and shard != -1 and replicate * shard * tensor != world:
-        left, asked = world // (replicate * tensor), replicate * shard * tensor
-        want = f"replicate × shard × tensor = {replicate} × {shard} × {tensor} to be {ranks}"
+    elif world is not None and not any_number and world // replicate // tensor % context:
+        left = world // replicate // tensor
+        want = f"a divisor of the processes of {'a replica' if tensor == 1 else 'a replica / tensor'}, {left}"
+        fix = _pick("context_parallel_degree", context, _divisors(left))
+        problems.add(section + "context_parallel_degree", str(context), want, fix)
+    elif world is not None and not any_number and shard != -1 and replicate * shard * context * tensor != world:
+        left, asked = world // (replicate * context * tensor), replicate * shard * context * tensor
+        degrees = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
+        if context == 1:
+            del degrees["context"]
+        product = " × ".join(degrees), " × ".join(map(str, degrees.values()))
+        want = f"{product[0]} = {product[1]} to be {ranks}"
         fix = f"data_parallel_shard_degree = {left} (or -1: all remaining ranks), or start {asked} processes"
         problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
+
+
+def check_context_parallel(config: Config, problems: Problems, stage: str = "training") -> None:
+    """Check that the tokens of a micro-step can be split over ranks, in runs of `RUN`.
+
+    Args:
+        config: the run, with the shape of the stage in `[training]`.
+        problems: to which it is added.
+        stage: the section that has the shape.
+    """
+    context, training = config.parallelism.context_parallel_degree, config.training
+    if context == 1:
+        return
+    if training.seq_len % RUN:
+        near = [n for n in (training.seq_len // RUN * RUN, -(-training.seq_len // RUN) * RUN) if n]
+        want = f"a multiple of {RUN} with context_parallel_degree = {context}: ranks have runs of so many tokens"
+        problems.add(f"{stage}.seq_len", str(training.seq_len), want, _pick("seq_len", training.seq_len, near))
+        return
+    runs = training.seq_len * training.local_batch_size // RUN
+    if runs % context:
+        want = f"a divisor of seq_len × local_batch_size / {RUN} = {runs}"
+        fix = _pick("context_parallel_degree", context, _divisors(runs))
+        problems.add("parallelism.context_parallel_degree", str(context), want, fix)
 
 
 def check_expert_parallel(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
@@ -83,6 +123,7 @@ def check_expert_parallel(config: Config, model: ModelDims | None, world: int | 
     p, name = config.parallelism, "expert_parallel_degree"
     ep, shards, tensor = p.expert_parallel_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
     others = p.data_parallel_replicate_degree * tensor
+    shards *= p.context_parallel_degree if shards != -1 else 1  # which are further ranks to experts
     if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
         shards = world // others
     experts, ranks = model and model.experts, max(shards, 0) * tensor
@@ -119,13 +160,22 @@ def check_batch(config: Config, world: int | None, problems: Problems) -> None:
         problems.add("training.global_batch_size", str(asked), want, fix)
 
 
+def tokens_of_rank(config: Config) -> int:
+    """Return the tokens that a rank computes with in a micro-step (M); tensor parallelism splits them further."""
+    training = config.training
+    return training.seq_len * training.local_batch_size // config.parallelism.context_parallel_degree
+
+
 def data_ranks(config: Config, world: int | None) -> int:
-    """Return the data-parallel ranks; the fewest that there can be if the number of processes is not known."""
+    """Return the ranks, or groups of context-parallel ones, that have samples of their own.
+
+    If the number of processes is not known, the fewest that there can be.
+    """
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
     if world is not None:
-        return max(1, world // p.tensor_parallel_degree)
+        return max(1, world // (p.tensor_parallel_degree * p.context_parallel_degree))
     return p.data_parallel_replicate_degree
 
 

@@ -49,6 +49,7 @@ RANGES = {  # of every numeric key: [ ] include the bound, ( ) exclude it; -1 st
     "parallelism.data_parallel_replicate_degree": "[1, inf)",
     "parallelism.data_parallel_shard_degree": "[-1, inf)",
     "parallelism.tensor_parallel_degree": "[1, inf)",
+    "parallelism.context_parallel_degree": "[1, inf)",
     "parallelism.expert_parallel_degree": "[1, inf)",
     "comm.init_timeout_seconds": "[1, 31536000]",  # a year; a timedelta does not hold every number
     "comm.train_timeout_seconds": "[1, 31536000]",

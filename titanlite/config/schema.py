@@ -216,6 +216,8 @@ class Parallelism:
     """Ranks over which FSDP shards parameters, gradients and optimizer state. -1: all remaining ranks."""
     tensor_parallel_degree: int = 1
     """Ranks over which each layer is split; includes sequence parallelism and a vocabulary-parallel loss."""
+    context_parallel_degree: int = 1
+    """Ranks over which the tokens of each sequence are split, each token attending to those of the others, too. FSDP shards parameters over these as well. 1: each rank has whole sequences."""
     expert_parallel_degree: int = 1
     """Ranks, of those that shard each parameter, that the experts of a layer are shared out over: tokens travel to them. 1: each rank computes with all experts, gathered as all other weights."""
     async_tensor_parallel: bool = False

@@ -9,7 +9,7 @@ from typing import Any
 
 _CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml"
 _PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
-_CONTEXT = "remove it; titanlite has no context parallelism"
+_CONTEXT = "remove it; tokens are shared out by what they attend to, and the keys that they see are gathered"
 _EXPERTS = "remove it; parallelism.expert_parallel_degree alone says where experts are, and tokens travel by NCCL"
 _GROUPED = (
     "remove it; experts compute in float8 where float8.recipe has scales by row, but for what float8.filter_fqns names"
@@ -93,7 +93,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "parallelism.pipeline_parallel_schedule_csv": ("", _PIPELINE),
     "parallelism.pipeline_parallel_microbatch_size": (1, _PIPELINE),
     "parallelism.pipeline_parallel_expert_parallel_overlap": (True, _PIPELINE),
-    "parallelism.context_parallel_degree": (1, _CONTEXT),
+    "parallelism.context_parallel_degree": (1, None),
     "parallelism.context_parallel_load_balancer": ("headtail", _CONTEXT),
     "parallelism.context_parallel_rotate_method": ("allgather", _CONTEXT),
     "parallelism.expert_parallel_degree": (1, None),

@@ -6,37 +6,42 @@ same for every number of ranks, and the number of samples trained on, with the s
 
 A thread reads the next step while this one is computed. One thread is enough: a sample is one read of the page cache,
 and the ranks of a host need a few megabytes a second. Worker processes would bring signals, forks and shared memory.
+
+Context-parallel ranks are one data-parallel rank here: all read the same samples, and each takes its share of the
+tokens (`context_split.py`).
 """
 
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
 from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, mask_documents
 from titanlite.data.mixture import Mixture, Taken, seed_of
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
-from titanlite.models.layers import Sequences
+from titanlite.models.layers import KeyChunks, Sequences
 
 _WAIT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, packed: sequences one after the other, M = local_batch_size · seq_len."""
+    """One micro-batch of one rank, packed: sequences one after the other, M = local_batch_size · seq_len; of
+    context-parallel ranks, this rank's share of it."""
 
     tokens: Tensor  # [M] int64
     targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
     sequences: Sequences  # S tokens each, with the documents in them if these are masked
-    sources: Tensor | None = None  # [B] int64, place of each sequence's in `TrainBatches.names`; None: there is but one
+    sources: Tensor | None = None  # [B] int64, place of each sequence's, or chunk's, in `TrainBatches.names`; or None
 
 
 class TrainBatches:
@@ -52,6 +57,7 @@ class TrainBatches:
         step: the last one done before.
         window: tokens within which samples are shuffled, at least one sample; 0: the whole source.
         separators: ids that end documents, by source, if documents are masked; none of a source without documents.
+        context: the ranks that share the tokens out; None: this one has them all.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class TrainBatches:
         step: int = 0,
         window: int = 0,
         separators: Mapping[str, int | None] | None = None,
+        context: ContextGroup | None = None,
     ) -> None:
         unit_len = table.unit_len
         self.mixture = Mixture(table, SampleCounts(sources))
@@ -77,7 +84,7 @@ class TrainBatches:
         self.is_masked = any(separator is not None for separator in self._separators.values())
         self._sources, self._table, self._window = sources, table, window // unit_len
         self._seeds = {name: seed_of(seed, name) for name in sources}
-        self._rank, self._size, self._device = dp_rank, dp_size, _indexed(device)
+        self._rank, self._size, self._device, self._context = dp_rank, dp_size, _indexed(device), context
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
         self._ahead = self._prefetch()
 
@@ -107,21 +114,15 @@ class TrainBatches:
         seq_len = self._table.row(self.step).asked.seq_len
         self._ahead = self._prefetch()
         on_device = read.each(lambda tensor: tensor.to(self._device, non_blocking=True))
-        found: list[Batch] = []
-        for n, (tokens, targets) in enumerate(zip(*on_device.pair, strict=True)):
-            starts, sources = (None if of is None else of[n] for of in on_device[1:])
-            found.append(Batch(tokens, targets, Sequences(seq_len, starts), sources))
-        return found
+        return [on_device.batch(n, seq_len, self._context) for n in range(len(on_device.tokens))]
 
     def padding(self, step: int) -> list[Batch]:
         """Return the micro-batches of a step without a target, for a rank that must take part and has no data."""
         asked = self._table.row(step).asked
         n_micro = asked.sequences // (asked.local_batch_size * self._size)
-        batch = _padding(asked.local_batch_size, asked.seq_len, self._device, self.is_masked)
-        if self.names:
-            none = torch.zeros(asked.local_batch_size, dtype=torch.int64, device=self._device)
-            batch = replace(batch, sources=none)
-        return [batch] * n_micro
+        sources = np.zeros(asked.local_batch_size, np.int64) if self.names else None
+        shape = asked.local_batch_size, asked.seq_len
+        return [_padding(shape, self._device, self.is_masked, self._context, sources)] * n_micro
 
     def close(self) -> None:
         """End the thread."""
@@ -145,9 +146,8 @@ class TrainBatches:
         pair, separators = pair.reshape(2, *places.shape, -1), separators.reshape(places.shape)
         starts = mask_documents(pair, separators) if self.is_masked else None
         lengths = np.full(places.size, taken.seq_len) if starts is None else document_lengths(starts)
-        sources = torch.from_numpy(taken.source.reshape(places.shape)) if self.names else None
-        of_tokens = None if starts is None else torch.from_numpy(starts).flatten(-2)
-        read = _Read(torch.from_numpy(pair).flatten(-2), of_tokens, sources)
+        sources = taken.source.reshape(places.shape) if self.names else None
+        read = _read_of(pair, starts, sources, self._context)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # per thread; else pinning would occupy GPU 0 from every rank
             read = read.each(Tensor.pin_memory)
@@ -164,16 +164,61 @@ class TrainBatches:
 
 
 class _Read(NamedTuple):
-    """The tensors of one step of a rank."""
+    """The tensors of one step of a rank; the last three of context-parallel ranks, one of each micro-step."""
 
-    pair: Tensor  # [2, micro-steps, M] int64, tokens and targets
-    starts: Tensor | None  # [micro-steps, M] int32, where the document of each token starts
-    sources: Tensor | None  # [micro-steps, B] int64, of each sequence
+    tokens: Tensor  # [micro-steps, M] int64
+    targets: Tensor  # [micro-steps, M] int64
+    starts: Tensor | None = None  # [micro-steps, M] int32, where the document of each token starts
+    sources: Tensor | None = None  # [micro-steps, B] int64, of each sequence, or chunk
+    places: Tensor | None = None  # [micro-steps, M] int32
+    chunks: Tensor | None = None  # [micro-steps, windows, 2, …] int64
+    counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64, for the host
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
-        """Return it with each tensor changed."""
-        starts, sources = (None if tensor is None else change(tensor) for tensor in self[1:])
-        return _Read(change(self.pair), starts, sources)
+        """Return it with each tensor changed that is for the device."""
+        others = (None if tensor is None else change(tensor) for tensor in self[2:-1])
+        return self._make((change(self.tokens), change(self.targets), *others, self.counts))
+
+    def batch(self, n: int, seq_len: int, context: ContextGroup | None) -> Batch:
+        """Return the batch of a micro-step."""
+        starts, sources, places, chunks, counts = (None if of is None else of[n] for of in self[2:])
+        sequences = Sequences(seq_len, starts)
+        if context is not None and chunks is not None and counts is not None:
+            exchanges = dict(zip(context.windows, map(KeyChunks, chunks, counts), strict=True))
+            sequences = Sequences(seq_len, starts, places, exchanges, context.name)
+        return Batch(self.tokens[n], self.targets[n], sequences, sources)
+
+
+def _read_of(
+    pair: np.ndarray, starts: np.ndarray | None, sources: np.ndarray | None, context: ContextGroup | None
+) -> _Read:
+    """Pack samples, and take this rank's share of each micro-step.
+
+    Args:
+        pair: [2, micro-steps, B, S], tokens and targets.
+        starts: [micro-steps, B, S], or None.
+        sources: [micro-steps, B], or None.
+        context: the ranks that share them out.
+    """
+    S, packed = pair.shape[-1], pair.reshape(*pair.shape[:2], -1)
+    flat = None if starts is None else starts.reshape(packed.shape[1:])
+    if context is None:
+        tokens, targets = torch.from_numpy(packed)
+        return _Read(tokens, targets, *(None if of is None else torch.from_numpy(of) for of in (flat, sources)))
+    if flat is None:
+        flat = np.broadcast_to(documents_of_samples(packed.shape[-1], S), packed.shape[1:])
+    shares = [share_of_rank(own, S, context) for own in flat]
+    columns = np.stack([own.columns for own in shares])
+    of_chunks = columns[:, :: shares[0].length] // S  # the sample of each
+    every = [
+        *np.take_along_axis(packed, np.broadcast_to(columns, (2, *columns.shape)), 2),
+        np.take_along_axis(flat, columns, 1),
+        None if sources is None else np.take_along_axis(sources, of_chunks, 1),
+        columns.astype(np.int32),
+        np.stack([own.chunks for own in shares]),
+        np.stack([own.counts for own in shares]),
+    ]
+    return _Read(*(None if of is None else torch.from_numpy(of) for of in every))  # type: ignore[arg-type]
 
 
 class ValidationBatches:
@@ -192,6 +237,7 @@ class ValidationBatches:
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
         separator: id that ends each document, if documents are masked.
+        context: as of `TrainBatches`.
         key: the config key of the source, for the message.
 
     Raises:
@@ -210,12 +256,13 @@ class ValidationBatches:
         dp_size: int,
         device: torch.device,
         separator: int | None = None,
+        context: ContextGroup | None = None,
         key: str = "validation.source",
     ) -> None:
         available = sample_count(shards.meta.source, shards.tokens, seq_len, key=key)
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
         self._samples: Samples = ConcatenatedSamples(shards, seq_len)
-        self._device, self._separator = device, separator
+        self._device, self._separator, self._context = device, separator, context
         per_turn = local_batch_size * dp_size
         turns = -(-self.n_samples // per_turn)
         self._turns = np.arange(turns * per_turn).reshape(turns, dp_size, local_batch_size)[:, dp_rank]
@@ -233,20 +280,28 @@ class ValidationBatches:
             pair[1, len(has) :] = IGNORE_INDEX
             separator = self._separator
             starts = None if separator is None else mask_documents(pair, np.full(len(samples), separator))
-            tokens, targets = torch.from_numpy(pair).flatten(-2).to(self._device)
-            of_samples = None if starts is None else torch.from_numpy(starts).flatten().to(self._device)
-            yield Batch(tokens, targets, Sequences(seq_len, of_samples))
+            read = _read_of(pair[:, None], None if starts is None else starts[None], None, self._context)
+            yield read.each(lambda tensor: tensor.to(self._device)).batch(0, seq_len, self._context)
 
     def padding(self) -> Batch:
         """Return a batch without a target, as `TrainBatches.padding`."""
-        return _padding(self._turns.shape[1], self._samples.seq_len, self._device, self._separator is not None)
+        shape = self._turns.shape[1], self._samples.seq_len
+        return _padding(shape, self._device, self._separator is not None, self._context)
 
 
-def _padding(samples: int, seq_len: int, device: torch.device, is_masked: bool) -> Batch:
-    tokens = torch.zeros(samples * seq_len, dtype=torch.int64, device=device)
-    places = torch.arange(len(tokens), dtype=torch.int32, device=device)
-    starts = places - places % seq_len if is_masked else None
-    return Batch(tokens, torch.full_like(tokens, IGNORE_INDEX), Sequences(seq_len, starts))
+def _padding(
+    shape: tuple[int, int],
+    device: torch.device,
+    is_masked: bool,
+    context: ContextGroup | None,
+    sources: np.ndarray | None = None,
+) -> Batch:
+    """Make a batch of [B, S] tokens without a target."""
+    pair = np.zeros((2, 1, *shape), np.int64)
+    pair[1] = IGNORE_INDEX
+    starts = documents_of_samples(shape[0] * shape[1], shape[1]).reshape(1, *shape) if is_masked else None
+    read = _read_of(pair, starts, None if sources is None else sources[None], context)
+    return read.each(lambda tensor: tensor.to(device)).batch(0, shape[1], context)
 
 
 def _tokens_and_targets(source: Samples, samples: np.ndarray) -> np.ndarray:

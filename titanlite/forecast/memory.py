@@ -160,7 +160,7 @@ class MemoryModel:
         self.replicas = mesh.data_parallel_replicate_degree
         self.shards = data_ranks // self.replicas
         self.expert_shards = max(1, self.shards * t // mesh.expert_parallel_degree)
-        at_once = training.local_batch_size * data_ranks
+        at_once = training.local_batch_size * (data_ranks // mesh.context_parallel_degree)
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
         self.alone = data_ranks == 1

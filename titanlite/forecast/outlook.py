@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from titanlite.config.check_mesh import data_ranks
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.forecast.attended import AttendedShare
@@ -61,8 +62,8 @@ def outlook(config: Config, flops: float, world: int, tokens_per_second: float, 
         tokens_per_second: of each.
         peak: FLOPs per second that MFU is relative to.
     """
-    training, mesh = config.training, config.parallelism
-    at_once = training.local_batch_size * world // mesh.tensor_parallel_degree
+    training = config.training
+    at_once = training.local_batch_size * data_ranks(config, world)
     step = (training.global_batch_size or at_once) * training.seq_len
     return Outlook(
         tokens_per_second=tokens_per_second,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Shard
 
+from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Model
 from titanlite.float8.convert import Conversion, apply_float8
@@ -40,7 +41,7 @@ def sharding_plan(config: Config, dims: ModelDims) -> PlannedLayers:
         ShardingError: there is none.
     """
     training, t = config.training, config.parallelism.tensor_parallel_degree
-    tokens = training.local_batch_size * training.seq_len
+    tokens = training.local_batch_size * training.seq_len  # whole samples: what layers do is the same for parts of them
     return _derived_plan(config.model, dims, training.seq_len, tokens, t, training.mixed_precision_param)
 
 
@@ -77,7 +78,7 @@ def rank_model(
         TitanliteError: it cannot be built, split or converted.
     """
     training, mesh = config.training, config.parallelism
-    t, tokens = mesh.tensor_parallel_degree, training.local_batch_size * training.seq_len
+    t, tokens = mesh.tensor_parallel_degree, tokens_of_rank(config)
     made: nn.Module = model or build_model(config.model, dims, training.seq_len)
     for parameter in made.parameters():
         parameter.data = parameter.data.to(getattr(torch, training.mixed_precision_param))

@@ -191,6 +191,8 @@ class StepTimeModel:
         """Tokens that attention sees; 0: all."""
         if each.op == ops.DOCUMENT_ATTENTION:
             return each.call[1][5]
+        if each.op == ops.CONTEXT_ATTENTION:
+            return each.call[1][9]
         return max(self.run.windows, default=0) if each.op == ops.WINDOW_ATTENTION else 0
 
     def _product(self, each: Operation | Activation, forward: bool) -> float:

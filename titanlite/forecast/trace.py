@@ -265,6 +265,8 @@ def _cost(
         S = given[0].shape[2]
         if op == ops.DOCUMENT_ATTENTION:  # as if each sample were one document: at most that
             S, window = args[4:6]
+        if op == ops.CONTEXT_ATTENTION:
+            S, window = args[8:10]
         return 2 * given[0].numel() * (twice_attended(np.array([S]), window) // S), moved, 0
     if op == ops.GATHER_MATMUL:
         gathered, products = results[0], results[1 : 1 + len(args[1])]

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.documents import masks_documents
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
+from titanlite.data.context_split import chunk_length
 from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.rank_model import rank_model
@@ -27,7 +29,8 @@ from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection
-from titanlite.models.layers import Linear, Sequences
+from titanlite.models.layers import KeyChunks, Linear, Sequences
+from titanlite.observe.peak_flops import windows_of
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -143,6 +146,7 @@ def traced_run(
     training, mesh = config.training, config.parallelism
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
     split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel, mesh.expert_parallel_degree
+    split = *split, mesh.context_parallel_degree
     ranks = mesh.expert_parallel_degree
     experts = ExpertRanks(ranks, ranks > 1 and (experts_across_hosts or ranks > MAX_RANKS))
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data), experts
@@ -158,7 +162,7 @@ def _traced(
     config: Config, dims: ModelDims, float8: Float8Recipe | None, model: nn.Module, experts: ExpertRanks
 ) -> TracedRun:
     training = config.training
-    dtype, tokens = getattr(torch, training.mixed_precision_param), training.local_batch_size * training.seq_len
+    dtype, tokens = getattr(torch, training.mixed_precision_param), tokens_of_rank(config)
     own, blocks = {model.norm, model.output}, list(model.layers)  # type: ignore[arg-type]
     is_tied = model.output.weight is model.tok_embeddings.weight  # type: ignore[union-attr]
     of_head = [p for module in own for p in module.parameters()]  # type: ignore[union-attr,operator]
@@ -169,8 +173,7 @@ def _traced(
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
-        starts = torch.empty(tokens, dtype=torch.int32, device="meta") if masks_documents(config.data) else None
-        traces = _traces(model, kinds, Sequences(training.seq_len, starts), tokens, dtype, experts)
+        traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own
@@ -198,6 +201,21 @@ def _traced(
         parameters=_parameters(model, blocks if apart else []),
         no_trace_reason=why,
     )
+
+
+def _sequences(config: Config, model: nn.Module) -> Sequences:
+    """Make the sequences of a micro-step of a rank, without numbers."""
+    tokens, seq_len, ranks = tokens_of_rank(config), config.training.seq_len, config.parallelism.context_parallel_degree
+
+    def of_tokens() -> Tensor:
+        return torch.empty(tokens, dtype=torch.int32, device="meta")
+
+    if ranks == 1:
+        return Sequences(seq_len, of_tokens() if masks_documents(config.data) else None)
+    n = tokens // chunk_length(ranks * tokens, seq_len, ranks)
+    chunks = torch.empty(2, (ranks - 1) * n, dtype=torch.int64, device="meta")
+    exchange = KeyChunks(chunks, torch.empty(2, ranks, dtype=torch.int64, device="meta"))
+    return Sequences(seq_len, of_tokens(), of_tokens(), dict.fromkeys({0, *windows_of(model)}, exchange), "cp")
 
 
 def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:

@@ -11,7 +11,8 @@ shard.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.kernels.context_attention import context_attention
 from titanlite.kernels.document_attention import document_attention
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
@@ -97,18 +99,33 @@ def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
+class KeyChunks(NamedTuple):
+    """The chunks of keys that context-parallel ranks exchange: `titanlite.kernels.context_attention` explains them."""
+
+    chunks: Tensor
+    counts: Tensor
+
+
 @dataclass(frozen=True)
 class Sequences:
     """The sequences that M packed tokens are: each attends to itself alone.
 
+    With context parallelism a rank has M of the N tokens of its group, in order; keys and values are those of all N.
+
     Attributes:
-        longest: tokens of a sample (S); M is a multiple of it.
-        starts: [M] int32, for each token the place among the M at which its document begins; the first token of a
-            sample begins one. None: each sample is one document. Its shape does not depend on the documents.
+        longest: tokens of a sample (S); M is a multiple of it, or N.
+        starts: [M] int32, for each token the place among the M, or N, at which its document begins; the first token of
+            a sample begins one. None: each sample is one document. Its shape does not depend on the documents.
+        places: [M] int32, with context parallelism the place of each token among the N; there are `starts`, too.
+        exchanges: what ranks exchange for the keys, by the window of a layer, 0 for none.
+        group: name of the process group that has the N tokens; "" without context parallelism.
     """
 
     longest: int
     starts: Tensor | None = None
+    places: Tensor | None = None
+    exchanges: Mapping[int, KeyChunks] = field(default_factory=dict)
+    group: str = ""
 
     def rows(self, x: Tensor) -> Tensor:
         """View [M, …] as [B, S, …].
@@ -119,12 +136,16 @@ class Sequences:
         if self.starts is not None:
             want = "samples that are one document each: attention within rows crosses documents"
             fix = "self.attend(q, k, v, sequences) of [M, heads, E], as in titanlite/models/llama3.py"
-            fix += "; or data.document_mask = false"
-            raise ConfigError(describe("attention", [Problem("sequences.rows", "called with documents", want, fix)]))
+            saw, other = "called with documents", "data.document_mask = false"
+            if self.group:
+                saw, other = "called with a part of each sample", "parallelism.context_parallel_degree = 1"
+            raise ConfigError(describe("attention", [Problem("sequences.rows", saw, want, f"{fix}; or {other}")]))
         return x.unflatten(0, (-1, self.longest))
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the position of each token in its document, [M] int64; of `tokens` the length and device are used."""
+        if self.places is not None and self.starts is not None:
+            return (self.places - self.starts).long()
         places = torch.arange(len(tokens), device=tokens.device)
         return places % self.longest if self.starts is None else places - self.starts
 
@@ -138,7 +159,9 @@ class Sequences:
 
 # So that whoever looks for tensors among a block's arguments finds `starts`.
 pytree.register_pytree_node(
-    Sequences, lambda given: ([given.starts], given.longest), lambda starts, longest: Sequences(longest, *starts)
+    Sequences,
+    lambda given: ([given.starts, given.places, dict(given.exchanges)], (given.longest, given.group)),
+    lambda tensors, others: Sequences(others[0], tensors[0], tensors[1], tensors[2], others[1]),  # type: ignore[misc]
 )
 
 
@@ -169,6 +192,9 @@ class CausalAttention(nn.Module):
             return self._attend(q, k, v)
         if sequences.starts is not None:
             window = self.window if self.window < sequences.longest else 0
+            if sequences.places is not None:
+                exchange, of = sequences.exchanges[window], (sequences.group, sequences.longest, window)
+                return context_attention(q, k, v, sequences.starts, sequences.places, *exchange, *of)
             return document_attention(q, k, v, sequences.starts, sequences.longest, window)
         q, k, v = (sequences.rows(t).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
         return self._attend(q, k, v).transpose(1, 2).flatten(0, 1)

@@ -6,6 +6,9 @@ Three axes, always all three, a degree of one included, so that there is one cod
     dp_shard       FSDP: parameters, gradients and optimizer state are split over it
     tp             each layer is split over it; innermost, so that its ranks are neighbours on one host
 
+Ranks that share the tokens of a sequence out (context parallelism) are neighbours among `dp_shard`: to weights, their
+gradients and all else but attention and the data they are further data-parallel ranks.
+
 The weights of experts that are shared out over ranks have a mesh of the same processes of their own. Ranks of a
 tensor-parallel group have other tokens each, and are further ranks to it:
 
@@ -31,11 +34,29 @@ class Mesh:
     all: DeviceMesh
     fsdp: DeviceMesh  # 1-D, or 2-D with replicas
     tp: DeviceMesh
-    dp_size: int  # data-parallel ranks: replicas times shards
+    dp_size: int  # ranks with tokens of their own: replicas times shards
     dp_rank: int
     tp_size: int
     replicas: int
     experts: DeviceMesh | None = None  # 3-D; None: there are none, or FSDP splits them as all else
+    context: DeviceMesh | None = None  # 1-D, the ranks that share the tokens of a sequence out; None: each has them all
+
+    @property
+    def context_group(self) -> Group | None:
+        """Give the ranks that share the tokens of a sequence out, or None if each has whole sequences."""
+        if self.context is None:
+            return None
+        return Group(self.context.get_group().group_name, self.context.size(), self.context.get_local_rank())
+
+    @property
+    def data_size(self) -> int:
+        """Count the ranks, or groups of context-parallel ones, that have samples of their own."""
+        return self.dp_size // (1 if self.context is None else self.context.size())
+
+    @property
+    def data_rank(self) -> int:
+        """Give the number of the one that this rank is, or is in."""
+        return self.dp_rank * self.data_size // self.dp_size
 
     @property
     def expert_group(self) -> Group | None:
@@ -72,7 +93,10 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
         config.tensor_parallel_degree,
     ]
     layout = {"data_parallel_replicate": mesh.replicas, "tensor_parallel": mesh.tp_size}
-    layout["data_parallel_shard"] = mesh.dp_size // mesh.replicas
+    layout["data_parallel_shard"] = mesh.data_size // mesh.replicas
+    if (context := mesh.context_group) is not None:
+        requested.append(config.context_parallel_degree)
+        layout["context_parallel"] = context.size
     if (group := mesh.expert_group) is not None:
         requested.append(config.expert_parallel_degree)
         layout["expert_parallel"] = group.size
@@ -98,6 +122,10 @@ def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = Fa
     if ep > 1 or (has_experts and tp > 1):
         names = ("dp_replicate", "dp_shard", "ep")
         experts = init_device_mesh(device.type, (replicas, shards * tp // ep, ep), mesh_dim_names=names)
+    context, cp = None, config.context_parallel_degree
+    if cp > 1:
+        names = ("dp_replicate", "dp_shard", "cp", "tp")
+        context = init_device_mesh(device.type, (replicas, shards // cp, cp, tp), mesh_dim_names=names)["cp"]
     replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
     return Mesh(
         device=device,
@@ -109,4 +137,5 @@ def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = Fa
         tp_size=tp,
         replicas=replicas,
         experts=experts,
+        context=context,
     )

@@ -25,6 +25,7 @@ from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_
 from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.rng import seed_all
 from titanlite.config.check import uses_copy_engines
+from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage, longest_seq_len
@@ -42,6 +43,7 @@ from titanlite.models.experts import GroupedProjection, MixtureOfExperts
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
 from titanlite.parallel.compile import apply_compile
+from titanlite.parallel.context import context_entry
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize
@@ -155,8 +157,10 @@ def build(
         receipt.add_later(lambda: split)
         if is_asynchronous:
             receipt.add_later(partial(fused_layers_entry, model, device))
+    if mesh.context is not None:
+        receipt.add(context_entry(model, largest))
     if mesh.experts is not None:
-        tokens = largest.training.local_batch_size * largest.training.seq_len // mesh.tp_size
+        tokens = tokens_of_rank(largest) // mesh.tp_size
         receipt.add(apply_expert_parallel(model, mesh, tokens))
     warnings = _apply_float8(model, config, float8, mesh, receipt) if float8 is not None else ()
     obstacle = no_copy_engines(mesh) if uses_copy_engines(config, mesh.fsdp.size(-1)) else None
@@ -248,7 +252,7 @@ def _apply_float8(
     model: nn.Module, config: Config, recipe: Float8Recipe, mesh: Mesh, receipt: Receipt
 ) -> tuple[str, ...]:
     """Convert the linear layers of a model; return warnings."""
-    tokens, shards = config.training.local_batch_size * config.training.seq_len, mesh.fsdp.size(-1)
+    tokens, shards = tokens_of_rank(config), mesh.fsdp.size(-1)
     of_experts = None if mesh.experts is None else mesh.expert_shards.size(-1)
     done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, shards, of_experts)
     receipt.add(float8_entry(model, done, recipe, config, mesh.device))

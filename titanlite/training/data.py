@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,6 +13,7 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE, least_samples, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
+from titanlite.data.context_split import ContextGroup
 from titanlite.data.growing import GrowingShards
 from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
@@ -242,7 +243,7 @@ def _bad_records(meta: Meta) -> list[str]:
 
 
 def open_batches(
-    data: Corpora, asked: CheckedRun, mesh: Mesh, table: StageTable, step: int
+    data: Corpora, asked: CheckedRun, mesh: Mesh, table: StageTable, step: int, windows: Sequence[int]
 ) -> tuple[TrainBatches, dict[str, HeldOut]]:
     """Begin to read this rank's batches.
 
@@ -252,6 +253,7 @@ def open_batches(
         mesh: the mesh.
         table: the stages of the run.
         step: the last one done.
+        windows: of the model's layers, 0 for none.
 
     Returns:
         Batches to train on, to be closed; and those of each held-out source, by its name.
@@ -260,7 +262,7 @@ def open_batches(
         DataError: a source has too few tokens.
     """
     config, training = asked.config, asked.config.training
-    unit_len, per_step = table.unit_len, training.global_batch_size or training.local_batch_size * mesh.dp_size
+    unit_len, per_step = table.unit_len, training.global_batch_size or training.local_batch_size * mesh.data_size
     sources: dict[str, Samples] = {}
     counts = SampleCounts(sources)
     for name, shards in data.train.items():
@@ -275,7 +277,10 @@ def open_batches(
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}
-    rank: dict[str, int] = {"dp_rank": mesh.dp_rank, "dp_size": mesh.dp_size}
+    context, group = None, mesh.context_group
+    if group is not None:
+        context = ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
+    rank: dict[str, Any] = {"dp_rank": mesh.data_rank, "dp_size": mesh.data_size, "context": context}
     seed, window = training.seed, config.data.shuffle_window
     train = TrainBatches(
         sources, table, seed=seed, step=step, window=window, separators=separators, device=device, **rank

@@ -41,7 +41,9 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]
     if different := [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]:
         saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
         raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
-    shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
+    # A rank has whole questions, also where it has parts of what is trained on.
+    at_once = max(1, config.training.local_batch_size // config.parallelism.context_parallel_degree)
+    shape = {"seq_len": config.training.seq_len, "local_batch_size": at_once}
     # A model file of one's own may know its positions by S alone.
     of_model = {"whole_rows": bool(config.model.file), "softcap": run.dims.logit_softcap}
     evaluation = Evaluator(read, **shape, **of_model)

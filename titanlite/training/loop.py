@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
@@ -222,16 +223,26 @@ class Loop:
 
     def _next_batches(self, step: int) -> list[Batch]:
         """Return those of a step; padding if there are none in time, and in all that follow: the others do not know."""
+        found: list[Batch] = []
         if not self._lacks_data:
             try:
                 with span(DATA_WAIT):
-                    return self.batches.next(self._while_waiting)
+                    found = self.batches.next(self._while_waiting)
             except _StopAskedError:
                 pass
             except DataError as damage:
                 self.data_check.met = damage
-            self._lacks_data = True
-        return self.batches.padding(step)
+            self._lacks_data = self._one_lacks(not found)
+        return self.batches.padding(step) if self._lacks_data else found
+
+    def _one_lacks(self, lacks: bool) -> bool:
+        """Return whether one of the ranks that share tokens lacks a batch: what they exchange is the same on all."""
+        context = self.run.mesh.context
+        if context is None:
+            return lacks
+        of_any = torch.tensor(int(lacks))
+        dist.all_reduce(of_any, dist.ReduceOp.MAX, context.get_group())
+        return bool(of_any)
 
     def _while_waiting(self, seconds: float) -> None:
         if self._asks_to_stop() or self.data_wait.others_stop():
@@ -245,17 +256,17 @@ class Loop:
         return is_asked or self._lacks_data or self.data_check.found is not None
 
     def _watched(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
-        left = len(batches)
-        try:
-            for batch in batches:
-                self.watchdog.progress(step, "validation")  # it may take longer than any one batch is allowed to
-                left -= 1
-                yield batch
-        except DataError as damage:
-            self.data_check.met = damage
-            for _ in range(left):
-                self.watchdog.progress(step, "validation")
-                yield batches.padding()
+        found, is_damaged = iter(batches), False
+        for _ in range(len(batches)):
+            self.watchdog.progress(step, "validation")  # it may take longer than any one batch is allowed to
+            batch = None
+            if not is_damaged:
+                try:
+                    batch = next(found)
+                except DataError as damage:
+                    self.data_check.met = damage
+                is_damaged = self._one_lacks(batch is None)
+            yield batches.padding() if is_damaged or batch is None else batch
 
     def _profile(self, step: int) -> None:
         """Tell the profiler. All ranks begin and write at once: who is done waits here, not in its next step."""

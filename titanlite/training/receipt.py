@@ -171,6 +171,6 @@ def _attention_backend(run: Run, is_masked: bool) -> str:
         for heads in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
     )
     windows = sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)})
-    if is_masked:
+    if is_masked or run.mesh.context is not None:
         return document_kernel(q.transpose(1, 2).flatten(0, 1)) if windows else ""
     return ", ".join(dict.fromkeys(CausalAttention(window).kernel(q, k, v) for window in windows))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.data.batches import Batch, TrainBatches
 from titanlite.data.order import mix
 from titanlite.data.stages import stage_table
@@ -52,7 +53,7 @@ def main() -> None:
     with fastest_attention():
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
         take_first_weights(run)
-        batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0)
+        batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0, [])
         with closing(data), closing(batches):
             sketches = sketch_steps(run, batches, int(steps))
     if dist.get_rank() == 0:
@@ -110,8 +111,7 @@ class Outputs:
     def __init__(self, run: Run) -> None:
         self._run, self._sums = run, dict[str, Tensor]()
         self._call, self._looking = -1, False  # number of the micro-batch; whether it is in its forward
-        config = run.config.training
-        self._tokens = config.local_batch_size * config.seq_len
+        self._tokens = tokens_of_rank(run.config)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

@@ -127,8 +127,9 @@ def _mesh_in_words(mesh: Mesh, world: int) -> str:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU process"
     is_several = world > 1 and mesh.device.type != "cuda"
     axes = {"replicas": mesh.replicas, "FSDP": mesh.dp_size // mesh.replicas, "tensor parallel": mesh.tp_size}
-    group = mesh.expert_group
+    group, context = mesh.expert_group, mesh.context_group
     split = " × ".join(f"{name} {degree}" for name, degree in axes.items() if degree > 1)
+    split += f" (sequences over {context.size})" if context is not None else ""
     split += f" (experts over {group.size})" if group is not None else ""
     return f"{world} × {device}{'es' * is_several}" + (f": {split}" if split else "")
 

@@ -23,7 +23,7 @@ from titanlite.forecast.suggest_flags import LEAST
 from titanlite.observe.console import Console
 from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.metrics import MetricsFile, Observer
-from titanlite.observe.peak_flops import token_flops_of
+from titanlite.observe.peak_flops import token_flops_of, windows_of
 from titanlite.observe.profiler import Profiler
 from titanlite.observe.run_facts import run_facts, tags_of
 from titanlite.observe.shared_wait import SharedWait
@@ -121,7 +121,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         console.warning(text)
     table = stage_table(config, world, past_of(start, state, config.training.seq_len))
     require_same_steps(table, config)
-    batches, validation = open_batches(data, asked, run.mesh, table, start)
+    batches, validation = open_batches(data, asked, run.mesh, table, start, windows_of(run.model))
     cleanup.callback(batches.close)
     cleanup.callback(data.stop_waiting)  # before: its thread may wait
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
@@ -259,6 +259,8 @@ def _open_pages(has_files: bool, run: Run, session: Session, cleanup: ExitStack)
 def _profiled(run: Run) -> ProfiledRun:
     """Return what a profile says of a run besides its trace."""
     axes = {name: run.mesh.all[name].get_group() for name in ("dp_replicate", "dp_shard", "tp")}
+    if run.mesh.context is not None:
+        axes["cp"] = run.mesh.context.get_group()
     if (experts := run.mesh.experts) is not None:
         axes["ep"] = experts["ep"].get_group()
         axes |= {f"{name}{OF_EXPERTS}": experts[name].get_group() for name in ("dp_replicate", "dp_shard")}

@@ -1,0 +1,146 @@
+"""Split the tokens of a micro-batch over context-parallel ranks: by the work of attention, and as many to each.
+
+The N tokens are cut into chunks of C. Each rank begins with a run of them, so that ranks share few documents. While one
+has more to attend to than another, they swap a chunk: a token sees those before it in its document, so late chunks of
+long documents are for early ones, or for short documents. The split follows from the documents alone, and all ranks of
+a group find the same.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from titanlite.config.check_mesh import RUN
+
+_MOST_CHUNKS = 64
+"""Chunks of a rank, at most: more would be no more even, and take longer to find."""
+_EVEN = 0.01
+"""Difference of two ranks' work, over the mean, that is let be."""
+
+
+class ContextGroup(NamedTuple):
+    """The ranks that share the tokens of a micro-batch out, and this one's place among them."""
+
+    name: str
+    size: int
+    rank: int
+    windows: tuple[int, ...] = (0,)  # of the model's layers, each once; 0: none
+
+
+class Share(NamedTuple):
+    """The tokens that a rank has of a micro-batch, and what it exchanges for their keys.
+
+    Attributes:
+        columns: [M] int64, its tokens among the N, in order.
+        chunks: [windows, 2, (P - 1)·n] int64, as `titanlite.kernels.context_attention` takes them.
+        counts: [windows, 2, P] int64.
+        length: C, tokens of a chunk.
+    """
+
+    columns: np.ndarray
+    chunks: np.ndarray
+    counts: np.ndarray
+    length: int
+
+
+def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Share:
+    """Split a micro-batch.
+
+    Args:
+        starts: [N] int32, where the document of each token begins.
+        seq_len: S; N is a multiple of it, and both are of `RUN`.
+        group: of the ranks.
+    """
+    C = chunk_length(len(starts), seq_len, group.size)
+    owner = split_by_work(starts, C, group.size)
+    of_rank = [np.flatnonzero(owner == rank) for rank in range(group.size)]
+    n, P = len(of_rank[0]), group.size
+    chunks = np.zeros((len(group.windows), 2, (P - 1) * n), np.int64)
+    counts = np.zeros((len(group.windows), 2, P), np.int64)
+    for w, window in enumerate(group.windows):
+        seen = [seen_chunks(starts, C, own, window) for own in of_rank]
+        others = [rank for rank in range(P) if rank != group.rank]
+        own = of_rank[group.rank]
+        sent = {rank: np.flatnonzero(seen[rank][own]) for rank in others}
+        got = {rank: of_rank[rank][seen[group.rank][of_rank[rank]]] for rank in others}
+        for side, lists in enumerate((sent, got)):
+            joined = np.concatenate([lists[rank] for rank in others])
+            chunks[w, side, : len(joined)] = joined
+            for rank in others:
+                counts[w, side, rank] = len(lists[rank])
+    columns = (of_rank[group.rank][:, None] * C + np.arange(C)).ravel()
+    return Share(columns, chunks, counts, C)
+
+
+def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
+    """Return C: a multiple of `RUN` that divides a sample, and of which a rank has as many, `_MOST_CHUNKS` at most
+    where such a length exists."""
+    runs = math.gcd(tokens // (RUN * ranks), seq_len // RUN)
+    enough = [u for u in range(1, runs + 1) if runs % u == 0 and tokens <= u * RUN * ranks * _MOST_CHUNKS]
+    return RUN * (enough[0] if enough else runs)
+
+
+def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
+    """Return the rank of each chunk, [N / C]: as many to each.
+
+    Args:
+        starts: [N] int32.
+        C: tokens of a chunk.
+        ranks: P.
+    """
+    seen = np.arange(len(starts)) - starts + 1.0
+    work = seen.reshape(-1, C).sum(1)
+    owner = np.repeat(np.arange(ranks), len(work) // ranks)
+    loads = work.reshape(ranks, -1).sum(1)
+    while True:
+        most, least = int(loads.argmax()), int(loads.argmin())
+        gap = loads[most] - loads[least]
+        if gap <= _EVEN * loads.mean():
+            return owner
+        rich, poor = np.flatnonzero(owner == most), np.flatnonzero(owner == least)
+        moved = work[rich][:, None] - work[poor]
+        after = np.abs(gap - 2 * moved)
+        a, b = np.unravel_index(int(after.argmin()), after.shape)
+        if after[a, b] >= gap:  # no swap helps
+            return owner
+        owner[rich[a]], owner[poor[b]] = least, most
+        loads[most] -= moved[a, b]
+        loads[least] += moved[a, b]
+
+
+def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.ndarray:
+    """Return which chunks the tokens of some see, [N / C] bool: from the document, or window, of each one's first on.
+
+    Args:
+        starts: [N] int32.
+        C: tokens of a chunk.
+        own: [n] those whose tokens look.
+        window: tokens that a token sees, the own one included; 0: all of its document.
+    """
+    first = starts[own * C]
+    if window:
+        first = np.maximum(first, own * C - window + 1)
+    seen = np.zeros(len(starts) // C + 1, np.int64)
+    np.add.at(seen, first // C, 1)
+    np.add.at(seen, own + 1, -1)
+    return seen.cumsum()[:-1] > 0
+
+
+def documents_of_samples(tokens: int, seq_len: int) -> np.ndarray:
+    """Return where the document of each token begins if each sample is one, [N] int32."""
+    places = np.arange(tokens, dtype=np.int32)
+    return places - places % seq_len
+
+
+def gathered_share(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequence[int]) -> list[float]:
+    """Return for each window the keys that a rank gets from others over those of all, in the mean of ranks."""
+    C = chunk_length(len(starts), seq_len, ranks)
+    owner = split_by_work(starts, C, ranks)
+    of_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
+    found = []
+    for window in windows:
+        others = [seen_chunks(starts, C, own, window).sum() - len(own) for own in of_rank]
+        found.append(float(np.mean(others)) / len(owner))
+    return found

@@ -1,0 +1,200 @@
+"""Causal attention of the tokens that a rank has of its group's N, to keys and values of all of them.
+
+The N tokens are cut into chunks of C, of which each of P ranks has n = N / (P·C), in order. A rank's queries see chunks
+of other ranks, each a part of them: those of the documents that its tokens are in. It gets these, and no others, before
+it attends, once more before backward, and then hands back what their gradients are from its queries, which their owners
+add up in the order of ranks.
+
+    chunks   [2, (P - 1)·n] int64   of those that it sends, the place among its own, by the rank that they are for;
+                                    of those that it gets, the place among all, by the rank that they are from
+    counts   [2, P] int64, on CPU   how many for, and from, each rank; what is behind them in `chunks` means nothing
+
+Source: the gathers in the place of a ring: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.kernels.operators import Split, operator
+
+
+def context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    places: Tensor,
+    chunks: Tensor,
+    counts: Tensor,
+    group: str,
+    longest: int,
+    window: int = 0,
+) -> Tensor:
+    """Attend to the tokens of the own document, up to and with the own one, on whatever rank they are; a collective.
+
+    Args:
+        q: [M, H, E], of this rank's tokens; H is a multiple of K.
+        k: [M, K, E].
+        v: [M, K, E].
+        starts: [M] int32, for each token the place among the N at which its document begins.
+        places: [M] int32, of each token among the N.
+        chunks: what is exchanged, as above.
+        counts: how much of it.
+        group: name of the process group.
+        longest: S, tokens of a sample, of which N is a multiple.
+        window: the last so many tokens alone, the own one included; 0: all.
+
+    Returns:
+        [M, H, E] in `q.dtype`.
+    """
+    return _context_attention(q, k, v, starts, places, chunks, counts, group, longest, window)[0]
+
+
+# By heads, as attention without ranks.
+@operator("context_attention", None, splits=(Split((1, 1, 1, None, None, None, None), 1),))
+def _context_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    places: Tensor,
+    chunks: Tensor,
+    counts: Tensor,
+    group: str,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the result, and the logarithm of each query's sum of exponentials, [M, H] float32 or wider."""
+    whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
+    return torch.ops.titanlite.document_attention(q, whole_k, whole_v, starts, longest, window, places)
+
+
+@operator("context_attention_grad", None, splits=(Split((1, 1, 1, 1, 1, 1, None, None, None, None), 1),))
+def _context_attention_grad(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: Tensor,
+    places: Tensor,
+    chunks: Tensor,
+    counts: Tensor,
+    group: str,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
+    found = torch.ops.titanlite.document_attention_grad(
+        grad, q, whole_k, whole_v, out, sums, starts, longest, window, places
+    )
+    return found[0], *_sum_at_owners(found[1], found[2], places, chunks, counts, group)
+
+
+def _gather_keys(
+    k: Tensor, v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all tokens, [N, K, E] each: zeros of those that this rank's do not see."""
+    n_ranks, C = counts.shape[1], _tokens_of_chunk(places, chunks, counts)
+    both = torch.cat((k, v), 1)
+    sent, got, (for_each, from_each) = _lists(chunks, counts)
+    rows = both.view(-1, C, *both.shape[1:])
+    arrived = _swap_chunks(rows[sent], for_each, from_each, group)
+    whole = rows.new_zeros(len(rows) * n_ranks, *rows.shape[1:])
+    whole[_own(places, C)] = rows
+    whole[got] = arrived
+    k, v = whole.flatten(0, 1).split(k.shape[1], 1)
+    return k, v
+
+
+def _sum_at_owners(
+    d_k: Tensor, d_v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
+) -> tuple[Tensor, Tensor]:
+    """Add up what all ranks have of the gradients of this rank's keys and values, [M, K, E] each, in float32 or wider.
+
+    Args:
+        d_k: [N, K, E], from this rank's queries.
+        d_v: as `d_k`.
+        places: of its tokens.
+        chunks: what was exchanged.
+        counts: how much of it.
+        group: name of the process group.
+    """
+    C = _tokens_of_chunk(places, chunks, counts)
+    both = torch.cat((d_k, d_v), 1)
+    rows = both.view(-1, C, *both.shape[1:])
+    sent, got, (for_each, from_each) = _lists(chunks, counts)
+    arrived = _swap_chunks(rows[got], from_each, for_each, group)
+    sums = rows[_own(places, C)].to(torch.promote_types(d_k.dtype, torch.float32))
+    for at, of_rank in zip(sent.split(for_each), arrived.split(for_each), strict=True):
+        sums[at] += of_rank  # a rank has each chunk once
+    k, v = sums.flatten(0, 1).to(d_k.dtype).split(d_k.shape[1], 1)
+    return k.contiguous(), v.contiguous()
+
+
+def _tokens_of_chunk(places: Tensor, chunks: Tensor, counts: Tensor) -> int:
+    return len(places) * (counts.shape[1] - 1) // chunks.shape[1]
+
+
+def _own(places: Tensor, C: int) -> Tensor:
+    """Return the places of this rank's chunks among all, [n]."""
+    return places[::C].long() // C
+
+
+def _lists(chunks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """Return the chunks that are sent, those that come, and how many for and from each rank."""
+    each = counts.tolist()
+    return chunks[0, : sum(each[0])], chunks[1, : sum(each[1])], each
+
+
+def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> Tensor:
+    """Give each rank its rows, and return those of all others, in order of the ranks."""
+    arrived = rows.new_empty(sum(got), *rows.shape[1:])
+    of_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    dist.all_to_all_single(arrived, rows, got, sent, group=of_group)
+    return arrived
+
+
+# By hand: a compiler would not know the device of results, with one of `counts` and another of all else.
+@torch.library.register_fake("titanlite::context_attention")
+def _context_shapes(q, *others):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@torch.library.register_fake("titanlite::context_attention_grad")
+def _context_grad_shapes(grad, q, k, v, *others):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_context(ctx, inputs, output) -> None:
+    *tensors, ctx.group, ctx.longest, ctx.window = inputs
+    q, k, v, *lists = tensors
+    ctx.save_for_backward(q, k, v, *output, *lists)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _context_backward(ctx, grad, _):
+    given = *ctx.saved_tensors, ctx.group, ctx.longest, ctx.window
+    grads = torch.ops.titanlite.context_attention_grad(grad, *given)
+    return *grads, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd("titanlite::context_attention", _context_backward, setup_context=_save_context)
+
+
+@register_flop_formula(torch.ops.titanlite.context_attention)
+def _context_flops(q_shape, k_shape, v_shape, starts, places, chunks, counts, group, longest, window, **kwargs) -> int:
+    """Two products of E for each token that a query would see in one document a sample, in the mean of the ranks."""
+    M, H, E = q_shape
+    W = min(window or longest, longest)
+    return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
+
+
+@register_flop_formula(torch.ops.titanlite.context_attention_grad)
+def _context_grad_flops(grad_shape, q_shape, k_shape, v_shape, out, sums, *others, **kwargs) -> int:
+    """Five products in the place of two: the scores are formed again."""
+    return _context_flops(q_shape, k_shape, v_shape, *others) * 5 // 2
