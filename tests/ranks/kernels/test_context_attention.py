@@ -1,0 +1,90 @@
+"""Attention of tokens that ranks share out is that of all of them on one, with its gradients, in float64."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.support.needs import slow
+from tests.support.ranks import run_ranks
+from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
+from titanlite.kernels import context_attention as file
+from titanlite.kernels.context_attention import context_attention
+from titanlite.kernels.document_attention import document_attention
+
+N, S, H, K, E = 2048, 1024, 4, 2, 8
+WINDOWS = (0, 200)
+LENGTHS = {  # a rank of two has 1024 of these tokens, one of four has 512
+    "random": [1, 700, 5, 1, 1, 130, 61, 300, 40, 2, 333, 1, 200, N],
+    "at seams": [512, 512, 128, 384, N],
+    "one token each": [1] * N,
+    "samples": [N],
+}
+
+
+def starts_of(lengths: list[int]) -> np.ndarray:
+    """Where the document of each token begins; documents end at a sample's end, too."""
+    starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)[:N]
+    return np.maximum(starts, documents_of_samples(N, S)).astype(np.int32)
+
+
+def operands() -> list[Tensor]:
+    """q, k, v and the gradient of what attention makes of them, of all tokens."""
+    random = torch.Generator().manual_seed(1)
+    shapes = [(N, H, E), (N, K, E), (N, K, E), (N, H, E)]
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def off(starts: np.ndarray, window: int) -> float:
+    """Return the largest difference of this rank's results and gradients to those of all tokens on one rank."""
+    *given, grad = operands()
+    whole = [t.requires_grad_() for t in given]
+    truth = document_attention(*whole, torch.from_numpy(starts), S, window)
+    truths = [truth.detach(), *torch.autograd.grad(truth, whole, grad)]
+    group = ContextGroup(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank(), WINDOWS)
+    share, w = share_of_rank(starts, S, group), WINDOWS.index(window)
+    columns = torch.from_numpy(share.columns)
+    own = [t.detach()[columns].requires_grad_() for t in given]
+    places, chunks, counts = columns.int(), torch.from_numpy(share.chunks[w]), torch.from_numpy(share.counts[w])
+    begins = torch.from_numpy(starts)[columns]
+    out = context_attention(*own, begins, places, chunks, counts, group.name, S, window)
+    found = [out.detach(), *torch.autograd.grad(out, own, grad[columns])]
+    return max((a - b[columns]).abs().max().item() for a, b in zip(found, truths, strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("documents", ["random", "at seams", *slow("one token each", "samples")])
+def test_ranks_attend_as_one_does(documents: str, world: int, tmp_path: Path) -> None:
+    """Numbers are near one, and sums of at most 1024 terms, 1.1e-16 of each off: 1e-12 is beyond their rounding."""
+
+    def body() -> None:
+        for window in WINDOWS:
+            assert off(starts_of(LENGTHS[documents]), window) <= 1e-12
+
+    run_ranks(body, tmp_path, world)
+
+
+def test_gradients_that_one_rank_does_not_hand_back_are_missed(tmp_path: Path) -> None:
+    def body() -> None:
+        add_up, swap = file._sum_at_owners, file._swap_chunks
+
+        def without_the_last_rank(*given):
+            def forgetful(rows, sent, got, group):
+                arrived = swap(rows, sent, got, group)
+                return torch.cat((arrived[: sum(got[:-1])], torch.zeros_like(arrived[sum(got[:-1]) :])))
+
+            file._swap_chunks = forgetful
+            try:
+                return add_up(*given)
+            finally:
+                file._swap_chunks = swap
+
+        file._sum_at_owners = without_the_last_rank
+        found = torch.tensor(off(starts_of(LENGTHS["samples"]), 0))
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        assert found > 1e-3
+
+    run_ranks(body, tmp_path, 4)  # of two each would have whole samples
