@@ -107,18 +107,19 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     config, inputs = checked.config, checked.inputs
     mesh = config.parallelism
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
-    tensor *= mesh.context_parallel_degree  # ranks, too, that have samples in common
+    context = mesh.context_parallel_degree
     shard = mesh.data_parallel_shard_degree
     if shard == -1 and world is not None:
-        shard = world // (replicate * tensor)
+        shard = world // (replicate * context * tensor)
     if shard == -1:
-        unit = replicate * tensor
+        unit = replicate * context * tensor
         processes = (
             f"{f'a multiple of {unit}' if unit > 1 else 'any number of'} processes; pass --world N to check a number"
         )
         ranks = None
     else:
-        processes, ranks = f"{replicate * shard * tensor} processes", replicate * shard
+        processes, ranks = f"{replicate * shard * context * tensor} processes", replicate * shard
+    split = f" × context {context}" if context > 1 else ""
     limit = f", data.max_tokens {config.data.max_tokens:,}" if config.data.max_tokens else ""
     ids = f"tokenizer {config.data.tokenizer}" if inputs.is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
@@ -136,7 +137,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     within = "" if chosen.budget_gib is None else f" within {chosen.budget_gib:g} GiB"
     rows = {
         "model": _model(checked),
-        "mesh": f"replicate {replicate} × shard {shards}{experts} × tensor {tensor}: {processes}",
+        "mesh": f"replicate {replicate} × shard {shards}{experts}{split} × tensor {tensor}: {processes}",
         "batch": _batch_in_words(checked, ranks, world),
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}, "
         f"optimizer {config.optimizer.recipe}",
