@@ -153,7 +153,7 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
     run = SimpleNamespace(
         dims=recipes.load("model", "gemma3-debug"),  # H = 8, K = 4, E = 32
         config=Config(training=Training(seq_len=96, local_batch_size=2)),
-        mesh=SimpleNamespace(device=torch.device("cpu"), tp_size=2),
+        mesh=SimpleNamespace(device=torch.device("cpu"), tp_size=2, context=None),
         model=torch.nn.ModuleList([CausalAttention(window) for window in (32, 32, 0, 32)]),
     )
     assert training_receipt._attention_backend(cast(Run, run), False) == "cudnn_attention, math"

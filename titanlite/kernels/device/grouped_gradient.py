@@ -73,7 +73,7 @@ def _produce_contracted(
             if (end > first) & (is_free | (end - first >= _MANY)):
                 begin = line
         await_empty(empty, it, STAGES)
-        write_words(words, it % STAGES * WORDS, group * N + x * BM, y * BN, end - begin, first - begin, 0)
+        write_words(words, it % STAGES * WORDS, (group * N + x * BM, y * BN, end - begin, first - begin, 0))
         tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
         if end == begin:
             mbarrier.arrive(ready.index(it % STAGES), count=1)
@@ -88,7 +88,7 @@ def _produce_contracted(
             tma.async_copy_global_to_shared(b_desc, at, ready.index(slot), b_bufs.index(slot))
             it += 1
     await_empty(empty, it, STAGES)
-    write_words(words, it % STAGES * WORDS, -1, 0, 0, 0, 0)
+    write_words(words, it % STAGES * WORDS, (-1, 0, 0, 0, 0))
     mbarrier.arrive(ready.index(it % STAGES), count=1)
 
 

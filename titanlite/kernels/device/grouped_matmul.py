@@ -65,7 +65,7 @@ def _produce_rows(
             x, y = tile_position(tile - before, x_tiles, y_tiles, SHARE)
             row = first + x * BM
             await_empty(empty, it, STAGES)
-            write_words(words, it % STAGES * WORDS, row, end, y * BN, group, 0)
+            write_words(words, it % STAGES * WORDS, (row, end, y * BN, group, 0))
             tile = gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
             for k in range(0, K, BK):
                 slot = begin_load(a_desc, b_desc, ready, empty, it, 1, STAGES)
@@ -85,7 +85,7 @@ def _produce_rows(
             end = gl.load(offsets + gl.minimum(group + 1, G))
             x_tiles = (end - first + BM - 1) // BM
     await_empty(empty, it, STAGES)
-    write_words(words, it % STAGES * WORDS, -1, 0, 0, 0, 0)
+    write_words(words, it % STAGES * WORDS, (-1, 0, 0, 0, 0))
     mbarrier.arrive(ready.index(it % STAGES), count=1)
 
 
