@@ -18,6 +18,8 @@ from titanlite.checkpoint import store
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.observe.peak_flops import windows_of
+from titanlite.parallel.context import token_group
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.build import Run, build, fastest_attention
 from titanlite.training.schedule import learning_rate
@@ -73,11 +75,12 @@ def batches_of(run: Run) -> TrainBatches:
         shards,
         seq_len=config.training.seq_len,
         seed=config.training.seed,
-        global_batch_size=config.training.global_batch_size or config.training.local_batch_size * mesh.dp_size,
+        global_batch_size=config.training.global_batch_size or config.training.local_batch_size * mesh.data_size,
         local_batch_size=config.training.local_batch_size,
-        dp_rank=mesh.dp_rank,
-        dp_size=mesh.dp_size,
+        dp_rank=mesh.data_rank,
+        dp_size=mesh.data_size,
         device=mesh.device,
+        context=token_group(mesh, windows_of(run.model)),
         separator=shards.separator if config.data.document_mask else None,
     )
 

@@ -19,6 +19,7 @@ from titanlite.config.check_mesh import (
     check_expert_parallel,
     check_mesh,
     data_ranks,
+    ranks_of_shards,
     tokens_of_rank,
 )
 from titanlite.config.held_out import check_held_out
@@ -242,11 +243,7 @@ def _check_features(config: Config, model: ModelDims | None, problems: Problems)
 
 def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
     """Check that there is something to gather, among ranks with peers' memory, and that sums are in its dtype."""
-    p, shards = config.parallelism, config.parallelism.data_parallel_shard_degree
-    others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
-    shards *= p.context_parallel_degree if shards != -1 else 1
-    if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
-        shards = world // others
+    shards = ranks_of_shards(config, world)
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
         problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')

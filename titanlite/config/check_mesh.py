@@ -121,11 +121,7 @@ def check_context_parallel(config: Config, problems: Problems, stage: str = "tra
 def check_expert_parallel(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
     """Check that experts can be shared out over some of the ranks of a replica."""
     p, name = config.parallelism, "expert_parallel_degree"
-    ep, shards, tensor = p.expert_parallel_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
-    others = p.data_parallel_replicate_degree * tensor
-    shards *= p.context_parallel_degree if shards != -1 else 1  # which are further ranks to experts
-    if shards == -1 and world is not None and world % others == 0:  # else `check_mesh` has said so
-        shards = world // others
+    ep, shards, tensor = p.expert_parallel_degree, ranks_of_shards(config, world), p.tensor_parallel_degree
     experts, ranks = model and model.experts, max(shards, 0) * tensor
     if ep == 1:
         return
@@ -164,6 +160,15 @@ def tokens_of_rank(config: Config) -> int:
     """Return the tokens that a rank computes with in a micro-step (M); tensor parallelism splits them further."""
     training = config.training
     return training.seq_len * training.local_batch_size // config.parallelism.context_parallel_degree
+
+
+def ranks_of_shards(config: Config, world: int | None) -> int:
+    """Return the ranks that shard each parameter, context-parallel ones among them; -1 if that is not known."""
+    p = config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        return p.data_parallel_shard_degree * p.context_parallel_degree
+    others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+    return -1 if world is None or world % others else world // others  # `check_mesh` says so of the latter
 
 
 def data_ranks(config: Config, world: int | None) -> int:

@@ -221,6 +221,13 @@ def _read_of(
     return _Read(*(None if of is None else torch.from_numpy(of) for of in every))  # type: ignore[arg-type]
 
 
+def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup, device: torch.device) -> Sequences:
+    """Return the sequences of a micro-batch of N tokens for a context-parallel rank, each sample one document."""
+    pair = np.zeros((2, 1, tokens // seq_len, seq_len), np.int64)
+    read = _read_of(pair, None, None, context).each(lambda tensor: tensor.to(device))
+    return read.batch(0, seq_len, context).sequences
+
+
 class ValidationBatches:
     """Every sample of a held-out corpus once, over all ranks; as often iterated as wanted.
 

@@ -17,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
+from titanlite.data.batches import sequences_of_samples
+from titanlite.data.context_split import ContextGroup
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_cost import Activation, activations
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
@@ -29,7 +31,7 @@ from titanlite.observe.memory import restart_peak
 _REPEATS = 5
 
 
-def time_block(block: nn.Module, run: TracedRun, device: torch.device) -> RecomputeTimes:
+def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, device: torch.device) -> RecomputeTimes:
     """Time the expensive operations of all kinds of blocks, and what else one block computes.
 
     Every rank calls it: collectives are among its parts.
@@ -37,17 +39,19 @@ def time_block(block: nn.Module, run: TracedRun, device: torch.device) -> Recomp
     Args:
         block: the first, on the meta device, split and in its arithmetic; it is not changed.
         run: of this rank.
+        context: the ranks that share its tokens out, if they are several.
         device: where to run.
 
     Returns:
         Seconds; each the median of five.
     """
+    sequences = context and sequences_of_samples(run.tokens * context.size, run.seq_len, context, device)
     listed = [activation for of_rule in expensive(run).values() for activation in of_rule]
-    found = {a: _seconds(_operation(a, run.expert_parallel, device), device) for a in listed}
+    found = {a: _seconds(_operation(a, run.expert_parallel, device, sequences), device) for a in listed}
     first = run.blocks[0]
     dtype = {2: torch.bfloat16, 4: torch.float32}[run.itemsize]
     whole = _materialised(block, device, dtype)
-    args, kwargs = _random(first.given_to, device)
+    args, kwargs = _random(first.given_to, device, sequences)
     if run.compiled:
         whole.compile()
 
@@ -62,9 +66,11 @@ def time_block(block: nn.Module, run: TracedRun, device: torch.device) -> Recomp
     return RecomputeTimes(found, elementwise)
 
 
-def _operation(activation: Activation, expert_ranks: int, device: torch.device) -> Callable[[], object]:
+def _operation(
+    activation: Activation, expert_ranks: int, device: torch.device, sequences: Sequences | None
+) -> Callable[[], object]:
     """The operation on random operands; attention by the kernel that torch chooses here."""
-    args, kwargs = operands(activation, expert_ranks, device)
+    args, kwargs = operands(activation, expert_ranks, device, sequences)
     if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
         q, k, v = args[:3]
         attend = torch.nn.functional.scaled_dot_product_attention
@@ -72,18 +78,24 @@ def _operation(activation: Activation, expert_ranks: int, device: torch.device) 
     return lambda: activation.call[0](*args, **kwargs)
 
 
-def operands(activation: Activation, expert_ranks: int, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+def operands(
+    activation: Activation, expert_ranks: int, device: torch.device, sequences: Sequences | None = None
+) -> tuple[list[Any], dict[str, Any]]:
     """Make what an operation is given: random numbers, and indices as training has them in the mean.
 
     Args:
         activation: the operation.
         expert_ranks: P, over which the experts of a layer are shared out: of P rows one is a token's.
         device: of the tensors.
+        sequences: of a context-parallel rank.
     """
     _, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)
     if activation.op == ops.DOCUMENT_ATTENTION:
         args = [*args[:3], _one_document_each(args[3], args[4]), *args[4:]]
+    if activation.op == ops.CONTEXT_ATTENTION and sequences is not None:
+        exchange = sequences.exchanges[args[9]]
+        args = [*args[:3], sequences.starts, sequences.places, *exchange, sequences.group, *args[8:]]
     if activation.op in CLASSES["experts"]:
         args = [_even_groups(a, len(args[0]) // expert_ranks) if _is_index(a) else a for a in args]
     if activation.op in CLASSES["dispatch"]:
@@ -118,8 +130,10 @@ def _one_document_each(starts: Tensor, longest: int) -> Tensor:
     return places - places % longest
 
 
-def _random(shapes: Any, device: torch.device) -> Any:
+def _random(shapes: Any, device: torch.device, sequences: Sequences | None = None) -> Any:
     def tensor(shape: object) -> object:
+        if isinstance(shape, Sequences) and sequences is not None:
+            return sequences
         if isinstance(shape, Sequences):
             starts = None if shape.starts is None else _one_document_each(tensor(shape.starts), shape.longest)  # type: ignore[arg-type]
             return Sequences(shape.longest, starts)

@@ -263,10 +263,8 @@ def _cost(
     if op in CLASSES["attention"]:
         window = next(filter(None, windows), 0) if op == ops.WINDOW_ATTENTION else 0
         S = given[0].shape[2]
-        if op == ops.DOCUMENT_ATTENTION:  # as if each sample were one document: at most that
-            S, window = args[4:6]
-        if op == ops.CONTEXT_ATTENTION:
-            S, window = args[8:10]
+        if op in ops.LENGTH_AND_WINDOW:  # as if each sample were one document: at most that
+            S, window = args[ops.LENGTH_AND_WINDOW[op]]
         return 2 * given[0].numel() * (twice_attended(np.array([S]), window) // S), moved, 0
     if op == ops.GATHER_MATMUL:
         gathered, products = results[0], results[1 : 1 + len(args[1])]

@@ -145,8 +145,8 @@ def traced_run(
     """
     training, mesh = config.training, config.parallelism
     of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
-    split = mesh.tensor_parallel_degree, mesh.async_tensor_parallel, mesh.expert_parallel_degree
-    split = *split, mesh.context_parallel_degree
+    degrees = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
+    split = *degrees, mesh.async_tensor_parallel
     ranks = mesh.expert_parallel_degree
     experts = ExpertRanks(ranks, ranks > 1 and (experts_across_hosts or ranks > MAX_RANKS))
     key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data), experts

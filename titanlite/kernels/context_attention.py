@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.kernels.document_attention import flops_of_samples
 from titanlite.kernels.operators import Split, operator
 
 
@@ -188,13 +189,11 @@ torch.library.register_autograd("titanlite::context_attention", _context_backwar
 
 @register_flop_formula(torch.ops.titanlite.context_attention)
 def _context_flops(q_shape, k_shape, v_shape, starts, places, chunks, counts, group, longest, window, **kwargs) -> int:
-    """Two products of E for each token that a query would see in one document a sample, in the mean of the ranks."""
-    M, H, E = q_shape
-    W = min(window or longest, longest)
-    return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
+    return flops_of_samples(q_shape, longest, window)  # in the mean of the ranks
 
 
 @register_flop_formula(torch.ops.titanlite.context_attention_grad)
-def _context_grad_flops(grad_shape, q_shape, k_shape, v_shape, out, sums, *others, **kwargs) -> int:
+def _context_grad_flops(grad_shape, q_shape, *others, **kwargs) -> int:
     """Five products in the place of two: the scores are formed again."""
-    return _context_flops(q_shape, k_shape, v_shape, *others) * 5 // 2
+    longest, window = others[-2:]
+    return flops_of_samples(q_shape, longest, window) * 5 // 2

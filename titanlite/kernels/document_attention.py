@@ -8,7 +8,7 @@ Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contaminati
 et al. 2022, "FlashAttention", appendix B.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -210,19 +210,26 @@ def _document_backward(ctx, grad, _):
 torch.library.register_autograd("titanlite::document_attention", _document_backward, setup_context=_save_documents)
 
 
-@register_flop_formula(torch.ops.titanlite.document_attention)
-def _document_flops(q_shape, k_shape, v_shape, starts_shape, longest, window, *args, **kwargs) -> int:
-    """Two products of E for each token that a query would see in one document a sample: shapes do not say more.
+def flops_of_samples(q_shape: Sequence[int], longest: int, window: int) -> int:
+    """Count two products of E for each token that a query would see in one document a sample: shapes say no more.
 
-    Queries of some of the tokens alone count as their share.
+    Args:
+        q_shape: [M, H, E]; queries of some of the tokens alone count as their share.
+        longest: S, tokens of a sample.
+        window: that a token sees; 0: all.
     """
     M, H, E = q_shape
     W = min(window or longest, longest)
     return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
 
 
+@register_flop_formula(torch.ops.titanlite.document_attention)
+def _document_flops(q_shape, k_shape, v_shape, starts_shape, longest, window, *args, **kwargs) -> int:
+    return flops_of_samples(q_shape, longest, window)
+
+
 @register_flop_formula(torch.ops.titanlite.document_attention_grad)
 def _document_grad_flops(grad_shape, q_shape, k_shape, v_shape, *shapes_and_numbers, **kwargs) -> int:
     """Five products in the place of two: the scores are formed again."""
-    _, _, starts_shape, longest, window, *_ = shapes_and_numbers
-    return _document_flops(q_shape, k_shape, v_shape, starts_shape, longest, window) * 5 // 2
+    longest, window = shapes_and_numbers[3:5]
+    return flops_of_samples(q_shape, longest, window) * 5 // 2

@@ -5,13 +5,27 @@ stay as they are. The parts are made with the batches (`data/context_split.py`).
 data-parallel ones.
 """
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.schema import Config
-from titanlite.data.context_split import chunk_length
-from titanlite.models.layers import CausalAttention
+from titanlite.data.context_split import ContextGroup, chunk_length
+from titanlite.observe.peak_flops import windows_of
+from titanlite.parallel.mesh import Mesh
 from titanlite.receipt import Entry
+
+
+def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
+    """Return the ranks that share the tokens of a sequence out; None if each has whole sequences.
+
+    Args:
+        mesh: of the run.
+        windows: of the layers of the model; 0: none.
+    """
+    group = mesh.context_group
+    return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
 def context_entry(model: nn.Module, config: Config) -> Entry:
@@ -21,9 +35,7 @@ def context_entry(model: nn.Module, config: Config) -> Entry:
         model: the run's.
         config: of the run.
     """
-    ranks, layers = config.parallelism.context_parallel_degree, 0
-    for module in model.modules():
-        layers += isinstance(module, CausalAttention)
+    ranks, layers = config.parallelism.context_parallel_degree, len(windows_of(model))
     tokens = tokens_of_rank(config)
     applied = {
         "layers": layers,

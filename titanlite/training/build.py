@@ -42,8 +42,9 @@ from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.experts import GroupedProjection, MixtureOfExperts
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
+from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.context import context_entry
+from titanlite.parallel.context import context_entry, token_group
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize
@@ -169,7 +170,7 @@ def build(
     as_it_is = replace(largest, parallelism=parallelism)
     memory, chosen = MemoryModel(as_it_is, dims, float8, rules, dist.get_world_size(), model, ranks_of_a_host()), None
     if save_list is None:
-        chosen = _choose_save_list(model, config, memory, device)
+        chosen = _choose_save_list(model, config, memory, mesh)
         save_list = chosen.save_list
     save_list_use = apply_activation_checkpoint(model, save_list)
     if config.compile.enable:
@@ -231,12 +232,13 @@ def _environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def _choose_save_list(model: nn.Module, config: Config, memory: MemoryModel, device: torch.device) -> Choice:
+def _choose_save_list(model: nn.Module, config: Config, memory: MemoryModel, mesh: Mesh) -> Choice:
     """Time a block on every rank and let rank 0 choose for all."""
     budget = config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it
     began = time.monotonic()
-    times = time_block(model.layers[0], memory.run, device)  # type: ignore[arg-type]
+    context = token_group(mesh, windows_of(model))
+    times = time_block(model.layers[0], memory.run, context, mesh.device)  # type: ignore[arg-type]
     chosen = on_rank_0(lambda: choose(memory, times, budget))
     return replace(chosen, prepared_s=time.monotonic() - began)
 

@@ -13,7 +13,6 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE, least_samples, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
-from titanlite.data.context_split import ContextGroup
 from titanlite.data.growing import GrowingShards
 from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
@@ -24,6 +23,7 @@ from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import few_ids
 from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
+from titanlite.parallel.context import token_group
 from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry, Receipt, Skipped
@@ -277,10 +277,8 @@ def open_batches(
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}
-    context, group = None, mesh.context_group
-    if group is not None:
-        context = ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
-    rank: dict[str, Any] = {"dp_rank": mesh.data_rank, "dp_size": mesh.data_size, "context": context}
+    rank: dict[str, Any] = {"dp_rank": mesh.data_rank, "dp_size": mesh.data_size}
+    rank["context"] = token_group(mesh, windows)
     seed, window = training.seed, config.data.shuffle_window
     train = TrainBatches(
         sources, table, seed=seed, step=step, window=window, separators=separators, device=device, **rank

@@ -29,6 +29,7 @@ from titanlite.data.order import mix
 from titanlite.data.stages import stage_table
 from titanlite.exit_code import exit_code, leave
 from titanlite.float8.weight import as_laid_out, local_data
+from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.process_group import start_process_group
 from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import checked_run
@@ -53,7 +54,7 @@ def main() -> None:
     with fastest_attention():
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
         take_first_weights(run)
-        batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0, [])
+        batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0, windows_of(run.model))
         with closing(data), closing(batches):
             sketches = sketch_steps(run, batches, int(steps))
     if dist.get_rank() == 0:
@@ -112,6 +113,7 @@ class Outputs:
         self._run, self._sums = run, dict[str, Tensor]()
         self._call, self._looking = -1, False  # number of the micro-batch; whether it is in its forward
         self._tokens = tokens_of_rank(run.config)
+        self._places = torch.arange(self._tokens, device=run.mesh.device)  # of this rank's tokens, among its group's
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -122,7 +124,7 @@ class Outputs:
             depth = name.count(".") + 1
             if name and depth <= (2 if compiled else 3):
                 hooks.append(module.register_forward_hook(partial(self._look, name)))
-        hooks.append(model.register_forward_pre_hook(lambda *_: self._begin()))
+        hooks.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         hooks.append(model.register_forward_hook(lambda *_: self._end()))
         try:
             yield
@@ -136,8 +138,10 @@ class Outputs:
             dist.all_reduce(sums)
         return {name: sums.cpu() for name, sums in self._sums.items()}
 
-    def _begin(self) -> None:
+    def _begin(self, _module: nn.Module, _args: object, given: dict[str, Any]) -> None:
         self._call, self._looking = self._call + 1, True
+        if (places := given["sequences"].places) is not None:
+            self._places = places
 
     def _end(self) -> None:
         self._looking = False  # what is recomputed in backward has been seen
@@ -150,13 +154,13 @@ class Outputs:
         rows = len(y)
         if rows not in (self._tokens, self._tokens // mesh.tp_size):
             return
-        start = (self._call * mesh.dp_size + mesh.dp_rank) * self._tokens
-        share = 1.0
+        first = (self._call * mesh.data_size + mesh.data_rank) * self._tokens * mesh.dp_size // mesh.data_size
+        places, share = self._places, 1.0
         if rows == self._tokens:
             share /= mesh.tp_size  # every rank of the group has all rows
         else:
-            start += mesh.tp.get_local_rank() * rows
-        sums = _sketch(y, start) * share
+            places = places[mesh.tp.get_local_rank() * rows :][:rows]
+        sums = _sketch(y, first + places) * share
         self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
 
@@ -167,24 +171,24 @@ def _of_parameter(x: Tensor | None, parameter: nn.Parameter) -> Tensor:
     with torch.no_grad():
         laid_out = as_laid_out(local_data(x), parameter)  # type: ignore[arg-type]
         whole = laid_out.full_tensor() if isinstance(laid_out, DTensor) else laid_out
-        return _sketch(whole.reshape(len(whole), -1), 0).cpu()
+        return _sketch(whole.reshape(len(whole), -1), torch.arange(len(whole))).cpu()
 
 
-def _sketch(x: Tensor, start: int) -> Tensor:
-    """Sum a matrix with the weights of its rows, from the row `start` of the whole on, times those of its columns.
+def _sketch(x: Tensor, places: Tensor) -> Tensor:
+    """Sum a matrix with the weights of its rows, which have these places in the whole, times those of its columns.
 
     Returns:
         [SUMS] float64.
     """
     # Other weights than those of rows: with the same ones, a square matrix and its transpose would have one sketch.
-    rows, columns = _weights(start, len(x), x.device), _weights(_COLUMNS, x.shape[1], x.device)
+    rows, columns = (_weights(of, x.device) for of in (places, _COLUMNS + torch.arange(x.shape[1])))
     return ((rows.T @ x.double()) * columns.T).sum(dim=1)
 
 
-def _weights(start: int, n: int, device: torch.device) -> Tensor:
+def _weights(places: Tensor, device: torch.device) -> Tensor:
     """Return [n, SUMS] float64, +1 or -1, a function of place and column alone."""
-    places = np.arange(start * SUMS, (start + n) * SUMS, dtype=np.uint64).reshape(n, SUMS)
-    signs = (mix(places) & np.uint64(1)).astype(np.float64) * 2 - 1
+    numbers = places.cpu().numpy().astype(np.uint64)[:, None] * np.uint64(SUMS) + np.arange(SUMS, dtype=np.uint64)
+    signs = (mix(numbers) & np.uint64(1)).astype(np.float64) * 2 - 1
     return torch.from_numpy(signs).to(device)
 
 

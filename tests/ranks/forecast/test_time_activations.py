@@ -69,7 +69,7 @@ def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int
     of = traced(model, float8=float8, itemsize=itemsize)
     before = dict(model.layers[0].named_parameters())
     others = parameters_on_cpus()  # that earlier tests have left; held, so that their ids stay theirs
-    check(time_block(model.layers[0], of, CPU), of)
+    check(time_block(model.layers[0], of, None, CPU), of)
     assert dict(model.layers[0].named_parameters()) == before
     gc.collect()
     assert {id(p) for p in parameters_on_cpus()} <= {id(p) for p in others}
@@ -80,7 +80,7 @@ def test_other_architectures(name: str) -> None:
     dims = recipes.load("model", f"{name}-debug")
     model = meta_model(dims, name)
     of = traced(model, dims, name=name)
-    check(time_block(model.layers[0], of, CPU), of)
+    check(time_block(model.layers[0], of, None, CPU), of)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -91,7 +91,7 @@ def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
         group = Group(mesh.get_group().group_name, 2, dist.get_rank())
         apply_tensor_parallel(model, plan_layers(model, 128, 2).layers, mesh, group, asynchronous=fused)
         of = traced(model, ranks=2)
-        check(time_block(model.layers[0], of, CPU), of)
+        check(time_block(model.layers[0], of, None, CPU), of)
 
     run_ranks(body, tmp_path)
 
@@ -101,7 +101,7 @@ def test_a_wider_matmul_takes_longer() -> None:
 
     def of_w13(dims: ModelDims) -> float:
         model = meta_model(dims)
-        times = time_block(model.layers[0], traced(model, dims), CPU).activations
+        times = time_block(model.layers[0], traced(model, dims), None, CPU).activations
         return next(s for a, s in times.items() if (a.op, a.layer) == ("aten.mm.default", "feed_forward.w13"))
 
     narrow_s, wide_s = of_w13(DIMS), of_w13(replace(DIMS, ffn_dim=64 * 256))

@@ -64,8 +64,8 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
     def plant() -> None:
         choose, time_block = build.choose, build.time_block
 
-        def time_differently(block, run, device):
-            times = time_block(block, run, device)
+        def time_differently(block, run, context, device):
+            times = time_block(block, run, context, device)
             rank = torch.distributed.get_rank()
             slow = {part: 1.0 if "w13" in part.layer and rank else 1e-9 for part in times.activations}
             return RecomputeTimes(slow, 1e-9)
