@@ -3,25 +3,30 @@
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.batches import batches_of_source
 from tests.support.ranks import run_ranks
 from tests.support.shared_plan import plan_for_all_ranks
 from titanlite.checkpoint import store
+from titanlite.config.schema import Config
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.peak_flops import windows_of
+from titanlite.parallel import fsdp
 from titanlite.parallel.context import token_group
+from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.training import build as build_file
 from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.schedule import learning_rate
 from titanlite.training.state import take_first_weights, tensors_of
 from titanlite.training.step import train_step
@@ -85,6 +90,21 @@ def batches_of(run: Run) -> TrainBatches:
     )
 
 
+def compute_in_float64() -> None:
+    """Let this process assemble runs whose weights, activations and gradients are float64, and whose update is none."""
+    model, policy, last = build_file.build_model, fsdp.MixedPrecisionPolicy, build_file.finalize
+
+    def finalize_wide(model: nn.Module, config: Config, mesh: Mesh) -> None:
+        last(model, replace(config, training=replace(config.training, mixed_precision_reduce="float64")), mesh)  # type: ignore[arg-type]
+
+    torch.set_default_dtype(torch.float64)
+    torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign,assignment]
+    build_file.build_model = lambda *given: model(*given).double()
+    fsdp.MixedPrecisionPolicy = lambda **_: policy(cast_forward_inputs=False)  # type: ignore[assignment,misc]
+    build_file.finalize = finalize_wide
+    ShardedOptimizer.step = lambda *_: None  # type: ignore[method-assign,assignment]
+
+
 def take_steps(run: Run, steps: int = STEPS) -> Tensor:
     """Train; returns [steps, 4], the results of each step."""
     with closing(batches_of(run)) as batches, fastest_attention():
@@ -128,6 +148,7 @@ def train(
     *,
     steps: int = STEPS,
     change: Callable[[Run], object] = lambda run: None,
+    wide: bool = False,
     timeout_s: float = 60,
 ) -> Trained:
     """Train on `world` ranks and return what they did.
@@ -138,11 +159,14 @@ def train(
         flags: of the command line.
         steps: to take.
         change: called with the assembled run before its first step, to break or to observe it.
+        wide: compute in float64, without updates.
         timeout_s: for all of it.
     """
     asked = checked(folder, world, flags)
 
     def body() -> None:
+        if wide:
+            compute_in_float64()
         run = assemble(asked)
         named = dict(run.model.named_parameters())
         weights = {name: whole(p) for name, p in named.items()}

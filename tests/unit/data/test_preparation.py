@@ -321,7 +321,8 @@ def test_a_cache_in_a_hidden_folder_that_no_pattern_enters_is_taken(pattern: str
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells turn off in their background
 from titanlite.config.schema import Data
 from titanlite.data import cache as waits, encode as module
 from titanlite.data.prepare import prepare
