@@ -13,7 +13,16 @@ from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import BlockCost, block_costs, no_cost_reasons
 from titanlite.forecast.attended import attended_share
-from titanlite.forecast.comm_volume import Traffic, again, of_experts, of_loss, of_matrices, of_update, of_weights
+from titanlite.forecast.comm_volume import (
+    Traffic,
+    again,
+    of_experts,
+    of_keys,
+    of_loss,
+    of_matrices,
+    of_update,
+    of_weights,
+)
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.preflight.check_with_torch import check_with_torch
@@ -81,20 +90,20 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     memory = MemoryModel(config, *of_run, world or fewest, host=measured_rates(device).host)
     each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
-    predicted = None
+    predicted, attended = None, None
     if world:
-        attended = None
         if config.data.document_mask:
             attended = attended_share(memory.config, checked.table, checked.inputs.shards)
         predicted = _of_stages(
             forecast(memory, checked.save_list, measured_rates(device), attended), checked.table, tokens, config
         )
     blocks, unknown = _block_prices(memory, checked.save_list or (predicted and predicted.save_list))
+    exchanged = (*of_experts(memory, blocks), *of_keys(memory, blocks, attended))
     if t == 1:
         others, notes, is_complete = _traffic(checked, rank.model, memory, world)
-        if memory.run.expert_parallel == 1:
+        if memory.run.expert_parallel == cp == 1:
             unknown = ()  # backward repeats no collective
-        traffic, notes = (*of_experts(memory, blocks), *others), (*_stages_in_words(checked), *unknown, *notes)
+        traffic, notes = (*exchanged, *others), (*_stages_in_words(checked), *unknown, *notes)
         return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes, is_complete and not unknown)
     import torch
     import torch.nn.functional as F
@@ -118,7 +127,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         note = "what is fused is not known without Triton (pip install triton); a predicted time has all of them fused"
         notes = (*notes, note)
     notes = (*_stages_in_words(checked), *unknown, *notes)
-    traffic, is_complete = (*of_tokens, *of_experts(memory, blocks), *others), is_complete and not unknown
+    traffic, is_complete = (*of_tokens, *exchanged, *others), is_complete and not unknown
     return PlannedRun(memory, tokens, sharding, traffic, pairs, maxima, predicted, notes, is_complete)
 
 

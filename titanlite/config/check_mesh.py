@@ -83,6 +83,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
         left = world // replicate // tensor
         want = f"a divisor of the processes of {'a replica' if tensor == 1 else 'a replica / tensor'}, {left}"
         fix = _pick("context_parallel_degree", context, _divisors(left))
+        fix += f", or start {replicate * context * tensor} processes"
         problems.add(section + "context_parallel_degree", str(context), want, fix)
     elif world is not None and not any_number and shard != -1 and replicate * shard * context * tensor != world:
         left, asked = world // (replicate * context * tensor), replicate * shard * context * tensor

@@ -40,6 +40,20 @@ class AttendedShare:
         """
         return mean_attended([window], self.lengths) / mean_attended([window], np.array([self.seq_len]))
 
+    def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
+        """Return where the document of each token begins in some micro-batches of such samples, [N] int32 each.
+
+        Args:
+            tokens: N, a multiple of S.
+            batches: how many, at most; fewer than one of the samples there are is filled up with them once more.
+        """
+        lengths = np.tile(self.lengths, -(-tokens // int(self.lengths.sum())))
+        starts = np.repeat(lengths.cumsum() - lengths, lengths)
+        places = np.arange(len(starts))
+        starts = np.maximum(starts, places - places % self.seq_len)
+        firsts = range(0, min(len(starts) // tokens, batches) * tokens, tokens)
+        return [(starts[first : first + tokens] - first).astype(np.int32) for first in firsts]
+
 
 def attended_share(config: Config, table: StageTable, shards: Mapping[str, TokenShards]) -> AttendedShare | None:
     """Look at some samples of the sources of a run, of each as many as it has of the run; the seed makes no difference.

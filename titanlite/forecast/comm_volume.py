@@ -3,11 +3,12 @@
 `titanlite plan` lists it, and `step_time.py` divides it by rates. Collectives of tokens between tensor-parallel layers
 are known to the sharding plan, from the model's graph; this file has the others, and what all bytes are counted by.
 
-    forward          FSDP gathers each unit of weights; tokens of experts and their results; vocabulary-parallel loss:
-                     two numbers a token and rank
+    forward          FSDP gathers each unit of weights; tokens of experts and their results; keys and values that
+                     context-parallel ranks see of each other; vocabulary-parallel loss: two numbers a token and rank
     backward         FSDP gathers again what it has freed, but for an untied embedding, and sums and scatters gradients;
-                     replicas add theirs; tokens of experts again, and their gradients both ways
-    recomputation    tokens, where the save-list does not keep what was communicated
+                     replicas add theirs; tokens of experts again, and their gradients both ways; keys and values
+                     again, and their gradients back
+    recomputation    tokens, keys and values, where the save-list does not keep what was communicated
     update           gradients of weights that tensor-parallel ranks hold whole; the gradient's norm, and other numbers;
                      rows of matrices that are orthogonalised, to their owners and back
 
@@ -19,8 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, COUNT_CHOICES, EXCHANGES, FUSED, GATHER_FROM_RANKS
 from titanlite.forecast.activation_cost import Activation, BlockCost
+from titanlite.forecast.attended import AttendedShare
+from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation
 from titanlite.forecast.traced_run import HEAD, UnitSize
@@ -191,6 +195,35 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
                     kind, rows, moves = "all_to_all", top_k * each_slot, "gradients" if is_gradient else "results"
                 shape = (ranks * tokens * rows, memory.dims.dim)
                 found.append(Traffic(kind, direction, where, shape, moves, ranks, whole, memory.micro_steps))
+    return found
+
+
+def of_keys(memory: MemoryModel, blocks: Sequence[BlockCost], attended: AttendedShare | None = None) -> list[Traffic]:
+    """The exchanges of context-parallel ranks for attention, in the mean of ranks.
+
+    Args:
+        memory: of the run.
+        blocks: the price of each; of none, what backward repeats is left out.
+        attended: the documents of the run; None: each sample is one.
+    """
+    exchanged, P = ExchangedKeys(memory.run, attended), memory.run.context_parallel
+    found, repeated = list[Traffic](), {n: block.recomputed for n, block in enumerate(blocks)}
+    keys, gradients = "keys and values", "gradients of keys and values"
+    for n, block in enumerate(memory.run.blocks):
+        passes: list[tuple[Pass, Sequence[Operation | Activation], str]] = [
+            ("forward", block.forward, keys),
+            ("recomputation", repeated.get(n, ()), keys),
+            ("backward", block.forward, keys),
+            ("backward", block.forward, gradients),
+        ]
+        for direction, operations, moves in passes:
+            for each in operations:
+                if each.op == ops.CONTEXT_ATTENTION and (size := exchanged.received(each)):
+                    whole = size * P * P // (P - 1)  # a P-th of it is of each rank, of which P - 1 parts are for others
+                    tokens, *heads = exchanged.shape(each)
+                    shape = (tokens * P * P // (P - 1), *heads)
+                    at = f"layers.{n}.attention"
+                    found.append(Traffic("all_to_all", direction, at, shape, moves, P, whole, memory.micro_steps))
     return found
 
 

@@ -6,7 +6,8 @@
     elementwise      bytes of norms, RoPE, gates, the loss and casts to float8, each read and written once a pass
     recomputation    what the save-list does not keep, once more
     tokens           collectives of tensor parallelism: all of a plain one; of one that is fused with its matmul, what
-                     both take beyond that matmul; those of expert parallelism, with the passes over what arrives
+                     both take beyond that matmul; those of expert parallelism, with the passes over what arrives;
+                     keys and values of context-parallel ranks, by NCCL, with the passes around them
     weights          casts and copies around FSDP's collectives
     fsdp             collectives in the open: the first gathers, the last reduction, and in each block what is longer
                      than its compute
@@ -29,6 +30,7 @@ from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
+from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
 from titanlite.forecast.update_time import UpdateTime, update_time
@@ -87,6 +89,7 @@ class StepTimeModel:
 
     def __init__(self, memory: MemoryModel, rates: Rates, attended: AttendedShare | None = None) -> None:
         self.memory, self.rates, self.run, self.attended = memory, rates, memory.run, attended
+        self._exchanged = ExchangedKeys(memory.run, attended)
 
     def times(self) -> RecomputeTimes:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
@@ -134,6 +137,17 @@ class StepTimeModel:
 
         return step
 
+    def key_exchange(self, blocks: Sequence[BlockCost]) -> float:
+        """Predict the milliseconds of a step that exchanges of context-parallel ranks take, repeated ones too.
+
+        Args:
+            blocks: as of `step`.
+        """
+        forward = [each for block in self.run.blocks for each in block.forward]
+        seconds = sum(self._key_exchange(each, way) for each in forward for way in (True, False))
+        seconds += sum(self._key_exchange(each, forward=True) for block in blocks for each in block.recomputed)
+        return 1e3 * self.memory.micro_steps * seconds
+
     def update(self) -> UpdateTime:
         """Predict the time of the update, which is once a step."""
         return update_time(self.memory.optimizer, self.rates)
@@ -151,6 +165,7 @@ class StepTimeModel:
                 if each.op in CLASSES["attention"]:
                     rates = self._attention_rates(each)
                     attention += self._attended_flops(each) / _T * (1 / rates[0] + 2.5 / rates[1])
+                    tokens += self._key_exchange(each, forward=True) + self._key_exchange(each, forward=False)
                 elif each.op in CLASSES["communication"] or each.op in ops.EXCHANGES:
                     tokens += self._seconds(each, forward)
                 elif each.op in FUSED or each.op in _PRODUCTS:
@@ -162,7 +177,8 @@ class StepTimeModel:
     def _seconds(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of an operation."""
         if each.op in CLASSES["attention"]:
-            return self._attended_flops(each) / self._attention_rates(each)[0] / _T
+            computing = self._attended_flops(each) / self._attention_rates(each)[0] / _T
+            return computing + self._key_exchange(each, forward=True)
         rate = self.rates.tensor_parallel
         in_place = each.op in ops.EXCHANGES and not self.run.exchange_by_nccl
         if in_place:
@@ -175,6 +191,11 @@ class StepTimeModel:
         if each.op in FUSED:
             return self.rates.fused * max(self._product(each, forward), wire)
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
+
+    def _key_exchange(self, each: Operation | Activation, forward: bool) -> float:
+        """Seconds of exchanges around attention; backward gathers keys once more, and hands gradients back."""
+        wire = (1 if forward else 2) * self._exchanged.received(each) / self.rates.tensor_parallel
+        return (wire + self._exchanged.moved(each, forward) / self.rates.memory) / _G
 
     def _attended_flops(self, each: Operation | Activation) -> float:
         """FLOPs of attention, of the pairs of tokens that are in one document."""

@@ -11,6 +11,7 @@ from typing import Any
 from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.config.check import check_config, sequences_per_step
+from titanlite.config.check_mesh import data_ranks
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
@@ -148,6 +149,29 @@ def _speed(model: MemoryModel, override: Override, rates: Rates, attended: Atten
     return time.tokens_per_second(time.step(block_costs(memory.run, save_list)))
 
 
+def other_context_degrees(
+    model: MemoryModel, save_list: SaveList, rates: Rates, attended: AttendedShare | None
+) -> list[Override]:
+    """Predict a context-parallel run with half, and with twice, as many ranks to a sequence, where these are possible.
+
+    Args:
+        model: of the run.
+        save_list: of the run.
+        rates: of the device.
+        attended: as of `StepTimeModel`.
+    """
+    now, found = model.config.parallelism.context_parallel_degree, list[Override]()
+    sequences = sequences_per_step(model.config, model.world) or 1
+    for degree in (now // 2, 2 * now):
+        change = _over_the_others(_changed(model.config, "parallelism", "context_parallel_degree", degree))
+        at_once = data_ranks(change.config, model.world) * change.config.training.local_batch_size
+        config = _changed(change.config, "training", "global_batch_size", -(-sequences // at_once) * at_once).config
+        if (priced := _priced(model, config, model.world, save_list)) is not None:
+            override = Override(change.flag, sum(priced), 0, config, save_list)
+            found.append(replace(override, tokens_per_second=_speed(model, override, rates, attended)))
+    return found
+
+
 def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:
     """Double the processes until the run fits. Returns the flags, or None if a thousand times as many are not enough.
 
@@ -265,24 +289,33 @@ def _save_lists(config: Config) -> Iterator[_Change]:
 
 
 def _layouts(config: Config, sequences: int | None, has_experts: bool) -> Iterator[_Change]:
-    """NCCL for blocks; more ranks to a layer, with as many sequences a step; fewer replicas; weights that are freed;
-    and experts shared out over more or fewer ranks."""
+    """NCCL for blocks; more ranks to a layer, or to a sequence, with as many sequences a step; fewer replicas; weights
+    that are freed; and experts shared out over more or fewer ranks."""
     mesh = config.parallelism
     if mesh.fsdp_copy_engines != "never":
         yield _changed(config, "parallelism", "fsdp_copy_engines", "never")
     for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
         change = _changed(config, "parallelism", "tensor_parallel_degree", degree)
-        if sequences and not config.training.global_batch_size:
-            training = replace(config.training, global_batch_size=sequences)
-            flag = f"{change.flag} --training.global_batch_size {sequences}"
-            change = replace(change, flag=flag, config=replace(change.config, training=training))
-        yield _over_the_others(change)
+        yield _over_the_others(_with_sequences(change, sequences))
+    for degree in (2, 4, 8) if config.training.local_batch_size == 1 else ():  # else fewer sequences at a time do it
+        if degree > mesh.context_parallel_degree:
+            change = _changed(config, "parallelism", "context_parallel_degree", degree)
+            yield _over_the_others(_with_sequences(change, sequences))
     for degree in range(1, mesh.data_parallel_replicate_degree):
         yield _over_the_others(_changed(config, "parallelism", "data_parallel_replicate_degree", degree))
     yield _changed(config, "parallelism", "fsdp_reshard_after_forward", "always")
     for degree in (1, 2, 4, 8) if has_experts else ():
         if degree != mesh.expert_parallel_degree:
             yield _changed(config, "parallelism", "expert_parallel_degree", degree)
+
+
+def _with_sequences(change: _Change, sequences: int | None) -> _Change:
+    """Train as many sequences a step as before, where a config leaves that to its layout."""
+    if not sequences or change.config.training.global_batch_size:
+        return change
+    training = replace(change.config.training, global_batch_size=sequences)
+    flag = f"{change.flag} --training.global_batch_size {sequences}"
+    return replace(change, flag=flag, config=replace(change.config, training=training))
 
 
 def _over_the_others(change: _Change) -> _Change:

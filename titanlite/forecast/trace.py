@@ -197,7 +197,7 @@ class _Recorder(TorchDispatchMode):
             self._numbers[results[0].untyped_storage()._cdata] = StorageWeakRef(results[0].untyped_storage()), reads[0]
             return out
         makes = self.known(*results)
-        inside = _memory_of_nccl(op, args, self._experts)
+        inside = _memory_of_nccl(op, args, self._experts) + _memory_of_keys(op, args, results)
         self._count_live(results, inside)
         if not func._schema.is_mutable:
             makes = [value for value in makes if value not in reads]
@@ -312,6 +312,24 @@ def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
     """Give the bytes of rows that NCCL sends to owners, [P·M·K, D], and of as many that it brings."""
     by_nccl = op in ops.TO_OWNERS and experts.by_nccl
     return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
+
+
+def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:
+    """Give the bytes that attention with keys of other ranks has beside its results, of the rank that sees all keys.
+
+    With W bytes of whole keys and values: they are there, this rank's joined, and what came. In backward W twice, of
+    their gradients and of these joined, what is sent, and what came or its sums in float32.
+    """
+    if op not in (ops.CONTEXT_ATTENTION, ops.CONTEXT_ATTENTION_GRAD):
+        return 0
+    first = 1 if op == ops.CONTEXT_ATTENTION else 2
+    own, ranks = args[first].nbytes + args[first + 1].nbytes, args[-4].shape[1]
+    whole, others = own * ranks, own * (ranks - 1)
+    if op == ops.CONTEXT_ATTENTION:  # results are made when what is joined and what came are gone
+        return whole + max(0, own + others - sum(t.nbytes for t in results))
+    sums = own * max(1, torch.float32.itemsize // args[first].itemsize)
+    d_k_and_v = sum(t.nbytes for t in results[1:])  # made at the end
+    return 2 * whole + others + max(others, sums) - d_k_and_v
 
 
 def _rows_of_owner(o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, *_: object) -> int:

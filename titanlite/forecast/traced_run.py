@@ -79,6 +79,7 @@ class TracedRun:
         tokens: M, of a micro-step of this data-parallel rank.
         seq_len: S.
         tensor_parallel: t.
+        context_parallel: ranks that share a micro-batch out.
         expert_parallel: P, ranks that the experts of a layer are shared out over; `exchange_by_nccl` if rows come back
             from them by a collective.
         itemsize: bytes of an element of the compute dtype.
@@ -99,6 +100,7 @@ class TracedRun:
     tokens: int
     seq_len: int
     tensor_parallel: int
+    context_parallel: int
     expert_parallel: int
     exchange_by_nccl: bool
     itemsize: int
@@ -187,6 +189,7 @@ def _traced(
         tokens=tokens,
         seq_len=training.seq_len,
         tensor_parallel=config.parallelism.tensor_parallel_degree,
+        context_parallel=config.parallelism.context_parallel_degree,
         expert_parallel=experts.count,
         exchange_by_nccl=experts.by_nccl,
         itemsize=dtype.itemsize,

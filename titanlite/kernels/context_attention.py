@@ -89,11 +89,12 @@ def _context_attention_grad(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
-    found = torch.ops.titanlite.document_attention_grad(
-        grad, q, whole_k, whole_v, out, sums, starts, longest, window, places
+    whole = _gather_keys(k, v, places, chunks, counts, group)
+    d_q, d_k, d_v = torch.ops.titanlite.document_attention_grad(
+        grad, q, *whole, out, sums, starts, longest, window, places
     )
-    return found[0], *_sum_at_owners(found[1], found[2], places, chunks, counts, group)
+    del whole  # before as much is joined
+    return d_q, *_sum_at_owners(d_k, d_v, places, chunks, counts, group)
 
 
 def _gather_keys(

@@ -377,6 +377,26 @@ def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str])
     assert main(["plan", *huge, "128"]) == 0
 
 
+def test_long_sequences_fit_eight_gpus_and_other_degrees_are_compared(call: Call) -> None:
+    long = [str(Path(LARGE).with_name("llama3_8b_128k.toml")), "--data.document_mask", "false", "--world", "8"]
+    said = " ".join(call("plan", *long, "--device", "h100").split())
+    assert re.search(r"fits NVIDIA H100.*: 6\d\.\d GiB of 79", said)
+    assert re.search(
+        r"exchanges of keys and values take \d+ ms of a step; context_parallel_degree = 4 would hold", said
+    )
+    assert "GiB, too much, and train" in said
+    freed = " ".join(call("plan", *long, "--device", "h200").split())
+    assert "too much" not in freed
+
+
+def test_ranks_that_share_a_sequence_out_are_proposed_where_it_does_not_fit(call: Call) -> None:
+    long = [LARGE, "--world", "8", "--training.local_batch_size", "1", "--training.seq_len", "131072"]
+    said = call("plan", *long, "--device", "h100", ends=2)
+    proposed = said.partition("the cheapest first\n")[2].partition("  frees")[0].split()
+    assert proposed == ["--parallelism.context_parallel_degree", "8", "--training.global_batch_size", "8"]
+    call("plan", *long, "--device", "h100", *proposed)
+
+
 def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
     assert "Collectives between hosts have not been measured" in call("plan", LARGE, "--world", "16")
     out = call("plan", *SMALL)

@@ -37,7 +37,10 @@ CONFIGS = sorted(shipped_folder("configs").glob("*.toml"))
 ROOT = shipped_folder("configs").parent
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 LITTLE = "0.2% of the model's ids can occur"
-WORLDS = {"qwen3_moe_debug": (1, 2, 4), "debug": (1, 2, 4), "llama3_70b": (16, 64), "llama3_405b": (128, 256)}
+WORLDS = {
+    **dict.fromkeys(("debug", "qwen3_moe_debug"), (1, 2, 4)),
+    **{"llama3_8b_128k": (8, 16), "llama3_70b": (16, 64), "llama3_405b": (128, 256)},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +129,7 @@ def test_a_folder_of_weights_without_a_config(file: str, tmp_path: Path) -> None
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
     assert [p.stem for p in CONFIGS] == [
         "debug",
-        *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b")),
+        *(f"llama3_{size}" for size in ("150m", "1b", "3b", "405b", "70b", "8b", "8b_128k")),
         "qwen3_moe_30b_a3b",
         "qwen3_moe_debug",
     ]

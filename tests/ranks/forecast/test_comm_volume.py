@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.comm_volume import Traffic, of_update, of_weights
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.kernels import collectives
+from titanlite.kernels import collectives, context_attention
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.sharding.sent_bytes import sent_bytes
 from titanlite.training.build import fastest_attention
@@ -158,6 +160,36 @@ def test_losses_by_source_are_listed() -> None:
     by_source = {t.moves: t.whole_bytes for t in of_update(0, 1, 2, sources=3)}
     assert by_source["loss and targets of each source"] == 2 * 3 * 8
     assert "loss and targets of each source" not in {t.moves for t in of_update(0, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("world", "flags"),
+    [(2, keeping("full")), *slow((4, ("--model.name", "gemma3")), (4, (*TP, *keeping("full"))))],
+    ids=lambda value: str(len(value)) if isinstance(value, tuple) else str(value),
+)
+def test_keys_travel_as_listed(world: int, flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Ranks send as many bytes in the mean: one needs keys of all others, another few."""
+    ranks = world // (2 if TP[0] in flags else 1)
+    given = [f"--parallelism.context_parallel_degree={ranks}", "--training.seq_len=512", *flags]
+    asked = checked(tmp_path, world, [*given, "--training.global_batch_size=2"])
+    listed = [t for t in plan_run(asked, str(DEBUG), world).traffic if t.kind == "all_to_all"]
+    assert {t.direction for t in listed} >= {"forward", "backward"}
+    assert ("recomputation" in {t.direction for t in listed}) == ("full" in flags)
+
+    def body() -> None:
+        run, sent, exchange = assemble(asked), torch.zeros((), dtype=torch.int64), context_attention._swap_chunks
+
+        def counted(rows: torch.Tensor, *others: Any) -> torch.Tensor:
+            sent.add_(rows.nbytes)
+            return exchange(rows, *others)
+
+        context_attention._swap_chunks = counted
+        with closing(batches_of(run)) as batches, fastest_attention():
+            train_step(run, batches.next(), 1e-3, False)
+        dist.all_reduce(sent)
+        assert sent.item() == pytest.approx(world * sum(t.times * t.sent_bytes for t in listed), rel=1e-3)
+
+    run_ranks(body, tmp_path, world)
 
 
 def assert_runs_as_listed(
