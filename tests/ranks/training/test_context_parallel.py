@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +21,8 @@ from torch import Tensor
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import Trained, checked, require_loads, train
+from titanlite.data.batches import Batch, TrainBatches
+from titanlite.errors import DataError
 from titanlite.kernels import context_attention
 from titanlite.observe.metrics import read_metrics
 from titanlite.training.build import Run
@@ -211,3 +213,25 @@ def test_validation_and_the_losses_of_sources_are_those_of_one_process(desk: "De
     assert any("validation_loss" in row for row in found[0])
     assert any("loss.a" in row for row in found[0])
     assert found[1] == [pytest.approx(row, rel=1e-5) for row in found[0]]
+
+
+def test_ranks_end_together_where_one_lacks_its_data(desk: "Desk", data: list[str]) -> None:
+    """The other has its batch, whose keys nobody would send it."""
+
+    def plant() -> None:
+        read, n_read = TrainBatches.next, [0]
+
+        def damaged(self: TrainBatches, *given: Any) -> list[Batch]:
+            n_read[0] += 1
+            if n_read[0] == 3 and torch.distributed.get_rank() == 1:
+                raise DataError("planted damage")
+            return read(self, *given)
+
+        TrainBatches.next = damaged
+
+    source = f"--data.source={data[1]}", f"--data.separator_id={SEPARATOR}"
+    flags = ("--training.seq_len=512", "--training.local_batch_size=1", "--parallelism.context_parallel_degree=2")
+    ended = desk.run("lacks", 2, *source, *flags, plant=plant, ends=2)
+    assert ended.status["state"] == "failed"
+    assert [row["step"] for row in ended.steps] == [1, 2]
+    assert "planted damage" in ended.output

@@ -123,6 +123,38 @@ def test_numbers_out_of_range(key: str) -> None:
         ),
         ({"parallelism__data_parallel_shard_degree": 0}, None, ["-1 (all) or at least 1"]),
         (
+            {"parallelism__context_parallel_degree": 2, "training__seq_len": 1000},
+            2,
+            ["training.seq_len = 1000", "want: a multiple of 128", "fix:  seq_len = 1024 (or 896)"],
+        ),
+        (
+            {"parallelism__context_parallel_degree": 3, "training__seq_len": 2048},
+            3,
+            ["a divisor of seq_len × local_batch_size / 128 = 16", "context_parallel_degree = 2 (or 4)"],
+        ),
+        (
+            {"parallelism__context_parallel_degree": 4},
+            6,
+            ["a divisor of the processes of a replica, 6", "context_parallel_degree = 3 (or 2), or start 4 processes"],
+        ),
+        (
+            {
+                "parallelism__data_parallel_shard_degree": 4,
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__tensor_parallel_degree": 2,
+            },
+            8,
+            [
+                "replicate × shard × context × tensor = 1 × 4 × 2 × 2 to be the number of processes, 8",
+                "data_parallel_shard_degree = 2 (or -1: all remaining ranks), or start 16 processes",
+            ],
+        ),
+        (
+            {"training__global_batch_size": 3, "parallelism__context_parallel_degree": 4},
+            8,
+            ["local_batch_size × data-parallel ranks = 1 × 2 = 2", "global_batch_size = 2 (or 4)"],
+        ),
+        (
             {"parallelism__tensor_parallel_degree": 2, "training__seq_len": 63},
             2,
             ["a divisor of seq_len × local_batch_size = 63"],
@@ -158,6 +190,15 @@ def test_numbers_out_of_range(key: str) -> None:
                 "2 to 8 ranks shard each parameter; here 16",
                 'fsdp_copy_engines = "default"',
             ],
+        ),
+        (
+            {
+                "parallelism__fsdp_copy_engines": "always",
+                "parallelism__data_parallel_shard_degree": 4,
+                "parallelism__context_parallel_degree": 4,
+            },
+            16,
+            ["2 to 8 ranks shard each parameter; here 16"],
         ),
         (
             {"parallelism__fsdp_copy_engines": "always", "parallelism__data_parallel_shard_degree": 1},
