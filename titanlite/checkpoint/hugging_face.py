@@ -26,7 +26,7 @@ from titanlite.byte_size import byte_size
 from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
-from titanlite.checkpoint.resume import AVERAGE
+from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.checkpoint.store import require_none
 from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
@@ -214,7 +214,7 @@ def _write_weights(
     *,
     averaged: bool,
 ) -> None:
-    kind, left_out = (AVERAGE, "model/") if averaged else ("model/", AVERAGE)
+    kind, left_out = (AVERAGE, MODEL) if averaged else (MODEL, AVERAGE)
     shapes = {f"{kind}{name}": parameter.shape for name, parameter in model.named_parameters()}
     files = _weights_by_file({name: shape.numel() * dtype.itemsize for name, shape in shapes.items()})
     where: dict[str, str] = {}

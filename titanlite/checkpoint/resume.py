@@ -28,7 +28,7 @@ from titanlite.json_file import read_json
 
 STATE = "state.json"
 VERSION = 1
-AVERAGE = "ema/"
+MODEL, AVERAGE = "model/", "ema/"
 """Beginning of the names of the tensors of an average of weights."""
 _BEFORE: dict[str, dict[str, Any]] = {  # of former versions, whose checkpoints do not say it
     "data": {"shuffle_window": 0, "packing": "concat"},
@@ -284,6 +284,18 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
 def has_average(state: dict[str, Any]) -> bool:
     """Return whether a checkpoint holds an average of the weights, by what it says beside the tensors."""
     return bool(state.get("ema_decay"))
+
+
+def require_average(where: str, checkpoint: Path, state: dict[str, Any]) -> None:
+    """Check that a checkpoint holds an average of the weights, which `--ema` asks for.
+
+    Raises:
+        CheckpointError: it holds none.
+    """
+    if not has_average(state):
+        want = "a checkpoint with an average of weights: this one has none, since optimizer.ema_decay was 0"
+        fix = "leave --ema out, or train on with --optimizer.ema_decay 0.999 and take a later step"
+        raise CheckpointError.of(where, "--ema", checkpoint.name, want, fix)
 
 
 def changed_average(state: dict[str, Any], config: Config, step: int) -> list[str]:

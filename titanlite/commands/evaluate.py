@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import titanlite
 from titanlite.checkpoint.publish import complete_steps, step_folder
-from titanlite.checkpoint.resume import dims_of, read_state
+from titanlite.checkpoint.resume import dims_of, read_state, require_average
 from titanlite.commands.arguments import Command
 from titanlite.commands.export import trained_tokenizer
 from titanlite.config.build import show
@@ -48,7 +48,8 @@ _COMMAND = Command(
         "TARGET": "a run's folder, one of its checkpoints (step-...), or a folder with config.json and safetensors",
         "--tasks NAMES": f"tasks between commas: {', '.join(HUB)}, PATH.jsonl or NAME=PATH; default: the run's",
         "--step N": "step of the run's checkpoint; default: the newest",
-        "--out FILE": "file to write; default: evaluation.json in the folder",
+        "--ema": "evaluate the average of weights that optimizer.ema_decay has kept",
+        "--out FILE": "file to write; default: evaluation.json, or evaluation-ema.json, in the folder",
         "--tokenizer FILE": "the model's tokenizer.json, if it is not where the run, or the folder, has it",
     },
     takes="TARGET",
@@ -63,6 +64,7 @@ class _Target:
         folder: where evaluation.json belongs.
         seq_len: the longest sequence that the model takes.
         checkpoint: None: the weights are those of `config.checkpoint.initial_load_path`.
+        averaged: whether it is the average of weights in the checkpoint.
     """
 
     folder: Path
@@ -71,6 +73,7 @@ class _Target:
     tokenizer: Tokenizer
     seq_len: int
     checkpoint: Path | None = None
+    averaged: bool = False
 
 
 def run(argv: Sequence[str]) -> int:
@@ -86,13 +89,17 @@ def run(argv: Sequence[str]) -> int:
         want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
         raise ConfigError.of("command line", "TARGET", " ".join(words), want, f"{_WHERE} outputs/run")
     target = _find_target(Path(os.path.expanduser(words[0])), given.get("--step"), given.get("--tokenizer"))
+    if "--ema" in given:
+        target = _averaged(target)
     tasks = [task for task in given.get("--tasks", "").split(",") if task] or target.config.evaluation.tasks
     if not tasks:
         want = "tasks: the config of what is evaluated names none"
         raise ConfigError.of("command line", "--tasks", "", want, f"--tasks {next(iter(HUB))},my_questions.jsonl")
     check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
     encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
-    out = Path(os.path.expanduser(given.get("--out", str(target.folder / "evaluation.json"))))
+    out = Path(
+        os.path.expanduser(given.get("--out", str(target.folder / f"evaluation{'-ema' * target.averaged}.json")))
+    )
     if not os.access(out.parent, os.W_OK):
         raise ConfigError.of("command line", "--out", str(out), "a file in a folder that can be written", "--out FILE")
     scores = _score_tasks(target, encoded)
@@ -134,6 +141,16 @@ def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None) -
         found = load_tokenizer(tokenizer, config.data.add_bos_token)
     dims = dims_of(checkpoint, state)
     return _Target(folder.path, config, dims, found, config.training.seq_len, checkpoint)
+
+
+def _averaged(target: _Target) -> _Target:
+    """Take the average of weights in a run's checkpoint."""
+    if target.checkpoint is None:
+        want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
+        raise ConfigError.of("command line", "--ema", str(target.folder), want, fix)
+    step = int(target.checkpoint.name.removeprefix("step-"))
+    require_average(_WHERE, target.checkpoint, read_state(target.checkpoint, step)["state"])
+    return replace(target, averaged=True)
 
 
 def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
@@ -180,7 +197,7 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
         config = replace(config, training=training)
     device = start_process_group(config.comm)
     try:
-        model, mesh = load_model(config, target.dims, device, target.checkpoint)
+        model, mesh = load_model(config, target.dims, device, target.checkpoint, target.averaged)
         shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
         of_model = {"whole_rows": bool(config.model.file), "softcap": target.dims.logit_softcap}
         return Evaluator(encoded, **shape, **of_model).score(model, mesh)
@@ -221,7 +238,7 @@ def _write_answers(out: Path, target: _Target, encoded: list[EncodedTask], score
         }
     content = {
         "titanlite": titanlite.__version__,
-        "model": str(target.checkpoint or target.folder),
+        "model": str(target.checkpoint or target.folder) + " (ema)" * target.averaged,
         "dtype": target.config.training.mixed_precision_param,
         "tasks": tasks,
     }

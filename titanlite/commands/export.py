@@ -50,14 +50,12 @@ def run(argv: Sequence[str]) -> int:
     _check_target(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
-    from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, has_average, read_state
+    from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, read_state, require_average
 
     publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
-    if averaged and not has_average(state):
-        want = "a checkpoint with an average of weights: this one has none, since optimizer.ema_decay was 0"
-        fix = "leave --ema out, or train on with --optimizer.ema_decay 0.999 and export a later step"
-        raise CheckpointError.of("titanlite export", "--ema", checkpoint.name, want, fix)
+    if averaged:
+        require_average("titanlite export", checkpoint, state)
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
     tokenizer = trained_tokenizer("titanlite export", name, config.data.add_bos_token, state["tokenizer"])

@@ -74,7 +74,10 @@ def run(argv: list[str]) -> int:
         sys.stdout.write(_one(cast("Kind", argv[0]), argv[1], dirs, rules))
     else:
         kinds = cast("Sequence[Kind]", argv) or _KINDS
-        sys.stdout.write("\n".join(_listing(kind, dirs, rules) for kind in kinds))
+        wrong = list[RecipeError]()
+        sys.stdout.write("\n".join(_listing(kind, dirs, rules, wrong) for kind in kinds))
+        if wrong:
+            raise RecipeError("\n".join(map(str, wrong)))
     return 0
 
 
@@ -112,9 +115,15 @@ def _recipe(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnR
     return load(kind, name, dirs, origin, rules) if kind == "optimizer" else load(kind, name, dirs, origin)
 
 
-def _listing(kind: Kind, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> str:
-    """List the names of one kind, each with its help."""
-    rows = {name: _recipe(kind, name, dirs, rules).help for name in names(kind, dirs)}
+def _listing(kind: Kind, dirs: Sequence[str], rules: Mapping[str, OwnRule], wrong: list[RecipeError]) -> str:
+    """List the names of one kind, each with its help; of a recipe that cannot be loaded, say so and keep the error."""
+    rows = dict[str, str]()
+    for name in names(kind, dirs):
+        try:
+            rows[name] = _recipe(kind, name, dirs, rules).help
+        except RecipeError as error:
+            rows[name] = "(has a mistake)"
+            wrong.append(error)
     rows |= _WITHOUT_FILE.get(kind, {})
     width = max(map(len, rows))
     indent = " " * (width + 4)

@@ -9,7 +9,7 @@ from torch import nn
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, rank, world_size
 from titanlite.checkpoint.hugging_face import load_weights
-from titanlite.checkpoint.resume import AVERAGE
+from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism
 from titanlite.float8.weight import as_laid_out, local_data
@@ -21,7 +21,7 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 
 
 def load_model(
-    config: Config, dims: ModelDims, device: torch.device, checkpoint: Path | None = None
+    config: Config, dims: ModelDims, device: torch.device, checkpoint: Path | None = None, averaged: bool = False
 ) -> tuple[nn.Module, Mesh]:
     """Build the model of a config over all processes, each of which holds a part, and load its weights; collective.
 
@@ -30,6 +30,7 @@ def load_model(
         dims: the model's dimensions.
         device: this process's; the process group exists.
         checkpoint: of a run; None: the folder `checkpoint.initial_load_path`.
+        averaged: whether to take the average of weights in the checkpoint.
 
     Raises:
         CheckpointError: on every rank, if the weights are damaged or of another model.
@@ -46,8 +47,9 @@ def load_model(
         load_weights(config.checkpoint.initial_load_path, config.model.name, model, named)
         return model, mesh
     on_all_ranks(lambda: publish.verify(checkpoint, share=rank(), shares=world_size()))
-    weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in named.items()}
+    kind, left_out = (AVERAGE, MODEL) if averaged else (MODEL, AVERAGE)
+    weights = {f"{kind}{name}": as_laid_out(local_data(p), p) for name, p in named.items()}
     mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
-    weights |= {f"model/{name}.bias": layer.bias for name, layer in mixtures.items() if layer.bias is not None}
-    store.read(checkpoint, weights, optional=("optimizer/", "rng/", AVERAGE))
+    weights |= {f"{MODEL}{name}.bias": layer.bias for name, layer in mixtures.items() if layer.bias is not None}
+    store.read(checkpoint, weights, optional=("optimizer/", "rng/", f"{AVERAGE}updates", left_out))
     return model, mesh

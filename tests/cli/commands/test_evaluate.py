@@ -38,7 +38,8 @@ def task(desk: "Desk") -> Path:
 
 @pytest.fixture(scope="module")
 def trained(desk: "Desk", task: Path) -> "Ended":
-    return desk.run("trained", 1, *FLAGS, f"--evaluation.tasks={task}", "--checkpoint.interval=3")
+    flags = (*FLAGS, f"--evaluation.tasks={task}", "--checkpoint.interval=3", "--optimizer.ema_decay=0.5")
+    return desk.run("trained", 1, *flags)
 
 
 def answers(file: Path, task: str = "lines") -> dict[str, Any]:
@@ -69,6 +70,21 @@ def test_an_older_checkpoint_by_its_folder_or_step(trained: "Ended", call: "Call
     assert answers(by_folder) == answers(by_step)
     assert answers(by_folder)["log_likelihoods"] != answers(tmp_path / "newest.json")["log_likelihoods"]
     assert json.loads(by_step.read_text())["model"].endswith("checkpoints/step-00000003")
+
+
+def test_the_average_of_weights_answers_as_its_export(
+    trained: "Ended", task: Path, call: "Call", tmp_path: Path
+) -> None:
+    call("export", str(trained.folder), "--ema", "--dtype", "float32", "--out", str(tmp_path / "averaged"))
+    call("evaluate", str(tmp_path / "averaged"), "--tasks", str(task))
+    call("evaluate", str(trained.folder), "--ema")
+    call("evaluate", str(trained.folder), "--out", str(tmp_path / "model.json"))
+    files = tmp_path / "averaged/evaluation.json", trained.folder / "evaluation-ema.json", tmp_path / "model.json"
+    of_export, of_run, of_model = ([x for of in answers(file)["log_likelihoods"] for x in of] for file in files)
+    assert of_run == pytest.approx(of_export, rel=1e-4)
+    assert of_run != pytest.approx(of_model, rel=1e-4)
+    said = call("evaluate", str(tmp_path / "averaged"), "--tasks", str(task), "--ema", ends=2)
+    assert "a folder of weights has no second ones" in said
 
 
 def test_an_exported_folder_answers_as_its_run(trained: "Ended", task: Path, call: "Call", tmp_path: Path) -> None:

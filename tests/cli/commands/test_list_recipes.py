@@ -74,6 +74,18 @@ def test_ones_own_folders(tmp_path: Path, call: Call) -> None:
     assert main(["recipes", "float8", "mine"]) == 2
 
 
+def test_a_recipe_with_a_mistake_is_named_beside_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "optimizer").mkdir()
+    for name, text in (("good", 'extends = "adamw"\nhelp = "Fine."\n'), ("bad", 'extends = "adamv"\n')):
+        (tmp_path / "optimizer" / f"{name}.toml").write_text(text)
+    assert main(["recipes", "optimizer", "--job.recipe_dirs", str(tmp_path)]) == 2
+    out, error = capsys.readouterr()
+    assert "Fine." in out
+    assert "normuon" in out
+    assert 'did you mean "adamw"?' in error
+    assert str(tmp_path / "optimizer" / "bad.toml") in error
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [

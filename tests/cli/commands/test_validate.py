@@ -39,7 +39,9 @@ DEBUG = str(shipped_folder("configs") / "debug.toml")
 LITTLE = "0.2% of the model's ids can occur"
 WORLDS = {
     **dict.fromkeys(("debug", "qwen3_moe_debug"), (1, 2, 4)),
-    **{"llama3_8b_128k": (8, 16), "llama3_70b": (16, 64), "llama3_405b": (128, 256)},
+    "llama3_8b_128k": (8, 16),
+    "llama3_70b": (16, 64),
+    "llama3_405b": (128, 256),
 }
 
 
