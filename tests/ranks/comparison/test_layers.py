@@ -51,7 +51,7 @@ def sketched(tmp_path_factory: pytest.TempPathFactory) -> Sketched:
     return Sketched(tmp_path_factory.mktemp("sketches"))
 
 
-@pytest.mark.parametrize("name", ["fsdp 2 x tp 2", "micro-batches of two", "bfloat16, tp 2"])
+@pytest.mark.parametrize("name", ["fsdp 2 x tp 2", "micro-batches of two", *slow("bfloat16, tp 2")])
 def test_a_layout_alone_parts_nowhere(name: str, sketched: Sketched) -> None:
     pair = EQUAL[name]
     first, nudged = (sketched.of(1, f"{pair.arithmetic}{nudge}") for nudge in ("", " --training.nudge 1"))

@@ -458,7 +458,6 @@ ALL = tuple(LAYOUTS)
     [
         ("gemma3", False, ALL),
         *((case, False, ("TP 2", "FSDP 2 × TP 2")) for case in ("qwen3", "gpt2")),
-        ("gpt2", True, ALL[:1]),
         *slow(
             *((n, False, ALL) for n in ("llama3", "qwen3", "qwen3, tied", "gpt2")),
             *((n, True, ALL) for n in ("qwen3", "gemma3", "gpt2")),

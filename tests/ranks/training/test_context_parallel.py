@@ -48,6 +48,7 @@ LAYOUTS = {
     "HSDP 2 × CP 2": (4, ["--parallelism.data_parallel_replicate_degree", "2", *CP_2, *HALF]),
 }
 COMPARED = ("step", "tokens", "loss", "grad_norm", "share", "validation_loss")
+QUICK = [("llama3", "TP 2 × CP 2"), ("llama3", "FSDP 2 × CP 2"), ("gemma3", "CP 2")]
 MODELS = ["llama3", "gemma3", "qwen3", "gpt2"]
 
 
@@ -91,10 +92,8 @@ def error(got: Trained, truth: Trained) -> float:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        *(("llama3", layout) for layout in LAYOUTS if "HSDP" not in layout),
-        *(("gemma3", "CP 2"), ("qwen3", "TP 2 × CP 2"), ("gpt2", "CP 2")),
-        *slow(("llama3", "HSDP 2 × CP 2")),
-        *slow(*((model, layout) for model in MODELS[1:] for layout in ("CP 4", "FSDP 2 × CP 2"))),
+        *QUICK,
+        *slow(*((model, layout) for model in MODELS for layout in LAYOUTS if (model, layout) not in QUICK)),
     ],
 )
 def test_gradients_are_those_of_one_process(
@@ -119,15 +118,16 @@ def test_a_gradient_of_keys_that_is_not_handed_back_is_seen(
     assert error(got, one_process("llama3", wide=True)) > 1e-2
 
 
+CHOSEN = "a save-list that is chosen"
 FEATURES = {
     "a save-list": ["--activation_checkpoint.recipe", "balanced"],
-    "a save-list that is chosen": ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "8"],
+    CHOSEN: ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "8"],
     "all of forward again": ["--activation_checkpoint.recipe", "full"],
     "async TP": [*TP_2, "--parallelism.async_tensor_parallel"],
 }
 
 
-@pytest.mark.parametrize("feature", [*list(FEATURES)[:2], *slow(*list(FEATURES)[2:])])
+@pytest.mark.parametrize("feature", [CHOSEN, *slow(*(name for name in FEATURES if name != CHOSEN))])
 def test_losses_are_those_of_one_process(
     feature: str, data: list[str], one_process: Callable[..., Trained], tmp_path: Path
 ) -> None:

@@ -58,7 +58,7 @@ def undisturbed(request: pytest.FixtureRequest, desk: Desk) -> tuple[str, Ended]
 
 
 # Under "float8" FSDP gathers and saves as in float32.
-@pytest.mark.parametrize("undisturbed", ["1", "TP 2", "float8", *slow("FSDP 2")], indirect=True)
+@pytest.mark.parametrize("undisturbed", ["1", "TP 2", *slow("float8", "FSDP 2")], indirect=True)
 def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbed: tuple[str, Ended]) -> None:
     layout, whole = undisturbed
     world, flags = LAYOUTS[layout]
@@ -149,7 +149,7 @@ def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_every_rank(d
     assert 8 <= ended.steps[-1]["step"] <= 10
 
 
-@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("mode", ["async", *slow("disabled")])
 def test_a_write_that_fails_once_is_told_and_made_again(desk: Desk, mode: str) -> None:
     def plant() -> None:
         hash_files, failures = store.hash_files, [OSError(errno.EIO, "Input/output error", "of a disk")]
@@ -193,7 +193,7 @@ def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: 
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
 
-@pytest.mark.parametrize("undisturbed", ["TP 2", "float8", *slow("1", "FSDP 2")], indirect=True)
+@pytest.mark.parametrize("undisturbed", ["float8", *slow("1", "TP 2", "FSDP 2")], indirect=True)
 def test_a_run_starts_from_weights_in_hugging_faces_layout(
     desk: Desk, undisturbed: tuple[str, Ended], tmp_path: Path
 ) -> None:

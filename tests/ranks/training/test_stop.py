@@ -49,7 +49,7 @@ def kill(number: int) -> Callable[[], None]:
 
 
 # All ranks are told in the next step, whose results are read one step later, or at once if it validates.
-@pytest.mark.parametrize(("signalled", "stopped"), [(3, 4), (5, 7)])
+@pytest.mark.parametrize(("signalled", "stopped"), [(5, 7), *slow((3, 4))])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     desk: Desk, undisturbed: Ended, signalled: int, stopped: int
 ) -> None:

@@ -37,7 +37,7 @@ def validations(run: Ended) -> dict[int, float]:
     return {row["step"]: row["validation_loss"] for row in run.rows if "validation_loss" in row}
 
 
-@pytest.mark.parametrize("layout", ["FSDP 3", "TP 2", *slow("FSDP 2", "local batch 2")])
+@pytest.mark.parametrize("layout", ["FSDP 3", *slow("TP 2", "FSDP 2", "local batch 2")])
 def test_every_layout_sees_the_same_loss(desk: Desk, single: Ended, layout: str) -> None:
     world, flags = LAYOUTS[layout]
     reference = single

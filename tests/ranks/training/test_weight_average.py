@@ -50,7 +50,7 @@ def averages(run: Run) -> dict[str, Tensor]:
     return {name: whole(t) for name, t in run.average.state().items()}
 
 
-@pytest.mark.parametrize("layout", ["FSDP 2", "TP 2", *slow("HSDP 2 × 2", "experts over 2", "float8")])
+@pytest.mark.parametrize("layout", ["FSDP 2", *slow("TP 2", "HSDP 2 × 2", "experts over 2", "float8")])
 def test_it_is_that_of_a_loop_on_whole_weights(layout: str, tmp_path: Path) -> None:
     """And comes back from a checkpoint under tensor parallelism to the bit.
 
