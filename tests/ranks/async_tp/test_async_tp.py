@@ -102,7 +102,7 @@ def test_block_of_dtensors(bias, dtype, batches, tmp_path):
 
 # Of a batch of two. Backward gathers for wq, wk, wv, w1 and w3 again, and if it does not keep what was reduced,
 # wo's too.
-@pytest.mark.parametrize(("per_op", "collectives"), [(True, 8 + 2), *slow((False, 8 + 3))], ids=["per-op", "full"])
+@pytest.mark.parametrize(("per_op", "collectives"), slow((True, 8 + 2), (False, 8 + 3)), ids=["per-op", "full"])
 def test_recomputed_block(per_op, collectives, tmp_path):
     def body() -> None:
         # torch 2.13 on a CPU mixes up what a graph with DTensors keeps for backward if it recomputes an operation that

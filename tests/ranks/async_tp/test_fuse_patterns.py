@@ -257,7 +257,7 @@ def float8_cases() -> None:
            x, f8(16, K).t(), one, two, fused=False, reason="scales its result")  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, *slow(4)])
+@pytest.mark.parametrize("ranks", slow(2, 4))
 def test_scatters(ranks, tmp_path):
     run_ranks(scatter_cases, tmp_path, ranks)
 

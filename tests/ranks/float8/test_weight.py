@@ -156,9 +156,8 @@ OTHERS = [("tensorwise", "always"), ("rowwise", "never")]
 @pytest.mark.parametrize(
     ("layout", "pairs"),
     [
-        ("one process", PAIRS + OTHERS),
         ("HSDP 2 × 2", PAIRS),
-        *slow(("HSDP 2 × 2", OTHERS), ("FSDP 2", PAIRS + OTHERS)),
+        *slow(("one process", PAIRS + OTHERS), ("HSDP 2 × 2", OTHERS), ("FSDP 2", PAIRS + OTHERS)),
     ],
     ids=lambda x: x if isinstance(x, str) else "-".join(reshard for _, reshard in x),
 )

@@ -205,7 +205,6 @@ TWO, LAYOUTS = "--training.local_batch_size=2", {"fsdp2": (2, []), "tp2": (2, [T
 SAVE_LISTS = ["none", "full", "attention", "balanced", "balanced_tight", "matmuls", "every_second_matmul"]
 DEFAULT = {  # of each layout an architecture
     ("llama3", "fsdp2-tp2", "balanced"),
-    ("gpt2", "tp2", "matmuls"),
     ("mine", "fsdp2", "every_second_matmul"),
 }
 CASES = [

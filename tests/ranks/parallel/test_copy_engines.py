@@ -279,10 +279,9 @@ MICRO_STEPS, FULL = ["--training.global_batch_size", "4"], ["--activation_checkp
 @pytest.mark.parametrize(
     ("reshard", "flags"),
     [
-        ("default", []),
         ("always", FULL),
         ("never", MICRO_STEPS),
-        *slow(("default", MICRO_STEPS), ("default", FULL), ("always", []), ("always", MICRO_STEPS)),
+        *slow(("default", []), ("default", MICRO_STEPS), ("default", FULL), ("always", []), ("always", MICRO_STEPS)),
         *slow(("never", []), ("never", FULL), ("default", EXPERTS)),
     ],
 )

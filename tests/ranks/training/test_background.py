@@ -105,6 +105,7 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(
     assert "in the background" not in again.output  # it is there
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(
     desk: "Desk", flags: list[str], prepared: tuple[list[str], Ended, Path, dict[str, bytes]]
 ) -> None:

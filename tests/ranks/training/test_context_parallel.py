@@ -53,7 +53,7 @@ MODELS = ["llama3", "gemma3", "qwen3", "gpt2"]
 
 
 def of_model(name: str) -> list[str]:
-    return ["--model.name", name, "--model.flavor", "debug"]
+    return ["--model.name", name, "--model.flavor", "debug", "--model.n_layers", "3"]
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,8 @@ def test_losses_are_those_of_one_process(
     feature: str, data: list[str], one_process: Callable[..., Trained], tmp_path: Path
 ) -> None:
     world = 4 if "TP" in feature else 2
-    got = train(tmp_path, world, [*data, *of_model("llama3"), *CP_2, *FEATURES[feature]], steps=6)
-    truth = one_process("llama3", wide=False, steps=6)
+    got = train(tmp_path, world, [*data, *of_model("llama3"), *CP_2, *FEATURES[feature]], steps=3)
+    truth = one_process("llama3", wide=False, steps=3)
     assert ((got.losses - truth.losses).abs() / truth.losses).max() < 1e-6
 
 
@@ -165,11 +165,11 @@ def test_documents_that_change_are_not_compiled_anew(
         run.optimizer.step = count_then_update
 
     flags = [*data, *of_model("llama3"), *CP_2, "--compile.enable"]
-    got = train(tmp_path, 2, flags, steps=6, change=count_graphs, timeout_s=200)
-    truth = one_process("llama3", wide=False, steps=6)
+    got = train(tmp_path, 2, flags, steps=3, change=count_graphs, timeout_s=200)
+    truth = one_process("llama3", wide=False, steps=3)
     assert ((got.losses - truth.losses).abs() / truth.losses).max() < 1e-6
     # In every step, on each rank: one graph for both blocks, and two for the loss.
-    assert (tmp_path / "graphs").read_text().split() == ["3"] * 6 * 2
+    assert (tmp_path / "graphs").read_text().split() == ["3"] * 3 * 2
 
 
 @pytest.mark.parametrize(

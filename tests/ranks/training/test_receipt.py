@@ -21,6 +21,7 @@ import titanlite
 import titanlite.training.build as build
 import titanlite.training.receipt as training_receipt
 from tests.support.launched import Desk, Ended
+from tests.support.needs import slow
 from tests.support.own_model import mine
 from titanlite import recipes
 from titanlite.activation_checkpoint.receipt import rule_labels
@@ -331,7 +332,7 @@ CHANGING = {
 }
 
 
-@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("kind", ["list", "unread", *slow("buffer", "number")])
 def test_what_a_block_changes_and_recomputation_reads(kind: str, desk: Desk, tmp_path: Path) -> None:
     """Gradients were those of what recomputation began from."""
     changes, said = CHANGING[kind]

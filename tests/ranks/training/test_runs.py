@@ -51,7 +51,7 @@ LAYOUTS = {
 TEN_STEPS = "--training.steps=10"
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=["1", "FSDP 2", "TP 2", *slow("float8")])
 def undisturbed(request: pytest.FixtureRequest, desk: Desk) -> tuple[str, Ended]:
     world, flags = LAYOUTS[request.param]
     return request.param, desk.run(f"undisturbed {request.param}", world, *flags, TEN_STEPS)
@@ -76,7 +76,7 @@ def test_stop_and_resume_is_bitwise_the_uninterrupted_run(desk: Desk, undisturbe
     assert rest.output.count("learning rate goes") == 1  # in the hint for a longer run; this one goes on as it was
 
 
-@pytest.mark.parametrize("undisturbed", ["float8", *slow("1", "FSDP 2", "TP 2")], indirect=True)
+@pytest.mark.parametrize("undisturbed", ["FSDP 2", *slow("1", "TP 2", "float8")], indirect=True)
 def test_checkpoints_written_in_the_background_are_those_that_training_waits_for(
     desk: Desk, undisturbed: tuple[str, Ended]
 ) -> None:
@@ -193,7 +193,7 @@ def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: 
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
 
-@pytest.mark.parametrize("undisturbed", ["float8", *slow("1", "TP 2", "FSDP 2")], indirect=True)
+@pytest.mark.parametrize("undisturbed", ["TP 2", *slow("1", "FSDP 2", "float8")], indirect=True)
 def test_a_run_starts_from_weights_in_hugging_faces_layout(
     desk: Desk, undisturbed: tuple[str, Ended], tmp_path: Path
 ) -> None:
