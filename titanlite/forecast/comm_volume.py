@@ -42,7 +42,7 @@ class Traffic:
         kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         direction: the pass that it is part of.
         module: whose tensors it moves.
-        shape: of the whole of what it moves.
+        shape: of the whole of what it moves; of keys and values, of what a rank gets in the mean.
         moves: what that is, or how it lies before and after.
         ranks: that take part.
         whole_bytes: of what it moves, as one rank has it before it is scattered or after it is gathered.
@@ -220,9 +220,7 @@ def of_keys(memory: MemoryModel, blocks: Sequence[BlockCost], attended: Attended
             for each in operations:
                 if each.op == ops.CONTEXT_ATTENTION and (size := exchanged.received(each)):
                     whole = size * P * P // (P - 1)  # a P-th of it is of each rank, of which P - 1 parts are for others
-                    tokens, *heads = exchanged.shape(each)
-                    shape = (tokens * P * P // (P - 1), *heads)
-                    at = f"layers.{n}.attention"
+                    at, shape = f"layers.{n}.attention", exchanged.shape(each)
                     found.append(Traffic("all_to_all", direction, at, shape, moves, P, whole, memory.micro_steps))
     return found
 
