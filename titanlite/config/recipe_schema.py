@@ -1,12 +1,6 @@
-"""Schemas of the four kinds of recipes, one dataclass each; `titanlite/recipes.py` finds and checks the files.
+"""Schemas of the four kinds of recipes, one dataclass each; `titanlite/recipes.py` says what each kind is.
 
-    model                   the dimensions of a published size, named `<model.name>-<model.flavor>`
-    float8                  the arithmetic of a linear layer's three matmuls
-    activation_checkpoint   a save-list: which activations are kept for backward
-    optimizer               groups of parameters, and the rule by which each is updated
-
-Code elsewhere interprets these fields: no recipe name occurs in an `if`. They stand beside the schema of the config
-because the cross-checks of a config need the dimensions of its model.
+They stand beside the schema of the config because the cross-checks of a config need the dimensions of its model.
 """
 
 from collections.abc import Mapping
