@@ -34,6 +34,14 @@ class StageRow:
     from_tokens: int
     asked: AskedStage
 
+    def samples(self, step: int) -> int:
+        """Sequences trained on up to a step that its stage reaches."""
+        return self.from_sample + (step - self.from_step) * self.asked.sequences
+
+    def tokens(self, step: int) -> int:
+        """Tokens trained on up to a step that its stage reaches."""
+        return self.from_tokens + (step - self.from_step) * self.asked.tokens_per_step
+
     def to_json(self) -> dict[str, Any]:
         """Return the row as a checkpoint keeps it: without what the layout or the learning rate have of it."""
         asked = self.asked
@@ -98,13 +106,11 @@ class StageTable:
 
     def samples(self, step: int) -> int:
         """Sequences trained on up to a step, over all ranks."""
-        row = self.row(step + 1)
-        return row.from_sample + (step - row.from_step) * row.asked.sequences
+        return self.row(step + 1).samples(step)
 
     def tokens(self, step: int) -> int:
         """Tokens trained on up to a step, over all ranks."""
-        row = self.row(step + 1)
-        return row.from_tokens + (step - row.from_step) * row.asked.tokens_per_step
+        return self.row(step + 1).tokens(step)
 
     def past(self, step: int) -> list[dict[str, Any]]:
         """Return the rows that training has reached after a step, as a checkpoint keeps them."""
@@ -156,19 +162,10 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
     for stage in asked[now + 1 :]:
         row = rows[-1]
         start = max(row.from_step, step)
-        at = row.from_tokens + (start - row.from_step) * row.asked.tokens_per_step
-        begins = start + -(-(stage.from_tokens - at) // row.asked.tokens_per_step)
+        begins = start + -(-(stage.from_tokens - row.tokens(start)) // row.asked.tokens_per_step)
         if begins <= start:
             raise ConfigError(describe("data.stage", [_without_step(stage, row.asked)]))
-        done = begins - row.from_step
-        rows.append(
-            StageRow(
-                begins,
-                row.from_sample + done * row.asked.sequences,
-                row.from_tokens + done * row.asked.tokens_per_step,
-                stage,
-            )
-        )
+        rows.append(StageRow(begins, row.samples(begins), row.tokens(begins), stage))
     end, reached = config.training.tokens, list[StageRow]()
     for row in rows:
         if row.from_step <= past.step or (row.from_tokens < end if end else row.from_step < config.training.steps):
