@@ -15,21 +15,16 @@ from titanlite.errors import DataError, NoMoreDataError
 
 
 class Samples(Protocol):
-    """The samples of a source, of S tokens each; from any thread.
-
-    Attributes:
-        n: how many there are; None: not known yet, as more are still being made.
-        seq_len: tokens of each (S).
-    """
+    """The samples of a source, of S tokens each; from any thread."""
 
     @property
     def n(self) -> int | None:
-        """Return how many there are."""
+        """Return how many there are; None: not known yet, as more are still being made."""
         ...
 
     @property
     def seq_len(self) -> int:
-        """Return the tokens of each."""
+        """Return the tokens of each (S)."""
         ...
 
     def wait(self, samples: int) -> None:
