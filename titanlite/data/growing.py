@@ -44,7 +44,8 @@ class GrowingShards:
         self._made = read_made(self._unfinished)
         self._full: dict[int, Shard] = {}  # by number
         self._checked: set[tuple[int, int]] = set()  # blocks of these that are right
-        self._wanted, self._alone_since, self._looked = 0, math.inf, -math.inf
+        self.wanted = 0  # tokens that were asked for so far
+        self._alone_since, self._looked = math.inf, -math.inf
         self._lock = threading.RLock()
         self._closed = threading.Event()
 
@@ -62,11 +63,6 @@ class GrowingShards:
     def there(self) -> int:
         """Tokens that are there to stay."""
         return self.finished.tokens if self.finished else self._made.all_tokens if self._made else 0
-
-    @property
-    def wanted(self) -> int:
-        """Tokens that were asked for so far."""
-        return self._wanted
 
     @property
     def activity(self) -> tuple[int, int]:
@@ -90,7 +86,7 @@ class GrowingShards:
                 break
             if self._closed.is_set():
                 raise NoMoreDataError(f"{self.planned.source.name!r}: closed while token {tokens:,} was waited for")
-            self._wanted = 0  # look again: another reader may have written a smaller number over this one's
+            self.wanted = 0  # look again: another reader may have written a smaller number over this one's
             self._want(tokens)
             time.sleep(_POLL_SECONDS)
         if self.finished is None:
@@ -151,10 +147,10 @@ class GrowingShards:
 
     def _want(self, tokens: int) -> None:
         """Tell who makes it how many tokens are needed: he does not go too far ahead."""
-        if tokens > self._wanted:
+        if tokens > self.wanted:
             with self._explained():
                 want(self._unfinished, tokens)
-        self._wanted = max(tokens, self._wanted)
+        self.wanted = max(tokens, self.wanted)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
