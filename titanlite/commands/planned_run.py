@@ -91,9 +91,9 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
     predicted, attended = None, None
+    if config.data.document_mask:
+        attended = attended_share(memory.config, checked.table, checked.inputs.shards)
     if world:
-        if config.data.document_mask:
-            attended = attended_share(memory.config, checked.table, checked.inputs.shards)
         predicted = _of_stages(
             forecast(memory, checked.save_list, measured_rates(device), attended), checked.table, tokens, config
         )
@@ -119,7 +119,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     in_float8 = [name for name, layer in layers.items() if layer.fused is not None and layer.matmul is not F.linear]
     maxima = rank.float8.maxima if rank.float8 is not None else ()
     repeated = [again(block) for block in blocks]
-    of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps)
+    of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps, cp)
     of_tokens.append(of_loss(each, t, memory.micro_steps))
     replicated = -(-whole_gradients(sharding) // shards)
     others, notes, is_complete = _traffic(checked, rank.model, memory, world, replicated)

@@ -48,6 +48,7 @@ def token_traffic(
     float8: Float8Recipe | None,
     repeated: Sequence[Collection[tuple[str, str]]],
     micro_steps: int,
+    parts: int = 1,
 ) -> list[Traffic]:
     """List the collectives of the plan, those of tokens, for every block by itself.
 
@@ -57,6 +58,7 @@ def token_traffic(
         float8: its arithmetic.
         repeated: of each block, what backward communicates again, from `traffic.again`; empty if it is not known.
         micro_steps: of one step.
+        parts: context-parallel ranks, each of which has one of as many parts of these tokens.
     """
     plan = planned.plan
     (ranks,) = plan.axes.values()
@@ -65,12 +67,12 @@ def token_traffic(
     for c in plan.collectives:
         if c.tensor in plan.gradients:
             continue  # summed together, once a step
-        tokens, width, itemsize = c.shape[0], math.prod(c.shape[1:]), getattr(torch, c.dtype).itemsize
+        shape, itemsize = (c.shape[0] // parts, *c.shape[1:]), getattr(torch, c.dtype).itemsize
         moves = f"{placement_text(c.source)} → {placement_text(c.target)}"
         for name in planned.names(c.module):
             narrow = float8 if c.kind == "all_gather" and name in in_float8 else None
-            size = token_bytes(tokens, width, itemsize, narrow)
-            found.append(Traffic(c.kind, c.direction, name, c.shape, moves, ranks, size, micro_steps))
+            size = token_bytes(shape[0], math.prod(shape[1:]), itemsize, narrow)
+            found.append(Traffic(c.kind, c.direction, name, shape, moves, ranks, size, micro_steps))
             place = BLOCK_NAME.match(name)
             if c.direction != "forward" or not place or not repeated:
                 continue

@@ -156,7 +156,7 @@ def of_loss(tokens: int, ranks: int, micro_steps: int) -> Traffic:
 
 
 def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic]:
-    """The collectives of expert parallelism, and the counts of tensor-parallel ranks' tokens.
+    """The collectives of expert parallelism, and the counts of tokens of ranks that share a micro-batch.
 
     Args:
         memory: of the run.
@@ -166,6 +166,9 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
     tokens, t = run.tokens // run.tensor_parallel, run.tensor_parallel
     top_k, n_experts = (of.top_k, of.n_experts) if (of := memory.dims.experts) else (1, 0)
     found, repeated = list[Traffic](), {n: block.recomputed for n, block in enumerate(blocks)}
+    if n_experts and run.context_parallel > 1:  # for the losses of routers
+        what, n = "targets of micro-batches", memory.micro_steps
+        found.append(Traffic("all_reduce", "forward", "", (n,), what, run.context_parallel, 8 * n, 1))
     for n, block in enumerate(run.blocks):
         passes: dict[Pass, Sequence[Operation | Activation]] = {
             "forward": block.forward,
@@ -177,9 +180,9 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
             for each in operations:
                 if each.op == COUNT_CHOICES and each.received:
                     what = "tokens of each expert"
-                    size = 8 * n_experts
+                    shape, size, sharers = (n_experts,), 8 * n_experts, t * memory.run.context_parallel
                     found.append(
-                        Traffic("all_reduce", direction, where, (n_experts,), what, t, size, memory.micro_steps)
+                        Traffic("all_reduce", direction, where, shape, what, sharers, size, memory.micro_steps)
                     )
                 if each.op not in EXCHANGES:
                     continue

@@ -20,6 +20,7 @@ from titanlite.config.schema import Config, Model
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.find import build_model
 from titanlite.parallel.expert import experts_to_share
 from titanlite.parallel.tensor import LayerPlan, split_layers
@@ -90,6 +91,9 @@ def rank_model(
         _share_experts(made, mesh.expert_parallel_degree)
     elif t > 1 and dims.experts is not None:
         experts_to_share(made, 1)
+    if mesh.context_parallel_degree > 1:
+        for mixture in (module for module in made.modules() if isinstance(module, MixtureOfExperts)):
+            mixture.group = _group(mesh.context_parallel_degree * t)
     if float8 is None:
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs

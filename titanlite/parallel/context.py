@@ -12,6 +12,7 @@ from torch import nn
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.schema import Config
 from titanlite.data.context_split import ContextGroup, chunk_length
+from titanlite.models.experts import MixtureOfExperts
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.mesh import Mesh
 from titanlite.receipt import Entry
@@ -28,13 +29,17 @@ def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
     return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
-def context_entry(model: nn.Module, config: Config) -> Entry:
-    """Return the receipt's entry of context parallelism.
+def apply_context_parallel(model: nn.Module, mesh: Mesh, config: Config) -> Entry:
+    """Let routers balance the tokens of all ranks that have some of a micro-batch, and return the receipt's entry.
 
     Args:
-        model: the run's.
+        model: the run's, after tensor parallelism.
+        mesh: of the run.
         config: of the run.
     """
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.group = mesh.micro_batch_group
     ranks, layers = config.parallelism.context_parallel_degree, len(windows_of(model))
     tokens = tokens_of_rank(config)
     applied = {

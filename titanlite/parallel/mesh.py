@@ -40,6 +40,7 @@ class Mesh:
     replicas: int
     experts: DeviceMesh | None = None  # 3-D; None: there are none, or FSDP splits them as all else
     context: DeviceMesh | None = None  # 1-D, the ranks that share the tokens of a sequence out; None: each has them all
+    sharers: DeviceMesh | None = None  # 1-D, these and the tensor-parallel ranks of each
 
     @property
     def context_group(self) -> Group | None:
@@ -47,6 +48,13 @@ class Mesh:
         if self.context is None:
             return None
         return Group(self.context.get_group().group_name, self.context.size(), self.context.get_local_rank())
+
+    @property
+    def micro_batch_group(self) -> Group | None:
+        """Give the ranks that have parts of the same micro-batch's tokens, or None if this one has them all."""
+        if self.sharers is None:
+            return self.tp_group
+        return Group(self.sharers.get_group().group_name, self.sharers.size(), self.sharers.get_local_rank())
 
     @property
     def data_size(self) -> int:
@@ -122,10 +130,12 @@ def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = Fa
     if ep > 1 or (has_experts and tp > 1):
         names = ("dp_replicate", "dp_shard", "ep")
         experts = init_device_mesh(device.type, (replicas, shards * tp // ep, ep), mesh_dim_names=names)
-    context, cp = None, config.context_parallel_degree
+    context, sharers, cp = None, None, config.context_parallel_degree
     if cp > 1:
         names = ("dp_replicate", "dp_shard", "cp", "tp")
-        context = init_device_mesh(device.type, (replicas, shards // cp, cp, tp), mesh_dim_names=names)["cp"]
+        of_tokens = init_device_mesh(device.type, (replicas, shards // cp, cp, tp), mesh_dim_names=names)
+        context = of_tokens["cp"]
+        sharers = of_tokens["cp", "tp"]._flatten() if has_experts and tp > 1 else context
     replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
     return Mesh(
         device=device,
@@ -138,4 +148,5 @@ def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = Fa
         replicas=replicas,
         experts=experts,
         context=context,
+        sharers=sharers,
     )

@@ -59,13 +59,14 @@ def train_step(
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
-    counted = torch.zeros((), dtype=torch.int64, device=run.mesh.device)
-    for batch in batches:
-        counted += (batch.targets != IGNORE_INDEX).sum()
+    of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
+    counted = of_batches.sum()
     dist.all_reduce(counted)
     targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 has all counts up to 2^24 alone
+    if run.routers is not None and run.mesh.context is not None:
+        dist.all_reduce(of_batches, group=run.mesh.context.get_group())
 
-    means, by_source = _forward_backward(run, batches, targets, n_sources)
+    means, by_source = _forward_backward(run, batches, targets, of_batches / targets, n_sources)
     gradients = run.optimizer.gradients()
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norms = run.optimizer.group_norms() if logged else None
@@ -99,9 +100,16 @@ def train_step(
 
 
 def _forward_backward(
-    run: "Run", batches: "list[Batch]", targets: Tensor, n_sources: int
+    run: "Run", batches: "list[Batch]", targets: Tensor, shares: Tensor, n_sources: int
 ) -> tuple[list[Tensor], Tensor]:
     """Fill the gradients.
+
+    Args:
+        run: the built run.
+        batches: of the step.
+        targets: [] float32, of the step.
+        shares: [micro-steps] float32, of them, of each micro-batch: of all ranks that have a part of it.
+        n_sources: whose losses are asked for.
 
     Returns:
         This rank's parts of the mean loss and, if there is one, of the mean z-loss, [] float32 each; and sums of losses
@@ -110,9 +118,9 @@ def _forward_backward(
     loss = torch.zeros((), device=run.mesh.device)
     squares = torch.zeros_like(loss) if run.config.training.z_loss else None  # of what the z-loss is the mean of
     by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
-    for batch in batches:
+    for batch, share in zip(batches, shares, strict=True):
         if run.routers is not None:
-            run.routers.begin((batch.targets != IGNORE_INDEX).sum() / targets)
+            run.routers.begin(share)
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
         if batch.sources is None:

@@ -93,6 +93,8 @@ class Collectives(TorchDispatchMode):
 
 TP, ASYNC = ("--parallelism.tensor_parallel_degree", "2"), ("--parallelism.async_tensor_parallel",)
 EXPERTS = ("--model.name", "qwen3_moe", "--parallelism.expert_parallel_degree", "2")
+# Two sequences on two ranks, each of which has one: what they send each other is in `test_keys_travel_as_listed`.
+CP = ("--parallelism.context_parallel_degree", "2", "--training.seq_len", "128", "--training.local_batch_size", "2")
 HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
 BF16 = ("--training.mixed_precision_param", "bfloat16")
 
@@ -127,7 +129,7 @@ def reshard(when: str) -> tuple[str, ...]:
         ),
         (2, ("--model.name", "gemma3", *TP, *reshard("always"), *keeping("full"))),
         (4, (*EXPERTS, *keeping("full"))),
-        *slow((4, (*EXPERTS, *TP)), (2, (*EXPERTS, *TP, *keeping("full")))),
+        *slow((4, (*EXPERTS, *TP, *CP)), (4, (*EXPERTS, *TP)), (2, (*EXPERTS, *TP, *keeping("full")))),
         (2, ("--model.name", "qwen3_moe", *TP, *keeping("balanced"))),
     ],
     ids=lambda value: " ".join(flag.rpartition(".")[2] for flag in value) if isinstance(value, tuple) else str(value),
