@@ -79,18 +79,16 @@ def token_dtype(source: Source, vocab_size: int) -> str:
 
 def separator_seen(source: Source, dtype: str, separator: int, limit: int | None = None) -> bool | None:
     """Return whether an id is in token files; None: not in their first `limit` tokens, and there are more."""
-    left = limit
+    n_before = 0
     for file in source.paths:
         for chunk in _file_chunks(file, source, _CHUNK_BYTES):
-            if left == 0:
-                return None
             ids = np.frombuffer(chunk, _code(dtype))
-            if (ids[:left] == separator).any():
+            looked_at = ids if limit is None else ids[: limit - n_before]
+            if (looked_at == separator).any():
                 return True
-            if left is not None:
-                is_cut, left = len(ids) > left, max(0, left - len(ids))
-                if is_cut:
-                    return None
+            if len(looked_at) < len(ids):
+                return None
+            n_before += len(ids)
     return False
 
 
