@@ -103,7 +103,8 @@ class ConvertedConfig:
             "# Initial weights and the order of the data are titanlite's: losses follow another curve.",
         ]
         if self.idle:
-            head.append(f"# Left out: {_n_keys(self.idle)} that asked for nothing.")
+            n = len(self.idle)
+            head.append(f"# Left out: {n} key{'s' * (n > 1)} that asked for nothing.")
         lines = ["\n".join(head)]
         for section in sections():
             body = [
@@ -269,7 +270,3 @@ def _row_of_toml(key: str, line: _Line, prefix: str = "") -> str:
 def _comment(text: str) -> str:
     wrap = textwrap.TextWrapper(_WIDTH, "# ", "#   ", break_long_words=False, break_on_hyphens=False)
     return wrap.fill(text)
-
-
-def _n_keys(keys: list[str]) -> str:
-    return f"{len(keys)} key{'s' * (len(keys) > 1)}"
