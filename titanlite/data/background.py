@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
@@ -106,9 +106,13 @@ def prepare_for_run() -> int:
             if planned.folder != Path(folder):
                 saw = f"{source!r}, whose files changed meanwhile"
                 raise DataError.of("data", key, saw, "files that do not change", "run again")
-            planned.make(Progress(f"preparing {source}", enable=True, is_quiet=True), _lead(data))
+            progress = Progress(f"preparing {source}", enable=True, is_quiet=True)
+            planned.make(progress, may_be_there if data.prepare_lead else None)
         except BaseException as error:
             _end_for(error, Path(folder), terms)
+
+    def may_be_there(unfinished: Path) -> int:
+        return read_wanted(unfinished) + data.prepare_lead
 
     def end_with_the_run() -> None:
         while os.read(0, 1):
@@ -135,9 +139,3 @@ def _end_for(error: BaseException, folder: Path, terms: str) -> NoReturn:
     except OSError:  # as where nothing can be written: the message still shows
         sys.stderr.write(f"{redact(said)}\n")
     os._exit(2)
-
-
-def _lead(data: Data) -> Callable[[Path], int] | None:
-    """Return what says how many tokens may be there by now."""
-    limit = data.prepare_lead
-    return (lambda unfinished: read_wanted(unfinished) + limit) if limit else None
