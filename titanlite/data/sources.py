@@ -18,7 +18,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -97,7 +97,7 @@ def resolve(source: str, key: str = "data.source") -> Source:
     """
     if source in _STDLIB:
         files = _stdlib_files(sysconfig.get_path("stdlib"), source.endswith("held_out"))
-        return Source(source, key, "python", files, count=f"{len(files):,} files taken")
+        return Source(source, key, "python", files, count=_files_taken(len(files)))
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
     refuse_chained(source, key)
@@ -156,9 +156,7 @@ def _resolve_url(source: str, key: str) -> Source:
         raise DataError.of(
             "data", key, f"{name!r}, token files", want, "copy them to a disk of this host, and name that"
         )
-    count = f"{len(files):,} file{'s' * (len(files) != 1)} taken"
-    count += f"; passed over: {by_ending(passed)}" if passed else ""
-    return Source(source, key, "text", tuple(files), count=count)
+    return Source(source, key, "text", tuple(files), count=_files_taken(len(files), passed))
 
 
 def _check_kinds(source: str, key: str, files: list[Path]) -> None:
@@ -249,12 +247,9 @@ class _Walk:
 
     def count(self, n_taken: int) -> str:
         """Say how many files were taken, passed over and met twice."""
-        counts = [f"{n_taken:,} file{'s' * (n_taken != 1)} taken"]
-        if passed := set(self._passed):
-            counts.append(f"passed over: {by_ending(passed)}")
-        if again := set(self._again):
-            counts.append(f"met twice and taken once: {len(again):,}, as {min(again)}")
-        return "; ".join(counts)
+        again = set(self._again)
+        twice = f"; met twice and taken once: {len(again):,}, as {min(again)}" if again else ""
+        return _files_taken(n_taken, set(self._passed)) + twice
 
     def _once(self, found: Iterable[str]) -> list[str]:
         """Return each file once, sorted, by the name that is no link where there is one."""
@@ -310,6 +305,11 @@ def _pattern_parts(pattern: str) -> tuple[str, tuple[str, ...]]:
     parts = [*pattern.split(os.sep), *["*"] * pattern.endswith("**")]
     start = os.sep if pattern.startswith(os.sep) else ""
     return start, tuple(p for p, before in zip(parts, ["", *parts], strict=False) if p != "**" or before != "**")
+
+
+def _files_taken(n: int, passed: Collection[str] = ()) -> str:
+    passed_over = f"; passed over: {by_ending(passed)}" if passed else ""
+    return f"{n:,} file{'s' * (n != 1)} taken{passed_over}"
 
 
 def by_ending(files: Iterable[Path | str]) -> str:
