@@ -98,9 +98,8 @@ def _require_working_directory() -> None:
     try:
         os.getcwd()
     except OSError as error:
-        raise ConfigError.of(
-            "this process", "working directory", error.strerror or str(error), "one that exists", "cd to another"
-        ) from None
+        saw, want = error.strerror or str(error), "one that exists"
+        raise ConfigError.of("this process", "working directory", saw, want, "cd to another") from None
 
 
 def _flags(args: Sequence[str]) -> dict[str, list[str]]:

@@ -226,9 +226,8 @@ def _of_config(config: Config, path: str, problems: Problems) -> ModelDims | Non
     if architecture == config.model.name:
         return recipe
     want = f'"{architecture}", as config.json in {path} says'
-    problems.add(
-        "model.name", show(config.model.name), want, f'name = "{architecture}", with flavor = "{FROM_CHECKPOINT}"'
-    )
+    fix = f'name = "{architecture}", with flavor = "{FROM_CHECKPOINT}"'
+    problems.add("model.name", show(config.model.name), want, fix)
     return None
 
 

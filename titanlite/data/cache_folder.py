@@ -74,10 +74,8 @@ def check_cache_is_folder(data: Data) -> None:
     folder = Path(os.path.expanduser(data.cache_dir))
     for path in (folder, *folder.parents):
         if os.path.lexists(path) and not is_folder(path, unknown=True):
-            saw = f"{data.cache_dir!r}: {path} is no folder"
-            raise DataError.of(
-                "data", "data.cache_dir", saw, "a folder for token shards", "set data.cache_dir to a folder"
-            )
+            saw, fix = f"{data.cache_dir!r}: {path} is no folder", "set data.cache_dir to a folder"
+            raise DataError.of("data", "data.cache_dir", saw, "a folder for token shards", fix)
 
 
 def check_cache_is_outside(source: Source, data: Data) -> None:

@@ -205,9 +205,8 @@ class GrowingShards:
     def _abandoned(self) -> NoMoreDataError:
         saw = f"{self.planned.source.name!r}: the process that tokenizes it has ended without a word, killed perhaps"
         fix = f"look for what ended it, such as a lack of memory; the next start goes on from {self.there:,} tokens"
-        return NoMoreDataError.of(
-            "data", self.planned.source.key, saw, "one that goes on to the end of the source", fix
-        )
+        want = "one that goes on to the end of the source"
+        return NoMoreDataError.of("data", self.planned.source.key, saw, want, fix)
 
 
 def wait_for(corpora: "dict[str, GrowingShards]", is_held: Callable[[], bool]) -> None:

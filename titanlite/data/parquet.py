@@ -35,9 +35,8 @@ def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
                 raise DataError.of("data", "data.text_key", repr(text_key), want, fix)
             yield table
     except (pyarrow.ArrowException, UnicodeDecodeError) as e:
-        raise DataError.of(
-            "data", key, f"{file}: {e}", "a Parquet file", "write the file again, or leave it out of the pattern"
-        ) from e
+        fix = "write the file again, or leave it out of the pattern"
+        raise DataError.of("data", key, f"{file}: {e}", "a Parquet file", fix) from e
 
 
 def column_values(file: SourceFile, table: Any, text_key: str, passed: int = 0) -> Iterator[Any]:

@@ -168,9 +168,8 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
         raise
     except ImportError as e:
         fix = "pip install 'titanlite[url]'" if scheme in _IN_EXTRA else f"install what it names: {e}"
-        raise DataError.of(
-            "data", key, repr(shown), f"the package that reads {scheme}://, not installed here", fix
-        ) from e
+        want = f"the package that reads {scheme}://, not installed here"
+        raise DataError.of("data", key, repr(shown), want, fix) from e
     except ValueError as e:
         want = "a protocol that fsspec knows, as s3://, gs:// or https://"
         raise DataError.of("data", key, f"{shown!r}: {e}", want, "correct the URL") from e
@@ -250,9 +249,8 @@ def list_files(
     taken = named | {name: below[name] for name in of_folders if name.lower().endswith(endings)}
     passed = sorted(of_folders - taken.keys())
     if not taken:
-        saw = f"{redact_urls(source)!r}, " + (
-            f"a folder of {len(passed):,} others" if passed else "which matches no file"
-        )
+        there = f"a folder of {len(passed):,} others" if passed else "which matches no file"
+        saw = f"{redact_urls(source)!r}, {there}"
         want = f"a URL, a folder or a glob of {', '.join(endings)}"
         fix = "correct the URL; ** stands for any folders"
         if source.startswith("http"):
@@ -328,9 +326,8 @@ def _refused(e: Exception, url: str, key: str) -> DataError:
     if _lacks_credentials(e):
         want = "files that may be read, with the credentials that this process has"
         scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
-        fix = _CREDENTIALS.get(
-            scheme, "give user and password, as https://USER:PASSWORD@HOST/, or what the server asks for"
-        )
+        of_others = "give user and password, as https://USER:PASSWORD@HOST/, or what the server asks for"
+        fix = _CREDENTIALS.get(scheme, of_others)
     return DataError.of("data", key, f"{redact_urls(url)!r}: {_in_one_line(e)}", want, fix)
 
 

@@ -161,10 +161,8 @@ class RunSamples:
         taken = self.mixture.taken(row, np.array([index]))
         name, unit = self.mixture.names[int(taken.source[0])], int(taken.unit[0])
         if name not in self.sources:
-            saw, want = (
-                f"no such source, and sample {index} is of it",
-                "the sources that were trained on, to look at them",
-            )
+            saw = f"no such source, and sample {index} is of it"
+            want = "the sources that were trained on, to look at them"
             fix = f'[[data.mixture]] with name = "{name}" and weight = 0.0'
             raise DataError.of("data", f"data.mixture.{name}", saw, want, fix)
         source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)

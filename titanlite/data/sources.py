@@ -153,9 +153,8 @@ def _resolve_url(source: str, key: str) -> Source:
         raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), "narrow the pattern")
     if any(ending(f.name) == ".bin" for f in files):
         want = "text: token files are read at random places, as a disk of this host can"
-        raise DataError.of(
-            "data", key, f"{name!r}, token files", want, "copy them to a disk of this host, and name that"
-        )
+        fix = "copy them to a disk of this host, and name that"
+        raise DataError.of("data", key, f"{name!r}, token files", want, fix)
     return Source(source, key, "text", tuple(files), count=_files_taken(len(files), passed))
 
 
@@ -322,9 +321,8 @@ def _resolve_dataset(source: str, key: str) -> Source:
     parts = source.removeprefix("hf:").split(":")
     want = "hf:<dataset>[:<config>[:<split>]], as in hf:allenai/c4:en or hf:/data/books::train"
     if not parts[0] or len(parts) > 3:
-        raise DataError.of(
-            "data", key, repr(source), want, "write the dataset's name on the hub, or the path of its folder"
-        )
+        fix = "write the dataset's name on the hub, or the path of its folder"
+        raise DataError.of("data", key, repr(source), want, fix)
     path = os.path.expanduser(parts[0])
     if not path.startswith(("/", ".")) and os.path.isdir(path):
         saw = f"{source!r}, the name of a dataset of the hub and of a folder in the working directory, {Path.cwd()}"

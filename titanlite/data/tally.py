@@ -138,10 +138,9 @@ class Tally:
         seen = "\n      ".join([f"{self.source!r}: {count}", *self.bad, *more])
         want = f"at most data.max_bad_records = {limit}"
         large = [line for line in self.bad if _TOO_LARGE in line]
-        fix = (
-            "raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records" if large else ""
-        )
+        fixes: list[str] = []
+        if large:
+            fixes.append("raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records")
         if len(large) < len(self.bad):
-            fix += "; and " if large else ""
-            fix += "correct these records, or raise data.max_bad_records, so that as many are skipped"
-        raise DataError.of("data", self.key, seen, want, fix)
+            fixes.append("correct these records, or raise data.max_bad_records, so that as many are skipped")
+        raise DataError.of("data", self.key, seen, want, "; and ".join(fixes))

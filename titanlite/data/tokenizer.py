@@ -97,9 +97,8 @@ class FileTokenizer:
             begins = "a token that begins documents, as data.add_bos_token asks for"
             self.bos_id = _special_token(name, path, ids, special, "bos_token", _BEGINNINGS, begins)
             if self.bos_id == self.separator_id:
-                want = (
-                    f"false with a tokenizer whose bos_token is its eos_token, as {name!r}: documents follow it anyway"
-                )
+                of = f"a tokenizer whose bos_token is its eos_token, as {name!r}"
+                want = f"false with {of}: documents follow it anyway"
                 raise DataError.of("data", "data.add_bos_token", "true", want, "add_bos_token = false")
         model = self._tokenizer.model
         if isinstance(model, tokenizers.models.Unigram):  # which does not tell
