@@ -222,12 +222,10 @@ def _takes_same(a: AskedStage, b: AskedStage, is_past: bool = False) -> bool:
 def _difference(before: AskedStage, after: AskedStage) -> str:
     """Say what differs between two stages."""
     found: list[str] = []
-    for name, was, now in (
-        ("seq_len", before.seq_len, after.seq_len),
-        ("sequences per step", before.sequences, after.sequences),
-    ):
-        if was != now:
-            found.append(f"{name} {was} → {now}")
+    if before.seq_len != after.seq_len:
+        found.append(f"seq_len {before.seq_len} → {after.seq_len}")
+    if before.sequences != after.sequences:
+        found.append(f"sequences per step {before.sequences} → {after.sequences}")
     if before.shares != after.shares:
         found.append(f"weights {weights_in_words(before)} → {weights_in_words(after)}")
     return ", ".join(found)
