@@ -2,7 +2,7 @@
 
 from titanlite.config.problems import Problems
 from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len, stage_configs
+from titanlite.config.stages import stage_configs
 
 
 def check_data(config: Config, problems: Problems) -> None:
@@ -14,12 +14,12 @@ def check_data(config: Config, problems: Problems) -> None:
     if config.data.prepare == "background" and config.data.packing == "best_fit":
         want = '"concat" with data.prepare = "background": how documents fit together is decided over all of them'
         problems.add("data.packing", '"best_fit"', want, 'prepare = "first"', against="data.prepare")
-    longest = longest_seq_len(config)
+    lengths = sorted({seq_len, *(now.training.seq_len for _, _, now in stage_configs(config))})
+    longest = lengths[-1]
     if 0 < window < longest:
         of = "training.seq_len" if longest == seq_len else "the longest seq_len of data.stage"
         want = f"0, or at least the {longest} tokens of a sample ({of})"
         problems.add("data.shuffle_window", str(window), want, "shuffle_window = 0 (the whole source)")
-    lengths = sorted({seq_len, *(now.training.seq_len for _, _, now in stage_configs(config))})
     if config.data.packing == "best_fit" and len(lengths) > 1:
         several = ", ".join(map(str, lengths))
         want = f'"concat" where stages have several seq_len ({several}): documents are packed for one'
