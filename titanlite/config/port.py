@@ -81,9 +81,7 @@ class Port:
         return "\n".join(lines) + "\n"
 
 
-def take_out(
-    table: Mapping[str, Any], problems: Problems, elsewhere: Collection[str] = ()
-) -> tuple[dict[str, Any], Port]:
+def take_out(table: Mapping[str, Any], problems: Problems, elsewhere: Collection[str]) -> tuple[dict[str, Any], Port]:
     """Take the keys that only torchtitan has out of a config.
 
     Returns:

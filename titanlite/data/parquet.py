@@ -39,7 +39,7 @@ def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
         raise DataError.of("data", key, f"{file}: {e}", "a Parquet file", fix) from e
 
 
-def column_values(file: SourceFile, table: Any, text_key: str, passed: int = 0) -> Iterator[Any]:
+def column_values(file: SourceFile, table: Any, text_key: str, passed: int) -> Iterator[Any]:
     """Yield a column's values behind the first ones, few at a time."""
     import pyarrow.parquet
 

@@ -134,7 +134,7 @@ class Preparation:
             raise unusable_cache(self.data, e) from e
 
 
-def plan_preparation(source: str, data: Data, vocab_size: int, key: str = "data.source") -> Preparation:
+def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Preparation:
     """Say what is to be prepared; see `prepare`.
 
     Raises:

@@ -95,7 +95,7 @@ class StageTable:
         notes: what was changed at this start, a line each.
     """
 
-    def __init__(self, rows: Sequence[StageRow], steps: int, unit_len: int, notes: Sequence[str] = ()) -> None:
+    def __init__(self, rows: Sequence[StageRow], steps: int, unit_len: int, notes: Sequence[str]) -> None:
         self.rows, self.steps, self.unit_len, self.notes = tuple(rows), steps, unit_len, tuple(notes)
         self._from_step = [row.from_step for row in rows]
         self.first_steps = frozenset(row.from_step + 1 for row in rows)

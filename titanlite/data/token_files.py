@@ -77,7 +77,7 @@ def token_dtype(source: Source, vocab_size: int) -> str:
     return dtype
 
 
-def separator_seen(source: Source, dtype: str, separator: int, limit: int | None = None) -> bool | None:
+def separator_seen(source: Source, dtype: str, separator: int, limit: int | None) -> bool | None:
     """Return whether an id is in token files; None: not in their first `limit` tokens, and there are more."""
     n_before = 0
     for file in source.paths:

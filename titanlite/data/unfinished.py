@@ -127,7 +127,7 @@ def wanted_of(unfinished: Path) -> Path:
     return unfinished.with_name(f"{unfinished.name}.wanted")
 
 
-def clear(folder: Path, n_shards: int = 0, is_begun: bool = False) -> None:
+def clear(folder: Path, n_shards: int, is_begun: bool) -> None:
     """Delete the shards from number `n_shards` on, but for the first of them if it `is_begun`."""
     for path in folder.glob("shard-*"):
         number = path.stem.removeprefix("shard-").partition(".")[0]
