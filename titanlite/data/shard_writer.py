@@ -96,7 +96,7 @@ class ShardWriter:
         )
         made.write(self.folder)
 
-    def go_on(self, alive: Callable[[], object] = lambda: None) -> dict[str, Any] | None:
+    def go_on(self, alive: Callable[[], object]) -> dict[str, Any] | None:
         """Go on from what the folder says that it has.
 
         Args:
