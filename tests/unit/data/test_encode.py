@@ -16,7 +16,7 @@ from titanlite.data.encode import _pieces, encode
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import resolve
 from titanlite.data.tally import Tally
-from titanlite.data.tokenizer import ByteTokenizer, EncodingError, FileTokenizer, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, EncodingError, Tokenizer, load_tokenizer
 from titanlite.errors import DataError
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -99,6 +99,15 @@ def tokens_of(source: str, tokenizer: Tokenizer, limit: int = 0) -> list[list[in
     return ids[:-1]
 
 
+def pieces_of(source: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of a source's pieces, whose tokens are those of the whole."""
+    whole = tokens_of(source, tokenizer)
+    in_pieces(monkeypatch)
+    lengths = count_texts(monkeypatch, type(tokenizer))
+    assert tokens_of(source, tokenizer) == whole
+    return [n for n in lengths if n > 80]  # shorter ones are the ends around a seam
+
+
 def write_as(kind: str, folder: Path, text: str) -> str:
     file = folder / f"a.{kind}"
     file.write_bytes(text.encode() if kind == "txt" else json.dumps({"text": text}).encode() + b'\n{"text": "b"}')
@@ -115,12 +124,8 @@ def test_the_tokens_of_pieces_are_those_of_the_whole(
 ) -> None:
     source = write_as(suffix, tmp_path, text := a_text(50_000))  # a cut at any place would be wrong for most tokenizers
     tokenizer = load_tokenizer("bytes" if kind == "bytes" else bpe(tmp_path, kind))
-    whole = tokens_of(source, tokenizer)
-    assert whole[0] == [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.separator_id]
-    in_pieces(monkeypatch)
-    lengths = count_texts(monkeypatch, type(tokenizer))
-    assert tokens_of(source, tokenizer) == whole
-    pieces = [n for n in lengths if n > 80]
+    assert tokens_of(source, tokenizer)[0] == [*tokenizer.encode_batch([text])[0].tolist(), tokenizer.separator_id]
+    pieces = pieces_of(source, tokenizer, monkeypatch)
     assert len(pieces) > 80
     assert max(pieces) < 1000 + 2 * 256  # a piece with what was left of the block before
 
@@ -137,11 +142,7 @@ def test_the_tokens_of_pieces_are_those_of_the_whole_whatever_is_said_of_added_t
     made.add_tokens([AddedToken(token, **flags) for token in ("word", "two", "x", "\n\n", "go")])
     made.save(file)
     tokenizer, source = load_tokenizer(file), write_as("txt", tmp_path, a_text(50_000))
-    whole = tokens_of(source, tokenizer)
-    in_pieces(monkeypatch)
-    lengths = count_texts(monkeypatch, FileTokenizer)
-    assert tokens_of(source, tokenizer) == whole
-    assert len([n for n in lengths if n > 80]) > 50
+    assert len(pieces_of(source, tokenizer, monkeypatch)) > 50
 
 
 @pytest.mark.parametrize("gap", ["\n", "\n\n", "\r\n", " "])
@@ -150,22 +151,14 @@ def test_there_are_seams_whatever_lies_between_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, gap: str
 ) -> None:
     tokenizer, source = load_tokenizer(bpe(tmp_path, kind)), write_as("txt", tmp_path, a_text(5_000, [gap]))
-    whole = tokens_of(source, tokenizer)
-    in_pieces(monkeypatch)
-    lengths = count_texts(monkeypatch, FileTokenizer)
-    assert tokens_of(source, tokenizer) == whole
-    assert len([n for n in lengths if n > 80]) >= 5
+    assert len(pieces_of(source, tokenizer, monkeypatch)) >= 5
 
 
 def test_a_tokenizer_that_marks_the_start_of_a_text_gets_it_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer, source = load_tokenizer(bpe(tmp_path, "sentencepiece")), write_as("txt", tmp_path, text := a_text(5_000))
-    whole = tokens_of(source, tokenizer)
-    in_pieces(monkeypatch)
-    lengths = count_texts(monkeypatch, FileTokenizer)
-    assert tokens_of(source, tokenizer) == whole
-    assert [n for n in lengths if n > 80] == [len(text)]
+    assert pieces_of(source, tokenizer, monkeypatch) == [len(text)]
 
 
 def test_a_text_without_seams_is_put_together_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
