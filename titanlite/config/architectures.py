@@ -15,10 +15,6 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import nearest
 
-_OPTIONAL = (
-    *("ffn_dim", "rope_theta", "rope_scaling", "head_dim", "window", "local_rope_theta", "global_every", "max_seq_len"),
-    "experts",
-)
 _EMBEDDINGS = ("tok_embeddings.weight", "positions.weight")
 
 
@@ -54,7 +50,7 @@ ARCHITECTURES = {
     "qwen3": Architecture("Qwen3", ("ffn_dim", "rope_theta"), ("head_dim",), query_norm="head"),
     "gemma3": Architecture(
         "Gemma3",
-        ("ffn_dim", "rope_theta", "local_rope_theta", "window", "global_every"),
+        ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every"),
         ("head_dim",),
         norms=("attention_norm", "post_attention_norm", "ffn_norm", "post_ffn_norm"),
         query_norm="head",
@@ -64,6 +60,7 @@ ARCHITECTURES = {
     "olmoe": Architecture("OLMoE", ("rope_theta", "experts"), (), query_norm="all", module="moe", splits=False),
     "mixtral": Architecture("Mixtral", ("rope_theta", "experts"), (), module="moe"),
 }
+_OPTIONAL = dict.fromkeys(key for known in ARCHITECTURES.values() for key in known.needs + known.may_have)
 
 
 def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
