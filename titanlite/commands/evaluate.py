@@ -198,7 +198,8 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     device = start_process_group(config.comm)
     try:
         model, mesh = load_model(config, target.dims, device, target.checkpoint, target.averaged)
-        shape = {"seq_len": config.training.seq_len, "local_batch_size": config.training.local_batch_size}
+        seq_len = config.training.seq_len
+        shape = {"seq_len": seq_len, "tokens": seq_len * config.training.local_batch_size}
         of_model = {"whole_rows": bool(config.model.file), "softcap": target.dims.logit_softcap}
         return Evaluator(encoded, **shape, **of_model).score(model, mesh)
     finally:

@@ -16,6 +16,8 @@ from titanlite.config.check_mesh import RUN
 
 _MOST_CHUNKS = 64
 """Chunks of a rank, at most: more would be no more even, and take longer to find."""
+_FEWEST_CHUNKS = 16
+"""Chunks of a rank, at least where there are so many: with fewer, swaps do not make ranks even."""
 _EVEN = 0.01
 """Difference of two ranks' work, over the mean, that is let be."""
 
@@ -75,11 +77,16 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
 
 
 def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
-    """Return C: a multiple of `RUN` that divides a sample, and of which a rank has as many, `_MOST_CHUNKS` at most
-    where such a length exists."""
-    runs = math.gcd(tokens // (RUN * ranks), seq_len // RUN)
-    enough = [u for u in range(1, runs + 1) if runs % u == 0 and tokens <= u * RUN * ranks * _MOST_CHUNKS]
-    return RUN * (enough[0] if enough else runs)
+    """Return C: a multiple of `RUN` that divides a sample, and of which ranks have as many each.
+
+    At most `_MOST_CHUNKS`; or more, where the next longer C would leave a rank with fewer than `_FEWEST_CHUNKS`.
+    """
+    each = tokens // (RUN * ranks)
+    runs = math.gcd(each, seq_len // RUN)
+    lengths = [u for u in range(1, runs + 1) if runs % u == 0]
+    quick = [u for u in lengths if each <= u * _MOST_CHUNKS and each >= u * _FEWEST_CHUNKS]
+    even = [u for u in lengths if each >= u * _FEWEST_CHUNKS]
+    return RUN * (quick[0] if quick else even[-1] if even else 1)
 
 
 def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
@@ -100,14 +107,18 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
         if gap <= _EVEN * loads.mean():
             return owner
         rich, poor = np.flatnonzero(owner == most), np.flatnonzero(owner == least)
-        moved = work[rich][:, None] - work[poor]
+        poor = poor[work[poor].argsort(kind="stable")]
+        # Of each of the former, the two of the latter that are nearest to having half of the gap less.
+        at = np.searchsorted(work[poor], work[rich] - gap / 2)
+        near = poor[np.stack((at - 1, at)).clip(0, len(poor) - 1)]
+        moved = work[rich] - work[near]
         after = np.abs(gap - 2 * moved)
-        a, b = np.unravel_index(int(after.argmin()), after.shape)
-        if after[a, b] >= gap:  # no swap helps
+        side, a = np.unravel_index(int(after.argmin()), after.shape)
+        if after[side, a] >= gap:  # no swap helps
             return owner
-        owner[rich[a]], owner[poor[b]] = least, most
-        loads[most] -= moved[a, b]
-        loads[least] += moved[a, b]
+        owner[rich[a]], owner[near[side, a]] = least, most
+        loads[most] -= moved[side, a]
+        loads[least] += moved[side, a]
 
 
 def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.ndarray:
@@ -134,13 +145,39 @@ def documents_of_samples(tokens: int, seq_len: int) -> np.ndarray:
     return places - places % seq_len
 
 
-def gathered_share(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequence[int]) -> list[float]:
-    """Return for each window the keys that a rank gets from others over those of all, in the mean of ranks."""
+class SplitLoad(NamedTuple):
+    """The work that a split leaves to ranks, over all that is to be done.
+
+    Attributes:
+        attention: of the busiest rank, over the mean; of layers without a window.
+        keys: of each window, those that a rank gets over those of all, in the mean of ranks.
+        most: of each window, likewise, what the busiest rank gets or sends.
+    """
+
+    attention: float
+    keys: list[float]
+    most: list[float]
+
+
+def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequence[int]) -> SplitLoad:
+    """Split a micro-batch and say how even it is.
+
+    Args:
+        starts: [N] int32, where the document of each token begins.
+        seq_len: S.
+        ranks: P.
+        windows: as of a `ContextGroup`.
+    """
     C = chunk_length(len(starts), seq_len, ranks)
     owner = split_by_work(starts, C, ranks)
+    seen_work = (np.arange(len(starts)) - starts + 1.0).reshape(-1, C).sum(1)
+    work = np.bincount(owner, seen_work, ranks)
     of_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
-    found = []
+    keys, most = list[float](), list[float]()
     for window in windows:
-        others = [seen_chunks(starts, C, own, window).sum() - len(own) for own in of_rank]
-        found.append(float(np.mean(others)) / len(owner))
-    return found
+        seen = np.stack([seen_chunks(starts, C, own, window) for own in of_rank])  # [P, N / C]
+        got = seen.sum(1) - len(of_rank[0])
+        sent = np.bincount(owner, seen.sum(0) - 1, ranks)  # each is seen by its owner
+        keys.append(float(got.mean()) / len(owner))
+        most.append(float(max(got.max(), sent.max())) / len(owner))
+    return SplitLoad(float(work.max() / work.mean()), keys, most)

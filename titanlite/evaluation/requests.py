@@ -1,10 +1,10 @@
 """Encode the choices of tasks as requests, and pack these into batches of one shape. No torch here.
 
 A request is a question's context and one of its choices; what is wanted is the log-likelihood of the choice's tokens.
-A step of training sees M = local_batch_size · S tokens, and so does each batch here, that every kernel finds the shape
-that it was made for. As few requests are S tokens long, a batch is rows of L tokens: of S, S/2, S/4, …, the shortest
-that its requests fit in. A request has a row to itself, as attention would see another before it; padding behind it is
-never seen.
+A rank sees M tokens in a micro-step of training, and so it does in each batch here, that every kernel finds the shape
+that it was made for; or one request, where that is longer. As few requests are S tokens long, a batch is rows of L
+tokens: of S, S/2, S/4, …, the shortest that its requests fit in. A request has a row to itself, as attention would see
+another before it; padding behind it is never seen.
 
 A batch has M tokens and its place in the list whatever the number of ranks: a data-parallel rank takes each dp-th.
 """
@@ -95,13 +95,13 @@ def row_len_of(request: Request, seq_len: int) -> int:
     return row
 
 
-def pack(requests: Sequence[Request], seq_len: int, local_batch_size: int, whole_rows: bool = False) -> list[RowBatch]:
-    """Deal requests out to batches of local_batch_size · seq_len tokens, those of one row length together.
+def pack(requests: Sequence[Request], seq_len: int, tokens: int, whole_rows: bool = False) -> list[RowBatch]:
+    """Deal requests out to batches of M tokens, or of one row if that is longer, those of one row length together.
 
     Args:
         requests: all of them.
         seq_len: S.
-        local_batch_size: sequences of a micro-batch.
+        tokens: M.
         whole_rows: give each request S tokens, for a model that knows no other length.
     """
     by_row: dict[int, list[int]] = {}
@@ -109,6 +109,6 @@ def pack(requests: Sequence[Request], seq_len: int, local_batch_size: int, whole
         by_row.setdefault(seq_len if whole_rows else row_len_of(request, seq_len), []).append(number)
     batches: list[RowBatch] = []
     for row, numbers in sorted(by_row.items()):
-        n = local_batch_size * seq_len // row
+        n = max(1, tokens // row)
         batches += [RowBatch(row, numbers[i : i + n]) for i in range(0, len(numbers), n)]
     return batches

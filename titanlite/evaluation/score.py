@@ -55,7 +55,7 @@ class Evaluator:
     Args:
         tasks: encoded for sequences of `seq_len`.
         seq_len: S.
-        local_batch_size: sequences of a micro-batch.
+        tokens: M, of a rank in a micro-step.
         whole_rows: give each request S tokens, for a model that knows no other length.
         softcap: of the model's logits; 0: none.
     """
@@ -65,13 +65,13 @@ class Evaluator:
         tasks: Sequence[EncodedTask],
         *,
         seq_len: int,
-        local_batch_size: int,
+        tokens: int,
         whole_rows: bool = False,
         softcap: float = 0.0,
     ) -> None:
-        self.tasks, self.tokens, self.softcap = tasks, seq_len * local_batch_size, softcap
+        self.tasks, self.tokens, self.softcap = tasks, tokens, softcap
         self.requests = [request for task in tasks for request in task.requests]
-        self.batches = pack(self.requests, seq_len, local_batch_size, whole_rows)
+        self.batches = pack(self.requests, seq_len, tokens, whole_rows)
         self.row_tokens = sum(batch.row_len * len(batch.numbers) for batch in self.batches)  # with their padding
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class Evaluator:
 
 def batch_of(batch: RowBatch, requests: Sequence[Request], tokens: int) -> tuple[Tensor, Tensor]:
     """Make the tokens and targets of a batch, [M] int64 each; a target is IGNORE_INDEX where none is scored."""
-    given = np.zeros((tokens // batch.row_len, batch.row_len), np.int64)
+    given = np.zeros((max(1, tokens // batch.row_len), batch.row_len), np.int64)
     targets = np.full_like(given, IGNORE_INDEX)
     for row, number in enumerate(batch.numbers):
         request = requests[number]

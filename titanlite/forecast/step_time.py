@@ -194,12 +194,13 @@ class StepTimeModel:
 
     def _key_exchange(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of exchanges around attention; backward gathers keys once more, and hands gradients back."""
-        wire = (1 if forward else 2) * self._exchanged.received(each) / self.rates.tensor_parallel
+        wire = (1 if forward else 2) * self._exchanged.received(each, busiest=True) / self.rates.tensor_parallel
         return (wire + self._exchanged.moved(each, forward) / self.rates.memory) / _G
 
     def _attended_flops(self, each: Operation | Activation) -> float:
-        """FLOPs of attention, of the pairs of tokens that are in one document."""
-        return each.flops * (1.0 if self.attended is None else self.attended.of(self._window(each)))
+        """FLOPs of attention, of the pairs of tokens that are in one document, of the rank that has most."""
+        share = 1.0 if self.attended is None else self.attended.of(self._window(each))
+        return each.flops * share * self._exchanged.slowest(each)
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
         """TFLOP/s of forward and backward."""

@@ -24,6 +24,7 @@ from titanlite.forecast.activation_cost import Activation, activations
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
+from titanlite.kernels.context_attention import exchanged
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Linear, Sequences
 from titanlite.observe.memory import restart_peak
@@ -61,7 +62,8 @@ def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, d
 
     parts = sum(found.get(a, 0.0) for a in activations(first))
     elementwise = max(_seconds(forward, device) - parts, 1e-9)
-    lowered.clear()  # it counts what training runs
+    lowered.clear()  # they count what training runs
+    exchanged.clear()
     restart_peak(device)
     return RecomputeTimes(found, elementwise)
 

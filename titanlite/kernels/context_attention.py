@@ -12,6 +12,8 @@ add up in the order of ranks.
 Source: the gathers in the place of a ring: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
 """
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +21,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.document_attention import flops_of_samples
 from titanlite.kernels.operators import Split, operator
+
+exchanged = Counter[int]()
+"""How often this process has exchanged keys, by the window."""
 
 
 def context_attention(
@@ -68,6 +73,7 @@ def _context_attention(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each query's sum of exponentials, [M, H] float32 or wider."""
+    exchanged[window] += 1
     whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
     return torch.ops.titanlite.document_attention(q, whole_k, whole_v, starts, longest, window, places)
 

@@ -117,6 +117,10 @@ def _drop_sequences(
         saw = "takes no `sequences`, and samples hold several documents"
         want = "def forward(self, tokens, sequences=None), and attention that uses `sequences.starts`"
         fix = "pass them to each block; or data.document_mask = false, for attention across documents"
+        if sequences.group:
+            saw = "takes no `sequences`, and context-parallel ranks have a part of each"
+            want = "def forward(self, tokens, sequences=None), and attention that takes them"
+            fix = "pass them to self.attend of each block; or parallelism.context_parallel_degree = 1"
         problem = of_function(made_by.forward, inspect.getfile(made_by), saw, want, fix)
         raise ConfigError(describe(file, [problem]))
     return args, kwargs

@@ -11,7 +11,8 @@ from torch import nn
 
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.schema import Config
-from titanlite.data.context_split import ContextGroup, chunk_length
+from titanlite.data.context_split import ContextGroup, chunk_length, documents_of_samples, load_of_split
+from titanlite.kernels.context_attention import exchanged
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.mesh import Mesh
@@ -29,23 +30,35 @@ def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
     return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
-def apply_context_parallel(model: nn.Module, mesh: Mesh, config: Config) -> Entry:
-    """Let routers balance the tokens of all ranks that have some of a micro-batch, and return the receipt's entry.
+def balance_over_sharers(model: nn.Module, mesh: Mesh) -> None:
+    """Let routers balance the tokens of all ranks that have some of a micro-batch.
 
     Args:
         model: the run's, after tensor parallelism.
         mesh: of the run.
-        config: of the run.
     """
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.group = mesh.micro_batch_group
+
+
+def context_entry(model: nn.Module, config: Config) -> Entry:
+    """Return the receipt's entry of context parallelism, once a step was taken.
+
+    Args:
+        model: the run's.
+        config: of the run.
+    """
     ranks, layers = config.parallelism.context_parallel_degree, len(windows_of(model))
-    tokens = tokens_of_rank(config)
+    tokens, seq_len = tokens_of_rank(config), config.training.seq_len
+    load = load_of_split(documents_of_samples(ranks * tokens, seq_len), seq_len, ranks, ())
     applied = {
         "layers": layers,
         "tokens of a rank": tokens,
-        "tokens of a chunk": chunk_length(ranks * tokens, config.training.seq_len, ranks),
+        "tokens of a chunk": chunk_length(ranks * tokens, seq_len, ranks),
+        "most attention of a rank over the mean": round(load.attention, 3),
         "keys travel by": "all-to-all: those of documents that a rank has tokens of",
     }
+    if not set(windows_of(model)) <= exchanged.keys():
+        layers = 0  # a model file of one's own has not passed its sequences on
     return Entry("context_parallel", ranks, applied, count=layers, key="parallelism.context_parallel_degree")

@@ -44,7 +44,7 @@ from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.compile import apply_compile
-from titanlite.parallel.context import apply_context_parallel, token_group
+from titanlite.parallel.context import balance_over_sharers, context_entry, token_group
 from titanlite.parallel.copy_engines import copy_engines_entry, no_copy_engines
 from titanlite.parallel.expert import apply_expert_parallel
 from titanlite.parallel.fsdp import apply_fsdp, finalize
@@ -159,7 +159,8 @@ def build(
         if is_asynchronous:
             receipt.add_later(partial(fused_layers_entry, model, device))
     if mesh.context is not None:
-        receipt.add(apply_context_parallel(model, mesh, largest))
+        balance_over_sharers(model, mesh)
+        receipt.add_later(partial(context_entry, model, largest))
     if mesh.experts is not None:
         tokens = tokens_of_rank(largest) // mesh.tp_size
         receipt.add(apply_expert_parallel(model, mesh, tokens))

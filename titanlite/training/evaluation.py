@@ -3,6 +3,7 @@
 import torch.distributed as dist
 
 from titanlite.checkpoint.collective import on_all_ranks
+from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.errors import DataError
 from titanlite.evaluation.inputs import interval, tokenizer_of
 from titanlite.evaluation.requests import EncodedTask, encode_task
@@ -42,8 +43,7 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]
         saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
         raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
     # A rank has whole questions, also where it has parts of what is trained on.
-    at_once = max(1, config.training.local_batch_size // config.parallelism.context_parallel_degree)
-    shape = {"seq_len": config.training.seq_len, "local_batch_size": at_once}
+    shape = {"seq_len": config.training.seq_len, "tokens": tokens_of_rank(config)}
     # A model file of one's own may know its positions by S alone.
     of_model = {"whole_rows": bool(config.model.file), "softcap": run.dims.logit_softcap}
     evaluation = Evaluator(read, **shape, **of_model)

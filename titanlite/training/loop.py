@@ -241,7 +241,8 @@ class Loop:
         if context is None:
             return lacks
         of_any = torch.tensor(int(lacks))
-        dist.all_reduce(of_any, dist.ReduceOp.MAX, context.get_group())
+        with span(DATA_WAIT):
+            dist.all_reduce(of_any, dist.ReduceOp.MAX, context.get_group())
         return bool(of_any)
 
     def _while_waiting(self, seconds: float) -> None:

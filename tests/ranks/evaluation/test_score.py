@@ -31,7 +31,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def evaluation_of(task: Path, local_batch_size: int = 2) -> Evaluator:
     encoded = [encode_task(t, load_tokenizer("bytes"), SEQ_LEN) for t in load_tasks([str(task)])]
-    return Evaluator(encoded, seq_len=SEQ_LEN, local_batch_size=local_batch_size)
+    return Evaluator(encoded, seq_len=SEQ_LEN, tokens=SEQ_LEN * local_batch_size)
 
 
 def scored(task: Path, folder: Path, world: int, *flags: str) -> Score:

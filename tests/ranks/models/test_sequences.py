@@ -93,3 +93,8 @@ def test_a_model_of_tokens_alone_trains_but_not_on_documents(tmp_path: Path, mon
     said = r"mine.py: 1 problem\n  line \d+  Mine.forward = takes no `sequences`, and samples hold several documents\n"
     with pytest.raises(AssertionError, match=rf"ConfigError: .*{said}"):
         train(tmp_path, 1, flags, steps=1)
+    monkeypatch.undo()
+    split = [*flags, "--parallelism.context_parallel_degree", "2", "--training.seq_len", "256"]
+    said = "takes no `sequences`, and context-parallel ranks have a part of each"
+    with pytest.raises(AssertionError, match=f"Mine.forward = {said}"):
+        train(tmp_path, 2, split, steps=1)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import slow
+from tests.support.own_model import mine
 from tests.support.ranks import run_ranks
 from tests.support.short_run import Trained, checked, require_loads, train
 from titanlite.data.batches import Batch, TrainBatches
@@ -237,3 +238,12 @@ def test_ranks_end_together_where_one_lacks_its_data(desk: "Desk", data: list[st
     assert ended.status["state"] == "failed"
     assert [row["step"] for row in ended.steps] == [1, 2]
     assert "planted damage" in ended.output
+
+
+def test_a_model_file_that_keeps_its_sequences_to_itself_is_refused(desk: "Desk", tmp_path: Path) -> None:
+    """Its attention ends with the rank's tokens: a run is strict, and ends after the first step."""
+    own = mine(tmp_path, ("sequences = sequences or Sequences(self.seq_len)", "sequences = Sequences(len(tokens))"))
+    flags = ("--training.seq_len=256", "--training.local_batch_size=1", "--parallelism.context_parallel_degree=2")
+    sizes = [f"--model.{name}={size}" for name, size in (("n_heads", 4), ("n_kv_heads", 2), ("ffn_dim", 256))]
+    ended = desk.run("keeps", 2, *own, *flags, *sizes, ends=2)
+    assert "context_parallel" in ended.output.partition("problem")[2]

@@ -8,7 +8,7 @@ from titanlite.data.context_split import (
     Share,
     chunk_length,
     documents_of_samples,
-    gathered_share,
+    load_of_split,
     share_of_rank,
     split_by_work,
 )
@@ -107,12 +107,22 @@ def test_ranks_exchange_what_their_tokens_see_and_no_more(documents: str, ranks:
             assert set(arrived) == seen - set(own[rank].tolist())
 
 
-def test_the_share_of_keys_that_travel_is_that_of_the_lists() -> None:
+def test_the_load_of_a_split_is_that_of_the_lists() -> None:
     starts = starts_of(DOCUMENTS["of random length"])
-    of_rank = shares(starts, 4)
-    counted = [np.mean([share.counts[w, 1].sum() for share in of_rank]) / (N // C) for w in range(len(WINDOWS))]
-    assert gathered_share(starts, S, 4, WINDOWS) == pytest.approx(counted)
-    assert 0 < counted[1] < counted[0] < 0.75
+    of_rank, load = shares(starts, 4), load_of_split(starts, S, 4, WINDOWS)
+    for w in range(len(WINDOWS)):
+        sent, got = (np.array([share.counts[w, side].sum() for share in of_rank]) / (N // C) for side in (0, 1))
+        assert [load.keys[w], load.most[w]] == pytest.approx([got.mean(), max(got.max(), sent.max())])
+        assert load.keys[w] < load.most[w]
+    assert 0 < load.keys[1] < load.keys[0] < 0.75
+    work = np.array([(share.columns - starts[share.columns] + 1).sum() for share in of_rank])
+    assert load.attention == pytest.approx(work.max() / work.mean())
+    assert 1 <= load.attention <= 1.02
+
+
+def test_a_length_of_few_divisors_is_split_as_evenly() -> None:
+    starts = documents_of_samples(1024 * 127, 1024 * 127)
+    assert load_of_split(starts, len(starts), 8, (0,)).attention < 1.01
 
 
 def test_nothing_travels_where_documents_end_with_the_ranks_tokens() -> None:
@@ -127,7 +137,7 @@ def test_nothing_travels_where_documents_end_with_the_ranks_tokens() -> None:
         (2**20, 2**20, 2, 8192),  # 64 each
         (2**20, 2**20, 8, 2048),
         (3 * 2048, 2048, 3, 128),
-        (128 * 67 * 2, 128 * 67, 2, 128 * 67),  # a prime: 67 chunks would be too many
+        (128 * 67 * 2, 128 * 67, 2, 128),  # a prime: one chunk would be too few
     ],
 )
 def test_chunks_are_as_short_as_tiles_are_or_as_few(tokens: int, seq_len: int, ranks: int, length: int) -> None:

@@ -68,7 +68,7 @@ def test_a_choice_longer_than_a_sequence_is_refused() -> None:
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=80), st.integers(1, 3), st.booleans())
 def test_every_request_has_a_row_that_holds_it(lengths: list[int], local_batch_size: int, whole_rows: bool) -> None:
     requests = [Request(np.arange(n + 1) % 7, min(n, 3)) for n in lengths]
-    batches = pack(requests, 256, local_batch_size, whole_rows)
+    batches = pack(requests, 256, 256 * local_batch_size, whole_rows)
     assert Counter(number for batch in batches for number in batch.numbers) == Counter(range(len(lengths)))
     for batch in batches:
         n_rows = local_batch_size * 256 // batch.row_len
