@@ -219,14 +219,14 @@ def _write_index(
     """Write spans and offsets."""
     cuts, n_spans, bins, whole = DocumentCuts(seq_len), 0, 0, 0
     with (folder / "spans.bin").open("wb") as spans_file, (folder / "offsets.bin").open("wb") as offsets_file:
+        offsets_file.write(np.zeros(1, _OFFSET).tobytes())
         for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, shards.tokens, report), seq_len):
             spans = np.empty(len(pieces.starts), _SPAN)
             spans["start"], spans["length"] = pieces.starts, pieces.lengths
             spans_file.write(spans.tobytes())
             ends = n_spans + np.cumsum(each)
-            offsets_file.write(np.concatenate(([n_spans], ends[:-1])).astype(_OFFSET).tobytes())
+            offsets_file.write(ends.astype(_OFFSET).tobytes())
             n_spans, bins, whole = int(ends[-1]), bins + len(each), whole + int(pieces.whole.sum())
-        offsets_file.write(np.array([n_spans], _OFFSET).tobytes())
         for file in (spans_file, offsets_file):
             file.flush()
             os.fsync(file.fileno())
