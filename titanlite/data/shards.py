@@ -245,11 +245,9 @@ def sample_count(
         saw = f"{source!r}, which has {tokens:,} tokens{cut}"
         samples = f"{at_least} sample{'s' * (at_least > 1)}"
         want = f"at least {at_least * seq_len + 1:,} tokens: {samples} of training.seq_len = {seq_len}, and 1"
-        fix = (
-            ("raise data.max_tokens" if max_tokens else "give more text")
-            + ", or a smaller training.seq_len"
-            + (" or batch (training.local_batch_size, training.global_batch_size)" if at_least > 1 else "")
-        )
+        more = "raise data.max_tokens" if max_tokens else "give more text"
+        or_batch = " or batch (training.local_batch_size, training.global_batch_size)" if at_least > 1 else ""
+        fix = f"{more}, or a smaller training.seq_len{or_batch}"
         raise DataError.of("data", key, saw, want, fix)
     return n_samples
 
