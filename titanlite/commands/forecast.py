@@ -160,8 +160,10 @@ def forecast(
 
 def _degree_in_words(other: Override, rates: Rates) -> str:
     """Say what another degree of context parallelism would be like."""
-    degree, fits = other.config.parallelism.context_parallel_degree, other.peak <= usable(rates.device_gib)
-    said = f"context_parallel_degree = {degree} would hold {byte_size(other.peak)}" + ("" if fits else ", too much")
+    degree = other.config.parallelism.context_parallel_degree
+    said = f"context_parallel_degree = {degree} would hold {byte_size(other.peak)}"
+    if other.peak > usable(rates.device_gib):
+        return f"{said}, too much"
     return said + (f", and train {other.tokens_per_second:,.0f} tok/s/GPU" if other.tokens_per_second else "")
 
 

@@ -87,7 +87,7 @@ def check_config(
     if is_in_range and are_read("training", "parallelism"):
         check_mesh(config, model, world_size, problems)
         check_expert_parallel(config, model, world_size, problems)
-        check_context_parallel(config, problems)
+        check_context_parallel(config, world_size, problems)
         if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
             check_batch(config, world_size, problems)
             _check_batches(config, world_size, problems)
@@ -152,7 +152,7 @@ def _check_batches(config: Config, world_size: int | None, problems: Problems) -
             continue
         own = Problems(Origin(""))
         check_batch(now, world_size, own)
-        check_context_parallel(now, problems, f"data.stage[{n}]")
+        check_context_parallel(now, world_size, problems, f"data.stage[{n}]")
         tokens, tensor = tokens_of_rank(now), config.parallelism.tensor_parallel_degree
         if tokens % tensor:
             whole = "seq_len × local_batch_size"

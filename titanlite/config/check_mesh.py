@@ -82,7 +82,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
     elif world is not None and not any_number and world // replicate // tensor % context:
         left = world // replicate // tensor
         want = f"a divisor of the processes of {'a replica' if tensor == 1 else 'a replica / tensor'}, {left}"
-        fix = _pick("context_parallel_degree", context, _divisors(left))
+        fix = _pick("context_parallel_degree", context, _divisors(math.gcd(left, runs_of_micro_batch(config))))
         fix += f", or start {replicate * context * tensor} processes"
         problems.add(section + "context_parallel_degree", str(context), want, fix)
     elif world is not None and not any_number and shard != -1 and replicate * shard * context * tensor != world:
@@ -96,11 +96,12 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
         problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
 
 
-def check_context_parallel(config: Config, problems: Problems, stage: str = "training") -> None:
+def check_context_parallel(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
     """Check that the tokens of a micro-step can be split over ranks, in runs of `RUN`.
 
     Args:
         config: the run, with the shape of the stage in `[training]`.
+        world: number of processes, if it is known.
         problems: to which it is added.
         stage: the section that has the shape.
     """
@@ -112,10 +113,13 @@ def check_context_parallel(config: Config, problems: Problems, stage: str = "tra
         want = f"a multiple of {RUN} with context_parallel_degree = {context}: ranks have runs of so many tokens"
         problems.add(f"{stage}.seq_len", str(training.seq_len), want, _pick("seq_len", training.seq_len, near))
         return
-    runs = training.seq_len * training.local_batch_size // RUN
+    runs, p = runs_of_micro_batch(config), config.parallelism
     if runs % context:
-        want = f"a divisor of seq_len × local_batch_size / {RUN} = {runs}"
-        fix = _pick("context_parallel_degree", context, _divisors(runs))
+        of_stage = "" if stage == "training" else f" of {stage}"
+        want = f"a divisor of seq_len × local_batch_size / {RUN} = {runs}{of_stage}"
+        others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
+        left = world // others if world is not None and world % others == 0 else 0
+        fix = _pick("context_parallel_degree", context, _divisors(math.gcd(runs, left)))
         problems.add("parallelism.context_parallel_degree", str(context), want, fix)
 
 
@@ -155,6 +159,11 @@ def check_batch(config: Config, world: int | None, problems: Problems) -> None:
         want = f"a multiple of local_batch_size × data-parallel ranks = {local} × {n_data} = {unit}"
         fix = _pick("global_batch_size", asked, near)
         problems.add("training.global_batch_size", str(asked), want, fix)
+
+
+def runs_of_micro_batch(config: Config) -> int:
+    """Return how many runs of `RUN` tokens the ranks that share a micro-batch out have together."""
+    return config.training.seq_len * config.training.local_batch_size // RUN
 
 
 def tokens_of_rank(config: Config) -> int:

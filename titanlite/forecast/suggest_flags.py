@@ -107,7 +107,7 @@ def overrides_that_fit(
         by_auto = replace(config, activation_checkpoint=chosen)
         lists = [timed(Override(flag, peak, now - pushed - peak, by_auto, None)), *lists]
     sequences, has_experts = sequences_per_step(config, model.world), model.dims.experts is not None
-    layouts = fitting(_layouts(config, sequences, has_experts), as_now)
+    layouts = fitting(_layouts(config, sequences, has_experts), 0.0)
     batches = fitting(_batches(config), as_now)
     if not (lists or layouts or batches):
         pairs = (

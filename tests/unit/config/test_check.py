@@ -129,13 +129,13 @@ def test_numbers_out_of_range(key: str) -> None:
         ),
         (
             {"parallelism__context_parallel_degree": 3, "training__seq_len": 2048},
-            3,
-            ["a divisor of seq_len × local_batch_size / 128 = 16", "context_parallel_degree = 2 (or 4)"],
+            6,
+            ["a divisor of seq_len × local_batch_size / 128 = 16", "context_parallel_degree = 2 (or 1)"],
         ),
         (
             {"parallelism__context_parallel_degree": 4},
             6,
-            ["a divisor of the processes of a replica, 6", "context_parallel_degree = 3 (or 2), or start 4 processes"],
+            ["a divisor of the processes of a replica, 6", "context_parallel_degree = 2 (or 1), or start 4 processes"],
         ),
         (
             {
