@@ -1,5 +1,7 @@
-"""What `training/build.py` derives of a run, made before its ranks are forked: each would take a second of the processor
-for a sharding plan, and a fifth of one to trace blocks."""
+"""What `training/build.py` derives of a run, made before its ranks are forked.
+
+Each would take a second of the processor for a sharding plan, and a fifth of one to trace blocks.
+"""
 
 from contextlib import suppress
 
@@ -11,7 +13,7 @@ from titanlite.preflight.checked_run import CheckedRun
 
 
 def plan_for_all_ranks(asked: CheckedRun) -> None:
-    """Derive the plan that `training/build.py` asks for, if the run splits a model of titanlite's, or else trace blocks.
+    """Derive the plan that `training/build.py` asks for, if the run splits a model of titanlite's; or trace blocks.
 
     Args:
         asked: the run; where it has no plan, its ranks say so.

@@ -234,6 +234,7 @@ def graphs_of_two_layers() -> None:
     assert said() == []
 
 
+@pytest.mark.slow
 def test_graphs_are_fused_whenever_they_are_compiled(tmp_path):
     run_ranks(graphs_of_two_layers, tmp_path, 2)
 

@@ -105,6 +105,7 @@ def test_training_does_not_notice(tmp_path) -> None:
     run_ranks(body, tmp_path, world)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_machine_code")
 def test_compiled_code_stays_and_is_not_compiled_again(tmp_path) -> None:
     asked = checked(tmp_path, 1, [*FLOAT8, "rowwise", "--compile.enable"])

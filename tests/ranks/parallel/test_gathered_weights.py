@@ -58,7 +58,7 @@ def trained(name: str, float8: Float8Recipe) -> tuple[list[Tensor], list[Tensor]
     return [value for value in made if value.dtype != torch.uint8], gradients  # of which is a CPU's random state
 
 
-@pytest.mark.parametrize("name", ["rowwise", *slow("tensorwise")])
+@pytest.mark.parametrize("name", slow("rowwise", "tensorwise"))
 def test_blocks_keep_activations_alone_and_lists_change_no_gradient(name: str, tmp_path) -> None:
     float8 = recipes.load("float8", name)
     config = Config(training=Training(seq_len=S, local_batch_size=1), float8=Float8(filter_fqns=("output",)))

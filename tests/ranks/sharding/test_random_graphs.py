@@ -6,6 +6,7 @@ numbers and operators keep them whole, so results are exact and compared as such
 
 from collections import Counter
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -79,6 +80,7 @@ annotated = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 def test_planned_is_executed_and_exact(tmp_path) -> None:
     found: list[tuple[Random, Graph, Plan]] = []
 

@@ -186,6 +186,7 @@ def test_what_fails_there_is_said_by_all_ranks(desk: "Desk", flags: list[str]) -
     assert len(ended.trained()) == 26
 
 
+@pytest.mark.slow
 def test_a_source_that_turns_out_too_short_is_said(desk: "Desk", flags: list[str]) -> None:
     source = Path(flags[0].partition("=")[2])
     packed = source.with_suffix(".jsonl.gz")  # of which nothing is counted beforehand

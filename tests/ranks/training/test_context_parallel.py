@@ -121,16 +121,15 @@ def test_a_gradient_of_keys_that_is_not_handed_back_is_seen(
     assert error(got, one_process("llama3", wide=True)) > 1e-2
 
 
-CHOSEN = "a save-list that is chosen"
 FEATURES = {
     "a save-list": ["--activation_checkpoint.recipe", "balanced"],
-    CHOSEN: ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "8"],
+    "a save-list that is chosen": ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "8"],
     "all of forward again": ["--activation_checkpoint.recipe", "full"],
     "async TP": [*TP_2, "--parallelism.async_tensor_parallel"],
 }
 
 
-@pytest.mark.parametrize("feature", [CHOSEN, *slow(*(name for name in FEATURES if name != CHOSEN))])
+@pytest.mark.parametrize("feature", slow(*FEATURES))
 def test_losses_are_those_of_one_process(
     feature: str, data: list[str], one_process: Callable[..., Trained], tmp_path: Path
 ) -> None:

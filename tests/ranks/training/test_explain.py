@@ -67,6 +67,7 @@ def test_a_slow_data_loader_is_the_first_cause(desk: "Desk", capsys: pytest.Capt
     assert (folder / "profile" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_rank_that_sleeps_is_the_first_cause(desk: "Desk") -> None:
     run = profile_of(desk, "late rank", 2, plant=late_rank)
     cause = first_cause(run)

@@ -2,6 +2,8 @@
 
 import shutil
 
+import pytest
+
 from tests.support.launched import Desk
 from titanlite.comparison.wandb_runs import read_wandb_folder
 
@@ -9,6 +11,7 @@ SHOWN = ("--metrics.wandb=offline", "--metrics.tensorboard=true", "--checkpoint.
 HELD_OUT = ("--validation.enable=true", "--validation.freq=2", "--validation.steps=1")
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_twice_under_other_layouts_is_one_with_each_step_once(desk: Desk) -> None:
     flags = (*SHOWN, *HELD_OUT)
     first = desk.run("shown", 2, *flags, "--job.stop_after=3")

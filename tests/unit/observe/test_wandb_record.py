@@ -283,6 +283,7 @@ def test_each_step_stands_once_with_its_last_value(history: History, acts: Calla
     history.check(is_emptied=True)
 
 
+@pytest.mark.slow
 def test_a_copy_of_an_earlier_folder_may_be_synced_last(history: History) -> None:
     """Where the server keeps lines: they are the same."""
     history.start("offline", 1, 3)
@@ -338,6 +339,7 @@ def test_a_start_waits_for_the_process_of_an_earlier_one(tmp_path: Path) -> None
     assert not waiting.is_alive()
 
 
+@pytest.mark.slow
 def test_a_run_of_which_it_is_not_known_what_was_sent_gets_an_id_of_its_own(history: History) -> None:
     history.start("online", 1, 3)
     (history.folder / "wandb/lines").unlink()
