@@ -114,6 +114,7 @@ def start(desk: Any, tmp_path: Path) -> Iterator[Any]:
         launcher.kill()
 
 
+@pytest.mark.slow
 def test_a_run_that_saved_when_it_was_told_to_stop_ends_with_0(start: Any) -> None:
     from tests.support.launched import Ended, wait_for_step
 

@@ -274,5 +274,6 @@ def test_an_average_does_not_overflow(tmp_path):
 
 
 @SCALES_BY_ROW
+@pytest.mark.slow
 def test_float8(tmp_path):
     run_ranks(float8_cases, tmp_path, 2)

@@ -71,7 +71,7 @@ NONE = SaveList("", "save")
 TWO_MATMULS = SaveList("", "recompute", (SaveRule("matmul", "save", module=("wqkv", "w13")),))
 SAVE_LISTS = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
 SAVE_LISTS["two matmuls"] = TWO_MATMULS
-QUICK = ["none", "full", "balanced"]
+QUICK = ["balanced"]
 # A fused operation that gathers is kept if its matmul is; one that scatters, also if what it communicates is. In eager
 # mode w2 runs again although only its operands are needed: an operator saves them once it has run, a matmul before.
 RECOMPUTED = {

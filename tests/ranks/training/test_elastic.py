@@ -36,6 +36,7 @@ leave(exit_code(train.main))
 """
 
 
+@pytest.mark.slow
 def test_two_hosts_survive_a_killed_worker(desk: Desk, tmp_path: Path) -> None:
     script, logs = tmp_path / "broken.py", [tmp_path / "first", tmp_path / "second"]
     script.write_text(BROKEN)

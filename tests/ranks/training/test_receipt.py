@@ -438,6 +438,7 @@ def test_float8_layers_are_fused(desk: Desk) -> None:
     assert entry["float8"]["applied"]["one operator with their collectives"] == len(LINEARS)
 
 
+@pytest.mark.slow
 def test_float8_is_looked_at_every_so_many_steps(desk: Desk) -> None:
     flags = ["--float8.recipe=rowwise", "--training.steps=5", "--lr_scheduler.warmup_steps=1"]
     plain, looked = (desk.run(f"looked {freq}", 2, *flags, f"--metrics.float8_numerics_freq={freq}") for freq in (0, 2))

@@ -916,7 +916,7 @@ def test_no_group_has_a_clock_of_its_own_that_a_suspended_job_would_run_out_of(d
     assert all(limits == "{365}" and int(groups) > 2 for _, limits, groups in found)
 
 
-@pytest.mark.parametrize("kept_awake", [(), (1,)])
+@pytest.mark.parametrize("kept_awake", [(1,), *slow(((),))])
 def test_a_job_that_is_suspended_beyond_its_limits_goes_on(desk: Desk, kept_awake: tuple[int, ...]) -> None:
     """As a whole. Where one rank runs on, it is that one's clock that counts."""
 
@@ -1000,6 +1000,7 @@ def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -
     assert f"    {silent}\n" in job.output()
 
 
+@pytest.mark.slow
 def test_a_trace_counts_as_the_time_of_no_step_and_holds_nothing_but_steps(desk: Desk) -> None:
     slow_s = 2.5  # no step takes as long, on a busy machine either
 

@@ -143,6 +143,7 @@ def test_rows_of_a_file_that_is_written_anew_are_sent_once(tmp_path, how):
     assert [row.get("step") for row in rows] == ["1", "2", "3", "3", "4"]
 
 
+@pytest.mark.slow
 def test_online_without_a_server_falls_back_to_offline(tmp_path):
     folder = tmp_path / "run"
     out = train(folder, "online", 1, 3, WANDB_BASE_URL="http://127.0.0.1:9", **SECRETS)
@@ -182,6 +183,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds wandb's service in /proc")
 def test_a_service_that_hangs_delays_neither_rows_nor_the_end(tmp_path):
     out = train(tmp_path / "run", "offline", 1, 3, end=HANGS.format(tests=str(Path(__file__).parent)), code=7)

@@ -358,6 +358,7 @@ print(json.dumps([own.rows == shown.rows, own.config == shown.config, own.receip
 """
 
 
+@pytest.mark.slow
 def test_a_run_is_read_back_from_the_server(history: History) -> None:
     history.start("online", 1, 3)
     entry = {"feature": "compile", "requested": True, "applied": 3, "count": 3, "skipped": []}
