@@ -20,8 +20,8 @@ from titanlite.config.schema import Config, Model
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts
-from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.find import build_model
+from titanlite.parallel.context import balance_over_sharers
 from titanlite.parallel.expert import experts_to_share
 from titanlite.parallel.tensor import LayerPlan, split_layers
 from titanlite.sharding.layers import plan_layers
@@ -92,8 +92,7 @@ def rank_model(
     elif t > 1 and dims.experts is not None:
         experts_to_share(made, 1)
     if mesh.context_parallel_degree > 1:
-        for mixture in (module for module in made.modules() if isinstance(module, MixtureOfExperts)):
-            mixture.group = _group(mesh.context_parallel_degree * t)
+        balance_over_sharers(made, _group(mesh.context_parallel_degree * t))
     if float8 is None:
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs

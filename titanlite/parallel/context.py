@@ -12,6 +12,7 @@ from torch import nn
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.schema import Config
 from titanlite.data.context_split import ContextGroup, chunk_length, documents_of_samples, load_of_split
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.context_attention import exchanged
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.observe.peak_flops import windows_of
@@ -30,16 +31,16 @@ def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
     return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
-def balance_over_sharers(model: nn.Module, mesh: Mesh) -> None:
+def balance_over_sharers(model: nn.Module, sharers: Group | None) -> None:
     """Let routers balance the tokens of all ranks that have some of a micro-batch.
 
     Args:
         model: the run's, after tensor parallelism.
-        mesh: of the run.
+        sharers: these ranks, or None if this one has all tokens.
     """
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
-            module.group = mesh.micro_batch_group
+            module.group = sharers
 
 
 def context_entry(model: nn.Module, config: Config) -> Entry:

@@ -159,7 +159,7 @@ def build(
         if is_asynchronous:
             receipt.add_later(partial(fused_layers_entry, model, device))
     if mesh.context is not None:
-        balance_over_sharers(model, mesh)
+        balance_over_sharers(model, mesh.micro_batch_group)
         receipt.add_later(partial(context_entry, model, largest))
     if mesh.experts is not None:
         tokens = tokens_of_rank(largest) // mesh.tp_size

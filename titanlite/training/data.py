@@ -277,8 +277,8 @@ def open_batches(
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}
-    rank: dict[str, Any] = {"dp_rank": mesh.data_rank, "dp_size": mesh.data_size}
-    rank["context"] = token_group(mesh, windows)
+    context = token_group(mesh, windows)
+    rank: dict[str, Any] = {"dp_rank": mesh.data_rank, "dp_size": mesh.data_size, "context": context}
     seed, window = training.seed, config.data.shuffle_window
     train = TrainBatches(
         sources, table, seed=seed, step=step, window=window, separators=separators, device=device, **rank
