@@ -112,6 +112,24 @@ def take_steps(run: Run, steps: int = STEPS) -> Tensor:
         return torch.stack([train_step(run, batches.next(), lr, False) for lr in rates])
 
 
+def count_graphs(file: Path) -> Callable[[Run], None]:
+    """Write into a file, in each step of each rank, how many graphs have been compiled since now."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def counted(run: Run) -> None:
+        norm = run.optimizer.norm
+
+        def count_then_norm(*given: object) -> Tensor:
+            with file.open("a") as lines:
+                lines.write(f"{torch._dynamo.utils.counters['stats']['unique_graphs']}\n")
+            return norm(*given)  # type: ignore[arg-type]
+
+        run.optimizer.norm = count_then_norm  # type: ignore[method-assign,assignment]
+
+    return counted
+
+
 def whole(parameter: Tensor) -> Tensor:
     """A copy of a parameter or gradient, gathered from all ranks."""
     laid_out = as_laid_out(local_data(parameter), parameter)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from titanlite.json_file import read_json
 STATE = "state.json"
 VERSION = 1
 MODEL, AVERAGE = "model/", "ema/"
-"""Beginning of the names of the tensors of an average of weights."""
+"""Beginnings of the names of the tensors of a model, and of an average of its weights."""
 _BEFORE: dict[str, dict[str, Any]] = {  # of former versions, whose checkpoints do not say it
     "data": {"shuffle_window": 0, "packing": "concat"},
     "model": {"logit_softcap": 0.0},

@@ -88,9 +88,8 @@ def run(argv: Sequence[str]) -> int:
     if len(words) != 1:
         want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
         raise ConfigError.of("command line", "TARGET", " ".join(words), want, f"{_WHERE} outputs/run")
-    target = _find_target(Path(os.path.expanduser(words[0])), given.get("--step"), given.get("--tokenizer"))
-    if "--ema" in given:
-        target = _averaged(target)
+    of = given.get("--step"), given.get("--tokenizer"), "--ema" in given
+    target = _find_target(Path(os.path.expanduser(words[0])), *of)
     tasks = [task for task in given.get("--tasks", "").split(",") if task] or target.config.evaluation.tasks
     if not tasks:
         want = "tasks: the config of what is evaluated names none"
@@ -109,20 +108,24 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _find_target(path: Path, step: str | None, tokenizer: str | None) -> _Target:
+def _find_target(path: Path, step: str | None, tokenizer: str | None, averaged: bool) -> _Target:
     """Find what a path is of; read all but the weights."""
     if (path / "config.toml").is_file():
-        return _target_of_run(RunFolder(path), step, tokenizer)
+        return _target_of_run(RunFolder(path), step, tokenizer, averaged)
     above = path.resolve().parents[1] if len(path.resolve().parents) > 1 else path
     is_model = (path / "config.json").is_file()  # that a run has exported, beside its checkpoints
     if path.is_dir() and not is_model and path.name.startswith("step-") and (above / "config.toml").is_file():
         if step is not None:
             raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
-        return _target_of_run(RunFolder(above), path.name.removeprefix("step-"), tokenizer)
-    return _target_of_folder(path, tokenizer)
+        return _target_of_run(RunFolder(above), path.name.removeprefix("step-"), tokenizer, averaged)
+    target = _target_of_folder(path, tokenizer)
+    if averaged:
+        want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
+        raise ConfigError.of("command line", "--ema", str(path), want, fix)
+    return target
 
 
-def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None) -> _Target:
+def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None, averaged: bool) -> _Target:
     config, steps = read_config(folder.config)[0], complete_steps(folder.checkpoints)
     asked = int(step) if step and step.isdecimal() and len(step) < 20 else None
     if not steps or (step is not None and asked not in steps):
@@ -132,6 +135,8 @@ def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None) -
     number = steps[-1] if asked is None else asked
     checkpoint = step_folder(folder.checkpoints, number)
     state = read_state(checkpoint, number)["state"]
+    if averaged:
+        require_average(_WHERE, checkpoint, state)
     name = tokenizer or config.data.tokenizer
     found = trained_tokenizer(_WHERE, name, config.data.add_bos_token, state["tokenizer"])
     if found is None:  # the run read token files, which do not say
@@ -140,17 +145,7 @@ def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None) -
             raise CheckpointError.of(_WHERE, "--tokenizer", "", want, "--tokenizer FILE")
         found = load_tokenizer(tokenizer, config.data.add_bos_token)
     dims = dims_of(checkpoint, state)
-    return _Target(folder.path, config, dims, found, config.training.seq_len, checkpoint)
-
-
-def _averaged(target: _Target) -> _Target:
-    """Take the average of weights in a run's checkpoint."""
-    if target.checkpoint is None:
-        want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"
-        raise ConfigError.of("command line", "--ema", str(target.folder), want, fix)
-    step = int(target.checkpoint.name.removeprefix("step-"))
-    require_average(_WHERE, target.checkpoint, read_state(target.checkpoint, step)["state"])
-    return replace(target, averaged=True)
+    return _Target(folder.path, config, dims, found, config.training.seq_len, checkpoint, averaged)
 
 
 def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:

@@ -91,7 +91,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
     predicted, attended = None, None
-    if config.data.document_mask:
+    if config.data.document_mask and (world or cp > 1):
         attended = attended_share(memory.config, checked.table, checked.inputs.shards)
     if world:
         predicted = _of_stages(

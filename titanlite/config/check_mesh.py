@@ -113,13 +113,11 @@ def check_context_parallel(config: Config, world: int | None, problems: Problems
         want = f"a multiple of {RUN} with context_parallel_degree = {context}: ranks have runs of so many tokens"
         problems.add(f"{stage}.seq_len", str(training.seq_len), want, _pick("seq_len", training.seq_len, near))
         return
-    runs, p = runs_of_micro_batch(config), config.parallelism
+    runs = runs_of_micro_batch(config)
     if runs % context:
         of_stage = "" if stage == "training" else f" of {stage}"
         want = f"a divisor of seq_len × local_batch_size / {RUN} = {runs}{of_stage}"
-        others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
-        left = world // others if world is not None and world % others == 0 else 0
-        fix = _pick("context_parallel_degree", context, _divisors(math.gcd(runs, left)))
+        fix = _pick("context_parallel_degree", context, _divisors(math.gcd(runs, _ranks_left(config, world) or 0)))
         problems.add("parallelism.context_parallel_degree", str(context), want, fix)
 
 
@@ -177,8 +175,13 @@ def ranks_of_shards(config: Config, world: int | None) -> int:
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_shard_degree * p.context_parallel_degree
-    others = p.data_parallel_replicate_degree * p.tensor_parallel_degree
-    return -1 if world is None or world % others else world // others  # `check_mesh` says so of the latter
+    return _ranks_left(config, world) or -1
+
+
+def _ranks_left(config: Config, world: int | None) -> int | None:
+    """Return the ranks that replicas and tensor parallelism leave to others; None if that is not known."""
+    others = config.parallelism.data_parallel_replicate_degree * config.parallelism.tensor_parallel_degree
+    return None if world is None or world % others else world // others  # `check_mesh` says so of the latter
 
 
 def data_ranks(config: Config, world: int | None) -> int:

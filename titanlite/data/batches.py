@@ -221,11 +221,15 @@ def _read_of(
     return _Read(*(None if of is None else torch.from_numpy(of) for of in every))  # type: ignore[arg-type]
 
 
+def _only_batch(read: _Read, seq_len: int, context: ContextGroup | None, device: torch.device) -> Batch:
+    """Return the batch of a single micro-step on its device."""
+    return read.each(lambda tensor: tensor.to(device)).batch(0, seq_len, context)
+
+
 def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup, device: torch.device) -> Sequences:
     """Return the sequences of a micro-batch of N tokens for a context-parallel rank, each sample one document."""
     pair = np.zeros((2, 1, tokens // seq_len, seq_len), np.int64)
-    read = _read_of(pair, None, None, context).each(lambda tensor: tensor.to(device))
-    return read.batch(0, seq_len, context).sequences
+    return _only_batch(_read_of(pair, None, None, context), seq_len, context, device).sequences
 
 
 class ValidationBatches:
@@ -288,7 +292,7 @@ class ValidationBatches:
             separator = self._separator
             starts = None if separator is None else mask_documents(pair, np.full(len(samples), separator))
             read = _read_of(pair[:, None], None if starts is None else starts[None], None, self._context)
-            yield read.each(lambda tensor: tensor.to(self._device)).batch(0, seq_len, self._context)
+            yield _only_batch(read, seq_len, self._context, self._device)
 
     def padding(self) -> Batch:
         """Return a batch without a target, as `TrainBatches.padding`."""
@@ -308,7 +312,7 @@ def _padding(
     pair[1] = IGNORE_INDEX
     starts = documents_of_samples(shape[0] * shape[1], shape[1]).reshape(1, *shape) if is_masked else None
     read = _read_of(pair, starts, None if sources is None else sources[None], context)
-    return read.each(lambda tensor: tensor.to(device)).batch(0, shape[1], context)
+    return _only_batch(read, shape[1], context, device)
 
 
 def _tokens_and_targets(source: Samples, samples: np.ndarray) -> np.ndarray:

@@ -84,9 +84,8 @@ def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
     each = tokens // (RUN * ranks)
     runs = math.gcd(each, seq_len // RUN)
     lengths = [u for u in range(1, runs + 1) if runs % u == 0]
-    quick = [u for u in lengths if each <= u * _MOST_CHUNKS and each >= u * _FEWEST_CHUNKS]
-    even = [u for u in lengths if each >= u * _FEWEST_CHUNKS]
-    return RUN * (quick[0] if quick else even[-1] if even else 1)
+    even = [u for u in lengths if each >= u * _FEWEST_CHUNKS] or [1]
+    return RUN * next((u for u in even if each <= u * _MOST_CHUNKS), even[-1])
 
 
 def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
@@ -97,8 +96,7 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
         C: tokens of a chunk.
         ranks: P.
     """
-    seen = np.arange(len(starts)) - starts + 1.0
-    work = seen.reshape(-1, C).sum(1)
+    work = _attention_of_chunks(starts, C)
     owner = np.repeat(np.arange(ranks), len(work) // ranks)
     loads = work.reshape(ranks, -1).sum(1)
     while True:
@@ -119,6 +117,11 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
         owner[rich[a]], owner[near[side, a]] = least, most
         loads[most] -= moved[side, a]
         loads[least] += moved[side, a]
+
+
+def _attention_of_chunks(starts: np.ndarray, C: int) -> np.ndarray:
+    """Count the tokens that those of each chunk see in their documents, [N / C] float64."""
+    return (np.arange(len(starts)) - starts + 1.0).reshape(-1, C).sum(1)
 
 
 def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.ndarray:
@@ -170,8 +173,7 @@ def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequenc
     """
     C = chunk_length(len(starts), seq_len, ranks)
     owner = split_by_work(starts, C, ranks)
-    seen_work = (np.arange(len(starts)) - starts + 1.0).reshape(-1, C).sum(1)
-    work = np.bincount(owner, seen_work, ranks)
+    work = np.bincount(owner, _attention_of_chunks(starts, C), ranks)
     of_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
     keys, most = list[float](), list[float]()
     for window in windows:

@@ -45,12 +45,12 @@ class Mesh:
     @property
     def context_group(self) -> Group | None:
         """Give the ranks that share the tokens of a sequence out, or None if each has whole sequences."""
-        return None if self.context is None else _group_of(self.context)
+        return None if self.context is None else _ranks_of(self.context)
 
     @property
     def micro_batch_group(self) -> Group | None:
         """Give the ranks that have parts of the same micro-batch's tokens, or None if this one has them all."""
-        return self.tp_group if self.sharers is None else _group_of(self.sharers)
+        return self.tp_group if self.sharers is None else _ranks_of(self.sharers)
 
     @property
     def data_size(self) -> int:
@@ -67,7 +67,7 @@ class Mesh:
         """The ranks that the experts of a layer are shared out over, or None if each has all."""
         if self.experts is None or self.experts["ep"].size() == 1:
             return None
-        return _group_of(self.experts["ep"])
+        return _ranks_of(self.experts["ep"])
 
     @property
     def expert_shards(self) -> DeviceMesh:
@@ -78,10 +78,10 @@ class Mesh:
     @property
     def tp_group(self) -> Group | None:
         """The ranks that share each layer, or None if layers are whole."""
-        return None if self.tp_size == 1 else _group_of(self.tp)
+        return None if self.tp_size == 1 else _ranks_of(self.tp)
 
 
-def _group_of(mesh: DeviceMesh) -> Group:
+def _ranks_of(mesh: DeviceMesh) -> Group:
     """Return the ranks of a mesh of one dimension."""
     return Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 

@@ -11,7 +11,7 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.optimizer_state import PREFIX, afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import AVERAGE, changed_average, changed_routing, check_state, has_average
+from titanlite.checkpoint.resume import AVERAGE, MODEL, changed_average, changed_routing, check_state, has_average
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
@@ -34,9 +34,9 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     """
     # Not the model's own: between validation and the next step those are what FSDP gathered, in the compute dtype.
     masters = run.optimizer.parameters
-    weights = {f"model/{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
+    weights = {f"{MODEL}{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     if run.routers is not None:
-        weights |= {f"model/{name}": bias for name, bias in run.routers.state().items()}
+        weights |= {f"{MODEL}{name}": bias for name, bias in run.routers.state().items()}
     averages = run.average.state() if run.average is not None else {}
     return {**weights, **run.optimizer.state(), **averages, **rng_state()}
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.support.needs import slow
 from tests.support.own_model import mine
 from tests.support.ranks import run_ranks
-from tests.support.short_run import Trained, checked, require_loads, train
+from tests.support.short_run import Trained, checked, count_graphs, require_loads, train
 from titanlite.data.batches import Batch, TrainBatches
 from titanlite.errors import DataError
 from titanlite.kernels import context_attention
@@ -153,21 +153,9 @@ def test_twenty_steps_stay_near_one_process(
 def test_documents_that_change_are_not_compiled_anew(
     data: list[str], one_process: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-
-    def count_graphs(run: Run) -> None:
-        update = run.optimizer.step
-
-        def count_then_update(*given: object) -> None:
-            with (tmp_path / "graphs").open("a") as file:
-                file.write(f"{torch._dynamo.utils.counters['stats']['unique_graphs']}\n")
-            update(*given)
-
-        run.optimizer.step = count_then_update
-
+    counted = count_graphs(tmp_path / "graphs")
     flags = [*data, *of_model("llama3"), *CP_2, "--compile.enable"]
-    got = train(tmp_path, 2, flags, steps=3, change=count_graphs, timeout_s=200)
+    got = train(tmp_path, 2, flags, steps=3, change=counted, timeout_s=200)
     truth = one_process("llama3", wide=False, steps=3)
     assert ((got.losses - truth.losses).abs() / truth.losses).max() < 1e-6
     # In every step, on each rank: one graph for both blocks, and two for the loss.

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
-from tests.support.short_run import STEPS, Trained, assemble, checked, take_steps, train
+from tests.support.short_run import STEPS, Trained, assemble, checked, count_graphs, take_steps, train
 from titanlite import recipes
 from titanlite.kernels import collectives, cross_entropy
 from titanlite.parallel import fsdp
@@ -135,22 +135,10 @@ def test_gradients_are_in_memory_of_the_compute_stream_where_nothing_is_added_to
 
 
 def compiled_trains_as_one_process(layout: str, one_process: Trained, folder: Path) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     world, flags = {"one process": ONE_PROCESS, **LAYOUTS}[layout]
-
-    def count_graphs(run: Run) -> None:
-        norm = run.optimizer.norm
-
-        def count_then_norm(grads: dict[str, torch.Tensor], _: None) -> torch.Tensor:
-            with (folder / "graphs").open("a") as file:
-                file.write(f"{torch._dynamo.utils.counters['stats']['unique_graphs']}\n")
-            return norm(grads)
-
-        run.optimizer.norm = count_then_norm
-
+    counted = count_graphs(folder / "graphs")
     steps = 4  # what is compiled again is so in the second
-    got = train(folder, world, [*flags, "--compile.enable"], steps=steps, change=count_graphs, timeout_s=200)
+    got = train(folder, world, [*flags, "--compile.enable"], steps=steps, change=counted, timeout_s=200)
     assert_same_gradients(got, one_process)
     assert_same_losses(got, one_process)
     # In every step, on every rank: one graph for both blocks, and two for the loss.
