@@ -216,6 +216,17 @@ def documents() -> str:
     return table(f"{head} | GPU | commit", lines)
 
 
+def long_sequences() -> str:
+    """Return the runs of 4 layers of 8B on two GPUs by documents and split, beside torchtitan's."""
+    columns = "repeats", "tokens_per_second", "ms_per_step", "reserved_gib"
+    columns += "peer_tokens_per_second", "peer_reserved_gib", "commit"
+    lines = [
+        [row["documents"], flags(row).get("context_parallel_degree", "1"), *map(row.get, columns)]
+        for row in rows("runs", table="long_sequences")
+    ]
+    return table("documents | degree | runs | tok/s/GPU | ms | GiB | torchtitan, tok/s/GPU | GiB | commit", lines)
+
+
 def experts() -> str:
     """Return the rates of grouped products, beside cuBLAS's with one weight and torch's grouped ones."""
     columns = "ms", "tflops", "cublas_dense_tflops", "torch_grouped_tflops", "gpu", "commit"
@@ -241,6 +252,7 @@ TABLES = [
     float8_layers,
     collective_matmuls,
     documents,
+    long_sequences,
     exchange,
     experts,
     balance,
