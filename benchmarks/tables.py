@@ -217,7 +217,7 @@ def documents() -> str:
 
 
 def long_sequences() -> str:
-    """Return the runs of 4 layers of 8B on two GPUs by documents and split, beside torchtitan's."""
+    """Return the runs of 4 layers of 8B by documents and context-parallel degree, beside torchtitan's."""
     columns = "repeats", "tokens_per_second", "ms_per_step", "reserved_gib"
     columns += "peer_tokens_per_second", "peer_reserved_gib", "commit"
     lines = [
