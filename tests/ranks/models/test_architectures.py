@@ -34,6 +34,8 @@ from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
 from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
 from titanlite.config.write import to_toml
+from titanlite.data.batches import sequences_of_samples
+from titanlite.data.context_split import ContextGroup
 from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
@@ -41,6 +43,7 @@ from titanlite.models.experts import product_names
 from titanlite.models.find import model_class
 from titanlite.models.layers import Sequences
 from titanlite.models.matrices import matrices_of
+from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -140,19 +143,50 @@ def signatures(weights: dict[str, Tensor]) -> dict[str, list[object]]:
     return {name: [list(t.shape), t.flatten()[t.numel() // 3].item()] for name, t in weights.items()}
 
 
+@torch.no_grad()
+def logits_of_transformers(case: str, model: nn.Module, tokens: Tensor, folder: Path) -> Tensor:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        exported(case, model, folder), experts_implementation="eager"
+    )
+    return theirs(tokens.unflatten(0, (B, S))).logits.flatten(0, 1)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("default")  # transformers' own
 def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = in_one_process(case, torch.float32)
-    tokens, _ = tokens_of(case)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        exported(case, model, tmp_path), experts_implementation="eager"
-    )
+    model, (tokens, _) = in_one_process(case, torch.float32), tokens_of(case)
+    truth = logits_of_transformers(case, model, tokens, tmp_path)
     with torch.no_grad():
-        truth = theirs(tokens.unflatten(0, (B, S))).logits.flatten(0, 1)
         assert (model(tokens) - truth).abs().max() <= 1e-4
     assert (truth[::7, ::11] - torch.tensor(json.loads(GOLDEN.read_text())[case])).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", ["llama3", "qwen3", "gemma3", "gpt2"])
+@pytest.mark.filterwarnings("default")  # transformers' own
+def test_ranks_that_share_sequences_have_the_logits_of_transformers(
+    case: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 512  # of one sample; of two each rank of two would have one
+    name, dims = CASES[case]
+    monkeypatch.setitem(globals(), "S", length)
+    monkeypatch.setitem(globals(), "B", 1)
+    monkeypatch.setitem(CASES, case, (name, dataclasses.replace(dims, max_seq_len=dims.max_seq_len and length)))
+    model, (tokens, _) = in_one_process(case, torch.float32), tokens_of(case)
+    truth = logits_of_transformers(case, model, tokens, tmp_path)
+
+    @torch.no_grad()
+    def compare() -> None:
+        group = ContextGroup(
+            dist.group.WORLD.group_name, ranks, dist.get_rank(), tuple(sorted({0, *windows_of(model)}))
+        )
+        sequences = sequences_of_samples(len(tokens), length, group, torch.device("cpu"))
+        own = sequences.places.long()
+        assert len(own) == len(tokens) // ranks
+        assert (model(tokens[own], sequences=sequences) - truth[own]).abs().max() <= 1e-4
+
+    run_ranks(compare, tmp_path, ranks)
 
 
 @pytest.mark.parametrize("case", CASES)
