@@ -1,4 +1,4 @@
-"""From a model, its annotations and a mesh to a plan."""
+"""Derive a sharding plan from a model, its annotations and a mesh."""
 
 from collections.abc import Mapping, Sequence
 
