@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
-from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, mask_documents
+from titanlite.data.document_starts import NO_SEPARATOR, counted, document_lengths, mask_documents, require_target
 from titanlite.data.mixture import Mixture, Taken, seed_of
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
-from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.shards import BLOCK_BYTES, TokenShards, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.layers import KeyChunks, Sequences
@@ -42,6 +42,7 @@ class Batch:
     targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
     sequences: Sequences  # S tokens each, with the documents in them if these are masked
     sources: Tensor | None = None  # [B] int64, place of each sequence's, or chunk's, in `TrainBatches.names`; or None
+    is_counted: Tensor | None = None  # [M] bool, whether means over tokens count each: not those that pad; None: all
 
 
 class TrainBatches:
@@ -168,6 +169,7 @@ class _Read(NamedTuple):
 
     tokens: Tensor  # [micro-steps, M] int64
     targets: Tensor  # [micro-steps, M] int64
+    is_counted: Tensor  # [micro-steps, M] bool
     starts: Tensor | None = None  # [micro-steps, M] int32, where the document of each token starts
     sources: Tensor | None = None  # [micro-steps, B] int64, of each sequence, or chunk
     places: Tensor | None = None  # [micro-steps, M] int32
@@ -176,17 +178,17 @@ class _Read(NamedTuple):
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
         """Return it with each tensor changed that is for the device."""
-        others = (None if tensor is None else change(tensor) for tensor in self[2:-1])
-        return self._make((change(self.tokens), change(self.targets), *others, self.counts))
+        changed = (None if tensor is None else change(tensor) for tensor in self[:-1])
+        return self._make((*changed, self.counts))
 
     def batch(self, n: int, seq_len: int, context: ContextGroup | None) -> Batch:
         """Return the batch of a micro-step."""
-        starts, sources, places, chunks, counts = (None if of is None else of[n] for of in self[2:])
+        starts, sources, places, chunks, counts = (None if of is None else of[n] for of in self[3:])
         sequences = Sequences(seq_len, starts)
         if context is not None and chunks is not None and counts is not None:
             exchanges = dict(zip(context.windows, map(KeyChunks, chunks, counts), strict=True))
             sequences = Sequences(seq_len, starts, places, exchanges, context.name)
-        return Batch(self.tokens[n], self.targets[n], sequences, sources)
+        return Batch(self.tokens[n], self.targets[n], sequences, sources, self.is_counted[n])
 
 
 def _read_of(
@@ -201,10 +203,12 @@ def _read_of(
         context: the ranks that share them out.
     """
     S, packed = pair.shape[-1], pair.reshape(*pair.shape[:2], -1)
+    is_counted = counted(pair[1]).reshape(packed.shape[1:])
     flat = None if starts is None else starts.reshape(packed.shape[1:])
     if context is None:
         tokens, targets = torch.from_numpy(packed)
-        return _Read(tokens, targets, *(None if of is None else torch.from_numpy(of) for of in (flat, sources)))
+        others = (None if of is None else torch.from_numpy(of) for of in (is_counted, flat, sources))
+        return _Read(tokens, targets, *others)  # type: ignore[arg-type]
     if flat is None:
         flat = np.broadcast_to(documents_of_samples(packed.shape[-1], S), packed.shape[1:])
     shares = [share_of_rank(own, S, context) for own in flat]
@@ -212,6 +216,7 @@ def _read_of(
     of_chunks = columns[:, :: shares[0].length] // S  # the sample of each
     every = [
         *np.take_along_axis(packed, np.broadcast_to(columns, (2, *columns.shape)), 2),
+        np.take_along_axis(is_counted, columns, 1),
         np.take_along_axis(flat, columns, 1),
         None if sources is None else np.take_along_axis(sources, of_chunks, 1),
         columns.astype(np.int32),
@@ -252,7 +257,7 @@ class ValidationBatches:
         key: the config key of the source, for the message.
 
     Raises:
-        DataError: the corpus has not one sample.
+        DataError: the corpus has not one sample, or not one target in those that are read.
     """
 
     def __init__(
@@ -272,6 +277,9 @@ class ValidationBatches:
     ) -> None:
         available = sample_count(shards.meta.source, shards.tokens, seq_len, key=key)
         self.n_samples = available if steps < 0 else min(available, steps * global_batch_size)
+        end = self.n_samples * seq_len
+        read = (shards.read(start, min(BLOCK_BYTES, end - start)) for start in range(0, end, BLOCK_BYTES))
+        require_target(read, separator, shards.meta.source, key)
         self._samples: Samples = ConcatenatedSamples(shards, seq_len)
         self._device, self._separator, self._context = device, separator, context
         per_turn = local_batch_size * dp_size

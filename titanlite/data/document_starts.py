@@ -4,8 +4,11 @@ A text that holds a separator is a bad record, so that the tokens themselves say
 is cut from; there is no index beside them.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
+from titanlite.errors import DataError
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 NO_SEPARATOR = -1
@@ -38,6 +41,42 @@ def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
     tokens, targets = pair
     targets[tokens == separators[..., None]] = IGNORE_INDEX
     return document_starts(tokens, separators)
+
+
+def counted(targets: np.ndarray) -> np.ndarray:
+    """Say which tokens count in means over tokens: those that predict the next one of their sample, or are predicted.
+
+    The rest fills a sample up behind its documents, or is a document of one token.
+
+    Args:
+        targets: [..., S].
+
+    Returns:
+        [..., S] bool.
+    """
+    predicts = targets != IGNORE_INDEX
+    is_predicted = np.zeros_like(predicts)
+    is_predicted[..., 1:] = predicts[..., :-1]
+    return predicts | is_predicted
+
+
+def require_target(ids: Iterable[np.ndarray], separator: int | None, source: str, key: str) -> None:
+    """Refuse a source whose tokens all end documents: where documents are masked, none of them has a target.
+
+    Args:
+        ids: all that is read of it, in parts; looked at up to the first other token.
+        separator: id that ends documents; None: they are not masked.
+        source: its name, for the message.
+        key: its config key, likewise.
+
+    Raises:
+        DataError: there is no target.
+    """
+    if separator is None or any((some != separator).any() for some in ids):
+        return
+    saw = f"{source!r}, of which nothing is read but the id {separator}, which ends documents"
+    fix = "give another source, or correct data.separator_id; if it only begins so, raise validation.steps"
+    raise DataError.of("data", key, saw, "at least one token that has a target", fix)
 
 
 def document_lengths(starts: np.ndarray) -> np.ndarray:

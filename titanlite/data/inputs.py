@@ -21,13 +21,14 @@ from titanlite.data.cache_folder import (
     shard_folder,
     unusable_cache,
 )
+from titanlite.data.document_starts import require_target
 from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.packing import PackedSamples, index_folder
 from titanlite.data.prepare import check_meta, check_used_whole, check_vocabulary, id_dtype, new_tally, no_text
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
-from titanlite.data.token_files import require_separator, scan, token_dtype
+from titanlite.data.token_files import first_ids, require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
 from titanlite.errors import DataError
@@ -139,6 +140,9 @@ def check_inputs(
             dtype = token_dtype(source, vocab_size)
             if text := require_separator(source, dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
                 warnings.append(text)
+            read = _validated(config, tokens.get(key, 0), sequences) if key.startswith("validation.") else 0
+            if config.data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # of more, the start says so
+                require_target(first_ids(source, dtype, read), config.data.separator_id, source.name, key)
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
@@ -155,6 +159,12 @@ def check_inputs(
     if problems:
         raise DataError(*problems)
     return Inputs(found, tokens, shards, tokenizer, tuple(warnings))
+
+
+def _validated(config: Config, tokens: int, sequences: int | None) -> int:
+    """Return how many tokens of a held-out source are read; 0: not known."""
+    samples, asked = max(0, tokens - 1) // config.training.seq_len, config.validation.steps
+    return config.training.seq_len * (samples if asked < 0 else min(samples, asked * (sequences or 0)))
 
 
 def check_cache(inputs: Inputs, data: Data) -> None:

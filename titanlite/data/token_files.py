@@ -79,17 +79,20 @@ def token_dtype(source: Source, vocab_size: int) -> str:
 
 def separator_seen(source: Source, dtype: str, separator: int, limit: int | None) -> bool | None:
     """Return whether an id is in token files; None: not in their first `limit` tokens, and there are more."""
-    n_before = 0
+    tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
+    if any((ids == separator).any() for ids in first_ids(source, dtype, tokens if limit is None else limit)):
+        return True
+    return False if limit is None or tokens <= limit else None
+
+
+def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
+    """Yield the first ids of token files, in parts."""
     for file in source.paths:
         for chunk in _file_chunks(file, source, _CHUNK_BYTES):
-            ids = np.frombuffer(chunk, _code(dtype))
-            looked_at = ids if limit is None else ids[: limit - n_before]
-            if (looked_at == separator).any():
-                return True
-            if len(looked_at) < len(ids):
-                return None
-            n_before += len(ids)
-    return False
+            ids = np.frombuffer(chunk, _code(dtype))[:count]
+            yield ids
+            if not (count := count - len(ids)):
+                return
 
 
 def require_separator(source: Source, dtype: str, separator: int, limit: int | None = None) -> str | None:

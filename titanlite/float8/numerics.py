@@ -29,6 +29,8 @@ from titanlite.kernels.collectives import Group, all_gather
 from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import FeedForward
 
+_ALL = slice(None)  # rows
+
 
 class _Look:
     """A layer's matmul in its place, which notes what becomes of its operands and result.
@@ -37,14 +39,17 @@ class _Look:
         matmul: the layer's own.
         parameter: its weight, sharded.
         mesh: of FSDP.
+        is_counted: [M] bool, the tokens whose rows are looked at; None: all. Of a layer with other rows all are.
 
     Attributes:
         sums: [8] float64, over all calls: of input and of weight how many numbers are beyond the range, became zero,
             and are; power of the exact result and of the noise.
     """
 
-    def __init__(self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-        self.matmul, self.parameter, self.mesh = matmul, parameter, mesh
+    def __init__(
+        self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh, is_counted: Tensor | None
+    ) -> None:
+        self.matmul, self.parameter, self.mesh, self.is_counted = matmul, parameter, mesh, is_counted
         self.sums = torch.zeros(8, dtype=torch.float64, device=parameter.device)
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -53,13 +58,14 @@ class _Look:
         exact = _gather_weight(self.parameter, self.mesh) if isinstance(weight, GatheredWeight) else weight
         truth = F.linear(x, exact.to(x.dtype)).float()
         over = self.matmul.over
-        operands = ((x, x, recipe.input, over.input), (exact, weight, recipe.weight, over.weight))
+        rows = _ALL if self.is_counted is None or len(x) != len(self.is_counted) else self.is_counted
+        operands = ((x, x, recipe.input, over.input, rows), (exact, weight, recipe.weight, over.weight, _ALL))
         counts = [
             n
-            for given, used, how, ranks in operands
-            for n in _count(given, _operand(used, how.output, how.dtype, recipe.scale_rounding, ranks))
+            for given, used, how, ranks, of in operands
+            for n in _count(given, _operand(used, how.output, how.dtype, recipe.scale_rounding, ranks), of)
         ]
-        power = [torch.linalg.vector_norm(part).double().square() for part in (truth, truth - y)]
+        power = [torch.linalg.vector_norm(part[rows]).double().square() for part in (truth, truth - y)]
         self.sums += torch.stack([n.double() for n in (*counts, *power)])
         return y
 
@@ -69,13 +75,14 @@ def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group 
     return Cast(x.qdata, x.scale_inv) if isinstance(x, GatheredWeight) else cast(x, of, dtype, rounding, over)
 
 
-def _count(x: Tensor, cast: Cast) -> tuple[Tensor, Tensor, Tensor]:
-    """Count numbers that round to beyond the range, that become zero though they are not, and all."""
+def _count(x: Tensor, cast: Cast, rows: Tensor | slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
+    """Count numbers of some rows that round to beyond the range, that become zero though they are not, and all."""
     info = torch.finfo(cast.qdata.dtype)
     step = info.eps * 2 ** math.floor(math.log2(info.max))  # between the two largest numbers
     scaled = x.abs() / dequantise(torch.ones_like(x), cast.scale_inv)
     beyond = scaled >= info.max + step / 2
-    return beyond.sum(), ((cast.qdata.float() == 0) & (x != 0)).sum(), torch.tensor(x.numel(), device=x.device)
+    flushed = (cast.qdata.float() == 0) & (x != 0)
+    return beyond[rows].sum(), flushed[rows].sum(), torch.tensor(x[rows].numel(), device=x.device)
 
 
 def _gather_weight(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
@@ -95,13 +102,14 @@ def measurable(model: nn.Module) -> dict[str, Linear]:
 
 
 @contextmanager
-def _looking(model: nn.Module, mesh: DeviceMesh) -> Iterator[dict[str, _Look]]:
+def _looking(model: nn.Module, mesh: DeviceMesh, is_counted: Tensor | None) -> Iterator[dict[str, _Look]]:
     """Replace each layer's matmul, and compiled code by the modules themselves; put all back at the end."""
     layers = measurable(model)
     matmuls = {name: layer.matmul for name, layer in layers.items()}
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
     joined = [module for module in model.modules() if type(module) is Float8FeedForward]
-    looks = {name: _Look(layer.matmul, layer.weight, mesh) for name, layer in layers.items()}  # type: ignore[arg-type]
+    given = mesh, is_counted
+    looks = {name: _Look(layer.matmul, layer.weight, *given) for name, layer in layers.items()}  # type: ignore[arg-type]
     try:
         for name, layer in layers.items():
             layer.matmul = looks[name]
@@ -120,7 +128,9 @@ def _looking(model: nn.Module, mesh: DeviceMesh) -> Iterator[dict[str, _Look]]:
 
 
 @torch.no_grad()
-def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences) -> dict[str, float]:
+def float8_numerics(
+    model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences, is_counted: Tensor | None = None
+) -> dict[str, float]:
     """Run a model forward and measure each layer whose output is a float8 product.
 
     Args:
@@ -128,6 +138,7 @@ def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequence
         tokens: [M] int64, this rank's.
         mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
         sequences: that the tokens are.
+        is_counted: [M] bool, without those that pad samples; None: all.
 
     Returns:
         Of each layer, over all ranks: `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>`, the share
@@ -135,7 +146,7 @@ def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequence
         the share that became zero; `float8_output_sqnr_db.<layer>`, signal to noise of the product in decibels, against
         that of the uncast operands in the compute dtype.
     """
-    with _looking(model, mesh) as looks:
+    with _looking(model, mesh, is_counted) as looks:
         if not looks:
             return {}
         with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # for what dropout draws in training
@@ -145,7 +156,7 @@ def float8_numerics(model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequence
     found: dict[str, float] = {}
     for name, sums in zip(looks, totals.tolist(), strict=True):
         if not sums[2]:
-            continue  # no call in this model's forward
+            continue  # no call in this model's forward, or padding alone
         for what, (saturated, flushed, n) in (("input", sums[:3]), ("weight", sums[3:6])):
             found[f"float8_{what}_saturated.{name}"] = saturated / n
             found[f"float8_{what}_flushed.{name}"] = flushed / n

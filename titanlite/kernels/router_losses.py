@@ -1,8 +1,8 @@
 """Train a router by losses of its own, beside that of its tokens, and count where it sends them.
 
 A model returns logits alone, so a loss of the router's own is a gradient that an identity adds in backward
-(`with_loss`). Each micro-batch has such a loss, a mean over its tokens; it counts by the micro-batch's share of the
-step's targets, since gradients of micro-batches and ranks are summed.
+(`with_loss`). Each micro-batch has such a loss, a mean over its tokens without those that pad samples; it counts by the
+micro-batch's share of the step's targets, since gradients of micro-batches and ranks are summed.
 
 M tokens, E experts, K experts of a token.
 
@@ -19,39 +19,30 @@ from titanlite.kernels.collectives import Group, named_group, total
 from titanlite.kernels.operators import operator
 
 
-def balance_loss(logits: Tensor, choices: Tensor, group: Group | None = None) -> Tensor:
-    """Return E · Σ f·p, K where experts are used alike: f the share of tokens that chose an expert, p its mean
-    probability. So `transformers` has it.
+def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Group | None = None) -> Tensor:
+    """Return the balance loss and the z-loss: means over the tokens that are counted.
+
+    The balance loss is E · Σ f·p, K where experts are used alike: f the share of tokens that chose an expert, p its
+    mean probability. So `transformers` has it. The z-loss is the mean square of what a softmax divides by, as a
+    logarithm.
 
     Args:
         logits: [M, E] float32.
         choices: [M, K] int32; they have no gradient.
-        group: the ranks that have equally many of a micro-batch's tokens each, or None: these are all.
+        is_counted: [M] bool.
+        group: the ranks that have the other tokens of a micro-batch, or None: these are all.
 
     Returns:
-        [] in `logits.dtype`: this rank's term, and with the gradient of its tokens. f is that of all tokens, and has
-        none; p is a mean, so that the ranks' terms add up to the loss.
+        [2] in `logits.dtype`: this rank's terms, with the gradient of its tokens. f is that of all tokens, and has no
+        gradient; p is a mean, so that the ranks' terms add up to the loss. Zeros if no token is counted.
     """
-    counts = count_choices(choices, logits.shape[1], None if group is None else group.name)
-    if group is not None:
-        counts = counts / group.size
-    share = counts.to(logits.dtype) / len(choices)
-    loss = logits.shape[1] * (share * logits.softmax(1).mean(0)).sum()
-    return loss if group is None else loss / group.size
-
-
-def z_loss(logits: Tensor, group: Group | None = None) -> Tensor:
-    """Return the mean square of what a softmax divides by, as a logarithm.
-
-    Args:
-        logits: [M, E] float32.
-        group: as of `balance_loss`.
-
-    Returns:
-        [] in `logits.dtype`: this rank's term.
-    """
-    loss = logits.logsumexp(1).square().mean()
-    return loss if group is None else loss / group.size
+    E, K = logits.shape[1], choices.shape[1]
+    counts = count_choices(choices, is_counted, E, None if group is None else group.name)
+    tokens = (counts.sum() / K).to(logits.dtype).clamp(min=1)
+    weight = is_counted.to(logits.dtype) / tokens  # of each token in a mean
+    share = counts.to(logits.dtype) / tokens
+    balance = E * (share * (weight[:, None] * logits.softmax(1)).sum(0)).sum()
+    return torch.stack((balance, (weight * logits.logsumexp(1).square()).sum()))
 
 
 def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
@@ -78,13 +69,14 @@ class _WithLoss(torch.autograd.Function):
 
 
 @operator("count_choices", None)
-def count_choices(choices: Tensor, n_experts: int, group: str | None = None) -> Tensor:
+def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: str | None = None) -> Tensor:
     """Count the tokens of each expert.
 
     Adding up over ranks is part of it: activation checkpointing keeps the result, and ranks meet once.
 
     Args:
         choices: [M, K] int32.
+        is_counted: [M] bool.
         n_experts: E.
         group: name of the process group whose ranks' tokens are counted together; None: this one's alone.
 
@@ -92,18 +84,24 @@ def count_choices(choices: Tensor, n_experts: int, group: str | None = None) -> 
         [E] int64.
     """
     counts = torch.zeros(n_experts, dtype=torch.int64, device=choices.device)
-    chosen = choices.flatten().long()
-    counts = counts.scatter_add(0, chosen, torch.ones_like(chosen))
+    counts = counts.scatter_add(0, choices.flatten().long(), is_counted.long().repeat_interleave(choices.shape[1]))
     return counts if group is None else total(counts, named_group(group))
 
 
 @operator(
     "count_routing",
     None,
-    "(Tensor choices, Tensor logits, Tensor losses, Tensor share, Tensor(a!) counts, Tensor(b!) sums) -> Tensor",
+    "(Tensor choices, Tensor is_counted, Tensor logits, Tensor losses, Tensor share, "
+    "Tensor(a!) counts, Tensor(b!) sums) -> Tensor",
 )
 def count_routing(
-    choices: Tensor, logits: Tensor, losses: Tensor, share: Tensor, counts: Tensor, sums: Tensor
+    choices: Tensor,
+    is_counted: Tensor,
+    logits: Tensor,
+    losses: Tensor,
+    share: Tensor,
+    counts: Tensor,
+    sums: Tensor,
 ) -> Tensor:
     """Add what a micro-batch's routing is to what has been counted.
 
@@ -111,16 +109,18 @@ def count_routing(
 
     Args:
         choices: [M, K] int32.
+        is_counted: [M] bool, the tokens that are.
         logits: [M, E] float32.
         losses: [2] float32, balance and z.
         share: [], of the micro-batch.
         counts: [E] int64, tokens of each expert.
-        sums: [3] float64: the entropy of each token's distribution over experts, in nats; both losses by their shares.
+        sums: [4] float64: the entropy of each token's distribution over experts, in nats; both losses by their shares;
+            and the shares.
 
     Returns:
         [0], so that there is something to keep.
     """
-    counts += count_choices.definition(choices, len(counts))
-    entropy = torch.special.entr(logits.softmax(1)).sum(1).double().sum()
-    sums += torch.cat((entropy[None], (losses * share).double()))
+    counts += count_choices.definition(choices, is_counted, len(counts))
+    entropy = (torch.special.entr(logits.softmax(1)).sum(1) * is_counted).double().sum()
+    sums += torch.cat((entropy[None], (losses * share).double(), share[None].double()))
     return losses.new_empty(0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import Experts, experts
-from titanlite.kernels.router_losses import balance_loss, count_routing, with_loss, z_loss
+from titanlite.kernels.router_losses import count_routing, router_losses, with_loss
 from titanlite.kernels.routing import route, router_logits
 from titanlite.kernels.swiglu import BLOCK
 from titanlite.models.layers import Linear, Projection
@@ -80,10 +80,11 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         bias: [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints. None: none.
         share: [], of this micro-batch in the step's targets, which the trainer writes before each.
-        counts: [E] int64, tokens of each expert in training since the start, of this rank.
-        sums: [3], as `count_routing` adds them up.
+        is_counted: [M] bool, those of this micro-batch's tokens that pad no sample, likewise. None: all.
+        counts: [E] int64, tokens of each expert in training since the start, of this rank, without those that pad.
+        sums: [4], as `count_routing` adds them up.
         compute: the experts' arithmetic; a float8 recipe replaces it.
-        group: the ranks that have equally many of a micro-batch's tokens each; None: this one has them all.
+        group: the ranks that share a micro-batch's tokens out; None: this one has them all.
         n_layers: mixtures of the model, over which losses of routers are means; `build_model` counts them.
     """
 
@@ -96,6 +97,7 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.compute: Experts = experts
         self.group: Group | None = None
+        self.is_counted: Tensor | None = None
         of = dims.experts
         if of is None:
             raise ValueError("MixtureOfExperts: dims.experts is None; want a recipe with a table [experts]")
@@ -109,7 +111,7 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("bias", torch.empty(E) if of.balance_bias else None)
         self.register_buffer("share", torch.empty(()), persistent=False)
         self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)
-        self.register_buffer("sums", torch.empty(3, dtype=torch.float64), persistent=False)
+        self.register_buffer("sums", torch.empty(4, dtype=torch.float64), persistent=False)
 
     def fill_buffers(self) -> None:
         """Set all buffers to zero; a model's own `fill_buffers` calls it."""
@@ -127,8 +129,9 @@ class MixtureOfExperts(nn.Module):
 
     def _trained(self, weights: Tensor, choices: Tensor, logits: Tensor) -> Tensor:
         """Return the weights, whose gradient brings those of the router's own losses, and count."""
-        losses = torch.stack((balance_loss(logits, choices, self.group), z_loss(logits, self.group)))
-        count_routing(choices, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
+        is_counted = logits.new_ones(len(logits), dtype=torch.bool) if self.is_counted is None else self.is_counted
+        losses = router_losses(logits, choices, is_counted, self.group)
+        count_routing(choices, is_counted, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
         if not self.of.trains_by_loss:
             return weights
         loss = (self.of.balance_loss * losses[0] + self.of.z_loss * losses[1]) / self.n_layers

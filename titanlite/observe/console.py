@@ -190,12 +190,14 @@ def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
     Returns:
         The line, in ASCII, without a newline.
     """
-    decimals = 3 if row.grad_norm < 100 else 1
+    of_targets = ("no token with a target",)
+    if row.loss is not None and row.grad_norm is not None:
+        decimals = 3 if row.grad_norm < 100 else 1
+        of_targets = f"loss {row.loss:7.4f}", f"grad {row.grad_norm:6.{decimals}f}"
     return "  ".join(
         (
             _progress(row.step, total_steps),
-            f"loss {row.loss:7.4f}",
-            f"grad {row.grad_norm:6.{decimals}f}",
+            *of_targets,
             f"{row.tokens_per_second_per_gpu:7,.0f} tok/s/gpu",
             f"mfu {100 * row.mfu:4.1f}%",
             f"{row.memory_gib:5.1f} GiB",

@@ -45,8 +45,8 @@ class StepRow:
     """
 
     step: int  # optimizer steps done
-    loss: float  # mean over the targets of this step, all ranks
-    grad_norm: float  # global L2 norm before clipping
+    loss: float | None  # mean over the targets of this step, all ranks; None: there is none
+    grad_norm: float | None  # global L2 norm before clipping; likewise
     lr: float
     tokens: int  # trained on since step 1, all ranks
     epoch: float  # how often the source has been gone through: 1.5 in the middle of the second time
@@ -62,6 +62,7 @@ class StepRow:
     # Of this step: "loss.<name>" of the targets of each source of a mixture, if it has any; with a z-loss "z_loss",
     # before its coefficient; and of each group of the optimizer's recipe "grad_norm.<group>", before clipping,
     # "weight_norm.<group>" before the update, and "update_ratio.<group>", the norm of what it changes over the latter.
+    # Of a step without a target, which changes nothing, "targets": 0 alone.
     numbers: Mapping[str, float] = field(default_factory=dict)
     # Of each mixture of experts "experts_<what>.<layer>", as of `titanlite.training.routers`: like rates, of the steps
     # since the previous log line.
@@ -120,7 +121,7 @@ class Observer(Protocol):
 class MetricsFile:
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
-    of_step = "loss"  # a key that rows of training steps have
+    of_step = "lr"  # a key that rows of training steps have
 
     def __init__(
         self,

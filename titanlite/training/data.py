@@ -315,8 +315,9 @@ def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:
     why = "token files do not say where documents end, and data.separator_id is not given: each sample is one"
     without = [Skipped(key, why) for key in data.sources if key not in separators]
     applied: dict[str, object] = {"sources": len(separators), "separators": separators}
-    if batches.is_masked:  # of this rank's first step
-        tokens, squares = int(batches.lengths.sum()), int((batches.lengths**2).sum())
-        applied["documents in this rank's first step"] = len(batches.lengths)
+    lengths = batches.lengths[batches.lengths > 1]  # of this rank's first step, without those that pad samples
+    if batches.is_masked and len(lengths):
+        tokens, squares = int(lengths.sum()), int((lengths**2).sum())
+        applied["documents in this rank's first step"] = len(lengths)
         applied["tokens attended to in it, in the mean"] = round((squares / tokens + 1) / 2, 1)
     return Entry("data.document_mask", True, applied, count=len(data.sources), skipped=without)

@@ -204,14 +204,19 @@ class Loop:
                     numbers |= self._losses(step, "_ema")
         self.run.model.train()
         self.data_check.tell()
-        self.report.validation(step, numbers)
+        if numbers:
+            self.report.validation(step, numbers)
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
         """Return the metrics of each held-out source, by keys that say whose weights they are of."""
         numbers: dict[str, float] = {}
         for name, source in self.validation.items():
             total, targets = validation_loss(self.run, self._watched(source.batches, step)).tolist()
-            numbers |= source.numbers(name, total / targets, of)
+            if targets:
+                numbers |= source.numbers(name, total / targets, of)
+            else:
+                what = f"validation.sources.{name}" if name else "validation.source"
+                self.report.console.warning(f"step {step}: no target of {what} was read, so its loss is left out")
         return numbers
 
     def float8_numerics(self, step: int, batch: Batch) -> None:
@@ -219,7 +224,8 @@ class Loop:
         self.watchdog.progress(step, "float8 numerics")
         self._limit(self.run.config.comm.init_timeout_seconds)
         with span(NUMERICS):
-            self.report.float8(step, float8_numerics(self.run.model, batch.tokens, self.run.mesh.fsdp, batch.sequences))
+            given = batch.tokens, self.run.mesh.fsdp, batch.sequences, batch.is_counted
+            self.report.float8(step, float8_numerics(self.run.model, *given))
 
     def _next_batches(self, step: int) -> list[Batch]:
         """Return those of a step; padding if there are none in time, and in all that follow: the others do not know."""

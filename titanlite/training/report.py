@@ -62,9 +62,9 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [6 + keys], as `train_step` returns it.
+        result: [7 + keys], as `train_step` returns it.
         data_wait_s: seconds that the host waited for its batches.
-        keys: of metrics.jsonl, of the numbers behind the first six.
+        keys: of metrics.jsonl, of the numbers behind the first seven.
         routers: of a mixture of experts, where what they have seen is behind that.
     """
 
@@ -87,11 +87,11 @@ class InFlight:
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
         self._done.wait()
-        loss, norm, skipped, asked, attended, lacking, *more = self._host.tolist()
-        named = zip(self.keys, more[: len(self.keys)], strict=True)
+        loss, norm, skipped, asked, attended, lacking, targets, *more = self._host.tolist()
+        named = zip(self.keys, more[: len(self.keys)], strict=True) if targets else [("targets", 0)]
         routing = self.routers.read(more[len(self.keys) :]) if self.routers else SeenRouting()
         numbers = {key: number for key, number in named if not number < 0}  # NaN is one
-        flags = skipped > 0, asked > 0, lacking > 0
+        flags = targets > 0, skipped > 0, asked > 0, lacking > 0
         return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, numbers, routing)
 
 
@@ -103,7 +103,8 @@ class Outcome:
     lr: float
     loss: float
     grad_norm: float
-    skipped: bool  # not finite: the update was left out
+    has_targets: bool  # else nothing was changed, and the loss is a mean of nothing
+    skipped: bool  # the update was left out
     stop_asked: bool  # some rank received a signal
     lacked_data: bool  # some rank had none: the step was not taken
     attended: float  # as `mean_attended` counts it, of all ranks
@@ -187,6 +188,7 @@ class Report:
         tflops = self._peak / 1e12
         console.notice(f"MFU is relative to {tflops:{',.0f' if tflops >= 100 else '.3g'}} TFLOP/s ({how})")
         self._step_s, self._told_share = 0.0, False  # of the last row
+        self._told_of_no_targets = False
         self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
         self.restart_clock()
 
@@ -219,8 +221,8 @@ class Report:
         reserved, allocated = memory_gib(self.device)
         row = StepRow(
             step=step,
-            loss=outcome.loss,
-            grad_norm=outcome.grad_norm,
+            loss=outcome.loss if outcome.has_targets else None,
+            grad_norm=outcome.grad_norm if outcome.has_targets else None,
             lr=outcome.lr,
             tokens=at.tokens(step),
             epoch=at.epoch(step),
@@ -286,6 +288,12 @@ class Report:
             observer.write(row)
 
     def _check_finite(self, outcome: Outcome) -> None:
+        if not outcome.has_targets:
+            if not self._told_of_no_targets:
+                self._told_of_no_targets = True
+                what = "no token of it has a target, so it changed nothing"
+                self.console.warning(f"step {outcome.step}: {what}. Rows of such steps have targets = 0 and no loss")
+            return
         if not outcome.skipped:
             self.skipped_in_a_row = 0
             return

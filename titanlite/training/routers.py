@@ -14,7 +14,8 @@ from titanlite.models.experts import MixtureOfExperts
 
 SEEN = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss")
 """Numbers of each layer: the tokens of its fullest and of its emptiest expert over the mean, the mean entropy in
-nats of a token's distribution over experts, and the router's losses, before their coefficients."""
+nats of a token's distribution over experts, and the router's losses, before their coefficients. Tokens that pad samples
+count nowhere."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class SeenRouting:
     """The routing of some steps, over all ranks.
 
     Attributes:
-        numbers: "experts_<what>.<layer>" of `SEEN`; and of a bias `bias_range`, its largest less its smallest.
+        numbers: "experts_<what>.<layer>" of `SEEN`, if a token was counted; and of a bias `bias_range`, its largest
+            less its smallest.
         tokens: those of each expert, by layer.
     """
 
@@ -46,12 +48,21 @@ class Routers:
         self._names = {name: name.removesuffix(".experts") for name in layers}
         self._keys = [f"experts_{what}.{name}" for what in SEEN for name in self._names.values()]
         self._keys += [f"experts_bias_range.{self._names[name]}" for name in self._biased]
-        self._seen, self._steps = self._all.counts(), 0
+        self._seen = self._all.counts()
+        group = next(iter(layers.values())).group
+        self._sharers = 1 if group is None else group.size
 
-    def begin(self, share: Tensor) -> None:
-        """Let the losses of routers count by the share [] that the next micro-batch has in the step's targets."""
+    def begin(self, share: Tensor, is_counted: Tensor | None) -> None:
+        """Say what counts of the next micro-batch.
+
+        Args:
+            share: [], of it in the step's targets, by which losses of routers count.
+            is_counted: [M] bool, its tokens on this rank without those that pad; None: all.
+        """
         shares = [layer.share for layer in self._layers.values()]
         torch._foreach_copy_(shares, [share] * len(shares))
+        for layer in self._layers.values():
+            layer.is_counted = is_counted
 
     def balance(self, skip: Tensor) -> None:
         """Move the bias of each expert by the recipe's rate: up if it had fewer tokens than the mean of its layer.
@@ -61,7 +72,6 @@ class Routers:
         Args:
             skip: [] float32; 1 if the step was left out.
         """
-        self._steps += 1
         table = self._balanced
         if table is None or self._counted is None:
             return
@@ -79,14 +89,14 @@ class Routers:
         Returns:
             [numbers] float64 on the device, for `read`: those of layers, then the tokens of each expert.
         """
-        table, steps = self._all, max(self._steps, 1)
+        table = self._all
         counts, sums = table.counts(), torch.stack(each := [layer.sums for layer in self._layers.values()])
         since = torch.cat(((counts - self._seen).double(), sums), 1)  # float64 has counts exactly
-        self._seen, self._steps = counts, 0
+        self._seen = counts
         torch._foreach_zero_(each)  # a step without numbers, which is left out, is in one line alone
         dist.all_reduce(since)
-        counts, (entropy, balance, z) = since[:, :-3], since[:, -3:].unbind(1)
-        chosen = counts.sum(1)
+        counts, (entropy, balance, z, steps) = since[:, :-4], since[:, -4:].unbind(1)
+        steps, chosen = steps / self._sharers, counts.sum(1)  # a step's shares add up to 1
         mean, tokens = chosen / table.n_experts[:, 0], chosen / table.top_k
         of_layers = counts.amax(1) / mean, table.least(counts) / mean, entropy / tokens, balance / steps, z / steps
         biases = [layer.bias for layer in self._biased.values() if layer.bias is not None]
@@ -97,10 +107,13 @@ class Routers:
     def read(self, seen: Sequence[float]) -> SeenRouting:
         """Name what `seen` returned, once it is on the host."""
         n, tokens = len(self._keys), dict[str, Sequence[int]]()
+        numbers = dict(zip(self._keys, seen, strict=False))
         widest = (len(seen) - n) // len(self._layers)  # of the table's rows
         for i, (name, layer) in enumerate(self._layers.items()):
             tokens[self._names[name]] = list(map(int, seen[n + i * widest :][: layer.of.n_experts]))
-        return SeenRouting(dict(zip(self._keys, seen, strict=False)), tokens)
+        if not any(map(any, tokens.values())):  # in steps without a target there is nothing to take a mean of
+            numbers = {key: number for key, number in numbers.items() if key.startswith("experts_bias_range")}
+        return SeenRouting(numbers, tokens)
 
     def state(self) -> dict[str, Tensor]:
         """Name what a checkpoint must hold beside the weights; loading into these restores it."""

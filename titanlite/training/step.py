@@ -18,6 +18,7 @@ from titanlite.kernels.cross_entropy import IGNORE_INDEX
 from titanlite.models.mistakes import of_function
 from titanlite.observe.profiler import span
 from titanlite.observe.step_profile import OPTIMIZER
+from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import reduce_replicated_gradients
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def train_step(
     *,
     logged: bool = False,
 ) -> Tensor:
-    """Take one optimizer step, or none if the loss or a gradient is not finite, or a rank has no data for it.
+    """Take one optimizer step, or none if the loss or a gradient is not finite, no token has a target, or a rank has no
+    data for it.
 
     Args:
         run: the built run.
@@ -49,11 +51,11 @@ def train_step(
         logged: whether norms of the optimizer's groups are measured.
 
     Returns:
-        [6] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
+        [7] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
         before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`,
-        number of ranks that had no data. With a z-loss its mean follows, without its coefficient. Where batches say
-        which source each sequence is from, the mean loss of each over its targets of the global batch follows, -1 if it
-        has none. If it is `logged`, the numbers of `GroupNorms` are last.
+        number of ranks that had no data, number of targets. With a z-loss its mean follows, without its coefficient.
+        Where batches say which source each sequence is from, the mean loss of each over its targets of the global batch
+        follows, -1 if it has none. If it is `logged`, the numbers of `GroupNorms` are last.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -63,10 +65,11 @@ def train_step(
     counted = of_batches.sum()
     dist.all_reduce(counted)
     targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 has all counts up to 2^24 alone
+    divided_by = targets.clamp(min=1)  # without a target all is 0
     if run.routers is not None and run.mesh.context is not None:
         dist.all_reduce(of_batches, group=run.mesh.context.get_group())
 
-    means, by_source = _forward_backward(run, batches, targets, of_batches / targets, n_sources)
+    means, by_source = _forward_backward(run, batches, divided_by, of_batches / divided_by, n_sources)
     gradients = run.optimizer.gradients()
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norms = run.optimizer.group_norms() if logged else None
@@ -79,7 +82,7 @@ def train_step(
         dist.all_reduce(by_source)
 
     # All are reduced values, so every rank takes the same decision.
-    skip = (~torch.isfinite(totals[0] + norm) | (totals[3] > 0)).float()
+    skip = (~torch.isfinite(totals[0] + norm) | (totals[3] > 0) | (targets == 0)).float()
     max_norm = run.config.training.max_norm
     divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     with span(OPTIMIZER):
@@ -90,7 +93,7 @@ def train_step(
         precompute_scales(run.parameters, run.mesh.fsdp)
         if run.routers is not None:
             run.routers.balance(skip)
-    parts = [torch.stack((totals[0], norm, skip, *totals[1:]))]
+    parts = [torch.stack((totals[0], norm, skip, *totals[1:4], targets, *totals[4:]))]
     if n_sources:
         total, count = by_source
         parts.append(torch.where(count > 0, total / count, -1.0).float())
@@ -107,7 +110,7 @@ def _forward_backward(
     Args:
         run: the built run.
         batches: of the step.
-        targets: [] float32, of the step.
+        targets: [] float32, of the step, that losses are divided by.
         shares: [micro-steps] float32, of them, of each micro-batch: of all ranks that have a part of it.
         n_sources: whose losses are asked for.
 
@@ -120,7 +123,7 @@ def _forward_backward(
     by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
     for batch, share in zip(batches, shares, strict=True):
         if run.routers is not None:
-            run.routers.begin(share)
+            run.routers.begin(share, _of_rank(batch.is_counted, run.mesh))
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
         _require_whole(logits, run, len(batch.targets))
         if batch.sources is None:
@@ -133,6 +136,11 @@ def _forward_backward(
         part.backward()
         loss += part.detach()
     return [loss, *(() if squares is None else (squares / targets,))], by_source
+
+
+def _of_rank(is_counted: Tensor | None, mesh: Mesh) -> Tensor | None:
+    """Return what is of this rank's tokens between layers, [M/tp]: tensor-parallel ranks have runs of them."""
+    return None if is_counted is None else is_counted.chunk(mesh.tp_size)[mesh.tp.get_local_rank()]
 
 
 def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:

@@ -39,10 +39,10 @@ LAYOUTS = {
 }
 
 
-def look(run: Run) -> dict[str, float]:
+def look(run: Run, is_counted: Tensor | None = None) -> dict[str, float]:
     seq_len = run.config.training.seq_len
     tokens = torch.randint(256, (seq_len,), generator=torch.Generator().manual_seed(0))
-    return float8_numerics(run.model, tokens, run.mesh.fsdp, Sequences(seq_len))
+    return float8_numerics(run.model, tokens, run.mesh.fsdp, Sequences(seq_len), is_counted)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +76,14 @@ def test_every_layer_is_measured_under_every_layout(recipe: str, layout: str, tm
         of_ranks: list[object] = [None] * world
         dist.all_gather_object(of_ranks, found)
         assert of_ranks == [found] * world
+        # Of the tokens that are counted alone: of all those of the first half and of the second in the mean.
+        is_first = torch.arange(128) < 64
+        halves = [look(run, of) for of in (is_first, ~is_first)]
+        for name, share in found.items():
+            if "input_flushed" in name:
+                assert sum(half[name] for half in halves) / 2 == pytest.approx(share, rel=1e-12)
+        assert halves[0] != halves[1]
+        assert look(run, is_first & False) == {}
 
     run_ranks(body, tmp_path, world)
 

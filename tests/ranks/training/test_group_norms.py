@@ -77,8 +77,8 @@ def test_they_are_those_of_whole_tensors(world: int, flags: list[str], recipe: l
         with fastest_attention():
             batches = batches_of(run)
             before = weights(run)
-            left_out = train_step(run, batches.next(), 1e-3, False, lacks_data=True, logged=True)[6:]
-            found = train_step(run, batches.next(), 1e-3, False, logged=True)[6:].tolist()
+            left_out = train_step(run, batches.next(), 1e-3, False, lacks_data=True, logged=True)[7:]
+            found = train_step(run, batches.next(), 1e-3, False, logged=True)[7:].tolist()
         after = weights(run)
         by_kind = [dict(zip(run.optimizer.groups, found[n * len(found) // 3 :], strict=False)) for n in range(3)]
         assert len(found) == len(KINDS) * len(set(groups.values()))
@@ -141,7 +141,7 @@ def test_a_step_that_is_not_logged_does_nothing_for_them_and_both_have_the_same_
             run.optimizer.group_norms = None if not logged else run.optimizer.group_norms  # type: ignore[assignment]
             batches = batches_of(run)
             with fastest_attention():
-                results.append([train_step(run, batches.next(), 1e-3, False, logged=logged)[:6] for _ in range(2)])
+                results.append([train_step(run, batches.next(), 1e-3, False, logged=logged)[:7] for _ in range(2)])
                 with Operations() as operations:
                     train_step(run, batches.next(), 1e-3, False, logged=logged)
             counts.append(operations.count)

@@ -129,10 +129,11 @@ def test_what_is_seen_is_of_the_steps_since_it_was_last_and_of_all_ranks(tmp_pat
                 for total in totals:
                     dist.all_reduce(total)
                 since = [total - (before[n] if before else 0) for n, total in enumerate(totals)]
-                before = [torch.cat((total[:-3], torch.zeros(3))) for total in totals]
-                for n, (*counts, entropy, balance, z) in enumerate(x.tolist() for x in since):
+                before = [torch.cat((total[:-4], torch.zeros(4))) for total in totals]
+                for n, (*counts, entropy, balance, z, shares) in enumerate(x.tolist() for x in since):
                     tokens = steps * 4 * 64
                     assert sum(counts) == 2 * tokens
+                    assert shares == pytest.approx(steps, rel=1e-6)
                     assert routing.tokens[f"layers.{n}"] == counts
                     wanted = {
                         "fullest": max(counts) * 8 / sum(counts),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.config.recipe_schema import Experts, ModelDims
-from titanlite.kernels.router_losses import balance_loss, count_routing, with_loss, z_loss
+from titanlite.kernels.router_losses import count_routing, router_losses, with_loss
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.moe import Mixtral
 from titanlite.parallel.initialise import initialise
@@ -81,11 +81,21 @@ def test_losses_are_those_of_their_definitions() -> None:
     """Switch Transformers, eq. 4, on shares and probabilities that are counted by hand, once for each choice of a
     token, as transformers counts: K where use is equal."""
     logits, choices = torch.zeros(4, 4), torch.tensor([[0, 1], [1, 2], [2, 3], [3, 0]], dtype=torch.int32)
-    assert balance_loss(logits, choices) == 2
-    assert z_loss(logits).item() == pytest.approx(torch.tensor(4.0).log().square().item())
+    balance, z = router_losses(logits, choices, torch.ones(4, dtype=torch.bool))
+    assert balance == 2
+    assert z.item() == pytest.approx(torch.tensor(4.0).log().square().item())
     probabilities = torch.tensor([[0.5, 0.25, 0.125, 0.125]] * 4)
     to_one = torch.zeros(4, 1, dtype=torch.int32)
-    assert balance_loss(probabilities.log(), to_one).item() == pytest.approx(4 * 0.5)
+    is_counted = torch.ones(4, dtype=torch.bool)
+    assert router_losses(probabilities.log(), to_one, is_counted)[0].item() == pytest.approx(4 * 0.5)
+    # Two tokens pad: of the other two one chose expert 0, which has the mean probability of both.
+    is_counted[2:], to_one[1] = False, 3
+    probabilities[2:] = torch.tensor([0.01, 0.01, 0.01, 0.97])
+    balance, z = router_losses(2 * probabilities.log(), to_one, is_counted)
+    shares = probabilities[0].square() / probabilities[0].square().sum()
+    assert balance.item() == pytest.approx(4 * (0.5 * shares[0] + 0.5 * shares[3]).item())
+    assert z.item() == pytest.approx(probabilities[0].square().sum().log().square().item())
+    assert router_losses(logits, choices, torch.zeros(4, dtype=torch.bool)).tolist() == [0, 0]
 
 
 def test_a_loss_adds_its_share_to_the_gradient_and_nothing_to_the_result() -> None:
@@ -104,7 +114,8 @@ def test_the_layers_gradient_has_its_losses_by_their_share() -> None:
     layer.share.fill_(0.125)
     logits = layer.router(x)
     choices = logits.topk(of.top_k).indices.int()
-    own = (0.5 * balance_loss(logits, choices) + 0.25 * z_loss(logits)) / 2  # the model has two layers
+    balance, z = router_losses(logits, choices, torch.ones(M, dtype=torch.bool))
+    own = (0.5 * balance + 0.25 * z) / 2  # the model has two layers
     (of_losses,) = torch.autograd.grad(own, layer.router.weight)
     (without,) = torch.autograd.grad(plain(x).sum(), plain.router.weight)
     (found,) = torch.autograd.grad(layer(x).sum(), layer.router.weight)
@@ -112,7 +123,7 @@ def test_the_layers_gradient_has_its_losses_by_their_share() -> None:
     assert of_losses.abs().max() > 1e-4
     assert layer.counts.sum() == M * of.top_k
     assert layer.counts.equal(torch.bincount(choices.flatten(), minlength=8))
-    torch.testing.assert_close(layer.sums[1], (0.125 * balance_loss(logits, choices)).detach())
+    torch.testing.assert_close(layer.sums[1], (0.125 * balance).detach())
 
 
 def test_nothing_is_counted_without_training() -> None:
@@ -148,8 +159,10 @@ def test_recomputation_counts_nothing_again_and_changes_no_bit() -> None:
 
 
 def test_a_token_that_could_go_anywhere_has_the_entropy_of_all() -> None:
-    counts, sums = torch.zeros(4, dtype=torch.int64), torch.zeros(3, dtype=torch.float64)
-    choices = torch.tensor([[0], [3]], dtype=torch.int32)
-    count_routing(choices, torch.zeros(2, 4), torch.tensor([1.0, 2.0]), torch.tensor(0.5), counts, sums)
+    """And one that pads has none."""
+    counts, sums = torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=torch.float64)
+    choices, is_counted = torch.tensor([[0], [3], [2]], dtype=torch.int32), torch.tensor([True, True, False])
+    losses, share = torch.tensor([1.0, 2.0]), torch.tensor(0.5)
+    count_routing(choices, is_counted, torch.zeros(3, 4), losses, share, counts, sums)
     assert counts.tolist() == [1, 0, 0, 1]
-    assert sums.tolist() == pytest.approx([2 * torch.tensor(4.0).log().item(), 0.5, 1.0])
+    assert sums.tolist() == pytest.approx([2 * torch.tensor(4.0).log().item(), 0.5, 1.0, 0.5])

@@ -64,6 +64,7 @@ def outcome(step: int, seconds: float, wait: float, attended: float = ATTENDED) 
         lr=1e-3,
         loss=2.5,
         grad_norm=0.5,
+        has_targets=True,
         skipped=False,
         stop_asked=False,
         lacked_data=False,
@@ -160,12 +161,12 @@ def test_a_moment_is_of_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> No
 def test_results_are_read_when_the_device_is_done() -> None:
     class Arrival(At):
         def wait(self) -> None:
-            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0, 7.0, 0.0]))
+            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0, 7.0, 0.0, 64.0]))
 
-    result = torch.zeros(6)
+    result = torch.zeros(7)
     in_flight = InFlight(11, 1e-3, result, 0.25)
     in_flight._done = done = Arrival(1.0)
-    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, False, True, False, 7.0, 0.25, done)
+    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, True, False, True, False, 7.0, 0.25, done)
 
 
 def test_what_is_behind_a_result_is_of_sources_and_of_routers() -> None:
@@ -176,7 +177,7 @@ def test_what_is_behind_a_result_is_of_sources_and_of_routers() -> None:
         def read(self, seen: Sequence[float]) -> SeenRouting:
             return SeenRouting({"experts_fullest.layers.0": seen[0]}, {"layers.0": [int(seen[1])]})
 
-    result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 2.25, -1.0, 1.5, 3.0])
+    result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 64.0, 2.25, -1.0, 1.5, 3.0])
     outcome = InFlight(11, 1e-3, result, 0.25, ["loss.wiki", "loss.code"], Reader()).read()
     assert outcome.numbers == {"loss.wiki": 2.25}
     assert outcome.routing == SeenRouting({"experts_fullest.layers.0": 1.5}, {"layers.0": [3]})
