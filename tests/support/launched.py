@@ -32,7 +32,6 @@ import torch.distributed.elastic.rendezvous.api
 import torch.distributed.run
 import torch.export._trace
 import torch.fx.experimental.validator
-import torch.profiler._cupti_monitor
 import torch.utils.serialization.config
 
 import titanlite.exit_code
@@ -60,7 +59,6 @@ _IMPORTED_ONCE = (
     torch.distributed.checkpoint,
     torch.export._trace,
     torch.fx.experimental.validator,
-    torch.profiler._cupti_monitor,
     torch.utils.serialization.config,
     titanlite.training.train,
 )
