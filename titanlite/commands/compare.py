@@ -1,12 +1,12 @@
 """Compare runs: a verdict on each against the first, loss curves, results, and how their configs differ.
 
 The verdict stands first: "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of
-the loss over the last fifth of the steps. If a run differs, the exit code is 1. What rounding does is known from a run
-of the first's config whose weights were nudged; --floor trains it, into FIRST-nudged beside FIRST, where it is found
-again. Of mixtures of experts there is a second picture, beside the first: the tokens of each expert over time. Apart
-from --floor and --layers, only run folders are read (`metrics.jsonl`, `experts.jsonl`, `config.toml`, `status.json`,
-`receipt.json`), or what wandb has of a run, so runs can be compared that are still going, were copied from elsewhere or
-made by another version.
+the loss over the last fifth of the steps. If a run differs, or has ended before the last step of its config, the exit
+code is 1. What rounding does is known from a run of the first's config whose weights were nudged; --floor trains it,
+into FIRST-nudged beside FIRST, where it is found again. Of mixtures of experts there is a second picture, beside the
+first: the tokens of each expert over time. Apart from --floor and --layers, only run folders are read (`metrics.jsonl`,
+`experts.jsonl`, `config.toml`, `status.json`, `receipt.json`), or what wandb has of a run, so runs can be compared that
+are still going, were copied from elsewhere or made by another version.
 """
 
 import os
@@ -58,7 +58,8 @@ def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
     Returns:
-        1 if a run differs from the first or has no step in common with it, else 0.
+        1 if a run differs from the first, in a verdict or in a layer, has no step in common with it, or one of the two
+            has ended before the last step of its config; else 0.
 
     Raises:
         ConfigError: a flag is unknown or has no value.
@@ -80,14 +81,17 @@ def run(argv: Sequence[str]) -> int:
         fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"
         raise RunError.of("titanlite compare", "RUN", words[0], "a second run, to be judged against the first", fix)
     seeds = _seeds(records[0], given["--seeds"]) if "--seeds" in given else []
-    nudged = _floor(folders[0], records[0], "--floor" in given) if len(records) > 1 else []
+    nudged = _floor(folders[0], records[0], "--floor" in given) if len(records) > 1 and records[0].steps else []
     judged = [judge(records[0], record, nudged, seeds, tolerance) for record in records[1:]]
     verdicts = [verdict for verdict in judged if verdict is not None]
     for record, verdict in zip(records[1:], judged, strict=True):
         sys.stdout.write(_said(records, record, verdict))
+    fails = any(verdict is None or not verdict.passes for verdict in judged)
     if steps is not None:
         for folder, record in zip(folders[1:], records[1:], strict=True):
-            sys.stdout.write(_parting_line(record, parting((folders[0], records[0]), (folder, record), steps), steps))
+            found, lone = parting((folders[0], records[0]), (folder, record), steps)
+            fails |= found is not None
+            sys.stdout.write(_parting_line(record, found, lone, steps))
     with writable("titanlite compare", "--out", out):
         draw_losses(records, out, verdicts)
     if "--wandb" in given:
@@ -98,7 +102,7 @@ def run(argv: Sequence[str]) -> int:
             write_report(records, report, verdicts)
     written = [path for path in (out, _draw_experts(folders, records, out), report) if path is not None]
     sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in written))
-    return int(any(verdict is None or verdict.kind == "differs" for verdict in judged))
+    return int(fails)
 
 
 def _draw_experts(folders: Sequence[Path], records: Sequence[RunRecord], out: Path) -> Path | None:
@@ -135,7 +139,7 @@ def _floor(folder: Path, record: RunRecord, is_asked: bool) -> list[RunRecord]:
         measure_floor(folder, record)
         why = _useless(folder, record)
         if why:
-            want = f"the config of {folder}, nudged, to step {record.steps[-1]['step']:,}"
+            want = f"the config of {folder}, nudged, to step {record.last_step:,}"
             raise RunError.of("titanlite compare", str(floor), why, want, "delete the folder, and compare again")
     elif why and floor.is_dir():
         sys.stdout.write(f"{floor} is not used as the floor: {why}; --floor trains it again\n")
@@ -151,11 +155,16 @@ def _useless(folder: Path, record: RunRecord) -> str:
     found = _differing(record, nudged)
     if found != ["training.nudge"]:
         return f"{', '.join(key for key in found if key != 'training.nudge') or 'nothing'} differs from {folder}"
-    last, wanted = (run.steps[-1]["step"] if run.steps else 0 for run in (nudged, record))
-    if last < wanted:
-        return f"it ends at step {last:,} of {wanted:,}"
-    losses = ([row["loss"] for row in run.steps[:wanted]] for run in (nudged, record))
+    if early := _ends_before(nudged, record):
+        return early
+    losses = ([row["loss"] for row in run.steps[: record.last_step]] for run in (nudged, record))
     return "" if len({*map(tuple, losses)}) > 1 else "its losses are those of the run itself, so nothing was nudged"
+
+
+def _ends_before(run: RunRecord, record: RunRecord) -> str:
+    """Say where a run ends that lacks steps of another, which it is to be a measure for; "" if it has them."""
+    last = run.last_step
+    return f"it ends at step {last:,} of {record.last_step:,}" if last < record.last_step else ""
 
 
 def _differing(record: RunRecord, other: RunRecord) -> list[str]:
@@ -164,13 +173,16 @@ def _differing(record: RunRecord, other: RunRecord) -> list[str]:
 
 
 def _seeds(record: RunRecord, paths: str) -> list[RunRecord]:
-    """Read runs that differ from the first in their seed alone."""
+    """Read runs that differ from the first in their seed alone, and go as far."""
     found = read_runs([Path(path) for path in paths.split(",")])
     want, fix = "runs of the first's config with another training.seed each", "train it with --training.seed 1 and 2"
     problems = [
         Problem(run.name, f"{', '.join(keys) or 'nothing'} differs", want, fix)
         for run in found
         if (keys := _differing(record, run)) != ["training.seed"]
+    ]
+    problems += [
+        Problem(run.name, why, "the steps of the first", fix) for run in found if (why := _ends_before(run, record))
     ]
     if len({run.config.get("training.seed") for run in found}) < 2:
         problems.append(Problem("--seeds", paths, "two seeds or more, for there to be a spread", fix))
@@ -184,16 +196,17 @@ def _said(records: Sequence[RunRecord], record: RunRecord, verdict: Verdict | No
     who = f"{record.name}: "
     if verdict is None:
         return f"{who}no step in common with {records[0].name}\n"
-    is_shown = verdict.kind == "differs" and not verdict.low <= 0 <= verdict.high
+    is_shown = verdict.kind == "differs" and (verdict.low > 0 or verdict.high < 0)  # of NaN neither
     times = tokens_to_equal_loss(records[0], record) if is_shown else None
     more = "" if times is None else f"{who}for equal loss it needs {times:.3g} times the tokens\n"
     return f"{who}{verdict.line}\n{more}"
 
 
-def _parting_line(record: RunRecord, found: Parting | None, steps: int) -> str:
+def _parting_line(record: RunRecord, found: Parting | None, lone: Sequence[str], steps: int) -> str:
     if found is None:
         where = "the first step" if steps == 1 else f"the first {steps} steps"
-        return f"{record.name}: no tensor of {where} differs by more than rounding\n"
+        lacking = f"; not compared are {len(lone)} that one of them lacks: {', '.join(lone[:3])}" if lone else ""
+        return f"{record.name}: no tensor of {where} differs by more than rounding{lacking}\n"
     more = f", and {found.others} more tensors of that step" if found.others else ""
     size = f"{found.difference:.2g} of its size, where rounding makes {found.rounding:.1g}"
     return f"{record.name}: differs first in step {found.step}: {found.tensor}, by {size}{more}\n"

@@ -13,6 +13,7 @@ a block bootstrap, because the differences of neighbouring steps are alike. Runs
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,11 +21,16 @@ from numpy.typing import NDArray
 from titanlite.comparison.curves import paired_differences
 from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import NoiseBand, Verdict
+from titanlite.observe.metric_names import KNOWN
+from titanlite.observe.metrics import is_of_step
 
 Series = NDArray[np.float64]
 
 BEYOND = 4.0  # times the drift of the nudged runs; docs/compare.md shows how far the two kinds of pairs are from it
 _RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
+_NOTHING = "nothing"  # of a step without targets, its loss
+# Of the keys in rows, the beginnings of those that equal bits are claimed of.
+_JUDGED = {"grad_norm", *(key for key, known in KNOWN.items() if known.group in ("Loss", "Accuracy"))}
 _NOT_OF_SAMPLES = ("data.cache_dir",)  # of the keys of data, those that do not decide which samples a step sees
 _FEWEST = 20  # differences that an interval can be made of
 # Student's t that a share of 0.95 lies within, by degrees of freedom from 1 on; from 10 on the normal distribution's
@@ -54,19 +60,20 @@ def judge(
     """
     tokens, loss = paired_differences(other, first, "loss")
     _, norm = paired_differences(other, first, "grad_norm")
-    if (lost := _not_finite_in_one(first, other)) is not None:
-        line = f"differs: one of them has no finite loss or gradient norm at {_tokens_in_words(lost)} tokens"
-        return Verdict(other.name, "differs", line, math.nan, math.nan, math.nan, lost, _band(first, nudged))
+    is_equal = len(tokens) > 0 and not loss.any() and not norm.any()
+    if apart := _apart(first, other, is_equal):
+        line = f"differs: {apart[0]} at {_tokens_in_words(apart[1])} tokens"
+        return Verdict(other.name, "differs", line, math.nan, math.nan, math.nan, apart[1], _band(first, nudged))
     if not len(tokens):
         return None
     last = slice(-max(1, round(len(loss) * _LAST)), None)
     mean, (low, high) = float(loss[last].mean()), _interval(loss[last])
     differ = _other_samples(first, other)
-    if not loss.any() and not norm.any():
-        kind = "equal bits"
+    if is_equal:
+        kind, low, high = "equal bits", 0.0, 0.0
     elif nudged and not differ and max(drift_ratios(first, other, nudged).values()) <= BEYOND:
         kind = "within rounding"
-    elif seeds and abs(mean) <= _spread(first, seeds, tokens[last]):
+    elif seeds and abs(mean) < _spread(first, seeds, tokens[last]):
         kind = "within seed noise"
     elif tolerance is not None:
         kind = "within tolerance" if max(abs(low), abs(high)) <= tolerance else "differs"
@@ -74,10 +81,16 @@ def judge(
         kind = "no difference shown"
     else:
         kind = "differs"
-    doubt = "" if nudged else "rounding not measured: --floor"
-    doubt = f"other samples: {', '.join(differ)} differs" if differ else doubt
-    line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), doubt)
-    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged))
+    unfinished = [run for run in (first, other) if run.last_step < run.steps_asked]
+    short = [run for run in unfinished if not run.is_running]
+    doubts = [f"{run.name} ended at step {run.last_step:,} of {run.steps_asked:,}" for run in short]
+    if not is_equal and (differ or not nudged):
+        samples = f"other samples: {', '.join(differ)} differs"
+        doubts.insert(0, samples if differ else "rounding not measured: --floor")
+    is_all = not unfinished and len(tokens) == len(first.steps) == len(other.steps)
+    among = "" if is_all else f" in the {len(tokens):,} step{'s' * (len(tokens) > 1)} that both have"
+    line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), among, doubts)
+    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged), bool(short))
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
@@ -132,14 +145,36 @@ def _other_samples(first: RunRecord, other: RunRecord) -> list[str]:
     return found if per_step[0] == per_step[1] else [*found, "training.global_batch_size"]
 
 
-def _not_finite_in_one(first: RunRecord, other: RunRecord) -> int | None:
-    """Return the first tokens at which a number is finite in one of two runs only; None if there are none."""
-    rows = {row["tokens"]: row for row in first.steps}
-    for row in other.steps:
-        its = rows.get(row["tokens"])
-        if its is not None and any((row.get(m) is None) != (its.get(m) is None) for m in _RESOLUTION):
-            return row["tokens"]
+def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int] | None:
+    """Return what sets two runs apart whatever their mean difference is, and at how many tokens; None for nothing.
+
+    Args:
+        first: the baseline.
+        other: the run in question.
+        is_equal: whether their losses and gradient norms are, as far as both are finite.
+    """
+    its, ours = _judged(first), _judged(other)
+    for at in (at for at in its if at in ours):
+        (tokens, key), pair = at, (its[at], ours[at])
+        if pair == (None, None):
+            return f"neither of them has a finite {key}", tokens
+        if None in pair:
+            return f"one of them has no finite {key}", tokens
+        if _NOTHING in pair and pair != (_NOTHING, _NOTHING):
+            return f"one of them has no {key}", tokens
+        if is_equal and pair[0] != pair[1]:
+            return f"{key} alone,", tokens
     return None
+
+
+def _judged(run: RunRecord) -> dict[tuple[int, str], Any]:
+    """Return the losses, gradient norms and accuracies; None where not finite, `_NOTHING` where a step has none."""
+    found: dict[tuple[int, str], Any] = {}
+    for row in run.rows:
+        none = dict.fromkeys(_RESOLUTION, _NOTHING) if is_of_step(row) else {}
+        numbers = none if row.get("targets") == 0 else none | row
+        found |= {(row["tokens"], key): x for key, x in numbers.items() if key.partition(".")[0] in _JUDGED}
+    return found
 
 
 def _windows(n: int) -> list[slice]:
@@ -169,8 +204,6 @@ def _interval(differences: Series) -> tuple[float, float]:
     """
     n = len(differences)
     centred = differences - differences.mean()
-    if not differences.any():
-        return 0.0, 0.0
     if n < _FEWEST:
         return -math.inf, math.inf
     mean = float(differences.mean())
@@ -219,12 +252,13 @@ def _smoothed(run: RunRecord) -> tuple[Series, Series]:
     return tokens[length - 1 :], means
 
 
-def _verdict_line(kind: str, mean: float, half: float, tokens: int, doubt: str) -> str:
+def _verdict_line(kind: str, mean: float, half: float, tokens: int, among: str, doubts: Sequence[str]) -> str:
+    more = f" ({'; '.join(doubts)})" if doubts else ""
     if kind == "equal bits":
-        return kind
+        return f"{kind}{among}{more}"
     interval = f" ± {half:.1g}" if math.isfinite(half) else ", of too few steps for an interval,"
     size = f"{mean:+.2g}{interval} at {_tokens_in_words(tokens)} tokens".replace("-", "\N{MINUS SIGN}")
-    return f"{kind}: {size}" + (f" ({doubt})" if doubt else "")
+    return f"{kind}: {size}{among and ','}{among}{more}"
 
 
 def _tokens_in_words(tokens: int) -> str:

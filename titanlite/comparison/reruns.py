@@ -35,7 +35,7 @@ def measure_floor(folder: Path, record: RunRecord) -> None:
     Raises:
         RunError: it failed, or the folder does not say how many processes the run had.
     """
-    nudged, last = floor_of(folder), record.steps[-1]["step"]
+    nudged, last = floor_of(folder), record.last_step
     log = nudged / "logs" / "rank0.log"
     sys.stdout.write(
         f"{nudged}: training {last:,} steps once more, nudged by one rounding; {log} shows how far it is\n"
@@ -46,8 +46,10 @@ def measure_floor(folder: Path, record: RunRecord) -> None:
     _run("titanlite.train", [*_config_flags(folder), *_ALONE, *over], folder, record)
 
 
-def parting(first: tuple[Path, RunRecord], other: tuple[Path, RunRecord], steps: int) -> Parting | None:
-    """Take the first steps of two runs once more, and find where they part.
+def parting(
+    first: tuple[Path, RunRecord], other: tuple[Path, RunRecord], steps: int
+) -> tuple[Parting | None, list[str]]:
+    """Take the first steps of two runs once more; return where they part, and tensors that only one of them has.
 
     Args:
         first: folder and record of the baseline.
@@ -57,7 +59,8 @@ def parting(first: tuple[Path, RunRecord], other: tuple[Path, RunRecord], steps:
     Raises:
         RunError: a run failed, or its folder does not say how many processes it had.
     """
-    return first_parting(_sketched(*first, steps), _sketched(*other, steps), _sketched(*first, steps, nudge=1))
+    its, ours = _sketched(*first, steps), _sketched(*other, steps)
+    return first_parting(its, ours, _sketched(*first, steps, nudge=1)), sorted(its.keys() ^ ours.keys())
 
 
 def _sketched(folder: Path, record: RunRecord, steps: int, nudge: int = 0) -> Sketches:

@@ -7,6 +7,7 @@ version can be read. What does not hold a run's files is an error that names eve
 """
 
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ import tomli
 from titanlite.comparison.wandb_runs import is_run_path, read_wandb_folder, read_wandb_path, wandb_file
 from titanlite.errors import Problem, describe, nearest
 from titanlite.json_file import read_json
-from titanlite.observe.metrics import RunError, read_metrics
+from titanlite.observe.metrics import RunError, is_of_step, read_metrics
+from titanlite.preflight.run_folder import AT_WORK_S, RunFolder
 from titanlite.preflight.same_run import dotted
 
 
@@ -30,11 +32,24 @@ class RunRecord:
     config: dict[str, Any]  # dotted key → value
     state: str  # of status.json; "" if there is none
     receipt: list[dict[str, Any]] | None  # of receipt.json, an entry a feature; None if there is none
+    is_running: bool = False  # now, by its status.json
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Return the rows of logged steps."""
+        """Return the rows of logged steps that have a loss."""
         return [row for row in self.rows if "loss" in row]
+
+    @property
+    def last_step(self) -> int:
+        """Return the last logged step, 0 if there is none."""
+        return max((row["step"] for row in self.rows if is_of_step(row)), default=0)
+
+    @property
+    def steps_asked(self) -> int:
+        """Return the last step that its config has it log; 0 if the config has no number of steps."""
+        steps = self.config.get("training.steps", 0)
+        last = min(steps, self.config.get("job.stop_after") or steps)
+        return last if last == steps else last - last % self.config.get("metrics.log_freq", 1)
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -138,13 +153,15 @@ def _read(folder: Path, name: str) -> RunRecord:
         config=recorded_config(folder),
         state=_state(folder / "status.json"),
         receipt=_receipt(folder / "receipt.json"),
+        is_running=RunFolder(folder).seems_in_use() is not None,
     )
 
 
 def _read_wandb(path: Path, name: str) -> RunRecord:
     run = read_wandb_path(path) if is_run_path(path) else read_wandb_folder(path)
-    receipt = None if run.receipt is None else _entries(run.receipt, path)
-    return RunRecord(name=name, rows=run.rows, config=dotted(run.config), state=run.state, receipt=receipt)
+    receipt, file = None if run.receipt is None else _entries(run.receipt, path), wandb_file(path)
+    is_written = file is None or time.time() - file.stat().st_mtime <= AT_WORK_S  # the server itself knows who is gone
+    return RunRecord(name, run.rows, dotted(run.config), run.state, receipt, run.state == "running" and is_written)
 
 
 def _receipt(path: Path) -> list[dict[str, Any]] | None:

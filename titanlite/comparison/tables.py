@@ -31,10 +31,9 @@ def results(record: RunRecord) -> list[str]:
     def text(numbers: list[float], pick: Any, form: str) -> str:
         return form.format(pick(numbers)) if numbers else "-"
 
-    step = steps[-1]["step"] if steps else 0
     return [
         record.name,
-        f"{step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
+        f"{record.last_step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
         text(values("loss"), lambda numbers: numbers[-1], "{:.4f}"),
         text(values("validation_loss", record.validations), min, "{:.4f}"),
         text(values("tokens_per_second_per_gpu"), statistics.median, "{:,.0f}"),

@@ -29,10 +29,11 @@ class Verdict:
             "differs".
         line: the verdict in one line, as the command prints it.
         mean_difference: its loss less that of the first, in nats per token.
-        low: the lower end of the mean's interval.
-        high: the upper end of it.
+        low: the lower end of the mean's interval; -inf for too few steps, NaN where there is no mean.
+        high: the upper end of it; inf or NaN likewise.
         tokens: how many the runs had trained on where the mean was taken.
         band: the differences that are no more than noise; None where they are not known.
+        is_short: whether one of the two has ended before the last step of its config, so that less was compared.
     """
 
     run: str
@@ -43,3 +44,9 @@ class Verdict:
     high: float
     tokens: int
     band: NoiseBand | None = None
+    is_short: bool = False
+
+    @property
+    def passes(self) -> bool:
+        """Return whether the run can be taken for the first as far as both were to go."""
+        return self.kind != "differs" and not self.is_short

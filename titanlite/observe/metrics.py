@@ -252,10 +252,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:  # JSON's, or a byte that is no text
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
+            lost = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+            rows.append(row | dict.fromkeys(lost))
         else:
             saw = json.dumps(line[:60].decode(errors="replace"))
             problems.append(Problem("row", saw, "a JSON object with a step", "delete this line", number))
     if problems:
         raise RunError(describe(str(path), problems))
     return rows
+
+
+def is_of_step(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a training step; a step in which no token had a target has no loss."""
+    return "loss" in row or row.get("targets") == 0

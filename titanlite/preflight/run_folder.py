@@ -30,7 +30,8 @@ from titanlite.json_file import parse_json
 from titanlite.preflight.same_run import changes_since, keys_of_training
 from titanlite.redact import redact_tree, redact_urls
 
-_AT_WORK_S = 60.0  # status.json is renewed every ten seconds while steps are made
+AT_WORK_S = 60.0
+"""The age up to which a status.json is of a job at work: it is renewed every ten seconds while steps are made."""
 
 
 class RunFolder:
@@ -137,7 +138,7 @@ class RunFolder:
         try:
             status = parse_json(read_plain(self.status))
             age_s = (datetime.now(UTC) - datetime.fromisoformat(status["updated"])).total_seconds()
-            if status["state"] != "running" or age_s > _AT_WORK_S:
+            if status["state"] != "running" or age_s > AT_WORK_S:
                 return None
             job = f"process {status['pid']} on {status['host']}, at step {status['step']} {max(0, age_s):.0f} s ago"
         except (OSError, ValueError, LookupError, TypeError):  # none, or none of ours

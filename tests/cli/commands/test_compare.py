@@ -1,9 +1,11 @@
 import json
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from tests.support.run_folder import make_run
 from titanlite.commands.compare import run
+from titanlite.comparison import reruns
 from titanlite.observe.metrics import RunError
 
 
@@ -84,6 +86,7 @@ def test_a_run_without_steps_beside_one_that_has_some(tmp_path, capsys):
     run([*runs, "--out", str(tmp_path / "p.png")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "old: no step in common with new"
+    assert run([*runs, "--floor", "--out", str(tmp_path / "p.png")]) == 1  # nothing to train once more
     assert lines[2].split() == ["new", "0", "(running)", "-", "-", "-", "-", "-"]
 
 
@@ -135,6 +138,9 @@ def test_seeds_are_two_runs_that_differ_in_their_seed_alone(tmp_path):
     wrong = make_run(tmp_path / "lr", falling(), lr=0.001)
     with pytest.raises(RunError, match=r"optimizer\.lr differs"):
         run([first, other, "--seeds", f"{seed},{wrong}"])
+    stopped = of_seed(tmp_path / "s2", falling()[:99], 2)
+    with pytest.raises(RunError, match=r"s2 = it ends at step 99 of 100"):
+        run([first, other, "--seeds", f"{seed},{stopped}"])
 
 
 @pytest.mark.parametrize(
@@ -157,6 +163,46 @@ def test_what_is_no_floor_is_not_used_as_one(losses, given, why, tmp_path, capsy
 def test_runs_without_a_step_in_common_are_not_passed(tmp_path):
     runs = [make_run(tmp_path / name, losses) for name, losses in (("a", falling()), ("b", []))]
     assert run([*runs, "--out", str(tmp_path / "p.png")]) == 1
+
+
+@pytest.mark.parametrize(("age_s", "code"), [(0, 0), (300, 1), (None, 1)])
+def test_what_ended_early_fails_and_what_still_runs_is_compared_so_far(age_s, code, tmp_path, capsys):
+    runs = [make_run(tmp_path / name, falling()[:6]) for name in "ab"]
+    for name in "ab":
+        config = tmp_path / name / "config.toml"
+        config.write_text(config.read_text().replace("[training]", "[training]\nsteps = 6"))
+    rows = (tmp_path / "b/metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "b/metrics.jsonl").write_text("".join(rows[:2]))
+    if age_s is not None:
+        updated = (datetime.now(UTC) - timedelta(seconds=age_s)).isoformat()
+        status = {"state": "running", "step": 2, "updated": updated, "host": "h", "pid": 1}
+        (tmp_path / "b/status.json").write_text(json.dumps(status))
+    assert run([*runs, "--out", str(tmp_path / "p.png")]) == code
+    assert capsys.readouterr().out.startswith("b: equal bits in the 2 steps that both have")
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "null"])
+def test_what_is_not_finite_differs_however_it_is_written(number, tmp_path, capsys):
+    first, other = (make_run(tmp_path / name, [5.0, 4.0, 3.0]) for name in "ab")
+    metrics = tmp_path / "b/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"loss": 4.0', f'"loss": {number}'))
+    assert run([other, first, other, "--out", str(tmp_path / "p.png")]) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "a: differs: one of them has no finite loss at 2.0 k tokens",
+        "b: differs: neither of them has a finite loss at 2.0 k tokens",
+    ]
+
+
+def test_layers_say_what_they_did_not_compare_and_the_exit_code_goes_by_them(tmp_path, capsys, monkeypatch):
+    a, b = (make_run(tmp_path / name, [5.0]) for name in "ab")
+    ones = reruns.np.ones(16)
+    taken = {"a": {"1 x": ones, "1 y": ones}, "b": {"1 x": ones, "1 z": ones}}
+    monkeypatch.setattr(reruns, "_sketched", lambda folder, *_, **__: taken[folder.name])
+    assert run([a, b, "--layers", "1", "--out", str(tmp_path / "p.png")]) == 0
+    assert "no tensor of the first step differs by more than rounding; not compared are 2 " in capsys.readouterr().out
+    taken["b"]["1 x"] = 2 * ones
+    assert run([a, b, "--layers", "1", "--out", str(tmp_path / "p.png")]) == 1
+    assert "b: equal bits\nb: differs first in step 1: x" in capsys.readouterr().out
 
 
 def test_a_verdict_needs_a_second_run(tmp_path):

@@ -1,5 +1,6 @@
 """The verdict on two runs, from curves whose differences are known."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,83 @@ def test_a_number_that_is_not_finite_in_one_run_is_a_difference() -> None:
     assert found is not None
     assert found.kind == "differs"
     assert "51.0 k tokens" in found.line
-    assert judge(other, other, NUDGED).kind == "equal bits"  # type: ignore[union-attr]
+
+
+EMPTY = {"step": 3, "tokens": 3 * TOKENS, "targets": 0}
+
+
+@pytest.mark.parametrize(
+    ("its", "ours", "line"),
+    [  # what step 3 has in the first and in the other
+        ({"loss": None}, {"loss": None}, "neither of them has a finite loss"),
+        ({"grad_norm": None}, {"grad_norm": None}, "neither of them has a finite grad_norm"),
+        ({}, {"grad_norm": None}, "one of them has no finite grad_norm"),
+        (EMPTY, EMPTY, None),
+        (EMPTY, EMPTY | {"grad_norm": None}, None),
+        (EMPTY, {}, "one of them has no loss"),
+        ({}, EMPTY, "one of them has no loss"),
+        (EMPTY, {"loss": None}, "one of them has no finite loss"),
+        ({"loss.code": 1.0}, {"loss.code": 2.0}, "loss.code alone"),
+        ({"validation_loss": 1.0}, {"validation_loss": 1.0}, None),
+        ({"validation_loss": 1.0}, {"validation_loss": 2.0}, "validation_loss alone"),
+        ({"validation_loss": None}, {"validation_loss": None}, "neither of them has a finite validation_loss"),
+        ({"accuracy.piqa": 0.5}, {"accuracy.piqa": 0.6}, "accuracy.piqa alone"),
+        ({"evaluation_seconds": 1.0}, {"evaluation_seconds": 2.0}, None),
+        ({"seconds": 1.0, "mfu": None}, {"seconds": 2.0, "mfu": None}, None),
+    ],
+)
+def test_equal_bits_are_of_every_loss_that_is_there(its: dict, ours: dict, line: str | None) -> None:
+    runs = [record(curve(), name) for name in ("base", "other")]
+    for run, change in zip(runs, (its, ours), strict=True):
+        if change.get("targets") == 0:
+            run.rows[2] = change
+        elif change.keys() & {"validation_loss", "accuracy.piqa", "evaluation_seconds"}:  # these have rows of their own
+            run.rows.append({"step": 3, "tokens": 3 * TOKENS} | change)
+        else:
+            run.rows[2] |= change
+    found = judge(runs[0], runs[1], NUDGED)
+    assert found is not None
+    assert (found.kind, found.passes) == (("equal bits", True) if line is None else ("differs", False))
+    assert line is None or found.line.startswith(f"differs: {line}")
+    assert line is None or found.line.endswith(" at 3.0 k tokens")
+
+
+@pytest.mark.parametrize(
+    ("config", "is_running", "passes"),
+    [
+        ({"training.steps": 6}, False, False),
+        ({"training.steps": 6}, True, True),
+        ({"training.steps": 6, "job.stop_after": 2}, False, True),
+        ({"training.steps": 6, "job.stop_after": 3}, False, False),
+        ({"training.steps": 6, "job.stop_after": 3, "metrics.log_freq": 2}, False, True),  # step 3 is not logged
+        ({"training.steps": 3, "job.stop_after": 3, "metrics.log_freq": 2}, False, False),  # the last one is
+        ({"training.steps": 2}, False, True),
+        ({}, False, True),  # of a file that does not say it
+    ],
+)
+def test_a_verdict_on_some_of_the_steps_says_so_and_what_ended_early_fails(
+    config: dict[str, Any], is_running: bool, passes: bool
+) -> None:
+    whole = replace(record(curve()[:6], "whole"), config={"training.steps": 6})
+    part = replace(record(curve()[:2], "part"), config=config, is_running=is_running)
+    empty = replace(part, rows=[*part.rows[:1], {"step": 2, "tokens": 2 * TOKENS, "targets": 0}])
+    for first, other in ((whole, part), (part, whole)):
+        found = judge(first, other)
+        assert found is not None
+        assert (found.kind, found.passes) == ("equal bits", passes)
+        assert found.line.startswith("equal bits in the 2 steps that both have")
+        assert ("part ended at step 2 of " in found.line) == (not passes)
+    assert judge(part, part).passes == judge(empty, empty).passes == passes  # type: ignore[union-attr]
+    assert judge(whole, whole).line == "equal bits"  # type: ignore[union-attr]
+
+
+def test_what_few_steps_a_verdict_is_on_is_said_of_every_kind() -> None:
+    sparse = record(curve() + 0.02)
+    del sparse.rows[1::2]
+    found = judge(BASE, sparse, NUDGED, tolerance=0.03)
+    assert found is not None
+    assert (found.kind, found.passes) == ("within tolerance", True)
+    assert found.line.endswith(" at 399.0 k tokens, in the 200 steps that both have")
 
 
 def test_too_few_steps_pass_nothing() -> None:
@@ -100,6 +177,11 @@ def test_too_few_steps_pass_nothing() -> None:
     assert found is not None
     assert found.kind == "differs"
     assert "too few steps" in found.line
+    losses = curve()[:10]
+    losses[:5] += 9
+    found = judge(record(curve()[:10]), record(losses), tolerance=0.1)  # whose last fifth is the same
+    assert found is not None
+    assert found.kind == "differs"
 
 
 @pytest.mark.parametrize(("key", "value"), [("training.seed", 1), ("data.max_tokens", 7), ("training.seq_len", 9)])
@@ -119,6 +201,12 @@ def test_an_offset_within_the_spread_of_seeds_is_chance() -> None:
     assert verdict(curve() + 0.20, nudged=NUDGED, seeds=seeds).kind == "differs"
     # Higher losses of a seed's earlier steps are no spread.
     assert verdict(curve() + 0.20, nudged=NUDGED, seeds=[*seeds, stopped]).kind == "differs"
+    late = curve() + 0.2
+    late[-1] = curve()[3]  # the last fifth of four steps is one, and equal
+    elsewhere = record(curve())
+    for row in elsewhere.rows:
+        row["tokens"] += 1
+    assert judge(record(curve()[:4]), record(late[-4:]), seeds=[elsewhere]).kind == "differs"  # type: ignore[union-attr]
 
 
 def test_a_tolerance_bounds_the_whole_interval() -> None:

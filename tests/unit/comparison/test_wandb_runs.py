@@ -1,5 +1,6 @@
 """What wandb was given comes back as it was: from its files, and from a server."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_what_else_compare_takes(offline: Path) -> None:
 
 def test_compare_takes_the_folder(run_folder: Path, offline: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["compare", str(run_folder), str(offline), "--out", str(run_folder.parent / "both.png")])
-    assert code == 0
+    assert code == 1  # step 7 has no finite loss
     said = capsys.readouterr().out
     assert (run_folder.parent / "both.png").is_file()
     assert f"\n  {offline.name} " in said
@@ -106,6 +107,9 @@ def test_a_run_that_goes_on(offline: Path, tmp_path: Path) -> None:
     cut = tmp_path / file.name
     cut.write_bytes(file.read_bytes()[:-100])
     assert read_wandb_folder(cut).state == "running"
+    assert read_runs([cut])[0].is_running
+    os.utime(cut, (0, 0))  # of a run that was killed
+    assert not read_runs([cut])[0].is_running
 
 
 def test_damage_is_said(offline: Path, tmp_path: Path) -> None:
