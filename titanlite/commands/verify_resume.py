@@ -16,7 +16,7 @@ from titanlite.checkpoint.publish import step_folder
 from titanlite.commands.arguments import Command
 from titanlite.config.schema import Config
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
-from titanlite.observe.metrics import read_metrics
+from titanlite.observe.metrics import is_of_step, read_metrics
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_again import run_again
 from titanlite.preflight.run_folder import RunFolder
@@ -88,14 +88,19 @@ def _require_equal(whole: RunFolder, stopped: RunFolder, last: int) -> None:
     from titanlite.checkpoint.store import digests, few_names
 
     of_whole, of_stopped = (
-        {row["step"]: (row["loss"], row["grad_norm"]) for row in read_metrics(run.metrics) if "loss" in row}
+        {
+            row["step"]: (row.get("loss", "of no target"), row.get("grad_norm", "of no target"))
+            for row in read_metrics(run.metrics)
+            if is_of_step(row)
+        }
         for run in (whole, stopped)
     )
     fix = "training.deterministic = true; if it is set, the model has state or randomness that is not in its checkpoint"
     problems: list[Problem] = []
-    for step, (loss, norm) in of_whole.items():
-        if of_stopped.get(step) != (loss, norm):
-            own = of_stopped.get(step, (math.nan, math.nan))
+    lacking = (math.nan, math.nan)  # of a step without a row; None is a number that is not finite, equal to none
+    for step in range(1, last + 1):
+        (loss, norm), own = (rows.get(step, lacking) for rows in (of_whole, of_stopped))
+        if (loss, norm) != own or None in own or own is lacking:
             saw, want = f"loss {own[0]!r}, gradient norm {own[1]!r}", f"{loss!r} and {norm!r}, as without interruption"
             problems.append(Problem(f"step {step}", saw, want, fix))
             break

@@ -1,5 +1,6 @@
 import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -71,8 +72,21 @@ def test_what_is_not_equal_is_said(tmp_path: Path) -> None:
     assert "step 2 = loss 4.0000001, gradient norm 1.0" in str(caught.value)
     assert "want: 4.0 and 1.0, as without interruption" in str(caught.value)
     assert "tensors after step 2 = model/w (0,)\n" in str(caught.value)
-    with pytest.raises(CheckpointError, match="step 2 = loss nan"):
-        verify_resume._require_equal(whole, make_run(tmp_path / "less", [5.0], 1.0), 2)
+    less, other = (make_run(tmp_path / name, [5.0], 1.0) for name in ("less", "no more"))
+    for one, two in ((whole, less), (less, whole), (less, other)):
+        with pytest.raises(CheckpointError, match="step 2 = loss "):
+            verify_resume._require_equal(one, two, 2)
+
+
+def test_what_is_not_finite_is_not_equal_and_a_step_without_targets_is(tmp_path: Path) -> None:
+    one, two = (make_run(tmp_path / name, [5.0, math.nan], 1.0) for name in ("one", "two"))
+    with pytest.raises(CheckpointError, match="step 2 = loss None"):
+        verify_resume._require_equal(one, two, 2)
+    for run in (one, two):
+        run.metrics.write_text(run.metrics.read_text().replace('"loss": NaN, "grad_norm": 1.0', '"targets": 0'))
+    verify_resume._require_equal(one, two, 2)
+    with pytest.raises(CheckpointError, match="step 2 = loss 'of no target'"):
+        verify_resume._require_equal(make_run(tmp_path / "whole", [5.0, 4.0], 1.0), two, 2)
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
