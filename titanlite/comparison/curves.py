@@ -92,6 +92,9 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
             for key, value in row.items():
                 if key not in ("step", "tokens") and (value is None or isinstance(value, int | float)):
                     by_metric.setdefault(key, []).append(row)
+        groups = [key for key in by_metric if key.startswith("grad_norm.")]
+        if "grad_norm" in by_metric and len(groups) == 1:  # it is of all parameters: the same line
+            del by_metric[groups[0]]
         clock = _clock(record)
         places: dict[tuple[int, ...], Places] = {}  # shared by the metrics of the same rows
         for key, rows in by_metric.items():

@@ -6,6 +6,7 @@ steps, tokens or seconds is there once, however many lines share it.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -80,7 +81,7 @@ def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ve
         script=Markup("\n".join(scripts)),
         data=Markup(json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")),
         runs=runs,
-        verdicts=verdicts,
+        verdicts=[(verdict, _size(verdict, records[0].name)) for verdict in verdicts],
         notes=_notes(records, metrics),
         axes=curves["axes"],
         colours=curves["colours"],
@@ -100,6 +101,16 @@ def _note(record: RunRecord) -> str:
     """Say what is unusual about a run, for its legend line."""
     state = record.state if record.state not in ("", "finished") else ""
     return ", ".join(filter(None, (state, "" if record.steps else "no logged step")))
+
+
+def _size(verdict: Verdict, first: str) -> str:
+    """Write the mean difference of a verdict and its interval, as far as there are any."""
+    if math.isnan(verdict.mean_difference):
+        return ""
+    interval = f"interval {verdict.low:+.5f} to {verdict.high:+.5f}"
+    interval = interval if math.isfinite(verdict.high) else "of too few steps for an interval"
+    less = f"{verdict.run} less {first}: mean difference {verdict.mean_difference:+.5f} nats per token"
+    return f"{less}, {interval}, at {verdict.tokens:,} tokens"
 
 
 def _notes(records: Sequence[RunRecord], metrics: Sequence[Metric]) -> list[str]:

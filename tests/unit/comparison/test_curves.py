@@ -42,6 +42,16 @@ def test_every_number_of_a_row_is_a_metric_and_stands_in_its_group() -> None:
     assert math.isnan(dropped.lines[0].values[0])
 
 
+def test_the_norm_of_a_recipe_s_only_group_has_no_chart_beside_that_of_all() -> None:
+    def of(*groups: str) -> RunRecord:
+        norms = {f"{kind}.{group}": 1.0 for kind in ("grad_norm", "weight_norm") for group in groups}
+        return RunRecord("a", [{"step": 1, "tokens": 10, "grad_norm": 1.0} | norms], {}, "", None)
+
+    names = {metric.name for metric in metrics_of([of("all"), of("matrices", "others")])}
+    norms = {f"{kind}.{group}" for kind in ("grad_norm", "weight_norm") for group in ("matrices", "others")}
+    assert names == {"grad_norm", "weight_norm.all"} | norms
+
+
 def test_time_is_the_sum_of_the_steps_and_a_validation_lies_on_it() -> None:
     rows = [
         {"step": 10, "tokens": 100, "loss": 5.0, "seconds": 2.0},  # a mean over ten steps

@@ -2,7 +2,9 @@
 
 import html
 import json
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,39 @@ def test_page_needs_no_network_and_has_all_runs(page: Path) -> None:
     assert "differs: +0.0100 ± 0.0002 at 150 k tokens" in text
     assert "Without a logged step, and so without a line: silent." in text
     assert text.count("console.error(1)</script>") == 0
+
+
+def test_a_card_names_its_run_and_has_no_number_that_is_none(tmp_path: Path) -> None:
+    few, none = (-math.inf, math.inf), (math.nan, math.nan)
+    verdicts = [
+        Verdict("silent", "equal bits", "equal bits in the 2 steps", 0.0, 0.0, 0.0, 9, is_short=True),
+        Verdict("silent", "differs", "differs: +1", 1.0, *few, 9),
+        Verdict("silent", "differs", "differs: no finite loss", math.nan, *none, 9),
+    ]
+    write_report(runs(), tmp_path / "page.html", verdicts)
+    cards = re.findall(r'<p class="verdict (\w+)">(.*?)</p>', (tmp_path / "page.html").read_text(), re.DOTALL)
+    assert [kind for kind, _ in cards] == ["differs"] * 3
+    for verdict, (_, card) in zip(verdicts, cards, strict=True):
+        assert f"<strong>silent: {verdict.line}</strong>" in card
+        assert not re.search(r"[+-]inf|nan", card)
+    assert "too few steps for an interval" in cards[1][1]
+    assert "<span>" not in cards[2][1]
+
+
+@NEEDS_CHROMIUM
+def test_a_narrow_page_has_the_results_whole_and_nothing_beyond_its_edge(tmp_path: Path) -> None:
+    long = [replace(record("mixture_of_experts_bf16_seed_7_second", 20, falling), state="stopped"), *runs()]
+    for row in long[0].rows:
+        row |= {"tokens_per_second_per_gpu": 66192.0, "mfu": 0.4213, "memory_gib": 63.25, "validation_loss": 2.5}
+    write_report(long, tmp_path / "page.html", [verdict(HOSTILE)])
+    script = """const all = [...document.querySelectorAll(".wide")].map(e => [e.scrollWidth, e.clientWidth]);
+      const { scrollWidth, clientWidth } = document.documentElement;
+      console.log(JSON.stringify([innerWidth, [scrollWidth, clientWidth], all[0]]))"""
+    _, (said,) = opened(tmp_path / "page.html", ("--window-size=500,2000",), script, 1000)
+    width, page, results = json.loads(re.findall(r'"(.*)", source', said)[0])
+    assert width == 500
+    assert page[0] <= page[1]
+    assert results[0] <= results[1]
 
 
 @NEEDS_CHROMIUM
