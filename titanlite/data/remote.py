@@ -2,8 +2,9 @@
 
 A file is read in blocks, each a request of its own for a range of bytes. What fails is asked for again after a while,
 from the byte where it broke off, so that a transfer that breaks costs a block. What another try cannot mend is an error
-at once: a name that is not there, credentials, a package that is missing. fsspec and its back ends are imported where
-they are used; without a URL, nothing is.
+at once: a name that is not there, credentials, a package that is missing. Each block is of the version of the file that
+its source was resolved to: over http each answer says so, elsewhere the file is looked at again behind each block.
+fsspec and its back ends are imported where they are used; without a URL, nothing is.
 """
 
 import hashlib
@@ -11,10 +12,12 @@ import importlib
 import io
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from datetime import datetime
+from functools import partial
 from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
 
 from titanlite.errors import DataError
@@ -26,8 +29,8 @@ _TRIES_AT_START = 3
 # Of one request over http, and of one wait of s3fs (which tries 5 times) and gcsfs (6 times). A try and its pause
 # take less than a watchdog lets a run be silent (comm.train_timeout_seconds = 180).
 _REQUEST_S, _TRY_S = 90, 20
-_STAMPS = ("ETag", "etag", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "last_modified", "updated")
-_STAMPS += ("Last-Modified", "modified", "modify", "created")
+_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "Last-Modified", "modified")
+_STAMPS += ("modify", "created")
 _CREDENTIALS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; of a public bucket, FSSPEC_S3_ANON=true",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
@@ -63,8 +66,8 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Return the last part of the URL."""
-        return self.url.rpartition("/")[2]
+        """Return the last part of the URL's path."""
+        return _path_of(self.url).rpartition("/")[2]
 
     @property
     def suffix(self) -> str:
@@ -115,21 +118,95 @@ class _Blocks(io.RawIOBase):
         return len(part)
 
     def _fetch(self, start: int, end: int) -> bytes:
-        url, size = self._file.url, self._file.known.st_size
+        file, fs = self._file, self._fs
 
         def fetch() -> bytes:
-            block = self._fs.cat_file(self._path, start=start, end=end)
-            if len(block) == size > end - start:
-                saw = f"{self._file}: all of its {size / 1e6:,.0f} MB in place of a part"
-                want = f"a server that sends parts of files of more than {_BLOCK_BYTES / 1e6:.0f} MB"
-                fix = "serve it by a server with range requests, or copy it to a disk or a bucket"
-                raise DataError.of("data", self._file.key, saw, want, fix)
+            if file.url.startswith("http"):
+                block = _get(fs, file.url, start, end, partial(_check_answer, file, start, end))
+            else:
+                block = fs.cat_file(self._path, start=start, end=end)
+                fs.invalidate_cache(self._path)
+                if _number(fs.info(self._path)) != file.known.st_mtime_ns:
+                    raise _changed(file, f"its ETag or time is another behind byte {start:,}")
             if len(block) != end - start:
                 raise ConnectionError(f"{len(block)} bytes in place of {end - start}")
             return block
 
         with telling(self._on_retry):
-            return _retried(fetch, url, self._file.key, f"at byte {start:,}")
+            try:
+                return _retried(fetch, file.url, file.key, f"at byte {start:,}")
+            except FileNotFoundError as e:
+                raise _changed(file, "it is no longer there") from e
+
+
+def _get(fs: Any, url: str, start: int, end: int, check: Callable[[int, Mapping[str, str]], object]) -> bytes:
+    """Ask for bytes over http; `check` is called with the answer's status and headers before its body is read."""
+    from fsspec.asyn import sync
+
+    async def get() -> bytes:
+        session = await fs.set_session()
+        asked = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        options = {**fs.kwargs, "headers": {**fs.kwargs.get("headers", {}), **asked}}
+        async with session.get(fs.encode_url(url), **options) as answer:
+            if answer.status in (404, 410):
+                raise FileNotFoundError(url)
+            if answer.status != 416:  # the file ends before the part
+                answer.raise_for_status()
+            check(answer.status, answer.headers)
+            return await answer.read()
+
+    return cast(bytes, sync(fs.loop, get))
+
+
+def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: Mapping[str, str]) -> None:
+    """Refuse an answer over http of another version of the file, or of another part of it."""
+    _refuse_encoded(file.url, file.key, headers.get("Content-Encoding"))
+    size, at = file.known.st_size, f"the answer for byte {start:,}"
+    version = {name: headers[name] for name in ("ETag", "Last-Modified") if name in headers}
+    if status == 416:
+        raise _changed(file, f"{at} is 416, as of a shorter file")
+    if _number(version) != file.known.st_mtime_ns:
+        said = ", ".join(f"{name}: {value}" for name, value in version.items()) or "neither ETag nor Last-Modified"
+        raise _changed(file, f"{at} has {said}")
+    part = headers.get("Content-Range", "no Content-Range")
+    if status == 200 and end - start < size:
+        saw = f"{file}: all of its {size / 1e6:,.0f} MB in place of a part"
+        want = f"a server that sends parts of files of more than {_BLOCK_BYTES / 1e6:.0f} MB"
+    elif status == 200 or (status == 206 and re.fullmatch(rf"bytes[ =]{start}-{end - 1}/({size}|\*)", part)):
+        return
+    else:
+        saw = f"{file}: an answer {status} with {part} in place of bytes {start}-{end - 1}/{size}"
+        want = "the part of the file that was asked for"
+    fix = "serve it by a server with range requests, or copy it to a disk or a bucket"
+    raise DataError.of("data", file.key, saw, want, fix)
+
+
+def _changed(file: RemoteFile, now: str) -> DataError:
+    want = "one version of the file, from its first byte to its last"
+    fix = "run again; if it ends so again, copy the file to a disk or a bucket"
+    return DataError.of("data", file.key, f"{str(file)!r}, which changed during reading: {now}", want, fix)
+
+
+def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
+    """Refuse a file that is compressed on its way: it has no parts, and another size."""
+    if encoding and encoding != "identity":
+        saw = f"{redact_urls(url)!r}, which is sent with Content-Encoding: {encoding}"
+        fix = "have it sent as it is (.jsonl.gz and .jsonl.zst are read), or copy it to a disk or a bucket"
+        raise DataError.of("data", key, saw, "the bytes of the file, of which parts can be asked for", fix)
+
+
+def _number(info: Mapping[str, Any]) -> int:
+    """Return a number for the version of a file: of its strong ETag, or else of all that is known; 0: nothing is."""
+    etag = info.get("ETag") or info.get("etag") or "W/"
+    stamps = [etag] if not etag.startswith("W/") else [info[name] for name in _STAMPS if info.get(name)]
+    # A time may be a number in a list of files, and a datetime of the one file.
+    known = " ".join(f"{s.timestamp() if isinstance(s, datetime) else s}" for s in stamps)
+    return int.from_bytes(hashlib.blake2b(known.encode(), digest_size=7).digest(), "big") if known else 0
+
+
+def _path_of(url: str) -> str:
+    """Return a URL without its query, which http alone has."""
+    return re.split(r"[?#]", url)[0] if url.startswith("http") else url
 
 
 @contextmanager
@@ -218,17 +295,19 @@ def list_files(
         DataError: nothing is there, or it cannot be listed.
     """
     fs, path = filesystem(source, key)
+    named_by = _path_of(path)
 
     def find() -> dict[str, Any]:
         fs.invalidate_cache()
-        if any(mark in path for mark in "*?["):
+        if any(mark in named_by for mark in "*?["):
             found = fs.glob(path, detail=True)
             matched = {name: info for name, info in found.items() if info.get("type") != "directory"}
             for name in found.keys() - matched.keys():
                 below.update(fs.find(name, detail=True))
             return matched
         info = fs.info(path)
-        is_page = info.get("mimetype") == "text/html" and not path.lower().endswith(endings)  # a folder, over http
+        # A folder, over http.
+        is_page = info.get("mimetype") == "text/html" and path == named_by and not path.lower().endswith(endings)
         if info.get("type") == "directory" or is_page:
             below.update(fs.find(f"{path.rstrip('/')}/" if is_page else path, detail=True))
             return {}
@@ -246,7 +325,7 @@ def list_files(
         named = {name: info for name, info in named.items() if "/." not in name[fixed:]}
         below = {name: info for name, info in below.items() if "/." not in name[fixed:]}
     of_folders = below.keys() - named.keys()
-    taken = named | {name: below[name] for name in of_folders if name.lower().endswith(endings)}
+    taken = named | {name: below[name] for name in of_folders if _path_of(name).lower().endswith(endings)}
     passed = sorted(of_folders - taken.keys())
     if not taken:
         there = f"a folder of {len(passed):,} others" if passed else "which matches no file"
@@ -264,16 +343,24 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
     url = name if "://" in name else f"{scheme}://{name.lstrip('/') if scheme != 'file' else name}"
     if info.get("size") is None:
         info = _retried(lambda: fs.info(name), url, key, "while it was looked at")
+    _refuse_encoded(url, key, info.get("contentEncoding"))
     size = info.get("size")
     if size is None:
         want, fix = "a server that says how large the file is", "copy the file to a disk or a bucket"
-        raise DataError.of("data", key, f"{redact_urls(url)!r}, whose size is not known", want, fix)
-    stamp = " ".join(f"{info[name]}" for name in _STAMPS if info.get(name))
-    if not stamp:
+        unknown = DataError.of("data", key, f"{redact_urls(url)!r}, whose size is not known", want, fix)
+
+        def refuse(_: int, headers: Mapping[str, str]) -> None:
+            _refuse_encoded(url, key, headers.get("Content-Encoding"))
+            raise unknown
+
+        if url.startswith("http"):  # where what is compressed on its way has none
+            _retried(lambda: _get(fs, url, 0, 1, refuse), url, key, "while it was looked at")
+        raise unknown
+    number = _number(info)
+    if not number:
         saw = f"{redact_urls(url)!r}, of which nothing but the size is known"
         want = "a server that gives an ETag or Last-Modified, so that a changed file is not taken for the same"
         raise DataError.of("data", key, saw, want, "copy the file to a disk or a bucket")
-    number = int.from_bytes(hashlib.blake2b(stamp.encode(), digest_size=7).digest(), "big")
     return RemoteFile(url, key, RemoteStat(int(size), number))
 
 
@@ -326,7 +413,7 @@ def _refused(e: Exception, url: str, key: str) -> DataError:
     if _lacks_credentials(e):
         want = "files that may be read, with the credentials that this process has"
         scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
-        of_others = "give user and password, as https://USER:PASSWORD@HOST/, or what the server asks for"
+        of_others = "give user and password, as https://USER:PASSWORD@HOST/, or a URL that is signed anew"
         fix = _CREDENTIALS.get(scheme, of_others)
     return DataError.of("data", key, f"{redact_urls(url)!r}: {_in_one_line(e)}", want, fix)
 

@@ -101,10 +101,11 @@ def resolve(source: str, key: str = "data.source") -> Source:
     if source.startswith("hf:"):
         return _resolve_dataset(source, key)
     refuse_chained(source, key)
-    if f"://{STAR}@" in source:
-        saw = f"{source!r}, from which the record of a run has left user and password out"
+    if f"://{STAR}@" in source or (is_url(source) and f"={STAR}" in source):
+        left_out = "user and password" if f"://{STAR}@" in source else "a token"
+        saw = f"{source!r}, from which the record of a run has left {left_out} out"
         fix = f"write them where {STAR} stands, or give the URL again with --{key}"
-        raise DataError.of("data", key, saw, "the URL with both", fix)
+        raise DataError.of("data", key, saw, "the whole URL", fix)
     if is_url(source):
         return _resolve_url(source, key)
     walk = _Walk(source, key)
@@ -136,7 +137,7 @@ def files_below(source: str, key: str, folder: str) -> Iterator[str]:
 
 def ending(file: SourceFile | str) -> str:
     """Return the one of `SUFFIXES` that a file's name ends in, in whatever case it is written; "" if it is none."""
-    name = os.path.basename(str(file)).lower()
+    name = (file if isinstance(file, str) else file.name).lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
@@ -150,7 +151,8 @@ def _resolve_url(source: str, key: str) -> Source:
     name = redact_urls(source)
     if unknown := [f for f in files if not ending(f.name)]:
         saw = f"{name!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
-        raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), "narrow the pattern")
+        fix = "narrow the pattern, or copy them to a disk or a bucket under such names"
+        raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), fix)
     if any(ending(f.name) == ".bin" for f in files):
         want = "text: token files are read at random places, as a disk of this host can"
         fix = "copy them to a disk of this host, and name that"

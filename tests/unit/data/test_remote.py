@@ -247,7 +247,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_HEAD(self) -> None:
-        self._answer(with_content=False)
+        self._answer(n_bytes=0)
 
     def do_GET(self) -> None:
         Handler.n += 1
@@ -255,15 +255,12 @@ class Handler(BaseHTTPRequestHandler):
             if Handler.n % 2:
                 self.send_error(503)
             else:  # in the middle of the answer
-                self.send_response(206)
-                self.send_header("Content-Length", "1000")
-                self.end_headers()
-                self.wfile.write(b"only this")
+                self._answer(n_bytes=9)
                 self.close_connection = True
             return
-        self._answer(with_content=True)
+        self._answer()
 
-    def _answer(self, with_content: bool) -> None:
+    def _answer(self, n_bytes: int | None = None) -> None:
         path = self.folder / self.path.lstrip("/")
         if not path.is_file():
             self.send_error(404)
@@ -280,8 +277,7 @@ class Handler(BaseHTTPRequestHandler):
         if asked:
             self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
         self.end_headers()
-        if with_content:
-            self.wfile.write(content[start:end])
+        self.wfile.write(content[start:end][:n_bytes])
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -344,10 +340,17 @@ def test_a_retry_in_a_thread_of_the_reader_is_told(monkeypatch: pytest.MonkeyPat
                 raise ConnectionError("away")
             return b"abc"
 
+        def invalidate_cache(self, path: str) -> None: ...
+
+        def info(self, path: str) -> dict[str, str]:
+            return {"ETag": '"a"'}
+
     monkeypatch.setattr(remote, "filesystem", lambda url, key: (Away(), "x"))
     monkeypatch.setattr(remote, "_PAUSES_S", (0.01,))
     with remote.telling(lines.append):
-        file = remote.RemoteFile("memory://x", "data.source", remote.RemoteStat(3, 0)).open()
+        file = remote.RemoteFile(
+            "memory://x", "data.source", remote.RemoteStat(3, remote._number({"ETag": '"a"'}))
+        ).open()
     reader = Thread(target=file.read)
     reader.start()
     reader.join()
