@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlite.data.progress import Progress
-from titanlite.data.unfinished import read_made
+from titanlite.data.unfinished import PROGRESS, read_made
 from titanlite.durable import open_plain
 from titanlite.errors import DataError
 from titanlite.redact import redact
@@ -39,8 +39,8 @@ def make_once(
 
     Args:
         folder: what is wanted; its parent exists.
-        make: called with the folder to fill, which holds what an earlier process has left there if that says how far it
-            is (`unfinished.py`), else nothing; and with a function to call with the bytes read so far.
+        make: called with the folder to fill, which holds what an earlier process has left there if that has said how
+            far it was (`unfinished.py`), else nothing; and with a function to call with the bytes read so far.
         terms: what decides whether `make` fails; a failure is shared by those who waited on equal ones.
         progress: shows the work, of this process or of the one that is waited for.
         total: bytes to read, if known.
@@ -69,7 +69,7 @@ def make_once(
         unfinished = unfinished_of(folder)
         if unfinished.is_symlink() or unfinished.is_file():
             unfinished.unlink()
-        elif unfinished.exists() and read_made(unfinished) is None:
+        elif unfinished.exists() and not (unfinished / PROGRESS).exists():
             shutil.rmtree(unfinished)
         unfinished.mkdir(exist_ok=True)
 

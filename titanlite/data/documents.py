@@ -254,7 +254,12 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         if source.files and (files := own_files(builder, split)):
             yield from documents(replace(source, kind="text", files=files, dataset=None), text_key, tally)
             return
-        number = tally.record
+        number, revision = tally.record, str(builder.hash)
+        if number and tally.revision != revision:
+            saw = f"{source.name!r}, of which {number:,} rows are of revision {tally.revision}; now it is {revision}"
+            fix = "delete its folder in data.cache_dir that ends in .unfinished, and run again"
+            raise DataError.of("data", source.key, saw, "one revision of the dataset", fix)
+        tally.revision = revision
         rows: Any = builder.as_streaming_dataset(split=split)
         for row in rows.skip(number) if number else rows:
             tally.record = number = number + 1

@@ -13,7 +13,6 @@ predicted once in an epoch.
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from titanlite.data.progress import Progress
 from titanlite.data.shards import BLOCK_BYTES, TokenShards, block_hash, block_hashes
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
-from titanlite.json_file import read_json
+from titanlite.json_file import read_json, with_hash, without_hash
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 _VERSION = 1
@@ -102,7 +101,7 @@ class PackedSamples:
     def __init__(self, shards: TokenShards, folder: Path) -> None:
         self.folder, self._shards = folder, shards
         try:
-            meta: dict[str, Any] = read_json(folder / "meta.json")
+            meta = without_hash(read_json(folder / "meta.json"), is_required=False)
             if (meta["version"], meta["fingerprint"]) != (_VERSION, shards.fingerprint):
                 raise ValueError(f"version {meta['version']}, of tokens with the fingerprint {meta['fingerprint']}")
             self.counts = PackingCounts(**meta["counts"])
@@ -175,7 +174,7 @@ def pack_documents(shards: TokenShards, seq_len: int, separator: int, progress: 
         hashes = {name: block_hashes(unfinished / name) for name in ("spans.bin", "offsets.bin")}
         of_shards = {"version": _VERSION, "fingerprint": shards.fingerprint, "separator": separator}
         content = {**of_shards, "counts": dataclasses.asdict(counts), "hashes": hashes}
-        write_durably(unfinished / "meta.json", json.dumps(content, indent=1))
+        write_durably(unfinished / "meta.json", with_hash(content, indent=1))
 
     shown = Progress(f"packing {shards.meta.source} for samples of {seq_len:,} tokens", progress)
     make_once(folder, make, "packing", shown, shards.tokens * itemsize)

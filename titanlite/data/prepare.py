@@ -35,7 +35,7 @@ from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
-from titanlite.data.unfinished import empty, end, read_wanted, want, wanted_of
+from titanlite.data.unfinished import PROGRESS, empty, end, read_wanted, want, wanted_of
 from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
@@ -263,11 +263,14 @@ class _Tokenizing:
         source, data = self.planned.source, self.planned.data
         max_tokens, self._tally = max_tokens_of(source, data), new_tally(source, data, self.progress.say)
         self._tally.on_progress = self._on_progress
+        is_begun = (self.folder / PROGRESS).exists()
         with ShardWriter(self.folder, self.planned.dtype) as self._writer:
             if (kept := self._writer.go_on(lambda: self.report(0))) is not None:
                 there = f"{self._writer.tokens:,} tokens are there from an earlier start, and it goes on from them"
                 self.progress.say(f"{source.name}: {there}")
                 self._tally.go_on(kept)
+            elif is_begun:
+                self.progress.say(f"{source.name}: what an earlier start has left is damaged, and is made anew")
             self._published = time.monotonic()
             for batch in encode(source, data.text_key, self.tokenizer, self._tally, max_tokens):
                 for encoded in batch:

@@ -14,18 +14,17 @@ first token is read.
 
 import dataclasses
 import hashlib
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_origin
+from typing import TypeVar, get_origin
 
 import numpy as np
 import xxhash
 
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
-from titanlite.json_file import read_json
+from titanlite.json_file import read_json, with_hash, without_hash
 from titanlite.redact import redact_tree
 
 VERSION = 1
@@ -78,7 +77,7 @@ class Meta:
         """Write meta.json, to be readable after a power cut."""
         content = dataclasses.asdict(self)
         content = redact_tree(content) | {"shards": content["shards"]}  # whose paths are opened
-        write_durably(folder / "meta.json", json.dumps(content, indent=1))
+        write_durably(folder / "meta.json", with_hash(content, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> "Meta":
@@ -88,7 +87,7 @@ class Meta:
             DataError: it is missing, or not what this version writes.
         """
         try:
-            content: dict[str, Any] = read_json(folder / "meta.json")
+            content = without_hash(read_json(folder / "meta.json"), is_required=False)
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']}")
             for name in ("bad_records", "skipped"):

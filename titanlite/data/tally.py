@@ -18,7 +18,7 @@ _TOO_LARGE = "larger than data.max_record_mib"
 # What a restart goes on from: all that was met before the place that has been reached.
 _KEPT = (
     *("file", "start", "record", "n_bytes", "n_unpacked", "n_documents", "n_tokens", "n_text_bytes", "n_unknown"),
-    *("n_bad", "bad", "skipped"),
+    *("n_bad", "bad", "skipped", "revision"),
 )
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
 
@@ -46,6 +46,7 @@ class Tally:
     max_record_mib: int = Data.max_record_mib
     on_progress: Callable[[], object] = lambda: None  # called every few MB
     notify: Callable[[str], object] = lambda line: None  # called with what the user is to know at once
+    revision: str = ""  # of a dataset on the hub
     n_unpacked: int = 0  # bytes of text or records, after decompression
     is_ended: bool = False  # by a record that is too large, and one too many
     _file: object = None  # that is read, until the user is notified of it

@@ -1,15 +1,14 @@
 """Say how far a folder of token shards is that is still being made: to who reads it, and to who goes on with it.
 
 Beside the shards lies `progress.json`, replaced as a whole: which tokens are there to stay, and what reading the source
-had met by then. Each shard that is full has a `.json` of its own beside it, with its hashes. What `progress.json` says
-is on disk before it says so, and is never taken back: it ends with a document, and only good documents are counted.
-What lies behind it is not looked at, and is written again after a restart. All these files are gone soon after
-the folder got its name.
+had met by then. Each shard that is full has a `.json` of its own beside it, with its hashes; both kinds of file have a
+hash of themselves. What `progress.json` says is on disk before it says so, and is never taken back: it ends with a
+document, and only good documents are counted. What lies behind it is not looked at, and is written again after a
+restart. All these files are gone soon after the folder got its name.
 """
 
 import dataclasses
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import xxhash
 
 from titanlite.data.shards import BLOCK_BYTES, VERSION, Shard, block_hash, token_hash, typed
 from titanlite.durable import read_plain, write_durably
-from titanlite.json_file import parse_json
+from titanlite.json_file import parse_json, with_hash, without_hash
 
 PROGRESS = "progress.json"
 
@@ -43,7 +42,7 @@ class Made:
 
     def write(self, folder: Path) -> None:
         """Replace what the folder says, durably."""
-        write_durably(folder / PROGRESS, json.dumps(dataclasses.asdict(self)))
+        write_durably(folder / PROGRESS, with_hash(dataclasses.asdict(self)))
 
 
 def shard_name(number: int) -> str:
@@ -53,7 +52,7 @@ def shard_name(number: int) -> str:
 
 def write_shard(folder: Path, shard: Shard) -> None:
     """Say what is in a shard that is full."""
-    write_durably((folder / shard.path).with_suffix(".json"), json.dumps(dataclasses.asdict(shard)))
+    write_durably((folder / shard.path).with_suffix(".json"), with_hash(dataclasses.asdict(shard)))
 
 
 def read_shard(folder: Path, number: int) -> Shard:
@@ -63,15 +62,16 @@ def read_shard(folder: Path, number: int) -> Shard:
         OSError: it is not there, or cannot be read.
         ValueError: it is damaged, as TypeError and KeyError.
     """
-    content = parse_json(read_plain((folder / shard_name(number)).with_suffix(".json")))
-    return typed(Shard(**content | {"hashes": tuple(content["hashes"])}))
+    content = without_hash(parse_json(read_plain((folder / shard_name(number)).with_suffix(".json"))))
+    content["hashes"] = tuple(content["hashes"])
+    return typed(Shard(**content))
 
 
 def read_made(folder: Path) -> Made | None:
     """Read how far a folder is; None if it does not say so, as before its first document and when it is done."""
     try:
-        made = typed(Made(**parse_json(read_plain(folder / PROGRESS))))
-    except (OSError, ValueError, TypeError):
+        made = typed(Made(**without_hash(parse_json(read_plain(folder / PROGRESS)))))
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     return made if made.version == VERSION else None
 

@@ -164,6 +164,17 @@ def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str, d
         PackedSamples(shards, folder).read(0)
 
 
+@pytest.mark.parametrize(("was", "now"), [('"bins": 3', '"bins": 2'), ('"separator": 7', '"separator": 8')])
+def test_a_number_of_an_index_that_has_changed_is_damage(tmp_path: Path, was: str, now: str) -> None:
+    shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
+    meta = pack_documents(shards, 8, SEPARATOR, progress=False).folder / "meta.json"
+    content = meta.read_text()
+    assert was in content
+    meta.write_text(content.replace(was, now))
+    with pytest.raises(DataError, match="another content than that of its hash"):
+        pack_documents(shards, 8, SEPARATOR, progress=False)
+
+
 def test_later_blocks_of_an_index_are_checked_too(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, row_of([2] * 50_000), 50_000)
     samples = pack_documents(shards, 2, SEPARATOR, progress=False)

@@ -5,7 +5,7 @@ import gzip
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -147,8 +147,23 @@ def test_what_was_bad_before_counts_after_a_restart(tmp_path: Path, monkeypatch:
     assert more.meta == whole.meta
 
 
-@pytest.mark.parametrize("damage", ["a full shard", "the last shard", "a shard is gone", "progress"])
-def test_what_is_not_as_it_was_is_made_anew(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes | None]]] = {
+    "a full shard": ("shard-00000.bin", lambda content: b"?" + content[1:]),
+    "the last shard": ("shard-0000N.bin", lambda content: b"?" + content[1:]),
+    "a shard is gone": ("shard-00000.bin", lambda content: None),
+    "progress": ("progress.json", lambda content: b"{"),
+    "progress is a list": ("progress.json", lambda content: b"[]"),
+    "a number of progress": ("progress.json", lambda content: content.replace(b'"record": 1', b'"record": 2')),
+    "a type in progress": ("progress.json", lambda content: content.replace(b'"record": 1', b'"record": "1"')),
+    "progress without hash": ("progress.json", lambda content: content.replace(b'"hash"', b'"other"')),
+    "a number of a full shard": ("shard-00000.json", lambda content: content.replace(b'"max_id": 1', b'"max_id": 2')),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_as_it_was_is_made_anew(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = write("jsonl", tmp_path / "in")
     data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
 
@@ -163,22 +178,56 @@ def test_what_is_not_as_it_was_is_made_anew(damage: str, tmp_path: Path, monkeyp
         with pytest.raises(Killed):
             prepare(source, data, 256, progress=False)
     (folder,) = (tmp_path / "cache").glob("*.unfinished")
-    shards = sorted(folder.glob("*.bin"))
     made = read_made(folder)
     assert made is not None
     assert made.n_shards > 0
     assert made.tokens > 0
-    if damage == "progress":
-        (folder / "progress.json").write_text("{")
-    elif damage == "a shard is gone":
-        shards[0].unlink()
+    name, change = DAMAGES[damage]
+    path = folder / name.replace("N", str(made.n_shards))
+    before = path.read_bytes()
+    if (after := change(before)) is None:
+        path.unlink()
     else:
-        path = shards[0] if damage == "a full shard" else shards[made.n_shards]
-        path.write_bytes(b"?" + path.read_bytes()[1:])
-    again = prepare(source, data, 256, progress=False)
+        assert after != before
+        path.write_bytes(after)
+    again = prepare(source, data, 256, progress=True)
+    assert "what an earlier start has left is damaged, and is made anew" in capfd.readouterr().err
     whole = prepare(source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
     assert content(again.folder) == content(whole.folder)
     assert Meta.read(again.folder).tokens == whole.tokens
+
+
+def test_a_dataset_of_the_hub_goes_on_with_the_revision_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{i} " * 80}) for i in range(20)))
+    load, revision, left = datasets.load_dataset_builder, "0a1b", 2
+
+    def load_from_hub(*_: object) -> object:
+        builder = load(str(tmp_path / "hub"))
+        builder.hash = revision
+        return builder
+
+    def killed_there(*args: object) -> Iterator[list[Encoded]]:
+        for n, batch in enumerate(encode(*args)):  # type: ignore[arg-type]
+            if n == left:
+                raise Killed
+            yield batch
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_from_hub)
+    monkeypatch.setattr(module, "encode", killed_there)
+    data = Data("hf:a/b", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(Killed):
+        prepare(data.source, data, 256, progress=False)
+    left, revision = 100, "2c3d"
+    with pytest.raises(DataError, match=r"are of revision 0a1b; now it is 2c3d\n.*\n.*fix:  delete .*\.unfinished"):
+        prepare(data.source, data, 256, progress=False)
+    revision = "0a1b"
+    again = prepare(data.source, data, 256, progress=False)
+    whole = prepare(data.source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    assert content(again.folder) == content(whole.folder)
 
 
 @pytest.mark.parametrize("failing", ["write", "rename"])

@@ -145,8 +145,9 @@ def test_a_block_is_held_against_its_hash_before_it_is_read(tmp_path: Path, smal
 def test_shards_without_hashes_have_no_larger_ids_than_they_had(tmp_path: Path, small_blocks: None) -> None:
     make_shards(tmp_path / "s", np.arange(250))
     meta = json.loads((tmp_path / "s" / "meta.json").read_text())
+    del meta["hash"]  # as an earlier version wrote them
     for shard in meta["shards"]:
-        del shard["hashes"]  # as an earlier version wrote them
+        del shard["hashes"]
     (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
     assert np.array_equal(TokenShards(tmp_path / "s").read(0, 250), np.arange(250))
     file = tmp_path / "s" / "shard-00001.bin"
@@ -238,6 +239,10 @@ def test_meta_with_a_value_that_cannot_be(
     make_shards(tmp_path / "s", np.arange(250))
     path = tmp_path / "s" / "meta.json"
     change(meta := json.loads(path.read_text()))
+    path.write_text(json.dumps(meta))
+    with pytest.raises(DataError, match="token shards = ValueError: another content than that of its hash"):
+        TokenShards(tmp_path / "s")
+    del meta["hash"]
     path.write_text(json.dumps(meta))
     with pytest.raises(DataError, match=f"token shards = {said}"):
         TokenShards(tmp_path / "s")
