@@ -18,13 +18,17 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from titanlite.config.schema import Data
 from titanlite.data.dataset_folder import builder_of, left_out, own_files
 from titanlite.data.parquet import column_values, no_such_field, open_column, text_bytes
-from titanlite.data.sources import CODECS, JSON_LINES, Source, SourceFile, ending, unreadable
+from titanlite.data.sources import BEGINNINGS, CODECS, JSON_LINES, Source, SourceFile, ending, unreadable
 from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import is_panic
 from titanlite.errors import DataError
 from titanlite.json_file import parse_json
 
 _BLOCK_BYTES = 1 << 22  # of a text file that are read at once
+_OTHER_KINDS = (
+    *((begin.lower(), kind) for begin, kind in BEGINNINGS),
+    *((b"<!doctype html", "a page of HTML"), (b"<html", "a page of HTML"), (b"\xff\xfe", "UTF-16")),
+)
 _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
 
 
@@ -132,7 +136,7 @@ def _first_error(file: SourceFile) -> tuple[str, str] | None:
                 n_lines += decoder.decode(chunk, final=is_last).count("\n")
             except UnicodeDecodeError as e:  # of the chunk and the half of a character that was left before it
                 line = n_lines + e.object.count(b"\n", 0, e.start) + 1
-                return f"{file}:{line}", _not_utf8(e, n_bytes - len(e.object))
+                return f"{file}:{line}", _not_utf8(e, before := n_bytes - len(e.object)) + _kind(e.object, before)
     return None
 
 
@@ -195,11 +199,11 @@ def _jsonl_documents(file: SourceFile, text_key: str, tally: Tally, passed: int)
             if isinstance(text, str):
                 text.encode()  # JSON can spell half a surrogate pair, which is no text
         except UnicodeDecodeError as e:
-            tally.add_bad(f"{file}:{number}", _not_utf8(e))
+            tally.add_bad(f"{file}:{number}", _not_utf8(e) + _kind(line, number - 1))
         except UnicodeEncodeError:
             tally.add_bad(f"{file}:{number}", f"field {text_key!r} holds half a surrogate pair")
         except ValueError as e:
-            tally.add_bad(f"{file}:{number}", f"not JSON: {e}")
+            tally.add_bad(f"{file}:{number}", f"not JSON: {e}{_kind(line, number - 1)}")
         else:
             yield from _record_document(f"{file}:{number}", record, text_key, tally)
 
@@ -285,6 +289,12 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         saw = f"{source.name!r}: {type(e).__name__}: {e}"
         want = f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`"
         raise DataError.of("data", source.key, saw, want, fix) from e
+
+
+def _kind(content: bytes, before: int) -> str:
+    """Say what else a file seems to be, by the content that nothing is `before`."""
+    found = next((kind for begin, kind in _OTHER_KINDS if content[:32].lower().startswith(begin)), "")
+    return f"; it begins as {found}" if found and not before else ""
 
 
 def _not_utf8(e: UnicodeDecodeError, before: int = 0) -> str:

@@ -39,6 +39,14 @@ _UNFINISHED = tuple(
     for name in SUFFIXES
     for end in (".aria2", ".crdownload", ".download", ".incomplete", ".part", ".partial", ".tmp")
 )
+BEGINNINGS = (
+    (b"\x1f\x8b\x08", "gzip"),
+    (b"\x28\xb5\x2f\xfd", "zstd"),
+    (b"PK\3\4", "a zip archive, as torch.save writes one"),
+    (b"PAR1", "Parquet"),
+    (b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched"),
+)
+"""Of what files begin with, the kind that it shows, whatever their names say."""
 
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
@@ -197,6 +205,8 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
 def unreadable(source: str, key: str, path: SourceFile | str, e: OSError) -> DataError:
     """Make the error to raise where a file or folder of a source cannot be read."""
     want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
+    if e.errno is None:  # of what unpacks it
+        want, fix = "a whole file of the kind that its name says", "fetch or write it again, or rename it"
     return DataError.of("data", key, f"{source!r}: {path}: {e.strerror or e}", want, fix)
 
 
@@ -326,6 +336,9 @@ def _resolve_dataset(source: str, key: str) -> Source:
         fix = "write the dataset's name on the hub, or the path of its folder"
         raise DataError.of("data", key, repr(source), want, fix)
     path = os.path.expanduser(parts[0])
+    if path.startswith("//"):
+        name = "/".join(path.removeprefix("//").removeprefix("datasets/").split("/")[:2])
+        raise DataError.of("data", key, f"{source!r}, a URL", want, f"hf:{name}, and the config or split behind it")
     if not path.startswith(("/", ".")) and os.path.isdir(path):
         saw = f"{source!r}, the name of a dataset of the hub and of a folder in the working directory, {Path.cwd()}"
         fix = f"{source.replace('hf:', 'hf:./', 1)} for the folder; for the hub, start in another directory"

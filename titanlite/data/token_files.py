@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.data.shards import BLOCK_BYTES, Meta, Shard, block_hash, token_hash
-from titanlite.data.sources import Source
+from titanlite.data.sources import BEGINNINGS, Source
 from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
@@ -28,10 +28,9 @@ _HEADERS = (  # by what a file begins with; and what reads the ids behind it
     (struct.pack("<2i", 20240801, 7), "llm.c's header", "np.fromfile({file!r}, '<u4', offset=1024)"),
     (b"LITPKDS", "lit-gpt's header", ""),
     (b"MMIDIDX", "Megatron's index, not its ids", ""),
-    (b"PK\3\4", "a zip archive, as torch.save writes one", ""),
-    (b"\x1f\x8b\x08", "gzip", ""),
-    (b"\x28\xb5\x2f\xfd", "zstd", ""),
+    *((begin, kind, "") for begin, kind in BEGINNINGS),
 )
+_LARGEST_ID, _FEW_IDS = 1 << 20, 8  # as a floating-point number; and different ones that padding may have
 _MEGATRON = "<9sQBQQ"  # its index: magic, version, type, sequences, documents; int32 lengths; int64 places, in bytes
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 
@@ -201,7 +200,7 @@ def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
             (place,) = struct.unpack("<q", data.read(8)) if n else (0,)
     except FileNotFoundError:
         return None
-    except (OSError, struct.error) as e:
+    except (OSError, ValueError, struct.error) as e:
         raise _ids_error(source, f"{index}: {e}", "an index that can be read", "copy it again, or delete it") from e
     dtype = _readable(source, index, _MEGATRON_TYPES.get(code, f"type {code}"))
     end = place + length * np.dtype(dtype).itemsize
@@ -220,7 +219,7 @@ def _readable(source: Source, file: Path, stated: str) -> str:
     if dtype.kind in "iu" and dtype.itemsize in (2, 4) and dtype == dtype.newbyteorder("<"):
         return f"uint{8 * dtype.itemsize}"
     saw = f"{source.name!r}: {file} states {stated!r}"
-    code = dtype.str if dtype.kind in "iu" else "TYPE"
+    code = dtype.str if dtype.kind in "iuf" else "TYPE"
     fix = f"{_conversion(code, 'FILE', '<u4')}, and state uint32"
     raise _ids_error(source, saw, "ids of 16 or 32 bits, little-endian", fix)
 
@@ -253,11 +252,18 @@ def _check_type(source: Source, file: Path, dtype: str, data: bytes) -> None:
 def _type_shown(data: np.ndarray) -> str | None:
     """Return the type that bytes, [N, 8], show, by numpy's code; None if they may be any.
 
-    Ids are small numbers: those of 32 or 64 bits leave upper bytes zero. Of ids of 16 bits, the lower byte takes all
-    values within a few thousand ids, the upper one fewer. In text no byte is 255.
+    Ids are small numbers: those of 32 or 64 bits leave upper bytes zero, and as floating-point numbers they are whole.
+    Of ids of 16 bits, the lower byte takes all values within a few thousand ids, the upper one fewer. In text no byte
+    is 255.
     """
     if data.size < _LEAST_BYTES or np.count_nonzero(data) < _LEAST_BYTES // 8:
         return None
+    for code in ("<f4", ">f4", "<f8", ">f8"):
+        values = data.view(code)
+        with np.errstate(invalid="ignore"):
+            are_ids = ((values >= 0) & (values < _LARGEST_ID) & (values == np.floor(values))).all()
+        if are_ids and len(np.unique(values)) > _FEW_IDS:
+            return code
     largest = data.max(0).tolist()
     for order, tops in (("<", largest), (">", largest[::-1])):
         if not any(tops[3:]):

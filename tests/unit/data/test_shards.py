@@ -377,6 +377,10 @@ WRITTEN = {  # what people write: numpy's code, and how it is called
     ">u4": "big-endian uint32",
     ">u2": "big-endian uint16",
     "u1": "text, or ids of one byte",
+    "<f4": "float32",
+    ">f4": "big-endian float32",
+    "<f8": "float64",
+    ">f8": "big-endian float64",
 }
 
 
@@ -418,8 +422,10 @@ def test_ids_of_the_right_type_are_never_refused(n: int, vocab_size: int, tmp_pa
     ended[:20_000].tofile(tmp_path / "in" / "zz_ends_0.bin")
     ended[20_000:].tofile(tmp_path / "in" / "zz_ends_1.bin")
     padded.tofile(tmp_path / "in" / "padded.bin")
-    made = *made, padded, long.ravel(), ended
-    assert np.array_equal(open_files(tmp_path, vocab_size).read(0, 3 * n + 160_000), np.concatenate(made))
+    whole = np.full(20_000, min(0x4900, vocab_size - 1), dtype)  # of which two are a whole number as one float32
+    whole.tofile(tmp_path / "in" / "zz_whole.bin")
+    made = *made, padded, long.ravel(), ended, whole
+    assert np.array_equal(open_files(tmp_path, vocab_size).read(0, 3 * n + 180_000), np.concatenate(made))
 
 
 def test_the_conversion_that_a_refusal_names_makes_it_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,6 +464,8 @@ def test_the_conversion_that_a_refusal_names_makes_it_right(tmp_path: Path, monk
         (b"PK\x03\x04", "a zip archive"),
         (b"\x1f\x8b\x08\x00", "gzip"),
         (b"\x28\xb5\x2f\xfd", "zstd"),
+        (b"PAR1", "Parquet"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
     ],
 )
 def test_headers_are_no_ids(head: bytes, said: str, tmp_path: Path) -> None:
@@ -496,9 +504,10 @@ def test_an_index_of_megatron_states_the_type(tmp_path: Path) -> None:
     (tmp_path / "in" / "meta.json").write_text('{"dtype": "uint16"}')
     with pytest.raises(DataError, match=r"uint32 for .*, uint16 for (.|\n)*want: one type of ids"):
         open_files(tmp_path, 1000)
-    file.with_suffix(".idx").write_bytes(b"MMIDIDX\0\0")
-    with pytest.raises(DataError, match=r"want: an index that can be read"):
-        open_files(tmp_path, 1000)
+    for head in (b"MMIDIDX\0\0", b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 8, 2**64 - 1, 1)):
+        file.with_suffix(".idx").write_bytes(head)
+        with pytest.raises(DataError, match=r"want: an index that can be read"):
+            open_files(tmp_path, 1000)
 
 
 @pytest.mark.parametrize("stated", ["int64", "<u8", ">u2", "uint8", "float32", "torch.int64", "i4,i4", "("])

@@ -260,6 +260,7 @@ def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
         ("there/c4", "any folders"),
         ("allenai/c4.txt", "any folders"),
         ("./c4", "any folders"),
+        ("hf://datasets/allenai/c4/en/a.json.gz", "hf:allenai/c4, and the config or split behind it"),
     ],
 )
 def test_what_is_no_path_may_have_been_meant_as_something_else(
@@ -319,8 +320,26 @@ def test_compressed_records(tmp_path: Path, name: str) -> None:
         check_text_key(resolve(f"{tmp_path}/{name}"), Data(text_key="body"))
     for damaged in (whole[:-20], b"no such format"):
         (tmp_path / name).write_bytes(damaged)
-        with pytest.raises(DataError, match=rf"{name}: .*(Truncated|failed)"):
+        with pytest.raises(DataError, match=rf"{name}: .*(Truncated|failed).*\n.*a whole file of the kind"):
             read(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (gzip.compress(b"text"), "gzip"),
+        (pyarrow.Codec("zstd").compress(b"text", asbytes=True), "zstd"),
+        (b"PAR1\xff\xff", "Parquet"),
+        ("text".encode("utf-16"), "UTF-16"),
+        (b"<!DOCTYPE html>\xff", "a page of HTML"),
+        (b"version https://git-lfs.github.com/spec/v1\xff", "a pointer of Git LFS"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_what_is_another_kind_than_its_name_says_is_named(name: str, content: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}:1: not .*; it begins as {kind}"):
+        read(f"{tmp_path}/{name}")
 
 
 def test_text_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
