@@ -10,7 +10,6 @@ reads one parameter after the other and keeps its slice.
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -32,6 +31,7 @@ from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
+from titanlite.config.weight_shapes import full_name
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
 from titanlite.errors import CheckpointError, describe
 from titanlite.float8.weight import local_data
@@ -40,8 +40,6 @@ from titanlite.models.hugging_face import our_weight, their_weights
 from titanlite.parallel.initialise import local_slice
 
 _FILE_BYTES = 5_000_000_000  # of weights in one file, as transformers itself writes them
-# Tables of positions and masks, which older releases of transformers saved beside the weights.
-_BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 
 
 def export_checkpoint(
@@ -145,12 +143,10 @@ def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping
     """Load the weights; return how many were read, and a sum over all their bits."""
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
-        base = layout.names["norm"].partition(".")[0]  # a model that was saved without its head does not say it
         places: dict[str, list[tuple[Path, str]]] = {}
         for file, content in saved.items():
             for name in content.keys():  # noqa: SIM118  it is no mapping
-                key = name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}"
-                if not _BUFFER.search(name):
+                if key := full_name(layout, name):
                     places.setdefault(key, []).append((file, name))
         twice = [f"{key} ({', '.join(f'{n} in {f.name}' for f, n in of)})" for key, of in places.items() if len(of) > 1]
         require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")

@@ -26,6 +26,7 @@ from titanlite.config.hugging_face import (
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Config
+from titanlite.config.weight_shapes import odd_weights
 from titanlite.json_file import read_json
 
 FROM_CHECKPOINT = "from_checkpoint"  # as model.flavor: the dimensions are those of the folder
@@ -51,9 +52,14 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         content = cast(dict[str, Any], read_json(file))
         kind = content.get("model_type")
         architecture = next((name for name, layout in LAYOUTS.items() if layout.model_type == kind), None)
-        theirs = _meaning(architecture, content) if architecture else {}
     except _UNREADABLE as error:
         _add_unreadable(path, error, problems, key)
+        return None
+    try:
+        theirs = _meaning(architecture, content) if architecture else {}
+    except _UNREADABLE as error:
+        want = f"a config.json of {kind} as transformers writes it; its values are of other types ({error})"
+        problems.add(key, show(path), want, "fetch the folder again")
         return None
     if architecture is None:
         types = ", ".join(layout.model_type for layout in LAYOUTS.values())
@@ -65,11 +71,13 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
     if recipe is not None and not own:
         check_model(recipe, own)
     if recipe is None or own:
-        wrong = own.wrong_keys()
-        wrong |= {ours.partition(".")[0] for ours in wrong}
-        names = {**layout.sizes, **layout.training, "head_dim": "head_dim", "rope_scaling": "rope_scaling"}.items()
-        odd = ", ".join(f"{name} (it says {show(theirs[name])})" for name, ours in names if ours in wrong)
-        problems.add(key, show(path), f"a config.json with another number as {odd}", _OTHER)
+        names = {**layout.sizes, **layout.training, CAP: "logit_softcap"}
+        theirs_of = {ours: name for name, ours in names.items()} | {"head_dim": "head_dim"}
+        odd: list[str] = []
+        for problem in own.found():
+            name = theirs_of.get(problem.where) or problem.where.partition(".")[0]  # of a table as rope_scaling
+            odd.append(f"{name} (it says {show(theirs.get(name)) or theirs[name]}, which is not {problem.want})")
+        problems.add(key, show(path), f"a config.json with another value as {', '.join(odd)}", _OTHER)
         return None
     ours = {**LEFT_OUT[architecture], **model_keys(layout, recipe), **training_keys(layout, recipe)}
     ours["layer_types"] = layer_types(recipe)
@@ -206,9 +214,13 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)
     try:
-        if missing := [file.name for file in weight_files(Path(os.path.expanduser(path))) if not file.is_file()]:
+        folder = Path(os.path.expanduser(path))
+        if missing := [file.name for file in weight_files(folder) if not file.is_file()]:
             want = f"{', '.join(missing)} in it"
             problems.add(KEY, show(path), want, "fetch the folder again, with its safetensors")
+        elif odd := odd_weights(folder, config.model, cast(ModelDims, recipe)):
+            want = f"safetensors of the model that config.json in it describes: {', '.join(odd)}"
+            problems.add(KEY, show(path), want, f"fetch the folder again, or correct {folder / 'config.json'}")
     except _UNREADABLE as error:
         _add_unreadable(path, error, problems, KEY)
     problems.raise_all()

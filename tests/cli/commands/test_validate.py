@@ -18,6 +18,7 @@ import titanlite
 import titanlite.train
 from tests.cli.commands.conftest import Call
 from tests.support.cpu import cpu_of_children
+from tests.support.safetensors_header import header_of, write_header
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.rules import CLASSES
 from titanlite.commands import main
@@ -160,7 +161,7 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     layout, sizes = LAYOUTS["llama3"], load("model", "llama3-debug")
     sizes = replace(sizes, vocab_size=320)
     (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 2048, "float32", 0)))
-    (folder / "model.safetensors").touch()
+    write_header(folder / "model.safetensors", header_of("llama3", sizes))
     make_tokenizer(folder / "tokenizer.json")
     own = make_tokenizer(tmp_path / "tokenizer.json", special=("</s>",))
     given = ["--config", file, "--model.vocab_size", "320", "--job.dump_folder", str(tmp_path)]
@@ -246,7 +247,7 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     sizes = replace(load("model", "qwen3-debug"), vocab_size=272, ffn_dim=384, norm_eps=3e-6, tied_embeddings=False)
     content = config_json(LAYOUTS["qwen3"], sizes, 2048, "float32", 0)
     (folder / "config.json").write_text(json.dumps(content))
-    (folder / "model.safetensors").touch()
+    write_header(folder / "model.safetensors", header_of("qwen3", sizes))
     tokenizer = make_tokenizer(folder / "tokenizer.json")  # of 271 ids, more than the 256 of a debug size
     given = ["--config", file, "--job.dump_folder", str(tmp_path), "--checkpoint.initial_load_path", str(folder)]
     given += ["--data.tokenizer", str(tokenizer)]
@@ -287,6 +288,7 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     ):
         checked_run([*given, "--model.flavor", "from_checkpoint"])
     (folder / "config.json").write_text(json.dumps(content | {"vocab_size": 264}))
+    write_header(folder / "model.safetensors", header_of("qwen3", replace(sizes, vocab_size=264)))
     with pytest.raises(ConfigError, match=r"model.vocab_size = 264(.|\n)*name the tokenizer of the weights of"):
         checked_run([*given, "--model.flavor", "from_checkpoint"])
 

@@ -1,10 +1,12 @@
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.safetensors_header import header_of, write_header
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.config_json import _meaning, check_initial_load_path, recipe_of
 from titanlite.config.config_json_keys import DROPOUT, LEFT_OUT, WITHOUT_EFFECT
@@ -30,9 +32,10 @@ def refusal(folder: Path | str, size: str = "llama3-8B") -> str:
 
 def make_folder(folder: Path, size: str = "llama3-8B", **over: object) -> Path:
     """Of a published size, with keys changed, or left out by an ellipsis."""
-    said = config_json(LAYOUTS[size.partition("-")[0]], load("model", size), 8192, "bfloat16", 0) | over
+    name, dims = size.partition("-")[0], load("model", size)
+    said = config_json(LAYOUTS[name], dims, 8192, "bfloat16", 0) | over
     (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
-    (folder / "model.safetensors").touch()
+    write_header(folder / "model.safetensors", header_of(name, dims))
     return folder
 
 
@@ -238,7 +241,7 @@ def test_what_published_folders_say_is_taken(size: str, over: dict[str, object],
 @pytest.mark.parametrize("value", ["32", -1, 2.5, True, None, [32], {}])
 def test_a_dimension_that_is_no_number_is_told_by_its_name(value: object, tmp_path: Path) -> None:
     made = made_of(make_folder(tmp_path, "gemma3-1B", sliding_window=value))
-    assert "want: a config.json with another number as sliding_window (it says " in str(made)
+    assert "want: a config.json with another value as sliding_window (it says " in str(made)
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "rope_parameters": ' + "[" * 100_000 + "]" * 100_000 + "}"
     )
@@ -479,6 +482,86 @@ def test_an_index_names_no_file_elsewhere(name: object, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="in Hugging Face's layout"):
         check(folder)
+
+
+def changed(name: str, **over: object) -> Callable[[dict[str, Any]], object]:
+    return lambda header: header.update({name: header[name] | over})
+
+
+ODD: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
+    "no head": ("llama3-8B", lambda header: header.pop("lm_head.weight"), "lm_head.weight is missing"),
+    "another head_dim": (
+        "qwen3-0.6B",
+        changed("model.layers.3.self_attn.k_proj.weight", shape=[512, 1024]),
+        "model.layers.3.self_attn.k_proj.weight of [1024, 1024] (it has [512, 1024])",
+    ),
+    "an expert less": (
+        "mixtral-8x7B",
+        lambda header: header.pop("model.layers.1.block_sparse_moe.experts.7.w2.weight"),
+        "model.layers.1.block_sparse_moe.experts.7.w2.weight is missing",
+    ),
+    "not transposed": (
+        "gpt2-124M",
+        changed("transformer.h.0.attn.c_attn.weight", shape=[2304, 768]),
+        "transformer.h.0.attn.c_attn.weight of [768, 2304] (it has [2304, 768])",
+    ),
+    "one more": (
+        "llama3-8B",
+        lambda header: header.update({"model.more": header["model.norm.weight"]}),
+        "no model.more",
+    ),
+    "quantized": ("llama3-8B", changed("model.norm.weight", dtype="I8"), "floating-point numbers (it has I8)"),
+    "many": (
+        "llama3-8B",
+        lambda header: header.clear(),
+        "lm_head.weight is missing, model.embed_tokens.weight is missing, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_weights_that_are_not_as_config_json_says_are_refused_before_a_start(case: str, tmp_path: Path) -> None:
+    size, change, said = ODD[case]
+    folder, header = make_folder(tmp_path, size), header_of(size.partition("-")[0], load("model", size))
+    change(header)
+    write_header(folder / "model.safetensors", header)
+    assert said in refusal(folder, size)
+
+
+def test_of_a_tied_head_that_is_written_and_a_model_saved_without_its_head_nothing_is_said(tmp_path: Path) -> None:
+    folder, header = make_folder(tmp_path, "gpt2-124M"), header_of("gpt2", load("model", "gpt2-124M"))
+    header["lm_head.weight"] = header["transformer.wte.weight"]
+    write_header(folder / "model.safetensors", header)
+    check(folder, "gpt2-124M")
+    headless = {name.removeprefix("transformer."): one for name, one in header.items() if name != "lm_head.weight"}
+    write_header(folder / "model.safetensors", headless | {"h.0.attn.bias": header["lm_head.weight"]})
+    check(folder, "gpt2-124M")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 30, b"\2" + bytes(7) + b"[]", b"\2" + bytes(7) + b"{"])
+def test_what_is_no_safetensors_file_is_refused_before_a_start(content: bytes, tmp_path: Path) -> None:
+    (make_folder(tmp_path) / "model.safetensors").write_bytes(content)
+    assert "with config.json and safetensors (" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"moe_intermediate_size": 48}, "moe_intermediate_size (it says 48, which is not a multiple of 128)"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok (it says 0, which is not a number above 0)"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef (it says -1, which is not a number of at least 0)"),
+        ({"norm_topk_prob": "yes"}, 'norm_topk_prob (it says "yes", which is not true or false)'),
+        ({"head_dim": 127}, "head_dim (it says 127, which is not an even width, for rotary pairs)"),
+        ({"rope_scaling": "llama3"}, "a config.json of qwen3_moe as transformers writes it"),
+    ],
+)
+def test_a_value_that_cannot_be_is_told_with_what_is_wanted(over: dict[str, object], said: str, tmp_path: Path) -> None:
+    assert said in refusal(make_folder(tmp_path, "qwen3_moe-30B-A3B", **over), "qwen3_moe-30B-A3B")
+
+
+def test_a_logit_cap_that_cannot_be_is_told_by_its_name(tmp_path: Path) -> None:
+    made = made_of(make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=-1))
+    assert "final_logit_softcapping (it says -1, which is not a number above 0)" in str(made)
 
 
 def test_of_a_folder_of_another_size_of_the_same_shapes_the_epsilon_tells(tmp_path: Path) -> None:
