@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from titanlite.config.problems import Problems, show
-from titanlite.config.renamed import replacement
+from titanlite.config.renamed import SYNONYMS, replacement
 from titanlite.errors import nearest
 
 T = TypeVar("T")
@@ -49,7 +49,8 @@ def from_table(
             if converted is not None:  # which TOML cannot say
                 values[key] = converted
         else:
-            near = nearest(key, known)
+            meant = SYNONYMS.get(key, "").rpartition(".")[2]
+            near = meant if meant in known else nearest(key, known)
             fix = suggest(path, value) or (f"did you mean {prefix}{near}?" if near else "remove it")
             problems.add(path, show(value), f"one of {', '.join(known)}", fix)
     for name, f in known.items():

@@ -15,7 +15,7 @@ from titanlite.config.build import from_table
 from titanlite.config.port import Port, take_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Experts, ParameterGroup
-from titanlite.config.renamed import replacement
+from titanlite.config.renamed import SYNONYMS, replacement
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged
 from titanlite.errors import nearest
@@ -85,6 +85,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
     of_group = {field.name for field in dataclasses.fields(ParameterGroup)}
     if section == "optimizer" and key in of_group:
         return f"write {key} in a group of a recipe of your own: docs/optimizers.md"
+    if key in SYNONYMS and not isinstance(value, dict):
+        return f"did you mean {SYNONYMS[key]}?"
     if flat := next((k for k in schema_keys() if k.replace(".", "_") == path), None):
         return f"did you mean {flat}?"
     if not section and (near := nearest(path, sections())):

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import tomli
 
-from titanlite.config.problems import Place
-from titanlite.config.read import read_config, schema_keys
+from titanlite.config.build import from_table
+from titanlite.config.problems import Origin, Place, Problems
+from titanlite.config.read import read_config, schema_keys, suggest_key
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.renamed import SYNONYMS, replacement
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
@@ -134,6 +137,8 @@ steps = 1
         ('[model]\nname = "falcon"', ['fix:  choose one of these; "llama3" is the default']),
         ('[model]\nname = "qwen2"', ['fix:  choose one of these; "llama3" is the default']),  # another, not misspelt
         ("[zzz]\nx = 1", ["line 1  zzz", "fix:  remove it"]),
+        ("[dataset]\nx = 1", ["fix:  did you mean [data]?"]),
+        ("[[data.stage]]\nfrom_tokens = 1\nbatch_size = 1", ["fix:  did you mean data.stage[0].global_batch_size?"]),
         # No TOML.
         ("[job]\nname = debug\n", ["line 2  name = debug", "valid TOML (invalid value, column 8)", "in quotes"]),
         ("[job]\nname = 'x'\nname = 'y'\n", ["line 3", "valid TOML"]),
@@ -146,6 +151,17 @@ def test_one_problem(tmp_path: Path, text: str, parts: list[str]) -> None:
     assert "1 problem\n" in said
     for part in parts:
         assert part in said
+
+
+def test_names_of_other_trainers_are_none_here_and_lead_to_keys_that_are() -> None:
+    names = {key.partition(".")[2] for key in schema_keys()}
+    for name, meant in SYNONYMS.items():
+        assert name not in names
+        assert {key for key in meant.split() if "." in key} <= schema_keys().keys()
+        for path in (name, f"trainer.{name}", f"{meant.partition('.')[0]}.{name}"):
+            assert suggest_key(path) == f"did you mean {meant}?" or replacement(path)
+    from_table(ModelDims, {"hidden_size": 64}, problems := Problems(Origin("recipe")))
+    assert "did you mean dim?" in [problem.fix for problem in problems.found()]
 
 
 def test_a_missing_file_names_the_one_that_was_meant(tmp_path: Path) -> None:
