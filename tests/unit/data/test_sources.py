@@ -334,6 +334,7 @@ def test_compressed_records(tmp_path: Path, name: str) -> None:
         (b"<!DOCTYPE html>\xff", "a page of HTML"),
         (b"version https://git-lfs.github.com/spec/v1\xff", "a pointer of Git LFS"),
     ],
+    ids=lambda given: given if isinstance(given, str) else "",
 )
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_what_is_another_kind_than_its_name_says_is_named(name: str, content: bytes, kind: str, tmp_path: Path) -> None:
