@@ -47,7 +47,7 @@ class _Look:
     """
 
     def __init__(
-        self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh, is_counted: Tensor | None
+        self, matmul: Float8Matmul, parameter: nn.Parameter, mesh: DeviceMesh, is_counted: Tensor | None = None
     ) -> None:
         self.matmul, self.parameter, self.mesh, self.is_counted = matmul, parameter, mesh, is_counted
         self.sums = torch.zeros(8, dtype=torch.float64, device=parameter.device)

@@ -295,7 +295,7 @@ def _cost(
         received = abs(results[0].nbytes - given[0].nbytes)
         return 0, received, received
     if op == ops.COUNT_CHOICES:
-        return 0, moved, results[0].nbytes if args[2:] and args[2] is not None else 0
+        return 0, moved, results[0].nbytes if args[3:] and args[3] is not None else 0
     if op == ops.MAX_OF_RANKS:
         return 0, results[0].nbytes, results[0].nbytes
     if op in (ops.GATHER_ROWS, ops.SPREAD_ROWS):

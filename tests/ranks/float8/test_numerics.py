@@ -76,16 +76,28 @@ def test_every_layer_is_measured_under_every_layout(recipe: str, layout: str, tm
         of_ranks: list[object] = [None] * world
         dist.all_gather_object(of_ranks, found)
         assert of_ranks == [found] * world
-        # Of the tokens that are counted alone: of all those of the first half and of the second in the mean.
-        is_first = torch.arange(128) < 64
-        halves = [look(run, of) for of in (is_first, ~is_first)]
-        for name, share in found.items():
-            if "input_flushed" in name:
-                assert sum(half[name] for half in halves) / 2 == pytest.approx(share, rel=1e-12)
-        assert halves[0] != halves[1]
-        assert look(run, is_first & False) == {}
 
     run_ranks(body, tmp_path, world)
+
+
+def test_tokens_that_pad_are_not_counted(tmp_path) -> None:
+    """The shares of all tokens are the means of those of either half; of none there is nothing to say."""
+    asked = checked(tmp_path, 1, [*FLOAT8, "tensorwise"])
+    is_first = torch.arange(128) < 64
+
+    def body() -> None:
+        found: list[dict[str, float]] = []
+        for is_counted in (None, is_first, ~is_first, is_first & False):
+            run = assemble(asked)
+            take_steps(run, 1)
+            found.append(look(run, is_counted))
+        of_all, first, second, of_none = found
+        assert of_none == {}
+        assert first != second
+        for name in filter(lambda name: "input_flushed" in name, of_all):
+            assert (first[name] + second[name]) / 2 == pytest.approx(of_all[name], rel=1e-12)
+
+    run_ranks(body, tmp_path, 1)
 
 
 def test_training_does_not_notice(tmp_path) -> None:
