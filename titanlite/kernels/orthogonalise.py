@@ -14,8 +14,8 @@ float16 then keep more of a matrix than a new G in each step in bfloat16 does, w
 step takes gradients of an 8B model to infinity: halves of products that commute but for what was rounded are off by
 more than that (`tests/unit/kernels/test_orthogonalise.py`).
 
-What is multiplied lies as [R, C] with R ≤ C; so a tall matrix is transposed by the conversion to float16, and back by
-the one that writes the result (`scaled_copy.py`).
+What is multiplied lies as [R, C] with R ≤ C; so a tall matrix is transposed by the conversion to float16 (float32 on a
+CPU), and back by the one that writes the result (`scaled_copy.py`).
 
 Sources:
 
@@ -52,6 +52,9 @@ ITERATIONS: dict[str, Polynomials] = {
 
 STEPS_OF_GRAM = 2
 """Most steps without X."""
+INSIDE = {"cuda": torch.float16}
+"""The dtype in which a device multiplies what is given in bfloat16; float32 on others: on CPUs halves take 50 times as
+long."""
 _UNIT = 2.0**12
 """The number that stands for 1 in X and G: float16 has none below 6e-8, and large matrices have small numbers."""
 
@@ -71,8 +74,8 @@ def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: T
     out = x.new_empty(x.shape) if out is None else out
     wide, result = (x.mT, out.mT) if x.shape[1] > x.shape[2] else (x, out)
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    narrow = torch.float16 if x.dtype == torch.bfloat16 else x.dtype  # what travels has its 8 bits in both
-    y = scaled_copy(wide, x.new_empty(wide.shape, dtype=narrow), _UNIT, norm, eps)
+    inside = INSIDE.get(x.device.type, torch.float32) if x.dtype == torch.bfloat16 else x.dtype
+    y = scaled_copy(wide, x.new_empty(wide.shape, dtype=inside), _UNIT, norm, eps)
     for first in range(0, len(polynomials), STEPS_OF_GRAM):
         y = _factor(y, polynomials[first : first + STEPS_OF_GRAM]) @ y
     scaled_copy(y, result, 1 / _UNIT)
