@@ -127,6 +127,22 @@ def recorded_config(folder: Path) -> dict[str, Any]:
         raise RunError.of(f"{path}: {error}", "config.toml", "", want, fix) from error
 
 
+def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
+    """Read the receipt of a run, an entry a feature; None if it has none.
+
+    Raises:
+        RunError: it is no receipt.
+    """
+    path = folder / "receipt.json"
+    if not path.is_file():
+        return None
+    try:
+        entries = read_json(path)
+    except ValueError:
+        entries = None
+    return _entries(entries, path)
+
+
 def title_of(records: Sequence[RunRecord]) -> str:
     """Return what a comparison of the runs is called."""
     names = [record.name for record in records]
@@ -152,7 +168,7 @@ def _read(folder: Path, name: str) -> RunRecord:
         rows=rows,
         config=recorded_config(folder),
         state=_state(folder / "status.json"),
-        receipt=_receipt(folder / "receipt.json"),
+        receipt=recorded_receipt(folder),
         is_running=RunFolder(folder).seems_in_use() is not None,
     )
 
@@ -164,22 +180,12 @@ def _read_wandb(path: Path, name: str) -> RunRecord:
     return RunRecord(name, run.rows, dotted(run.config), run.state, receipt, run.state == "running" and is_written)
 
 
-def _receipt(path: Path) -> list[dict[str, Any]] | None:
-    if not path.is_file():
-        return None
-    try:
-        entries = read_json(path)
-    except ValueError:
-        entries = None
-    return _entries(entries, path)
-
-
 def _entries(entries: Any, path: Path) -> list[dict[str, Any]]:
     """Check the content of a receipt."""
     if isinstance(entries, list) and all(map(_is_entry, entries)):
         return entries
     want = "a JSON list of features, as the run wrote it"
-    raise RunError.of(str(path), "receipt.json", "", want, "restore the file, or delete it to compare without it")
+    raise RunError.of(str(path), "receipt.json", "", want, "restore the file, or delete it to go on without it")
 
 
 def _is_entry(entry: Any) -> bool:

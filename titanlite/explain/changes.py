@@ -29,21 +29,23 @@ from titanlite.observe.step_profile import (
 
 _SIZES = ("model.*", "training.seq_len", "training.local_batch_size", "training.global_batch_size")
 _AGAIN = ("activation_checkpoint.*",)
-_SPLIT = ("parallelism.tensor_parallel_degree", "parallelism.expert_parallel_degree", "parallelism.data_parallel_*")
+_SPLIT = ("parallelism.*_parallel_degree", "parallelism.data_parallel_*")
+_UPDATE = ("optimizer.recipe", "optimizer.file", "optimizer.state_dtype", "optimizer.ema_decay")
 _NUMBERS = ("float8.*", "training.mixed_precision_param", "training.deterministic")
 _SENT = (*_SIZES, *_SPLIT, *_NUMBERS, "training.mixed_precision_reduce", *_AGAIN)
 
 TOUCHES = {
     MATMUL: (*_SIZES, *_AGAIN, *_SPLIT, *_NUMBERS, "parallelism.async_tensor_parallel"),
-    ATTENTION: (*_SIZES, *_AGAIN, *_SPLIT, *_NUMBERS),
+    ATTENTION: (*_SIZES, *_AGAIN, *_SPLIT, *_NUMBERS, "data.*"),
     CASTS: (*_SIZES, *_AGAIN, *_SPLIT, *_NUMBERS, "compile.enable"),
-    OPTIMIZER: ("optimizer.*", "model.*", *_SPLIT, "float8.recipe"),
+    OPTIMIZER: (*_UPDATE, "model.*", *_SPLIT, "float8.recipe", "metrics.log_freq"),
     COMPUTE: (*_SIZES, *_AGAIN, *_SPLIT, *_NUMBERS, "compile.enable"),
     f"{COMMUNICATION} dp_shard": (*_SENT, "parallelism.fsdp_*", "compile.enable"),
     f"{COMMUNICATION} dp_replicate": _SENT,
+    f"{COMMUNICATION} cp": (*_SENT, "data.*"),
     f"{COMMUNICATION} tp": (*_SENT, "parallelism.async_tensor_parallel"),
     f"{COMMUNICATION} ep": (*_SENT, "compile.enable"),
-    f"{COMMUNICATION} all ranks": (*_SPLIT, "float8.recipe"),
+    f"{COMMUNICATION} all ranks": (*_SPLIT, *_UPDATE, "model.*", "float8.recipe"),
     STRAGGLER_WAIT: _SPLIT,
     RECOMPILATION: ("compile.enable", "activation_checkpoint.*", "model.*", "training.seq_len"),
     DATA_WAIT: ("data.*", "training.seq_len", "training.local_batch_size", "training.global_batch_size"),

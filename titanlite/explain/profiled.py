@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.comparison.runs import recorded_config
+from titanlite.comparison.runs import recorded_config, recorded_receipt
 from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_parts
 from titanlite.explain.waits import Waits, find_waits
 from titanlite.observe.metrics import read_metrics
@@ -24,6 +24,7 @@ class ProfiledSteps:
         waits: for each other.
         divisions: of each step of each rank.
         unprofiled_us: median wall time of steps that were not recorded; None if the run logged none.
+        rules: of the optimizer, by its receipt; without one, the name of its recipe.
     """
 
     name: str
@@ -32,6 +33,12 @@ class ProfiledSteps:
     waits: Waits
     divisions: Sequence[Division]
     unprofiled_us: float | None = None
+    rules: frozenset[str] = frozenset()
+
+    @property
+    def is_on_gpus(self) -> bool:
+        """Return whether it ran on GPUs."""
+        return self.profiles[0].device == "cuda"
 
     @property
     def wall_us(self) -> float:
@@ -70,7 +77,14 @@ def read_profiled(folder: Path) -> ProfiledSteps:
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
     steps = [step.step for step in profiles[0].steps]
-    return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions, _unprofiled_us(folder, steps))
+    rules = _rules(folder) or frozenset([config.get("optimizer.recipe", "")])
+    unprofiled_us = _unprofiled_us(folder, steps)
+    return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions, unprofiled_us, rules)
+
+
+def _rules(folder: Path) -> frozenset[str]:
+    entries = (entry["applied"] for entry in recorded_receipt(folder) or () if entry["feature"] == "optimizer")
+    return frozenset(group["rule"] for applied in entries for group in applied["groups"].values())
 
 
 def _unprofiled_us(folder: Path, profiled: Sequence[int]) -> float | None:

@@ -28,7 +28,7 @@ _COLOURS = {
     CASTS: "#8c6bb1",
     OPTIMIZER: "#2b8a6e",
     COMPUTE: "#9ecae1",
-    **dict(zip(EXPOSED, ("#d95f0e", "#f2a15a", "#b8860b", "#e6b800", "#8c510a"), strict=True)),
+    **dict(zip(EXPOSED, ("#d95f0e", "#f2a15a", "#a63603", "#b8860b", "#e6b800", "#8c510a"), strict=True)),
     STRAGGLER_WAIT: "#c0182b",
     RECOMPILATION: "#e377c2",
     DATA_WAIT: "#6a2c91",

@@ -31,7 +31,7 @@ HOST_WORK = (*ASIDE, RECOMPILATION, DATA_WAIT)
 COMMUNICATION = "communication"
 """Before the mesh axis, as in "communication dp_shard", where the category is a collective's."""
 
-AXES = ("dp_shard", "dp_replicate", "tp", "ep", "all ranks")
+AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "all ranks")
 """The last: of collectives over every rank, as that of the loss."""
 
 BY_COPY_ENGINES = ", by copy engines"

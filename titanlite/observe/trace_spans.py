@@ -6,7 +6,7 @@ the last kernel that was launched in it.
 
 On a CPU they are operators, each without its callees, in the threads that compute. Gloo's own threads say when a
 collective runs but not for whom: it is the next one that was called, and FSDP's hooks or the functional collectives of
-tensor parallelism are around that call.
+tensor, context or expert parallelism are around that call.
 """
 
 import re
@@ -215,7 +215,7 @@ def _of_cpu(
 
     def axis_of_call(start: float) -> str:
         if functional.holds(start):
-            return next((axis for axis in ("tp", "ep") if len(run.groups.get(axis, ())) > 1), "dp_shard")
+            return next((axis for axis in ("tp", "cp", "ep") if len(run.groups.get(axis, ())) > 1), "dp_shard")
         return _axis_of_caller(names[start], fsdp.holds(start))
 
     spans: dict[str, list[Interval]] = defaultdict(list)

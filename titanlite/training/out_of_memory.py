@@ -146,6 +146,6 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
         lines += [f"          {flag}" for flag in flags]
     else:
         lines.append(
-            "    fix:  more GPUs or a smaller model: no save-list, layout or batch makes it fit, nor do any two"
+            "    fix:  more memory or GPUs, or a smaller model: no save-list, layout or batch is enough, nor any two"
         )
     return "\n".join(lines)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.profiles import rank_profile
 from titanlite.commands import main
-from titanlite.observe.step_profile import COMPUTE, MATMUL, Interval
+from titanlite.observe.step_profile import COMPUTE, MATMUL, OPTIMIZER, Interval
 
 
 def write_run(folder: Path, config: str, spans: dict[str, list[Interval]], world: int = 1) -> str:
@@ -39,6 +39,17 @@ def test_of_two_runs_the_key_that_did_it_comes_first(
     for folder in (compiled, plain):
         assert f"{folder}/profile/timeline.png\n" in text
         assert Path(folder, "profile", "timeline.png").exists()
+
+
+@pytest.mark.parametrize(("rule", "key"), [("adamw", "optimizer.state_dtype"), ("muon", "training.global_batch_size")])
+def test_the_rules_that_advice_is_for_are_those_of_the_receipt(
+    rule: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", '[optimizer]\nrecipe = "mine"\n', {OPTIMIZER: [(0.0, 96.0)]})
+    entry = {"feature": "optimizer", "applied": {"groups": {"all": {"rule": rule}}}, "skipped": []}
+    Path(folder, "receipt.json").write_text(json.dumps([entry]))
+    assert main(["explain", folder]) == 0
+    assert f"change: {key}" in capsys.readouterr().out
 
 
 def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,16 +1,18 @@
 import pytest
 
 from tests.support.profiles import profiled, rank_profile
-from titanlite.explain.causes import first_cause
-from titanlite.explain.changes import config_changes, first_change
-from titanlite.explain.divide import HOST
+from titanlite.explain.causes import advice, first_cause
+from titanlite.explain.changes import TOUCHES, config_changes, first_change
+from titanlite.explain.divide import CATEGORIES, HOST
 from titanlite.observe.step_profile import (
     ATTENTION,
+    CASTS,
     COMPUTE,
     DATA_WAIT,
     EVALUATION,
     MATMUL,
     NUMERICS,
+    OPTIMIZER,
     RECOMPILATION,
     SAVING,
     VALIDATION,
@@ -62,6 +64,53 @@ def test_what_the_config_has_decides_the_advice():
     assert first_cause(profiled(rank_profile(sent))).fix.startswith(key)
     fused = profiled(rank_profile(sent), parallelism__async_tensor_parallel=True)
     assert not first_cause(fused).fix.startswith(key)
+
+
+MUON, FLOAT32 = ("adamw", "muon"), {"training__mixed_precision_param": "float32"}
+MORE_TOKENS, NONE = "training.global_batch_size", "no key"
+
+
+@pytest.mark.parametrize(
+    ("category", "device", "rules", "config", "key"),
+    [
+        (OPTIMIZER, "cuda", ("adamw",), {}, "optimizer.state_dtype"),
+        (OPTIMIZER, "cuda", ("adamw",), {"optimizer__state_dtype": "bfloat16"}, MORE_TOKENS),
+        (OPTIMIZER, "cuda", MUON, {}, MORE_TOKENS),
+        (OPTIMIZER, "cpu", ("adamw",), {}, MORE_TOKENS),  # where moments in bfloat16 are converted, there and back
+        (WORLD, "cuda", ("adamw",), {}, NONE),
+        (WORLD, "cuda", MUON, {}, MORE_TOKENS),  # its rows on their way
+        (MATMUL, "cuda", (), {}, "float8.recipe: "),
+        (MATMUL, "cpu", (), {}, "training.mixed_precision_param"),
+        (MATMUL, "cpu", (), FLOAT32, NONE),
+        (MATMUL, "cpu", (), {"float8__recipe": "rowwise"}, 'float8.recipe = "none"'),
+        (MATMUL, "cpu", (), FLOAT32 | {"activation_checkpoint__recipe": "full"}, "activation_checkpoint.recipe"),
+        (COMPUTE, "cuda", (), {"activation_checkpoint__recipe": "none"}, NONE),
+        (CASTS, "cuda", (), {}, "training.local_batch_size"),
+        (CASTS, "cuda", (), {"float8__recipe": "blockwise"}, "float8.recipe: "),
+        (ATTENTION, "cuda", (), {"data__document_mask": False}, "training.seq_len: its time grows with the square"),
+        (ATTENTION, "cuda", (), {}, "training.seq_len: its time grows with the length of documents"),
+        (SHARD, "cpu", (), {"parallelism__fsdp_copy_engines": "never"}, "training.local_batch_size"),
+        ("communication dp_replicate", "cuda", (), {}, "training.local_batch_size"),
+        ("communication cp", "cuda", (), {}, "parallelism.context_parallel_degree"),
+        (TP, "cpu", (), {}, "parallelism.tensor_parallel_degree"),
+        (TP, "cuda", (), FLOAT32, "parallelism.tensor_parallel_degree"),
+        (DATA_WAIT, "cuda", (), {"data__prepare": "background"}, "data.prepare"),
+    ],
+)
+def test_the_device_and_the_rules_of_a_run_decide_the_advice(category, device, rules, config, key):
+    run = profiled(rank_profile({MATMUL: [(0.0, 40.0)]}, device=device), rules=rules, **config)
+    assert advice(category, run).startswith(key)
+
+
+def test_every_part_of_a_step_has_advice_and_keys_that_touch_it():
+    run = profiled(rank_profile({MATMUL: [(0.0, 40.0)]}))
+    assert all(advice(category, run) for category in CATEGORIES)
+    assert TOUCHES.keys() == {*CATEGORIES}
+
+
+def test_the_exchange_of_a_sequence_s_keys_is_a_part_of_a_step():
+    cause = first_cause(profiled(rank_profile({MATMUL: [(0.0, 40.0)], "communication cp": [(40.0, 100.0)]})))
+    assert (cause.name, cause.us) == ("communication cp", 60.0)
 
 
 def test_a_step_that_loses_nothing_notable_has_no_cause():

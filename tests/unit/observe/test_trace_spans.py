@@ -166,7 +166,8 @@ def test_graphs_that_were_compiled_in_the_window_are_counted():
     assert found.spans[RECOMPILATION] == [(10, 15), (20, 25)]
 
 
-def test_operators_of_a_cpu_and_gloo_s_collectives_for_their_callers():
+@pytest.mark.parametrize("axis", ["tp", "cp", "ep"])
+def test_operators_of_a_cpu_and_gloo_s_collectives_for_their_callers(axis):
     calls = {  # around each call, its name, when it runs
         "FSDP::all_gather (layers.0)": ("c10d::_allgather_base_", 10, 20),
         "FSDP::post_backward_reduce (layers.0)": ("c10d::allreduce_", 20, 30),
@@ -189,11 +190,11 @@ def test_operators_of_a_cpu_and_gloo_s_collectives_for_their_callers():
         event("cpu_op", "aten::mul", 90, 94),
         event("cpu_op", "aten::bmm", 94, 95),
     ]
-    found = summary(events, groups={"tp": [0, 1]})
+    found = summary(events, groups={axis: [0, 1]})
     assert found.collectives == {
         "dp_shard": [(11, 20)],
         "dp_replicate": [(21, 30)],
-        "tp": [(31, 40)],
+        axis: [(31, 40)],
         "all ranks": [(41, 50)],
     }
     assert found.spans["communication dp_replicate"] == [(21, 30)]
