@@ -107,7 +107,7 @@ class Data:
     separator_id: int | None = None
     """Id that ends each document in token files. Not given: they have no documents. Not for text, whose tokenizer has one."""
     packing: Literal["concat", "best_fit"] = "concat"
-    """How documents become samples: `concat` cuts the row of all documents into samples, and documents where they end. `best_fit` keeps each document of at most `training.seq_len` tokens whole in one sample, cuts longer ones once each `training.seq_len` tokens, and pads what is left over. Validation is always `concat`."""
+    """How documents become samples: `concat` cuts the row of all documents into samples, and documents where they end. `best_fit` keeps each document of at most `training.seq_len` tokens whole in one sample, cuts longer ones once each `training.seq_len` tokens, pads what is left over, and predicts nothing behind a document's end, with and without `document_mask`. Validation is always `concat`."""
     max_tokens: int = 0
     """Limit on the tokens taken from `source`: reading ends with the document that reaches it. Not for token files. 0: no limit."""
     max_bad_records: int = 0

@@ -77,12 +77,12 @@ def read_profiled(folder: Path) -> ProfiledSteps:
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
     steps = [step.step for step in profiles[0].steps]
-    rules = _rules(folder) or frozenset([config.get("optimizer.recipe", "")])
+    rules = _rules_by_receipt(folder) or frozenset([config.get("optimizer.recipe", "")])
     unprofiled_us = _unprofiled_us(folder, steps)
     return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions, unprofiled_us, rules)
 
 
-def _rules(folder: Path) -> frozenset[str]:
+def _rules_by_receipt(folder: Path) -> frozenset[str]:
     entries = (entry["applied"] for entry in recorded_receipt(folder) or () if entry["feature"] == "optimizer")
     return frozenset(group["rule"] for applied in entries for group in applied["groups"].values())
 
