@@ -34,7 +34,7 @@ def read_json(path: Path) -> Any:
 
 def with_hash(content: Mapping[str, Any], indent: int | None = None) -> str:
     """Return JSON that `without_hash` can hold against its hash."""
-    return json.dumps({**content, "hash": _hash(content)}, indent=indent)
+    return json.dumps({**content, "hash": _digest(content)}, indent=indent)
 
 
 def without_hash(read: Any, *, is_required: bool = True) -> dict[str, Any]:
@@ -46,10 +46,10 @@ def without_hash(read: Any, *, is_required: bool = True) -> dict[str, Any]:
         TypeError: it is no object.
     """
     content = {key: read[key] for key in read if key != "hash"}
-    if (is_required or "hash" in read) and read["hash"] != _hash(content):
+    if (is_required or "hash" in read) and read["hash"] != _digest(content):
         raise ValueError("another content than that of its hash")
     return content
 
 
-def _hash(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()

@@ -126,8 +126,8 @@ class _Blocks(io.RawIOBase):
             else:
                 block = fs.cat_file(self._path, start=start, end=end)
                 fs.invalidate_cache(self._path)
-                if _number(fs.info(self._path)) != file.known.st_mtime_ns:
-                    raise _changed(file, f"its ETag or time is another behind byte {start:,}")
+                if _version_of(fs.info(self._path)) != file.known.st_mtime_ns:
+                    raise _changed_meanwhile(file, f"its ETag or time is another behind byte {start:,}")
             if len(block) != end - start:
                 raise ConnectionError(f"{len(block)} bytes in place of {end - start}")
             return block
@@ -136,7 +136,7 @@ class _Blocks(io.RawIOBase):
             try:
                 return _retried(fetch, file.url, file.key, f"at byte {start:,}")
             except FileNotFoundError as e:
-                raise _changed(file, "it is no longer there") from e
+                raise _changed_meanwhile(file, "it is no longer there") from e
 
 
 def _get(fs: Any, url: str, start: int, end: int, check: Callable[[int, Mapping[str, str]], object]) -> bytes:
@@ -164,10 +164,10 @@ def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: 
     size, at = file.known.st_size, f"the answer for byte {start:,}"
     version = {name: headers[name] for name in ("ETag", "Last-Modified") if name in headers}
     if status == 416:
-        raise _changed(file, f"{at} is 416, as of a shorter file")
-    if _number(version) != file.known.st_mtime_ns:
+        raise _changed_meanwhile(file, f"{at} is 416, as of a shorter file")
+    if _version_of(version) != file.known.st_mtime_ns:
         said = ", ".join(f"{name}: {value}" for name, value in version.items()) or "neither ETag nor Last-Modified"
-        raise _changed(file, f"{at} has {said}")
+        raise _changed_meanwhile(file, f"{at} has {said}")
     part = headers.get("Content-Range", "no Content-Range")
     if status == 200 and end - start < size:
         saw = f"{file}: all of its {size / 1e6:,.0f} MB in place of a part"
@@ -181,7 +181,7 @@ def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: 
     raise DataError.of("data", file.key, saw, want, fix)
 
 
-def _changed(file: RemoteFile, now: str) -> DataError:
+def _changed_meanwhile(file: RemoteFile, now: str) -> DataError:
     want = "one version of the file, from its first byte to its last"
     fix = "run again; if it ends so again, copy the file to a disk or a bucket"
     return DataError.of("data", file.key, f"{str(file)!r}, which changed during reading: {now}", want, fix)
@@ -195,7 +195,7 @@ def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
         raise DataError.of("data", key, saw, "the bytes of the file, of which parts can be asked for", fix)
 
 
-def _number(info: Mapping[str, Any]) -> int:
+def _version_of(info: Mapping[str, Any]) -> int:
     """Return a number for the version of a file: of its strong ETag, or else of all that is known; 0: nothing is."""
     etag = info.get("ETag") or info.get("etag") or "W/"
     stamps = [etag] if not etag.startswith("W/") else [info[name] for name in _STAMPS if info.get(name)]
@@ -356,7 +356,7 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
         if url.startswith("http"):  # where what is compressed on its way has none
             _retried(lambda: _get(fs, url, 0, 1, refuse), url, key, "while it was looked at")
         raise unknown
-    number = _number(info)
+    number = _version_of(info)
     if not number:
         saw = f"{redact_urls(url)!r}, of which nothing but the size is known"
         want = "a server that gives an ETag or Last-Modified, so that a changed file is not taken for the same"

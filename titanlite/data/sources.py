@@ -46,7 +46,7 @@ BEGINNINGS = (
     (b"PAR1", "Parquet"),
     (b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched"),
 )
-"""Of what files begin with, the kind that it shows, whatever their names say."""
+"""The first bytes of files, and the kind that they show, whatever their names say."""
 
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
