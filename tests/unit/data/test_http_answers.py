@@ -234,8 +234,8 @@ def test_what_a_bucket_has_for_a_moment_is_not_read(
 def test_a_listing_and_a_look_at_the_file_may_write_its_time_differently() -> None:
     """S3 lists milliseconds, and answers seconds; the ETag is the same."""
     listed = {"ETag": '"a"', "LastModified": "2026-11-02T10:00:00.123Z"}
-    assert remote._number(listed) == remote._number({"ETag": '"a"', "LastModified": "2026-11-02T10:00:00Z"})
-    assert remote._number(listed) != remote._number(listed | {"ETag": '"b"'})
+    assert remote._version_of(listed) == remote._version_of({"ETag": '"a"', "LastModified": "2026-11-02T10:00:00Z"})
+    assert remote._version_of(listed) != remote._version_of(listed | {"ETag": '"b"'})
 
 
 def test_a_file_that_is_compressed_on_its_way_is_refused_for_that(server: Server) -> None:

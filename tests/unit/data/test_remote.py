@@ -349,7 +349,7 @@ def test_a_retry_in_a_thread_of_the_reader_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(remote, "_PAUSES_S", (0.01,))
     with remote.telling(lines.append):
         file = remote.RemoteFile(
-            "memory://x", "data.source", remote.RemoteStat(3, remote._number({"ETag": '"a"'}))
+            "memory://x", "data.source", remote.RemoteStat(3, remote._version_of({"ETag": '"a"'}))
         ).open()
     reader = Thread(target=file.read)
     reader.start()
