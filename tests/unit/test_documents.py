@@ -1,6 +1,8 @@
 """Every file, function, heading and key that the documents name exists."""
 
 import re
+import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,43 @@ def test_the_order_of_imports_is_the_one_that_is_held() -> None:
     )
     rows = [re.split(r" {2,}", line.strip())[0] for line in listed.splitlines() if line.startswith("    ")]
     assert [set(row.split(", ")) for row in rows] == list(ROWS)
+
+
+def test_a_page_stands_once_in_the_navigation() -> None:
+    pages = Counter(re.findall(r"\S+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert len(pages) > 20
+    assert [page for page, times in pages.items() if times > 1] == []
+
+
+def test_what_is_shown_of_a_sample_is_of_the_one_asked_for() -> None:
+    shown = [
+        found
+        for page in PAGES
+        for found in re.findall(r"--sample (\d+)[^\n]*\n```\n\s+sample (\d+),", page.read_text())
+    ]
+    assert shown
+    assert [pair for pair in shown if pair[0] != pair[1]] == []
+
+
+def test_extras_are_installed_from_the_checkout() -> None:
+    """There is no release that pip would find by name."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [*PAGES, ROOT / "CHANGELOG.md", ROOT / "mkdocs.yml", *(ROOT / "titanlite").rglob("*.py")]
+    shown = [
+        found for file in files for found in re.findall(r"pip install[^\n]*?'?([.\w]*)\[(\w+)\]", file.read_text())
+    ]
+    assert len(shown) > 5
+    assert {name for name, _ in shown} == {"."}
+    assert {extra for _, extra in shown} <= set(extras)
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("architecture", "gemma3"), ("architecture", "gpt2"), ("architecture", "mixtral"), ("optimizer", "normuon")],
+)
+def test_the_files_that_name_what_is_added_are_those_that_contributing_says(what: str, name: str) -> None:
+    row = re.findall(rf"^\| How do I add an {what}\? .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    files = [*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "docs").glob("*.json")]
+    touched = [str(file.relative_to(ROOT)) for file in files if f'"{name}"' in file.read_text()]
+    assert len(touched) > 2
+    assert [file for file in touched if f"`{file}`" not in row[0]] == []

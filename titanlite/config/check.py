@@ -215,7 +215,7 @@ def _check_names(config: Config, problems: Problems) -> None:
         fix = f'wandb_project = "{default}" (the default)'
         problems.add("metrics.wandb_project", '""', "the name of a project", fix)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        want, fix = "the package tensorboard, which is not installed here", "pip install 'titanlite[tensorboard]'"
+        want, fix = "the package tensorboard, which is not installed here", "pip install -e '.[tensorboard]'"
         problems.add("metrics.tensorboard", "true", want, f"{fix}, or tensorboard = false")
 
 

@@ -327,7 +327,7 @@ class Metrics:
     wandb_group: str = ""
     """Group in Weights & Biases; runs of one group are plotted together."""
     tensorboard: bool = False
-    """Write `tensorboard/` in the run's folder as well, under the same names: `tensorboard --logdir <dump_folder>`. It needs `pip install 'titanlite[tensorboard]'`, and never ends a run."""
+    """Write `tensorboard/` in the run's folder as well, under the same names: `tensorboard --logdir <dump_folder>`. It needs `pip install -e '.[tensorboard]'`, and never ends a run."""
 
 
 @dataclass(frozen=True)

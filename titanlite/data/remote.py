@@ -244,7 +244,7 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     except DataError:
         raise
     except ImportError as e:
-        fix = "pip install 'titanlite[url]'" if scheme in _IN_EXTRA else f"install what it names: {e}"
+        fix = "pip install -e '.[url]'" if scheme in _IN_EXTRA else f"install what it names: {e}"
         want = f"the package that reads {scheme}://, not installed here"
         raise DataError.of("data", key, repr(shown), want, fix) from e
     except ValueError as e:

@@ -292,7 +292,7 @@ def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
     said = message(config)
     assert "metrics.tensorboard = true" in said
     assert "the package tensorboard, which is not installed here" in said
-    assert "pip install 'titanlite[tensorboard]'" in said
+    assert "pip install -e '.[tensorboard]'" in said
 
 
 @pytest.mark.parametrize(

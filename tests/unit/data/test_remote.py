@@ -221,7 +221,7 @@ def test_a_url_without_its_password_says_what_the_record_left_out() -> None:
 def test_a_package_that_is_missing_is_named(url: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     fsspec.registry._registry.pop(url.partition(":")[0], None) if hasattr(fsspec.registry, "_registry") else None
-    with pytest.raises(DataError, match=r"fix:  pip install 'titanlite\[url\]'"):
+    with pytest.raises(DataError, match=r"fix:  pip install -e '\.\[url\]'"):
         resolve(url)
 
 
