@@ -20,6 +20,7 @@ from titanlite.errors import Problem, StrictError, describe
 from titanlite.redact import redact_tree
 
 _SHOWN, _NAMED = 8, 3  # cases named in a message, and in a line of the console; the file has all
+_BLOCK = re.compile(r"^layers\.\d+(?=(\.\w+)+$)")  # of a module's name alone: a file may have a number in its name, too
 _NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
 
 
@@ -68,7 +69,7 @@ class Entry:
     def _left_out(self) -> str:
         by_why: dict[str, dict[str, None]] = {}  # of layers of one name in every block, that name
         for case in (case for case in (*self.skipped, *self.missed) if not case.is_told):
-            by_why.setdefault(case.why, {})[re.sub(r"\b\d+\.", "*.", case.what)] = None
+            by_why.setdefault(case.why, {})[_BLOCK.sub("layers.*", case.what)] = None
         text = [f"{_few(list(names))} ({why})" for why, names in by_why.items()]
         return f"; except {_few(text)}" if text else ""
 

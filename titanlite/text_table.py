@@ -48,7 +48,7 @@ def folded(text: str, width: int | None) -> str:
             lines += _folded_rows(rows, width)
         else:
             for line in rows:
-                lines += textwrap.wrap(line, width, break_on_hyphens=False) or [""]
+                lines += textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -68,7 +68,12 @@ def _folded_rows(rows: Sequence[str], width: int) -> Iterator[str]:
             indent, text = _FURTHER if n else _INDENT, row[band[0][0] : band[-1][1]].rstrip()
             if len(indent + text) > width:  # one cell that is wider than all
                 yield from textwrap.wrap(
-                    text, width, initial_indent=indent, subsequent_indent=_FURTHER + _INDENT, break_on_hyphens=False
+                    text,
+                    width,
+                    initial_indent=indent,
+                    subsequent_indent=_FURTHER + _INDENT,
+                    break_long_words=False,
+                    break_on_hyphens=False,
                 )
             elif text:
                 yield indent + text

@@ -35,7 +35,9 @@ import torch.fx.experimental.validator
 import torch.utils.serialization.config
 
 import titanlite.exit_code
+import titanlite.observe.console
 import titanlite.observe.peak_flops
+import titanlite.training.summary
 import titanlite.training.train
 import train
 from tests.support.forks import LAUNCHER_VARIABLES, fork, forks_beside_threads, print_to
@@ -320,6 +322,7 @@ def train_rank(rank: int, world: int, port: int, argv: list[str], plant: Callabl
     sys.argv = ["train.py", *argv]
     titanlite.exit_code._RANK_0_SPEAKS_S = 0.0  # no launcher ends this rank meanwhile
     titanlite.observe.peak_flops._MEASURE_S = 0.0  # nobody looks at the MFU
+    titanlite.observe.console.WIDTH = titanlite.training.summary.WIDTH = 1000  # tests look for whole lines
     os.fsync = lambda fd: None  # what a killed process has written is there, and no test switches the host off
     plant()
     return exit_code(train.main)

@@ -109,3 +109,19 @@ def test_a_summary_names_what_was_left_out_and_why():
         "a: 5; except x0, x1, x2, 6 more (no)",
         "b: 5; except x (reason 0), x (reason 1), x (reason 2), 6 more",
     ]
+
+
+@pytest.mark.parametrize(
+    ("what", "shown"),
+    [
+        ("layers.11.attention.wqkv", "layers.*.attention.wqkv"),
+        ("layers.0", "layers.0"),
+        ("/usr/lib/python/3.11.7/test/a.1.py: not UTF-8", None),
+        ("layers.3.jsonl: not UTF-8", None),
+        ("part.3.jsonl", None),
+        ("all_gather 4.5 MiB", None),
+    ],
+)
+def test_blocks_are_taken_together_in_names_of_modules_alone(what, shown):
+    entry = Entry("a", "on", 5, count=5, skipped=[Skipped(what, "why")])
+    assert entry.summary() == f"a: 5; except {shown or what} (why)"

@@ -26,6 +26,11 @@ def test_rows_break_between_the_same_columns() -> None:
     )
 
 
+def test_a_word_that_is_wider_is_not_cut() -> None:
+    path = "/srv/runs/of-a-long-name/metrics.jsonl"
+    assert folded(f"wrote {path}\n{columns((path, 'why'))}", 20) == f"wrote\n{path}\n  {path}\n    why\n"
+
+
 def test_a_cell_that_is_wider_than_all_is_folded_itself() -> None:
     assert folded(columns(("it has a matmul in high precision",)), 20) == (
         "  it has a matmul in\n      high precision\n"

@@ -2,9 +2,10 @@
 
     step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
-A line fits 100 columns; the learning rate, norms by group of the optimizer, tokens, the epoch and the wait for data are
-in metrics.jsonl. On a terminal the labels are dimmed and a bar stays at the bottom. In a pipe or a file there is only
-the text above: no colours, no boxes, step lines in ASCII, one record per line, so that `grep` and `awk` work on it.
+A step's line fits 100 columns; the learning rate, norms by group of the optimizer, tokens, the epoch and the wait for
+data are in metrics.jsonl. What is longer goes on in indented lines, folded between words. On a terminal the labels are
+dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above: no colours, no boxes, step lines
+in ASCII, so that `grep` and `awk` work on it.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
 host, and step lines to global rank 0, so eight ranks do not say everything eight times. A terminal that hangs up, or a
@@ -14,6 +15,7 @@ pipe that nobody reads any more, does not end a run: the log says so, and goes o
 import io
 import statistics
 import sys
+import textwrap
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +32,8 @@ from titanlite.redact import redact
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
+WIDTH = 100
+"""Columns that lines are folded into."""
 _RECENT = 20  # log lines over which the time left is estimated: the first step, which compiles, must not count for long
 _LONG_WAIT = 0.1  # share of the time of so many lines that is too much to spend on waiting for data
 
@@ -130,7 +134,7 @@ class Console:
     def _show(self, text: str, style: str = "", done: int | None = None) -> None:
         """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
         if self._stream is not None:
-            self._draw(partial(self._print, self._stream, text, style, done))
+            self._draw(partial(self._print, self._stream, _fold_long(redact(text)), style, done))
 
     def _draw(self, write: Callable[[], None]) -> None:
         """Write to the terminal, and never again if that fails."""
@@ -177,6 +181,16 @@ class Console:
         task = progress.add_task("", total=self._total)
         progress.start()
         return progress, task
+
+
+def _fold_long(text: str) -> str:
+    """Fold lines into 100 columns between words, so that a longer path stays whole; the rest of a line is indented."""
+    lines: list[str] = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 4)
+        wrapped = textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += wrapped if len(line) > WIDTH else [line]
+    return "\n".join(lines)
 
 
 def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:

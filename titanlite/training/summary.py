@@ -17,7 +17,7 @@ from titanlite.data.order import epochs
 from titanlite.data.shards import TokenShards
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import order_in_words
-from titanlite.observe.console import duration
+from titanlite.observe.console import WIDTH, duration
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.process_group import ranks_of_a_host
@@ -62,8 +62,8 @@ def first_lines(
         _line("wandb", _where_wandb_records(config, folder)),
     ]
     if config.metrics.tensorboard:
-        show = f"tensorboard --logdir {shlex.quote(str(folder.path.parent))}"
-        lines.append(_line("tensorboard", f"in {folder.tensorboard}; {show}"))
+        lines.append(_line("tensorboard", f"in {folder.tensorboard}"))
+        lines.append(_line("", _pasteable("tensorboard", "--logdir", str(folder.path.parent))))
     return lines
 
 
@@ -103,7 +103,7 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
     lines = [_line("took", f"{duration(seconds)} to step {last:,} of {config.training.steps:,}")]
     if said := [f"{name} {text}" for name, key in keys.items() if (text := _lowest(rows, key))]:
         lines.append(_line("lowest", ", ".join(said)))
-    path, saved = shlex.quote(str(folder.path)), complete_steps(folder.checkpoints)
+    path, saved = str(folder.path), complete_steps(folder.checkpoints)
     if saved and last < config.training.steps:
         lines.append(_line("resume", _resume(config, folder, last)))
     elif saved:
@@ -112,14 +112,25 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
         counts_steps = not config.training.tokens and not config.data.stage  # else the next start says it
         if counts_steps and (text := change_of_rate(longer, last, learning_rate(last, config))):
             lines.append(_line("", text))
-    lines.append(_line("compare", f"titanlite compare {path}"))
+    lines.append(_line("compare", _pasteable("titanlite", "compare", path)))
     if saved and can_export:
-        lines.append(_line("export", f"titanlite export {path}"))
+        lines.append(_line("export", _pasteable("titanlite", "export", path)))
     return lines
 
 
 def _line(name: str, text: str) -> str:
     return f"{name:{_WIDTH}}  {text}"
+
+
+def _pasteable(*words: str) -> str:
+    """Write a command in lines that a terminal takes together, so that the console has none to fold."""
+    lines, room = [""], WIDTH - _WIDTH - len("   \\ ")
+    for word in map(shlex.quote, words):
+        if lines[-1] and len(lines[-1]) + len(word) >= room:
+            lines.append(f"  {word}")
+        else:
+            lines[-1] += f" {word}" if lines[-1] else word
+    return f" \\\n{_line('', '')}".join(lines)
 
 
 def _mesh_in_words(mesh: Mesh, world: int) -> str:
@@ -161,4 +172,4 @@ def _resume(config: Config, folder: RunFolder, last: int) -> str:
     more += ["--checkpoint.resume", "auto"] if config.checkpoint.resume != "auto" else []
     if ranks_of_a_host() is not None:  # on several hosts, which `titanlite train` does not do
         return " ".join(["the same command again", *more])
-    return shlex.join(["titanlite", "train", str(folder.config), "--gpus", str(world), *more])
+    return _pasteable("titanlite", "train", str(folder.config), "--gpus", str(world), *more)

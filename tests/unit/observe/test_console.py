@@ -55,9 +55,10 @@ def test_plain_output_is_stable(tmp_path):
         "step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m\n"
         "warning: no peak\n"
         "step   120/10000  validation loss 2.5000\n"
-        "step   120/10000  float8 at least 24.5 dB, layers.1.w; at most 0.10% beyond the range, 50.00% became zero\n"
+        "step   120/10000  float8 at least 24.5 dB, layers.1.w; at most 0.10% beyond the range, 50.00% became\n"
+        "    zero\n"
     )
-    assert [re.sub("^" + STAMP, "", line) for line in log.splitlines()] == out.splitlines()
+    assert [re.sub("^" + STAMP, "", line) for line in log.splitlines()] == out.replace("\n    ", " ").splitlines()
     assert all(re.match(STAMP, line) for line in log.splitlines())
 
 
@@ -95,6 +96,23 @@ def test_a_line_fits_100_columns():
         line = step_line(replace(row, tokens_per_second_per_gpu=speed), 1_000_000, 12.5 * 86_400)
         assert line.endswith("139.1 GiB  eta 12d")
         assert len(line) <= 100
+
+
+def test_a_longer_line_is_folded_between_words_and_is_whole_in_the_log(tmp_path):
+    stream, path = io.StringIO(), f"/srv/{'versions-' * 20}3.11.7/a.py"
+    console = Console(0, 0, 10, tmp_path, stream)
+    text = f"data.source: {'tokens 5, ' * 20}except {path}: not UTF-8"
+    console.notice(text)
+    warning = f"1 problem\n      want: {'a number ' * 20}"
+    console.warning(warning)
+    console.close()
+    lines = stream.getvalue().splitlines()
+    assert [line for line in lines if len(line) > 100] == [f"    {path}:"]
+    before, after = stream.getvalue().split("warning: ")
+    assert before.split() == text.split()
+    assert after.split() == warning.split()
+    assert after.splitlines()[2].startswith(" " * 10 + "number ")
+    assert f"Z {text}\n" in (tmp_path / "rank0.log").read_text()
 
 
 def test_waiting_for_data_is_warned_of_once(tmp_path):
@@ -270,4 +288,5 @@ def test_validations_of_weights_and_of_their_average_are_told_apart(tmp_path):
     console.close()
     of_average = "validation loss of the average 2.0000 (2.7500 bits/byte)  wiki 1.7500\n"
     of_weights = "validation loss 2.5000 (3.5000 bits/byte)  wiki 2.2500  "
-    assert stream.getvalue() == f"step  5/10  {of_weights}{of_average}step  6/10  {of_average}"
+    said = stream.getvalue().replace("\n    ", " ")  # the first is folded
+    assert said == f"step  5/10  {of_weights}{of_average}step  6/10  {of_average}"
