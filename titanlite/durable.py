@@ -9,6 +9,7 @@ import itertools
 import os
 import shutil
 import stat
+import tempfile
 from pathlib import Path
 from typing import TextIO
 
@@ -29,7 +30,7 @@ def open_plain(path: Path, flags: int) -> int:
     Raises:
         OSError: something else is in its place.
     """
-    _require_plain(path)
+    require_plain(path)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
@@ -84,7 +85,7 @@ def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) 
         OSError: something else than a plain file is where it is written first, or it cannot be written.
     """
     beside = path.with_name(f"{path.name}{by}.tmp")
-    _require_plain(beside)
+    require_plain(beside)
     beside.unlink(missing_ok=True)  # of a process that was killed
     with open(open_plain(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="utf-8") as file:
         file.write(text)
@@ -94,7 +95,12 @@ def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) 
     beside.replace(path)
 
 
-def _require_plain(path: Path) -> None:
+def require_plain(path: Path) -> None:
+    """Raise where something else than a plain file is in a file's place; that nothing is there is right.
+
+    Raises:
+        OSError: as `open_plain` says.
+    """
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -126,7 +132,7 @@ def disk_space_in(folder: Path) -> tuple[str, str]:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise what making a file in a folder would raise, or the folder itself where it is not there; touch nothing.
+    """Raise what making a file in a folder would raise, or the folder itself where it is not there; leave nothing.
 
     Raises:
         OSError: what is there is no folder, or nothing can be made in it: permissions, a read-only mount, or a link to
@@ -140,5 +146,10 @@ def require_writable(folder: Path) -> None:
         number = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
+    elif not os.statvfs(there).f_blocks:  # on no disk, as /proc, of which nothing else says that it takes no folder
+        try:
+            os.rmdir(tempfile.mkdtemp(dir=there))
+        except OSError as e:
+            number = e.errno or errno.EIO
     if number:
         raise OSError(number, os.strerror(number), str(folder))

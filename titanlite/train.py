@@ -15,9 +15,11 @@ from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
 from titanlite.preflight.check_with_torch import check_same_optimizer, check_with_torch
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.start import check_start
 
 
 def main() -> None:
@@ -29,9 +31,7 @@ def main() -> None:
     is_first = os.environ.get("RANK", "0") == "0"
     folder = RunFolder.of(run.config)
     if is_first:
-        folder.foresee(run.config)  # that it is another run's is said before torch is imported
-        if run.config.checkpoint.enable and folder.seems_in_use() is None:  # else its checkpoints come and go
-            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)
+        check_start(run.config, run.inputs)
     if lack := lack_of_memory(run.config, run.dims, run.optimizer, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
         import torch
 
@@ -51,6 +51,7 @@ def main() -> None:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
             lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims, run.optimizer)
             warnings += [lack] if lack else []
+        warnings += filter(None, [no_login(run.config)])
 
     from titanlite.training.train import train  # torch is imported here, not before
 

@@ -24,11 +24,11 @@ from titanlite.comparison.reruns import floor_of, measure_floor, parting
 from titanlite.comparison.runs import RunRecord, read_runs
 from titanlite.comparison.tables import RESULTS, config_differences, results
 from titanlite.comparison.verdict import Verdict
-from titanlite.comparison.wandb_verdicts import send_verdicts
+from titanlite.comparison.wandb_verdicts import paths_on_server, send_verdicts
 from titanlite.errors import Problem, describe
 from titanlite.observe.heat_map import draw_heat_map
 from titanlite.observe.metrics import RunError, read_metrics
-from titanlite.preflight.output_file import require_picture, writable
+from titanlite.preflight.output_file import require_picture, require_place, writable
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
@@ -75,7 +75,11 @@ def run(argv: Sequence[str]) -> int:
     if report is not None and report.suffix.lower() not in (".html", ".htm"):
         saw, want = str(report), "a file whose ending is html"
         raise RunError.of("titanlite compare", "--report", saw, want, "--report compare.html")
+    if report is not None:
+        require_place("--report", report, makes_folder=True)
     require_picture("titanlite compare", out, "losses.png")
+    if "--wandb" in given:
+        paths_on_server(list(zip(folders, records, strict=True)))
     tolerance, steps = _number(given, "--tolerance", float), _number(given, "--layers", int)
     if len(records) == 1 and (asked := {"--floor", "--layers", "--seeds", "--tolerance"} & set(given)):
         fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"

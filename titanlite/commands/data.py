@@ -55,6 +55,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.config.stages import follows_ranks
     from titanlite.data.run_samples import RunSamples, open_sources
     from titanlite.preflight.checked_run import checked_run
+    from titanlite.preflight.run_folder import RunFolder
 
     if _PICTURE in own:
         from titanlite.preflight.output_file import require_picture
@@ -62,15 +63,21 @@ def run(argv: Sequence[str]) -> int:
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
     checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
     config = checked.config
+    RunFolder.of(config).require_same(config)
     if step is not None and follows_ranks(config, arguments.world):
         want = "--world N as well: without a global_batch_size a step's samples follow from the number of ranks"
         raise ConfigError.of("command line", _STEP, own[_STEP], want, f"{_STEP} {step} --world 1")
+    for flag, number, least, most in (
+        (_SAMPLE, sample, 0, checked.table.samples(checked.table.steps) - 1),
+        (_STEP, step, 1, checked.table.steps),
+    ):
+        if number is not None:
+            _check_within(flag, number, least, most)
     _tell_of_wait(checked)
     sources = open_sources(config, checked.dims.vocab_size, progress=True, unit_len=checked.table.unit_len)
     trained = RunSamples(config, checked.table, sources)
     tokenizer = checked.inputs.tokenizer
     if sample is not None:
-        _check_within(_SAMPLE, sample, 0, trained.table.samples(trained.table.steps) - 1)
         found = trained.at(sample)
         text = sample_text(found, tokenizer)
         if _PICTURE in own:
@@ -82,7 +89,6 @@ def run(argv: Sequence[str]) -> int:
                 draw_mask(found, share_of_causal(found), title, path)
             text += f"{path}\n"
     elif step is not None:
-        _check_within(_STEP, step, 1, trained.table.steps)
         text = step_text([trained.at(index) for index in trained.of_step(step)], tokenizer)
     else:
         text = f"{arguments.file}: {run_tables(trained, config)}"

@@ -33,15 +33,18 @@ def run_tables(run: RunSamples, config: Config) -> str:
     asked, taken, epochs, skipped = (
         of(steps) for of in (mixture.asked, mixture.tokens, mixture.epochs, mixture.skipped)
     )
-    sources = [["source", "tokens", "documents", "asked", "taken", "trained on", "epochs", "skipped"]]
+    sources = [
+        ["source", "tokens", "documents", "bad records", "asked", "taken", "trained on", "epochs", "tokens skipped"]
+    ]
     for name in mixture.names:
-        source, tokens, documents, through = run.sources.get(name), "", "", ""
+        source, tokens, documents, bad, through = run.sources.get(name), "", "", "", ""
         if source is not None:  # else it was trained on before, and is not in the config any more
             tokens, through = f"{source.shards.tokens:,}", f"{epochs[name]:.3g}"
+            bad = f"{source.shards.meta.n_bad_records:,}"
             documents = documents_in_words(source.shards, _packing_counts(source))
         shares = (f"{float(share) / total:.3%}" for share in (asked[name], taken[name]))
         label = name or run.sources[name].asked
-        sources.append([label, tokens, documents, *shares, f"{taken[name]:,}", through, f"{skipped[name]:,}"])
+        sources.append([label, tokens, documents, bad, *shares, f"{taken[name]:,}", through, f"{skipped[name]:,}"])
     named = "".join(f"{name} is {source.asked}\n" for name, source in run.sources.items() if name)
     if run.window:
         named += f"{order_in_words(run.window, table.unit_len, table.row(1).asked.tokens_per_step)}\n"

@@ -33,6 +33,8 @@ from titanlite.errors import CheckpointError, ConfigError
 from titanlite.evaluation.requests import EncodedTask, encode_task
 from titanlite.evaluation.tasks import HUB, load_tasks
 from titanlite.json_file import read_json
+from titanlite.preflight.launcher import check_launcher
+from titanlite.preflight.output_file import require_place
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
@@ -85,6 +87,7 @@ def run(argv: Sequence[str]) -> int:
         SystemExit: with 0, after `--help`.
     """
     words, given = _COMMAND.read_words(argv)
+    check_launcher()
     if len(words) != 1:
         want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
         raise ConfigError.of("command line", "TARGET", " ".join(words), want, f"{_WHERE} outputs/run")
@@ -94,13 +97,12 @@ def run(argv: Sequence[str]) -> int:
     if not tasks:
         want = "tasks: the config of what is evaluated names none"
         raise ConfigError.of("command line", "--tasks", "", want, f"--tasks {next(iter(HUB))},my_questions.jsonl")
-    check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
-    encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
     out = Path(
         os.path.expanduser(given.get("--out", str(target.folder / f"evaluation{'-ema' * target.averaged}.json")))
     )
-    if not os.access(out.parent, os.W_OK):
-        raise ConfigError.of("command line", "--out", str(out), "a file in a folder that can be written", "--out FILE")
+    require_place("--out", out)
+    check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
+    encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
     scores = _score_tasks(target, encoded)
     if os.environ.get("RANK", "0") == "0":
         _write_answers(out, target, encoded, scores)

@@ -14,11 +14,13 @@ from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
 from titanlite.config.stages import least_samples, source_keys, trained_keys
+from titanlite.data.mixture import many_epochs
 from titanlite.data.packing import PackingCounts, count_packing, documents_in_words, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import TokenShards, sample_count
 from titanlite.data.windows import order_in_words
 from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
 _COMMAND = Command("prepare", __doc__ or "", {})
@@ -34,11 +36,13 @@ def run(argv: Sequence[str]) -> int:
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(_COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
+    RunFolder.of(config).require_same(config)
     sources = dict(source_keys(config).values()) | held_out_sources(config)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     notices = [f"warning: {text}" for text in checked.warnings] + [checked.inputs.unused]
     for notice in filter(None, notices):
         console.print(notice)
+    units = dict[str, int | None]()
     for key, source in sources.items():
         shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
         counts, packing = None, ""
@@ -56,9 +60,13 @@ def run(argv: Sequence[str]) -> int:
             packing = _packing(shards, counts, config.data.packing)
             if window := config.data.shuffle_window:
                 packing = f"\n  order        {order_in_words(window, unit_len, 0)}{packing}"
+            if key not in checked.inputs.tokens:  # else it is told already
+                units[next(name for name, (own, _) in source_keys(config).items() if own == key)] = n
             if not config.data.mixture:
                 epochs = epochs_of(checked, n, None)
         console.print(_summary(shards, counts, epochs) + packing)
+    for text in many_epochs(config, checked.table, units):
+        console.print(f"warning: {text}")
     return 0
 
 

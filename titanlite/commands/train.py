@@ -21,6 +21,7 @@ from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.start import check_start
 
 _COMMAND = Command(
     "train",
@@ -50,7 +51,7 @@ def run(argv: list[str]) -> int:
     n = _n_processes(asked)  # imports torch where there are GPUs, which takes longer than finding a mistake
     if asked is None:
         checked = checked_run(given.flags, n)
-    RunFolder.of(checked.config).foresee(checked.config)
+    check_start(checked.config, checked.inputs)
     program = ["-m", "titanlite.train", *given.flags]
     if n == 1:
         sys.stdout.flush()

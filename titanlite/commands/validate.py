@@ -34,6 +34,7 @@ from titanlite.data.stages import weights_in_words
 from titanlite.data.windows import order_in_words
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import branch_of, changed_optimizer
@@ -69,7 +70,7 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
     """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
-    warnings = [folder.seems_in_use()]
+    warnings = [folder.seems_in_use(), no_login(config)]
     ahead = (source for key, source in checked.inputs.trained.items() if key not in checked.inputs.shards)
     warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite.checkpoint.publish import step_folder
@@ -20,6 +21,7 @@ from titanlite.observe.metrics import is_of_step, read_metrics
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_again import run_again
 from titanlite.preflight.run_folder import RunFolder
+from titanlite.preflight.start import check_start
 
 _STEPS = "5"
 _WHOLE = "uninterrupted"
@@ -42,12 +44,14 @@ def run(argv: Sequence[str]) -> int:
     """
     given = _COMMAND.read(argv)
     processes = given.world or 1
-    config = checked_run(given.flags, processes).config
+    checked = checked_run(given.flags, processes)
+    config = checked.config
     steps = _steps(given.own.get("--steps", _STEPS), config)
     folder = Path(os.path.expanduser(config.job.dump_folder)) / f"{config.job.name}-verify-resume"
     if folder.exists():
         want, fix = "a folder that does not exist yet", "delete it: an earlier check left it"
         raise CheckpointError.of("titanlite verify-resume", str(folder), "", want, fix)
+    check_start(replace(config, job=replace(config.job, dump_folder=str(folder), name=_WHOLE)), checked.inputs)
     for name, more, last in ((_WHOLE, "", 2 * steps), ("stopped", "", steps), ("stopped", ", then resumed", 2 * steps)):
         sys.stdout.write(f"{name}{more}: to step {last}\n")
         sys.stdout.flush()

@@ -14,7 +14,25 @@ from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_runs import TIMEOUT_S, wandb_run_path
 from titanlite.observe.metrics import RunError
+from titanlite.observe.wandb import has_login
 from titanlite.redact import redact
+
+
+def paths_on_server(runs: Sequence[tuple[Path, RunRecord]]) -> list[str]:
+    """Return the path of each run on wandb's server.
+
+    Raises:
+        RunError: a run is not one of wandb's, or there is no login.
+    """
+    paths = [wandb_run_path(path, record.config) for path, record in runs]
+    for (path, _), found in zip(runs, paths, strict=True):
+        if found is None:
+            want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
+            raise RunError.of("titanlite compare", "--wandb", str(path), want, fix)
+    if not has_login():
+        want = "a key for wandb's server, in the environment or of `wandb login`"
+        raise RunError.of("titanlite compare", "--wandb", "", want, "`wandb login`, or set WANDB_API_KEY")
+    return [path for path in paths if path]
 
 
 def send_verdicts(
@@ -31,13 +49,9 @@ def send_verdicts(
         The paths of the runs on wandb's server.
 
     Raises:
-        RunError: a run is not one of wandb's, or the server does not take what is sent.
+        RunError: as `paths_on_server` says, or the server does not take what is sent.
     """
-    paths = [wandb_run_path(path, record.config) for path, record in runs]
-    for (path, _), found in zip(runs, paths, strict=True):
-        if found is None:
-            want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
-            raise RunError.of("titanlite compare", "--wandb", str(path), want, fix)
+    paths = paths_on_server(runs)
     import wandb
 
     first = runs[0][1].name
@@ -47,7 +61,7 @@ def send_verdicts(
     try:
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             api = wandb.Api(timeout=TIMEOUT_S)
-            told = [(api.run(path or ""), line) for path, line in zip(paths, lines, strict=True)]
+            told = [(api.run(path), line) for path, line in zip(paths, lines, strict=True)]
             named = {tuple(run.path) for run, _ in told}
             groups = dict.fromkeys((run.entity, run.project, run.group) for run, _ in told if run.group)
             for entity, project, group in groups:

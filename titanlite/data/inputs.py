@@ -25,8 +25,16 @@ from titanlite.data.document_starts import require_target
 from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.packing import PackedSamples, index_folder
-from titanlite.data.prepare import check_meta, check_used_whole, check_vocabulary, id_dtype, new_tally, no_text
-from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.prepare import (
+    check_meta,
+    check_used_whole,
+    check_vocabulary,
+    data_warnings,
+    id_dtype,
+    new_tally,
+    no_text,
+)
+from titanlite.data.shards import Meta, Shard, TokenShards, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.token_files import first_ids, require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -121,11 +129,13 @@ def check_inputs(
                 separator = used.separator_id if used else config.data.separator_id
                 shards[key] = TokenShards(folder, used.fingerprint if used else "", separator=separator)
                 check_meta(shards[key].meta, config.data, vocab_size, key)
-                counted = shards[key].tokens, shards[key].meta.max_tokens
+                said = data_warnings(key, shards[key].meta, vocab_size)
+                counted = shards[key].tokens, shards[key].meta.max_tokens, said
         if counted is None:
             counted = _count_if_small(source, config.data, tokenizer, vocab_size)
         if counted is not None:
-            tokens[key], max_tokens = counted
+            tokens[key], max_tokens, said = counted
+            warnings.extend(said)
             seq_len = config.training.seq_len if key.startswith("validation.") else unit_len
             if config.data.packing == "best_fit" and not key.startswith("validation."):
                 # How many samples it makes is known once it is packed; until then, its start says so.
@@ -182,9 +192,9 @@ def check_cache(inputs: Inputs, data: Data) -> None:
 
 def _count_if_small(
     source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None
-) -> tuple[int, int] | None:
-    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it, and
-    data.max_tokens if that leaves something out, else 0.
+) -> tuple[int, int, list[str]] | None:
+    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it,
+    data.max_tokens if that leaves something out, else 0, and what a run would warn of.
     """
     max_tokens, n_bytes = max_tokens_of(source, data), source.n_bytes()
     check_text_key(source, data)
@@ -193,10 +203,11 @@ def _count_if_small(
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
             return None
-        dtype = token_dtype(source, vocab_size)
+        dtype, warnings = token_dtype(source, vocab_size), list[str]()
         if is_small:
-            check_meta(scan(source, dtype, lambda _: None), data, vocab_size, source.key)
-        return n_bytes // np.dtype(dtype).itemsize, 0
+            check_meta(found := scan(source, dtype, lambda _: None), data, vocab_size, source.key)
+            warnings = data_warnings(source.key, found, vocab_size)
+        return n_bytes // np.dtype(dtype).itemsize, 0, warnings
     if not is_small:
         return None
     tally = new_tally(source, data)
@@ -209,4 +220,6 @@ def _count_if_small(
         pass
     if not tally.n_tokens:
         raise no_text(source.name, source.key, tally.bad)
-    return tally.n_tokens, max_tokens if tally.is_cut else 0
+    of_text = {"n_bad_records": tally.n_bad, "bad_records": tuple(tally.bad), "n_unknown": tally.n_unknown}
+    meta = Meta(source.name, tokenizer.name, "", (Shard("", tally.n_tokens, -1, 0),), "", **of_text)
+    return tally.n_tokens, max_tokens if tally.is_cut else 0, data_warnings(source.key, meta, vocab_size or 0)

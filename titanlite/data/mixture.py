@@ -25,10 +25,14 @@ from functools import lru_cache
 
 import numpy as np
 
+from titanlite.config.build import show
 from titanlite.config.schema import Config
+from titanlite.config.stages import source_keys
+from titanlite.data.order import epochs
 from titanlite.data.stages import StageRow, StageTable
 from titanlite.errors import DataError, Problem, describe
 
+_MANY_EPOCHS = 5  # four are about as good as new text (Muennighoff et al., arXiv 2305.16264)
 LONGEST_PERIOD = 100_000
 """Samples after which the turns of the sources repeat, at most; of shares that take more, the nearest are taken."""
 
@@ -127,6 +131,24 @@ def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | No
             problems.append(Problem(f"data.mixture[{n}].max_epochs", saw, want, fix))
     if problems:
         raise DataError(describe("data", problems))
+
+
+def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | None]) -> list[str]:
+    """Name the sources that a run goes through five times or more, of those without `max_epochs`.
+
+    Args:
+        config: of the run.
+        table: its stages.
+        units: samples of the longest seq_len of each source, by its name; None or no entry: not known yet.
+    """
+    asked, bounded = source_keys(config), {each.name for each in config.data.mixture if each.max_epochs is not None}
+    passes = Mixture(table, {name: n for name, n in units.items() if name in asked and name not in bounded})
+    why = "from the fifth on a repetition teaches less than new text would; give more text or fewer steps"
+    return [
+        f"{asked[name][0]} = {show(asked[name][1])}: {epochs(n)} in {table.steps:,} steps; {why}"
+        for name, n in passes.epochs(table.steps).items()
+        if n >= _MANY_EPOCHS
+    ]
 
 
 @dataclass(frozen=True)

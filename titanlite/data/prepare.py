@@ -34,7 +34,7 @@ from titanlite.data.shards import Meta, Shard, TokenShards
 from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, require_separator, scan, token_dtype
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer, rows_for
+from titanlite.data.tokenizer import Tokenizer, few_ids, load_tokenizer, rows_for
 from titanlite.data.unfinished import PROGRESS, empty, end, read_wanted, want, wanted_of
 from titanlite.errors import DataError, Problem, describe
 
@@ -233,6 +233,31 @@ def check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
     check_ids(meta, vocab_size, key)
     if not meta.tokens:
         raise no_text(meta.source, key, meta.bad_records)
+
+
+def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
+    """Return warnings: of bad records which were skipped, of text that the tokenizer does not know, and of token files
+    with few of the model's ids.
+    """
+    warnings: list[str] = []
+    if meta.n_bad_records:
+        count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
+        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *named_bad_records(meta)]))
+    if meta.n_unknown:
+        share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
+        warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
+    if not meta.tokenizer:
+        n_ids = 1 + max(shard.max_id for shard in meta.shards)
+        fix = "set model.vocab_size to that of the tokenizer that made the files"
+        if few := few_ids(n_ids, f"{key} = {meta.source}", vocab_size, fix):
+            warnings.append(few)
+    return warnings
+
+
+def named_bad_records(meta: Meta) -> list[str]:
+    """Return the bad records, as many named as there are places kept of."""
+    unnamed = meta.n_bad_records - len(meta.bad_records)
+    return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
 def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:

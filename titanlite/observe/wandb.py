@@ -12,7 +12,9 @@ again: wandb shows what is recorded. The rows carry `step` and `tokens` as field
 own steps number the lines in which its server keeps them. `comparison/wandb_runs.py` reads such a run back.
 """
 
+import configparser
 import json
+import netrc
 import os
 import re
 import secrets
@@ -23,6 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import tomli_w
 
@@ -36,6 +39,7 @@ from titanlite.redact import redact, redact_tree
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
 _FINISH_TIMEOUT_S = 60.0  # what wandb has not sent by then stays on disk
 _END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # then its process is killed
+_HOSTS = "api.wandb.ai", "api.forge.coreweave.com"  # of its own server, by version
 _PROCESS = Path(__file__).with_name("wandb_process.py")
 _FILES = ("receipt.json", "activation_checkpoint.toml")  # of the run's folder, which wandb keeps beside its config.toml
 
@@ -175,6 +179,24 @@ class WandbRun:
         """Warn, unless the disk that the log is on has no room for it."""
         with suppress(OSError):
             self._warn(f"wandb: {text}")
+
+
+def has_login() -> bool:
+    """Return whether wandb finds a key for its server where it looks for one: the environment, netrc, its settings."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    own = configparser.ConfigParser(interpolation=None)
+    with suppress(configparser.Error, OSError, UnicodeError):
+        own.read(Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser() / "settings")
+    settings = dict(own["default"]) if "default" in own else {}
+    server = os.environ.get("WANDB_BASE_URL") or settings.get("base_url", "")
+    hosts = [urlsplit(server).netloc] if server else _HOSTS
+    files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for file in (Path(name).expanduser() for name in files):
+        with suppress(netrc.NetrcParseError, OSError):
+            if any(map(netrc.netrc(file).authenticators, hosts)):
+                return True
+    return bool(settings.get("api_key"))
 
 
 def _run_id(folder: Path) -> str:

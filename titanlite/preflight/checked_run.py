@@ -159,8 +159,9 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     unit_len = None if table is None else table.unit_len
     inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences, unit_len), "data", "validation"), None
     attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation")
+    repeated = list[str]()
     if inputs is not None and table is not None:
-        attempt(lambda: check_sources(config, inputs, table), "data.mixture")
+        repeated = attempt(lambda: check_sources(config, inputs, table), "data.mixture") or []
     if inputs is not None and config.job.strict and has_weights:
         saved = attempt(lambda: check_tokenizer(config, inputs), "data", "job", "checkpoint")
     if float8:
@@ -173,9 +174,10 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if problems or dims is None or optimizer is None or inputs is None or table is None:
         of_port = (*port.hint(), port.to_paste().rstrip())
         raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
-    cut, few = cut_schedule(config), other_vocabulary(config, inputs, dims.vocab_size)
+    cut, few = cut_schedule(config, table), other_vocabulary(config, inputs, dims.vocab_size)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
     warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
+    warnings += repeated
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
     if given and not _resumes(config) and branch_of(config) is None:
         warnings += [other_tokenizer(config, inputs), *other_training(config)]

@@ -16,9 +16,11 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
 from titanlite.data.sources import Source
+from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
 from titanlite.float8.scope import obstacle_of_experts
 from titanlite.json_file import parse_json, read_json
+from titanlite.observe.wandb import has_login
 
 
 def other_vocabulary(config: Config, inputs: Inputs, vocab_size: int) -> str | None:
@@ -125,6 +127,14 @@ def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:
     return f"model.vocab_size = {size} {why}: {slow}{fix}"
 
 
+def no_login(config: Config) -> str | None:
+    """Say so if a run is to be recorded on wandb's server, and this host has no key for it."""
+    if config.metrics.wandb != "online" or has_login():
+        return None
+    why = "no key for wandb's server is found on this host, so that the run is recorded offline"
+    return f'metrics.wandb = "online": {why}; `wandb login`, or set WANDB_API_KEY'
+
+
 def experts_stay(config: Config, dims: ModelDims, recipe: Float8Recipe | None) -> str | None:
     """Say so if a float8 recipe is none for experts, and nobody has left them out."""
     why = recipe and dims.experts and obstacle_of_experts(recipe)
@@ -142,8 +152,12 @@ def no_export(config: Config, dims: ModelDims) -> str | None:
     return f"titanlite export will refuse this model: {what} is computed by no class of transformers"
 
 
-def cut_schedule(config: Config) -> str | None:
+def cut_schedule(config: Config, table: StageTable) -> str | None:
     """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is."""
+    for n, stage in enumerate(config.data.stage):
+        if stage.lr_decay_to is not None and stage.from_tokens > table.rows[-1].asked.from_tokens:
+            why = f"the run ends after {table.tokens(table.steps):,} tokens, before the learning rate falls"
+            return f"data.stage[{n}].lr_decay_to = {stage.lr_decay_to:g} from {stage.from_tokens:,} tokens on: {why}"
     steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
     if config.training.tokens and config.lr_scheduler.warmup_tokens is not None:
         return _cut_by_tokens(config)

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from titanlite.durable import require_writable
 from titanlite.errors import ConfigError
 from titanlite.observe.metrics import RunError
 
 
 def require_picture(command: str, path: Path, example: str, flag: str = "--out") -> None:
-    """Refuse a picture whose ending names no kind of picture.
+    """Refuse a picture whose ending names no kind of picture, or that cannot be written, before what takes long.
 
     Args:
         command: as `titanlite compare`.
@@ -21,6 +22,7 @@ def require_picture(command: str, path: Path, example: str, flag: str = "--out")
 
     Raises:
         RunError: there is no such kind.
+        ConfigError: as `require_place` says.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -28,14 +30,16 @@ def require_picture(command: str, path: Path, example: str, flag: str = "--out")
     if path.suffix[1:].lower() not in kinds:
         want = f"a file whose ending is one of {', '.join(sorted(kinds))}"
         raise RunError.of(command, flag, str(path), want, f"{flag} {example}")
+    require_place(flag, path, makes_folder=True)
 
 
-def require_place(flag: str, path: Path) -> None:
+def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
     """Refuse a file that cannot be written, before what takes long.
 
     Args:
         flag: that names it.
         path: the file, which may exist.
+        makes_folder: whether the command makes its folder, as for a picture.
 
     Raises:
         ConfigError: its folder is missing or cannot be written in, or it is a folder itself.
@@ -43,12 +47,18 @@ def require_place(flag: str, path: Path) -> None:
     number = 0
     if path.is_dir():
         number = errno.EISDIR
-    elif not path.parent.is_dir():
+    elif not makes_folder and not path.parent.is_dir():
         number = errno.ENOENT
-    elif not os.access(path if path.exists() else path.parent, os.W_OK, effective_ids=True):
-        number = errno.EACCES
+    elif path.exists():
+        number = 0 if os.access(path, os.W_OK, effective_ids=True) else errno.EACCES
+    else:
+        try:
+            require_writable(path.parent)
+        except OSError as e:
+            number = e.errno or errno.EIO
     if number:
-        saw, want = f"{path} ({os.strerror(number)})", "a file that can be written, in a folder that exists"
+        saw = f"{path} ({os.strerror(number)})"
+        want = f"a file that can be written{', in a folder that exists' * (not makes_folder)}"
         raise ConfigError.of("command line", flag, saw, want, f"{flag} {path.name}")
 
 

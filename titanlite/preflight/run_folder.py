@@ -24,7 +24,16 @@ import tomli
 import tomli_w
 
 from titanlite.config.schema import Config
-from titanlite.durable import disk_space_in, earlier, is_at, open_plain, read_plain, require_writable, write_durably
+from titanlite.durable import (
+    disk_space_in,
+    earlier,
+    is_at,
+    open_plain,
+    read_plain,
+    require_plain,
+    require_writable,
+    write_durably,
+)
 from titanlite.errors import ConfigError, FolderLostError
 from titanlite.json_file import parse_json
 from titanlite.preflight.same_run import changes_since, keys_of_training
@@ -133,6 +142,15 @@ class RunFolder:
             require_writable(self.path)
             return self._check(config)
 
+    def require_same(self, config: Config) -> None:
+        """Refuse a config of another run than the folder's, where its past decides what is read of the data.
+
+        Raises:
+            ConfigError: as `claim` says of another run.
+        """
+        with self._access_explained(config):
+            changes_since(self.config, config)
+
     def seems_in_use(self) -> str | None:
         """Say so if a job has just said in `status.json` that it is running; else None."""
         try:
@@ -239,14 +257,20 @@ class RunFolder:
         """Refuse the folder of another run; return what has changed."""
         notices = changes_since(self.config, config)
         self._check_new(config)
-        written_later = {self.checkpoints: config.checkpoint.enable, self.profile: config.profiling.enable}
-        for folder in (folder for folder, is_written in written_later.items() if is_written):
+        folders = {self.logs: True, self.checkpoints: config.checkpoint.enable, self.profile: config.profiling.enable}
+        for folder in (folder for folder, is_written in folders.items() if is_written):
             try:
                 require_writable(folder)
             except OSError as e:
                 want = "a folder that can be written: the run would end when it comes to that"
                 fix = "make it writable or move it away, or choose another job.name"
                 raise ConfigError.of(str(self.path), str(folder), str(e.strerror), want, fix) from None
+        files = [self.path / "lock", self.logs / "rank0.log", self.metrics, self.experts]
+        files += [path.with_name(f"{path.name}.tmp") for path in (self.config, self.receipt)]
+        for path in (*files, self.status.with_name(f"{self.status.name}.0.tmp")):
+            require_plain(path)
+        if folder := next((path for path in (self.status, self.receipt) if path.is_dir()), None):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
         return notices
 
     def _check_new(self, config: Config) -> None:

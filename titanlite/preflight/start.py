@@ -6,7 +6,7 @@ from typing import Any
 from titanlite.checkpoint.branch import branch_point
 from titanlite.checkpoint.optimizer_state import afresh, leaves_state
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_quickly, other_text, read_state, start_of
+from titanlite.checkpoint.resume import check_quickly, other_text, read_state, start_of, step_to_resume
 from titanlite.config.architectures import parameter_shapes
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
@@ -15,11 +15,25 @@ from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config
 from titanlite.config.stages import source_keys
-from titanlite.data.inputs import Inputs
-from titanlite.data.mixture import check_epochs
+from titanlite.data.inputs import Inputs, check_cache
+from titanlite.data.mixture import check_epochs, many_epochs
 from titanlite.data.stages import StageTable, past_of, stage_table
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.preflight.run_folder import RunFolder
+
+
+def check_start(config: Config, inputs: Inputs) -> None:
+    """Refuse what a start on this host would be refused for, without torch and before a process is started.
+
+    Raises:
+        TitanliteError: the folder is another run's or cannot be written, shards are to be made where they cannot be, or
+            there is no such checkpoint to resume from.
+    """
+    folder = RunFolder.of(config)
+    folder.foresee(config)
+    check_cache(inputs, config.data)
+    if config.checkpoint.enable and folder.seems_in_use() is None:  # else its checkpoints come and go
+        step_to_resume(folder.checkpoints, config.checkpoint.resume)
 
 
 def branch_of(config: Config) -> tuple[Path, int] | None:
@@ -92,11 +106,17 @@ def planned_stages(config: Config, world_size: int | None) -> StageTable:
     return stage_table(config, world_size, past_of(step, state, config.training.seq_len))
 
 
-def check_sources(config: Config, inputs: Inputs, table: StageTable) -> None:
-    """Refuse a run that goes through a source more often than it may, as far as lengths are known."""
+def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str]:
+    """Refuse a run that goes through a source more often than it may, as far as lengths are known.
+
+    Returns:
+        A warning of each that it goes through many times.
+    """
     unit_len, tokens = table.unit_len, inputs.tokens
     known = {name: tokens[key] for name, (key, _) in source_keys(config).items() if key in tokens}
-    check_epochs(config, table, {name: max(1, (n - 1) // unit_len) for name, n in known.items()})
+    units = {name: max(1, (n - 1) // unit_len) for name, n in known.items()}
+    check_epochs(config, table, units)
+    return many_epochs(config, table, units)
 
 
 def check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
@@ -113,13 +133,17 @@ def check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
 
 
 def newest_state(config: Config) -> tuple[Path, int, dict[str, Any]] | None:
-    """Return the checkpoint that a start goes on from, its step, and what it says beside its tensors."""
+    """Return the checkpoint that a start goes on from, its step, and what it says beside its tensors.
+
+    None of another run, which a start refuses: who plans one would plan what goes on from there.
+    """
     try:
+        RunFolder.of(config).require_same(config)
         found = start_of(RunFolder.of(config).checkpoints, config)
         if found is None:
             return None
         root, step = found
         folder = step_folder(root, step)
         return folder, step, read_state(folder, step)["state"]
-    except CheckpointError:  # what cannot be read is said by those who load it
+    except (CheckpointError, ConfigError):  # what cannot be read is said by those who load it
         return None

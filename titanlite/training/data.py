@@ -16,11 +16,10 @@ from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.growing import GrowingShards
 from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import data_warnings, named_bad_records, prepare
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples
 from titanlite.data.shards import Meta, TokenShards, sample_count
 from titanlite.data.stages import StageTable
-from titanlite.data.tokenizer import few_ids
 from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
 from titanlite.parallel.context import token_group
@@ -154,8 +153,8 @@ def require_same_data(data: Corpora) -> None:
             raise DataError(describe("data", [Problem(key, seen, want, fix)]))
 
 
-def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Console, rank: int) -> None:
-    """Say what the sources gave, on the console and in the receipt."""
+def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Console, rank: int) -> None:
+    """Say what the sources gave, unless the checks have said it, on the console and in the receipt."""
     for key, source in data.sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
@@ -173,8 +172,8 @@ def report_data(data: Corpora, receipt: Receipt, vocab_size: int, console: Conso
                 why = f"its token shards are of a version that did not count them; delete {source.folder}"
             console.notice(f"{key}: the bytes of its text are not known, nor bits per byte: {why}")
         receipt.add(data_entry(key, source.meta))
-        for text in data_warnings(key, source.meta, vocab_size):
-            if rank == 0:
+        for text in data_warnings(key, source.meta, asked.dims.vocab_size):
+            if rank == 0 and text not in asked.warnings:
                 console.warning(text)
     for name, samples in data.packed.items():
         counts, feature = samples.counts, f"data.packing.{name}" if name else "data.packing"
@@ -206,7 +205,7 @@ def data_entry(key: str, meta: Meta) -> Entry:
         applied["documents"] = meta.documents
     if meta.text_bytes and key.startswith("validation"):  # of others no bits per byte are computed
         applied["text_bytes"] = meta.text_bytes
-    left_out = [Skipped(record, "a bad record", is_told=True) for record in _bad_records(meta)]
+    left_out = [Skipped(record, "a bad record", is_told=True) for record in named_bad_records(meta)]
     rule = "`datasets` reads its splits" if meta.source.startswith("hf:") else "python_stdlib skips what is not UTF-8"
     left_out += [Skipped(what, rule) for what in meta.skipped]
     if meta.max_tokens:
@@ -215,31 +214,6 @@ def data_entry(key: str, meta: Meta) -> Entry:
     if meta.n_unknown:
         applied["unknown"] = meta.n_unknown
     return Entry(key, meta.source, applied, count=meta.tokens, skipped=tuple(left_out))
-
-
-def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
-    """Return warnings: of bad records which were skipped, of text that the tokenizer does not know, and of token files
-    with few of the model's ids.
-    """
-    warnings: list[str] = []
-    if meta.n_bad_records:
-        count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
-        warnings.append("\n      ".join([f"{key} = {meta.source}: {count}", *_bad_records(meta)]))
-    if meta.n_unknown:
-        share = f"{meta.n_unknown:,} tokens ({meta.n_unknown / meta.tokens:.2%})"
-        warnings.append(f"{key} = {meta.source}: {share} stand for text that {meta.tokenizer} does not know")
-    if not meta.tokenizer:
-        n_ids = 1 + max(shard.max_id for shard in meta.shards)
-        fix = "set model.vocab_size to that of the tokenizer that made the files"
-        if few := few_ids(n_ids, f"{key} = {meta.source}", vocab_size, fix):
-            warnings.append(few)
-    return warnings
-
-
-def _bad_records(meta: Meta) -> list[str]:
-    """Return the bad records, as many named as there are places kept of."""
-    unnamed = meta.n_bad_records - len(meta.bad_records)
-    return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
 def open_batches(

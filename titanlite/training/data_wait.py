@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable
 
 from titanlite.data.growing import GrowingShards
+from titanlite.data.prepare import data_warnings
 from titanlite.observe.console import Console
 from titanlite.observe.shared_wait import SharedWait
 from titanlite.receipt import Receipt
-from titanlite.training.data import Corpora, data_warnings, growing_entry, require_same_data
+from titanlite.training.data import Corpora, growing_entry, require_same_data
 
 _TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # of a wait, before it is told of; and between two lines of it
 

@@ -16,6 +16,7 @@ from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.hugging_face import can_export
 from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
+from titanlite.data.mixture import many_epochs
 from titanlite.data.stages import StageTable, past_of, stage_table
 from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
@@ -109,7 +110,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
 
     cleanup.enter_context(fastest_attention())
     run = _build(asked, device, console)
-    report_data(data, run.receipt, run.dims.vocab_size, console, session.rank)
+    report_data(data, run.receipt, asked, console, session.rank)
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k, console.warning)
     world = dist.get_world_size()
     per_step = sequences_per_step(config, world)
@@ -123,6 +124,9 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     require_same_steps(table, config)
     batches, validation = open_batches(data, asked, run.mesh, table, start, windows_of(run.model))
     cleanup.callback(batches.close)
+    new = {name: n for name, n in batches.mixture.units.items() if data.keys.get(name) not in asked.inputs.tokens}
+    for text in many_epochs(config, table, new) if session.rank == 0 else ():
+        console.warning(text)
     cleanup.callback(data.stop_waiting)  # before: its thread may wait
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
     position = Position(start, batches.mixture, world)

@@ -6,6 +6,7 @@ import pytest
 from tests.support.run_folder import make_run
 from titanlite.commands.compare import run
 from titanlite.comparison import reruns
+from titanlite.errors import ConfigError
 from titanlite.observe.metrics import RunError
 
 
@@ -316,7 +317,7 @@ def test_a_picture_that_cannot_be_written(tmp_path):
         with pytest.raises(RunError, match=rf"--out = .*{name}\n.*want: .*, png, "):
             run([folder, "--out", str(tmp_path / name)])
     (tmp_path / "file").touch()
-    with pytest.raises(RunError, match=r"--out = .*/file/x\.png \((.|\n)*want: a file that can be written"):
+    with pytest.raises(ConfigError, match=r"--out = .*/file/x\.png \((.|\n)*want: a file that can be written"):
         run([folder, "--out", str(tmp_path / "file/x.png")])
 
 
@@ -327,7 +328,7 @@ def test_a_report_is_written_where_it_is_asked_for(tmp_path, capsys):
     assert page.read_text().startswith("<!DOCTYPE html>")
     with pytest.raises(RunError, match=r"--report = .*page\.pdf\n.*want: a file whose ending is html"):
         run([folder, "--report", str(tmp_path / "page.pdf")])
-    with pytest.raises(RunError, match=r"--report = .*/page\.html/x\.html \((.|\n)*fix:  --report with a path"):
+    with pytest.raises(ConfigError, match=r"--report = .*/page\.html/x\.html \((.|\n)*fix:  --report x\.html"):
         run([folder, "--report", str(page / "x.html")])
 
 

@@ -10,6 +10,7 @@ from titanlite.commands import main
 from titanlite.commands.prepare import run
 from titanlite.config.hugging_face import LAYOUTS, config_json
 from titanlite.config.schema import Data
+from titanlite.data import inputs
 from titanlite.data.prepare import prepare
 from titanlite.errors import TitanliteError
 from titanlite.recipes import load
@@ -37,7 +38,8 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
     argv = write_run(tmp_path)
     (tmp_path / "in" / "README.md").touch()
     assert run(argv) == 0
-    out = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out.splitlines()
+    out = said[said.index(f"{tmp_path}/in") :]  # behind the warnings
     data = Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache")
     shards = prepare(data.source, data, 256, progress=False)
     assert out[:8] == [
@@ -67,6 +69,15 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
     assert len([line for line in out if "epoch" in line]) == 1  # held-out text is not trained on
     assert run([*argv, "--training.global_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]) == 0
     assert "  trained on   3 epochs in 3 steps\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_known_before", [True, False])
+def test_a_run_of_many_epochs_is_warned_of_once(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch, is_known_before: bool
+) -> None:
+    monkeypatch.setattr(inputs, "_SMALL_BYTES", 1 << 20 if is_known_before else 0)
+    said = call("prepare", *write_run(tmp_path), "--training.steps=10", "--lr_scheduler.warmup_steps=1")
+    assert said.count(f'warning: data.source = "{tmp_path}/in": 5 epochs in 10 steps') == 1
 
 
 def test_best_fit_is_packed_ahead_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,14 +132,14 @@ def test_flags_win_and_validation_may_be_off(tmp_path: Path, capsys: pytest.Capt
     assert run([*write_run(tmp_path), "--data.source", f"{tmp_path}/held_out.txt", "--validation.enable=false"]) == 0
     out = capsys.readouterr().out
     assert out.count("  documents    ") == 1
-    assert out.startswith(f"{tmp_path}/held_out.txt\n")
+    assert f"\n{tmp_path}/held_out.txt\n" in out  # behind a warning
 
 
 def test_what_max_tokens_leaves_out_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(write_run(tmp_path, max_tokens=4)) == 0
     out, error = capfd.readouterr()
     assert f"preparing {tmp_path}/in, data.max_tokens 4\n" in error
-    assert out.splitlines()[2:5] == [
+    assert out[out.index("  documents") :].splitlines()[:3] == [
         "  documents    1",
         "  tokens       4 as uint16, by bytes",
         "  cut          the source has more; data.max_tokens = 4 leaves it out",

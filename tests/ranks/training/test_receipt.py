@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 import titanlite
+import titanlite.data.inputs
 import titanlite.training.build as build
 import titanlite.training.receipt as training_receipt
 from tests.support.launched import Desk, Ended
@@ -27,6 +28,7 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.receipt import rule_labels
 from titanlite.config.recipe_schema import SaveRule
 from titanlite.config.schema import Config, Training
+from titanlite.data.prepare import data_warnings
 from titanlite.data.shards import Meta
 from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
@@ -35,7 +37,7 @@ from titanlite.parallel import tensor
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from titanlite.receipt import Entry, Receipt, Skipped
 from titanlite.training.build import Run
-from titanlite.training.data import data_entry, data_warnings
+from titanlite.training.data import data_entry
 
 BALANCED = ["save attention", "save communication", "save matmul wqkv w1*"]
 
@@ -108,6 +110,19 @@ def test_token_files_with_few_ids_of_the_model(desk: Desk) -> None:
     flags = [f"--data.source={source}", "--model.vocab_size=16384", "--job.stop_after=1"]
     said = f"warning: data.source = {source} has 12,593 ids and model.vocab_size is 16,384: 76.9% of"
     assert desk.run("few ids", 2, *flags).output.count(said) == 1
+
+
+def test_many_epochs_are_told_where_the_length_is_known_after_preparation(desk: Desk) -> None:
+    (source := desk.folder / "short.txt").write_text("words " * 100)
+
+    def read_nothing_before() -> None:
+        titanlite.data.inputs._SMALL_BYTES = 0
+
+    flags = (f"--data.source={source}", "--job.stop_after=1")
+    run = desk.run("many epochs", 2, *flags, plant=read_nothing_before)
+    steps, before = run.output.index("step  1/20"), run.output.index(f'warning: data.source = "{source}": 8.89 epochs')
+    assert before < steps
+    assert run.output.count(" epochs in 20 steps; ") == 1
 
 
 def test_bad_records_are_counted_and_the_first_ones_named(desk: Desk) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from titanlite.config.schema import Config, Data, MixtureSource, Stage, Training
-from titanlite.data.mixture import LONGEST_PERIOD, Mixture, seed_of, turns, whole_shares
+from titanlite.data.mixture import LONGEST_PERIOD, Mixture, many_epochs, seed_of, turns, whole_shares
 from titanlite.data.order import samples_at
 from titanlite.data.stages import Past, StageRow, StageTable, past_of, stage_table
 from titanlite.errors import ConfigError
@@ -283,6 +283,16 @@ def test_a_checkpoint_without_stages_goes_on() -> None:
             assert table.samples(before) == first
             taken = mixture.taken(table.row(after), np.arange(first, first + 4))
             assert taken.unit.tolist() == list(range(first, first + 4))
+
+
+def test_sources_that_are_gone_through_five_times_are_named_unless_they_say_how_often_they_may() -> None:
+    config = config_of(dict.fromkeys("abcd", 1.0))
+    *others, last = config.data.mixture
+    config = replace(config, data=replace(config.data, mixture=(*others, replace(last, max_epochs=1e6))))
+    units = {"a": 8, "b": 9, "c": None, "d": 1}  # of each 40 samples are trained on
+    (text,) = many_epochs(config, stage_table(config, 1), units)
+    assert text.startswith("data.mixture[0].source = ")
+    assert ": 5 epochs in 40 steps" in text
 
 
 def test_a_stage_that_is_not_reached_is_said() -> None:

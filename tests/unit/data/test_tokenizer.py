@@ -11,10 +11,9 @@ import pytest
 
 from titanlite.config.schema import Config, Data
 from titanlite.data.inputs import check_inputs
-from titanlite.data.prepare import prepare
+from titanlite.data.prepare import data_warnings, prepare
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
-from titanlite.training.data import data_warnings
 
 
 def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **extra: Any) -> Path:

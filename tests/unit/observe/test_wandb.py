@@ -17,7 +17,7 @@ from titanlite.comparison.wandb_runs import wandb_records
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile, ValidationRow
-from titanlite.observe.wandb import WandbRun
+from titanlite.observe.wandb import WandbRun, has_login
 
 RUN = """
 import sys
@@ -364,6 +364,46 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_shows_no_secret(monk
     assert len(warned) == 1
     assert "wandb: cannot start (" in warned[0]
     assert "not-a-folder" not in warned[0]
+
+
+KEY, OTHER = "machine api.wandb.ai login user password abc", "machine github.com login me password abc"
+OWN = {"WANDB_BASE_URL": "https://wandb.here:8080"}
+
+
+@pytest.mark.parametrize(
+    ("files", "env", "is_there"),
+    [
+        ({}, {}, False),
+        ({}, {"WANDB_API_KEY": "abc"}, True),
+        ({}, {"WANDB_IDENTITY_TOKEN_FILE": "token"}, True),
+        ({".netrc": KEY}, {}, True),
+        ({"_netrc": KEY}, {}, True),
+        ({"other": KEY}, {"NETRC": "~/other"}, True),
+        ({".netrc": OTHER}, {}, False),
+        ({".netrc": "machine"}, {}, False),
+        ({".netrc": KEY}, OWN, False),
+        ({".netrc": "machine wandb.here:8080 login user password abc"}, OWN, True),
+        (
+            {
+                ".netrc": "machine wandb.us password abc",
+                ".config/wandb/settings": "[default]\nbase_url = https://wandb.us",
+            },
+            {},
+            True,
+        ),
+        ({".config/wandb/settings": "[default]\napi_key = abc"}, {}, True),
+        ({".config/wandb/settings": "no settings"}, {}, False),
+    ],
+)
+def test_a_login_is_where_wandb_looks_for_it(tmp_path, monkeypatch, files, env, is_there):
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name == "NETRC"]:
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), **env}.items():
+        monkeypatch.setenv(name, value)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert has_login() == is_there
 
 
 @pytest.mark.parametrize("name", ["run_id", "run_id.tmp", "lines"])
