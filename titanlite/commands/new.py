@@ -10,17 +10,19 @@ compute of the whole run. The file says in comments why, what else there was, an
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
 from titanlite.commands.new_wishes import Wishes, check_wishes, file_to_write, token_count, wished_model
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.errors import ConfigError, DataError, Problem, TitanliteError, describe
 from titanlite.preflight.machine import GPU_NAMES, machine_here, machine_named
 from titanlite.text_table import folded, terminal_width
 
 _MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
 _GPU, _GIB, _WORLD = "--gpu", "--device-gib", "--world"
+_QUESTION, _COMPARING = "model, as llama3-8B", "comparing layouts, batches and save-lists"
 _COMMAND = Command(
     "new",
     __doc__ or "",
@@ -53,29 +55,52 @@ def run(argv: list[str]) -> int:
     tokenizer = given.get(_TOKENIZER, "bytes")
     is_named = _GPU in given or _GIB in given
     machine = machine_named(given.get(_GPU, ""), gib, world or 1) if is_named else None
-    check_wishes(model, data, tokenizer)
+    check_wishes(model, data, tokenizer, is_named)
     if named or model:
         file_to_write(named, model or "")
     # What follows imports torch, which takes seconds: not for a mistake in a flag.
     with at_work("loading torch, and looking at the GPUs"):
-        from titanlite.commands.new_choices import TOKENS_A_PARAMETER, choose_run, default_model
+        from titanlite.commands.new_choices import TOKENS_A_PARAMETER, UnfitError, choose_run, default_model
         from titanlite.commands.new_file import config_text, outlook_in_words, start_command
 
         machine = machine or machine_here(world)
+
+    def fits(answer: str) -> None:
+        """Refuse a model that does not fit, by what is known before the other questions."""
+        wished_model(answer)
+        wishes = Wishes(answer, data or "python_stdlib", tokenizer, tokens, is_named)
+        with at_work(_COMPARING), suppress(DataError):  # of the data, which the next question is about
+            choose_run("new", wishes, machine)
+
     if is_terminal:
         sys.stderr.write(f"for {machine}\n")
-    model = model or _ask("model, as llama3-8B", default_model(machine), wished_model)
+    if model and is_terminal and not {_DATA, _TOKENIZER, _TOKENS} <= set(given):
+        fits(model)
+    model = model or _ask(_QUESTION, default_model(machine), fits)
     file = file_to_write(named, model)
     data = data or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", _found)
     if is_terminal and _TOKENIZER not in given:
-        tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", _loaded)
+        loads = lambda answer: Wishes("", "", answer, 0, is_named).lacks_tokenizer or _loaded(answer)  # noqa: E731
+        tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", loads)
     if is_terminal and _TOKENS not in given:
         tokens = _counted(
             _ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter that a token uses", "0", _counted)
         )
-    with at_work("comparing layouts, batches and save-lists"):
-        choices = choose_run(file.stem, Wishes(model, data, tokenizer, tokens), machine)
-    _write_checked(file, config_text(choices, str(file)), machine.world)
+    while True:
+        wishes = Wishes(model, data, tokenizer, tokens, is_named)
+        try:
+            with at_work(_COMPARING):
+                choices = choose_run(file.stem, wishes, machine)
+            break
+        except UnfitError as error:  # with the tokenizer's vocabulary; what was answered is kept
+            if not is_terminal or _MODEL in given:
+                raise
+            sys.stderr.write(f"{error}\n")
+            model = _ask(_QUESTION, default_model(machine), fits)
+            file = file_to_write(named, model)
+    _write_checked(file, config_text(choices, str(file)), machine.world, wishes.lacks_tokenizer)
+    if wishes.lacks_tokenizer:
+        sys.stdout.write(f"{tokenizer} is not here: the vocabulary is the model's, {choices.dims.vocab_size:,} ids\n")
     sys.stdout.write(folded(f"wrote {file}, for {machine}\n{outlook_in_words(choices)}\n", terminal_width()))
     sys.stdout.write(f"next: titanlite validate {file} --world {machine.world}\n")
     sys.stdout.write(f"      {start_command(machine, str(file))}\n")
@@ -150,8 +175,8 @@ def _memory_named(given: dict[str, str]) -> float | None:
     return gib
 
 
-def _write_checked(file: Path, text: str, world: int) -> None:
-    """Write a file that passes all checks of a run, or none."""
+def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> None:
+    """Write a file that passes all checks of a run, or none; but for its tokenizer, where that is not here."""
     from titanlite.preflight.checked_run import checked_run
 
     try:
@@ -161,9 +186,10 @@ def _write_checked(file: Path, text: str, world: int) -> None:
         want = f"a file that can be written: {error.strerror}"
         raise ConfigError.of("command line", "FILE", str(file), want, "name another") from None
     try:
-        checked = checked_run(["--config", str(file)], world)
+        instead = ["--data.tokenizer", "bytes"] * lacks_tokenizer
+        checked = checked_run(["--config", str(file), *instead], world)
     except TitanliteError:
         file.unlink()
         raise
-    for text in checked.warnings:
+    for text in () if lacks_tokenizer else checked.warnings:  # of its vocabulary
         sys.stderr.write(f"warning: {text}\n")

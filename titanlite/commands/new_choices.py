@@ -88,6 +88,10 @@ class Choices:
     float8: float | None
 
 
+class UnfitError(ConfigError):
+    """A model does not fit the machine."""
+
+
 def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     """Choose a run.
 
@@ -97,11 +101,12 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         machine: that it is for.
 
     Raises:
-        TitanliteError: there is no such model, data or tokenizer, or the model does not fit the machine.
+        UnfitError: the model does not fit the machine.
+        TitanliteError: there is no such model, data or tokenizer.
     """
     model = wished_model(wishes.model)
     config = replace(Config(model=model), job=replace(Config().job, name=name))
-    config, inputs = wished_inputs(config, wishes.data, wishes.tokenizer)
+    config, inputs = wished_inputs(config, wishes)
     model = replace(model, vocab_size=_vocabulary(inputs, recipes.model_dims(config)))
     config = replace(config, model=model)
     dims = recipes.model_dims(config)
@@ -130,7 +135,11 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     expected = _outlook(chosen, config, machine, token_flops(config, dims, attended))
     interval = max(1, min(expected.steps, round(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
     return Choices(
-        config=replace(config, checkpoint=replace(config.checkpoint, interval=interval)),
+        config=replace(
+            config,
+            checkpoint=replace(config.checkpoint, interval=interval),
+            data=replace(config.data, tokenizer=wishes.tokenizer),
+        ),
         dims=dims,
         inputs=inputs,
         machine=machine,
@@ -202,12 +211,12 @@ def _options(config: Config, dims: ModelDims, machine: Machine, attended: Attend
     return gpu_options(config, dims, machine.world, machine.rates, attended)
 
 
-def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, wishes: Wishes) -> ConfigError:
+def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, wishes: Wishes) -> UnfitError:
     """Say what is missing, and with how many GPUs the model would fit."""
     least = min(options, key=lambda option: option.on_device, default=None)
     if least is None:
         want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
-        return ConfigError.of("command line", "--world", str(machine.world), want, "--world 8")
+        return UnfitError.of("command line", "--world", str(machine.world), want, "--world 8")
     need = least.on_device / usable(1)
     want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
     config = replace(least.config, training=replace(least.config.training, global_batch_size=None))
@@ -215,7 +224,7 @@ def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, 
     memory = MemoryModel(config, dims, None, optimizer_rules(config), machine.world)
     more = machine.rates and processes_that_fit(memory, LEAST, limit)
     fix = f"{more}, or a smaller model" if more else "a smaller model"
-    return ConfigError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
+    return UnfitError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
 
 
 def _outlook(chosen: Option, config: Config, machine: Machine, flops: float) -> Outlook:

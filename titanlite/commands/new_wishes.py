@@ -1,6 +1,7 @@
 """Check what a person wishes of a new run, before torch is imported: the file, the model, its data and tokenizer."""
 
 import math
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,8 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config, Model
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.errors import ConfigError, TitanliteError
+from titanlite.preflight.output_file import require_place
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import is_part
 
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -27,12 +30,20 @@ class Wishes:
         data: `data.source`.
         tokenizer: `data.tokenizer`.
         tokens: to train on; 0: as many as suit the model.
+        is_elsewhere: whether the run is planned for another machine, which then has the tokenizer.
     """
 
     model: str
     data: str
     tokenizer: str = "bytes"
     tokens: int = 0
+    is_elsewhere: bool = False
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Return whether the tokenizer is on the other machine alone: its vocabulary is taken to be the model's."""
+        is_here = self.tokenizer == "bytes" or os.path.isfile(os.path.expanduser(self.tokenizer))
+        return self.is_elsewhere and not is_here
 
 
 def wished_model(text: str) -> Model:
@@ -53,24 +64,29 @@ def wished_model(text: str) -> Model:
     return Model(name=name, flavor=flavor)  # type: ignore[arg-type]  # of an architecture that there is
 
 
-def wished_inputs(config: Config, data: str, tokenizer: str) -> tuple[Config, Inputs]:
+def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:
     """Add data and tokenizer to a config, and check them as `titanlite validate` does.
+
+    In place of a tokenizer that is not here stands `bytes`, and that it is of the inputs is not said.
 
     Raises:
         DataError: there is no such data or tokenizer.
     """
-    config = replace(config, data=replace(config.data, source=data, tokenizer=tokenizer))
-    return config, check_inputs(config, None)
+    lacks = wishes.lacks_tokenizer
+    data = replace(config.data, source=wishes.data, tokenizer="bytes" if lacks else wishes.tokenizer)
+    inputs = check_inputs(config := replace(config, data=data), None)
+    return config, replace(inputs, tokenizer=None, tokens={}) if lacks else inputs
 
 
-def check_wishes(model: str | None, data: str | None, tokenizer: str) -> None:
+def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhere: bool) -> None:
     """Check what was given as flags; what was not is asked for later.
 
     Raises:
         TitanliteError: with all problems found.
     """
     checks: list[Callable[[], object]] = [lambda: wished_model(model)] if model is not None else []
-    checks.append(lambda: wished_inputs(Config(), Config().data.source if data is None else data, tokenizer))
+    wishes = Wishes("", data or Config().data.source, tokenizer, is_elsewhere=is_elsewhere)
+    checks.append(lambda: wished_inputs(Config(), wishes))
     found = list[TitanliteError]()
     for check in checks:
         try:
@@ -94,9 +110,14 @@ def file_to_write(named: str | None, model: str) -> Path:
     if file.exists() or file.is_symlink():
         fix = f"remove {file}, or name another: titanlite new other.toml"
         raise ConfigError.of("command line", "FILE", str(file), "a file that does not exist: this one does", fix)
+    run = RunFolder(Path(Config().job.dump_folder) / file.stem)
+    if run.config.exists():
+        want = f"a name that no run has: {run.path} is there"
+        raise ConfigError.of("command line", "FILE", str(file), want, "name another: titanlite new other.toml")
     if not file.parent.is_dir():
         want = f"a file in a folder that exists: {file.parent} {'is none' if file.parent.exists() else 'does not'}"
         raise ConfigError.of("command line", "FILE", str(file), want, f"mkdir -p {file.parent}, or name another")
+    require_place("FILE", file)
     return file
 
 

@@ -13,12 +13,13 @@ import tomli
 
 from tests.cli.commands.conftest import Call
 from tests.support.needs import slow
-from titanlite.commands import main
-from titanlite.commands.new_choices import fitted_learning_rate
-from titanlite.commands.new_wishes import wished_model
+from titanlite.commands import main, new_choices
+from titanlite.commands.new_choices import Choices, UnfitError, fitted_learning_rate
+from titanlite.commands.new_wishes import Wishes, wished_model
 from titanlite.config.architectures import n_active_parameters
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
+from titanlite.preflight.machine import Machine
 from titanlite.recipes import load
 
 MACHINES = {
@@ -100,6 +101,67 @@ def test_in_a_terminal_it_asks_until_an_answer_is_one(
     assert config["data"]["max_tokens"] == 2_000_000
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # closed: nobody answers
     assert main(["new", "other.toml"]) == 130
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+    """Let a terminal be there, and somebody give answers."""
+    monkeypatch.setattr("titanlite.commands.new._is_terminal", lambda: True)
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{answer}\n" for answer in answers)))
+
+
+ON_CPU = "--gpu", "cpu", "--device-gib", "64"
+
+
+def test_a_model_that_does_not_fit_is_refused_at_its_question(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, "8B", "debug", text, "", "2_000_000")
+    assert main(["new", *ON_CPU]) == 0
+    questions = capsys.readouterr().err.split("]: ")
+    assert [question.rpartition("\n")[2].partition(" ")[0] for question in questions[:-1]] == [
+        *("model,", "model,", "data:", "tokenizer:", "tokens,")
+    ]
+    assert "want: a model that fits 1 process on a CPU" in questions[1]
+    answer(monkeypatch)  # no question is asked
+    assert main(["new", "mine.toml", "--model", "8B", *ON_CPU]) == 2
+
+
+def test_answers_are_kept_where_the_model_does_not_fit_with_them(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def too_large(name: str, wishes: Wishes, machine: Machine) -> Choices:
+        if (wishes.model, wishes.tokens) == ("debug", 2_000_000):  # with all answers
+            raise UnfitError.of("command line", "--model", wishes.model, "a model that fits", "a smaller model")
+        return choose(name, wishes, machine)
+
+    choose = new_choices.choose_run
+    monkeypatch.setattr(new_choices, "choose_run", too_large)
+    answer(monkeypatch, "debug", text, "", "2_000_000", "qwen3-debug")
+    assert main(["new", *ON_CPU]) == 0
+    assert capsys.readouterr().err.count("hf:<dataset> [python_stdlib]: ") == 1
+    config = tomli.loads(Path("qwen3-debug.toml").read_text())
+    assert (config["model"]["name"], config["data"]["source"]) == ("qwen3", text)
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_tokenizer_that_another_machine_has_need_not_be_here(
+    call: Call, text: str, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+) -> None:
+    if is_asked:
+        answer(monkeypatch, "/there/tokenizer.json")
+    flags = () if is_asked else ("--tokenizer", "/there/tokenizer.json")
+    said = call("new", "mine.toml", "--model", "qwen3-debug", "--data", text, "--tokens", "2M", *flags, *ON_CPU)
+    vocabulary = load("model", "qwen3-debug").vocab_size
+    assert f"/there/tokenizer.json is not here: the vocabulary is the model's, {vocabulary:,} ids\n" in said
+    config = tomli.loads(Path("mine.toml").read_text())
+    assert config["data"]["tokenizer"] == "/there/tokenizer.json"
+    assert config["model"].get("vocab_size", vocabulary) == vocabulary
+
+
+def test_a_name_that_a_run_has_is_refused(call: Call, text: str) -> None:
+    Path("outputs/mine").mkdir(parents=True)
+    Path("outputs/mine/config.toml").touch()
+    assert "outputs/mine is there" in call("new", "mine.toml", "--model", "debug", "--data", text, ends=2)
 
 
 def test_without_a_terminal_and_without_flags_it_is_one_error(call: Call, text: str) -> None:

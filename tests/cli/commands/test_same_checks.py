@@ -205,13 +205,15 @@ RUN, OUT = "outputs/run", "run.toml/file.png"
         (["plan", "run.toml", "--world", "2", "--json", "missing/plan.json"], "--json"),
         (["evaluate", RUN, "--tasks", "no_such.jsonl", "--out", "missing/answers.json"], "--out"),
         (["evaluate", RUN, "--tasks", "no_such.jsonl", "--out", "/proc/answers.json"], "--out"),
+        (["new", "/proc/mine.toml", "--model", "debug", "--data", "text.jsonl"], "FILE"),
         (["schema", "--out", "missing/schema.json"], "--out"),
     ],
-    ids=" ".join,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_what_cannot_be_written_or_shown_is_told_before_what_takes_long(
     words: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("titanlite.commands.new.machine_here", lambda *_: pytest.fail("began"))
     make_run(begin_run().path, [5.0, 4.0]) if words[0] in ("compare", "evaluate") else None
     assert main(words) == 2
     out, err = capsys.readouterr()
