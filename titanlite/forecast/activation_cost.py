@@ -188,7 +188,14 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
             kept.add(value)
         elif value in made:
             left += forward[made[value]].reads
-    return block.bytes_of(kept)
+    # Forward has no use for these, and backward has what they are made of: they are made there.
+    there = kept | block.given
+    late = {
+        value
+        for value in kept.intersection(made)
+        if block.used_in_forward.isdisjoint(forward[made[value]].makes) and there.issuperset(forward[made[value]].reads)
+    }
+    return block.bytes_of(kept - late)
 
 
 def no_cost_reasons(save_list: SaveList) -> list[Problem]:
