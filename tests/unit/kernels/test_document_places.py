@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.needs import slow
+from tests.support.needs import LOOPS_BY_INTERPRETER, slow
 from tests.unit.models.test_document_attention import packed, starts_of
 from titanlite.kernels import flex_documents
 from titanlite.kernels.document_attention import document_attention
@@ -128,6 +128,7 @@ def test_flops_are_the_share_of_the_queries() -> None:
 
 
 @pytest.mark.slow
+@LOOPS_BY_INTERPRETER
 def test_values_of_device_code() -> None:
     """Triton's interpreter has to be asked for before Triton is imported."""
     run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_documents"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support.compile_only import accesses, compiling
-from tests.support.needs import slow
+from tests.support.needs import LOOPS_BY_INTERPRETER, slow
 from tests.support.routed_rows import F32, randn
 from titanlite.kernels.device.expert_rows import (
     launch_combine,
@@ -55,6 +55,7 @@ def test_code_for_sm_90_reads_and_writes_all_logits_by_16_bytes(E, K):
 
 
 @pytest.mark.slow
+@LOOPS_BY_INTERPRETER
 def test_values_of_device_code_without_a_gpu():
     """Triton's interpreter has to be asked for before Triton is imported."""
     run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_routing"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.compile_only import check_resources, compiling
-from tests.support.needs import DEVICES
+from tests.support.needs import DEVICES, LOOPS_BY_INTERPRETER
 from titanlite.kernels.device.symmetric_product import launch_symmetric_product
 from titanlite.kernels.symmetric_product import symmetric_product
 
@@ -52,6 +52,7 @@ def test_16_bits(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -
 
 
 @pytest.mark.slow
+@LOOPS_BY_INTERPRETER
 def test_values_of_device_code():
     """Triton's interpreter has to be asked for before Triton is imported."""
     run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_products"]
