@@ -114,8 +114,8 @@ def swiglu_grad_cast(
 def gate_and_up(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up, [M, F/128, 128] float32 each, of float64 in that."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    gate, up = x.unflatten(-1, (-1, 2, BLOCK)).unbind(-2)
-    return gate.to(dtype), up.to(dtype)
+    blocks = x.unflatten(-1, (-1, 2, BLOCK))  # `unbind` would not be recomputed in a compiled backward
+    return blocks.select(-2, 0).to(dtype), blocks.select(-2, 1).to(dtype)
 
 
 def _cast_gated(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
