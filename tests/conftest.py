@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,6 +35,11 @@ if sys.platform == "linux":
     # and a quarter of the time would go to pages that fault. M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h.
     for parameter in (-1, -3):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what splits the slow tests into parts, by a hash of their names."""
+    parser.addoption("--slow-part", metavar="I/N", help="of the slow tests only part I of N, counted from 0")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -73,8 +79,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out other parts of the slow tests, and skip what needs a GPU where there is none."""
+    if part := config.option.slow_part:
+        this, parts = map(int, part.split("/"))
+        items[:] = [
+            item
+            for item in items
+            if not item.get_closest_marker("slow") or zlib.crc32(item.nodeid.encode()) % parts == this
+        ]
     if torch.cuda.is_available():
         return
     for item in items:
