@@ -118,6 +118,20 @@ def earlier(*paths: Path) -> list[Path]:
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
 
 
+def require_reachable(path: str | Path) -> None:
+    """Check that this user may know what is at a path: what is in another user's folder seems not to be there.
+
+    Raises:
+        PermissionError: it may not.
+    """
+    try:
+        os.stat(path)
+    except PermissionError:
+        raise
+    except (OSError, ValueError):  # it is not there, or no path, as who looks for it says
+        return
+
+
 def disk_space_in(folder: Path) -> tuple[str, str]:
     """Say what is free on the disk of a folder, and what makes more of it: a disk may have bytes and no inode left.
 

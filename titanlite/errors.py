@@ -77,7 +77,7 @@ class Problem(NamedTuple):
 
     def __str__(self) -> str:
         place = f"line {self.line}  " if self.line is not None else ""
-        where, saw, want, fix = map(_shown, (self.where, self.saw, self.want, self.fix))
+        where, saw, want, fix = map(_shown, (self.where.replace("\n", r"\n"), self.saw, self.want, self.fix))
         return f"{place}{where}{f' = {saw}' if saw else ''}\n    want: {want}\n    fix:  {fix}"
 
 

@@ -1,7 +1,6 @@
 """End a process: one message for a mistake, the traceback for a bug, once for all ranks."""
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -14,13 +13,14 @@ from typing import NoReturn
 
 from titanlite.durable import write_durably
 from titanlite.errors import TitanliteError
-from titanlite.redact import redact_stream, redact_tree
+from titanlite.redact import redact_tree
+from titanlite.streams import OUTPUT, guard_streams, settle_streams
 
 _RANK_0_SPEAKS_S = 5.0
 _TORCHRUN_CLOCK_S = 1.0  # it dates failures to the second
 
 
-def exit_code(action: Callable[[], object]) -> int:
+def exit_code(action: Callable[[], int | None]) -> int:
     """Do something and turn its end into an exit code.
 
     Ranks mostly fail alike. Rank 0 speaks at once; any other waits, and is ended by the launcher in the meantime if
@@ -31,36 +31,27 @@ def exit_code(action: Callable[[], object]) -> int:
         action: what to do; until this process ends it leaves the connections to other ranks open.
 
     Returns:
-        0, 2 for a mistake that the user can mend, 1 for a bug, or 128 and the number of the signal that interrupted it
-        before training, 130 for Ctrl-C. The message of the mistake, or the bug's traceback, is then on stderr, without
-        secrets.
+        What the action returns, 0 for None; 2 for a mistake that the user can mend, 1 for a bug, or 128 and the number
+        of the signal that interrupted it before training: 130 for Ctrl-C, 141 where nobody reads what it prints. The
+        message of the mistake, or the bug's traceback, is then on stderr.
     """
     guard_streams()
     try:
-        action()
+        return action() or 0
     except TitanliteError as error:
-        rank = int(os.environ.get("RANK", "0"))
-        if rank:
-            # Local rank 0 goes before the others, so that a further host says it once.
-            time.sleep(_RANK_0_SPEAKS_S + (os.environ.get("LOCAL_RANK", "0") != "0"))
-            _record(error)
-        _say(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
-        return 2
+        return _tell_mistake(error)
     except KeyboardInterrupt as interrupt:  # for any signal, whose number it then has
         return 128 + (interrupt.args or (signal.SIGINT,))[0]
     except Exception as bug:
+        if isinstance(bug, BrokenPipeError) and bug.filename == OUTPUT:
+            return 128 + signal.SIGPIPE
+        if isinstance(bug, OSError) and (mistake := _mistake(bug)):
+            return _tell_mistake(mistake)
         _record(bug)
-        _say(traceback.format_exc())
+        sys.stderr.write(traceback.format_exc())
         return 1
-    return 0
-
-
-def guard_streams() -> None:
-    """Have standard output and standard error tell no secret, and a terminal of ASCII get escapes, and not an error."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        redact_stream(stream)
+    finally:
+        settle_streams()
 
 
 def leave(code: int) -> NoReturn:
@@ -70,20 +61,32 @@ def leave(code: int) -> NoReturn:
     aborts a rank that has trained to the end. A library's thread that hangs would keep a failed rank from ending. A
     process without peers has none of these, and may have tools that report when the interpreter ends.
     """
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        try:
-            stream.flush()
-        except OSError:  # nobody reads any more; the interpreter would try again, and end with a code of its own
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    settle_streams()
     if "RANK" not in os.environ:
         sys.exit(code)
     os._exit(code)
 
 
-def _say(text: str) -> None:
-    """Write to stderr; a terminal that is gone is told nothing."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(text)
+def _mistake(error: OSError) -> TitanliteError | None:
+    """Return what the user can mend of an operating system's refusal; None of a bug."""
+    why = error.strerror or str(error)
+    if error.filename == OUTPUT:
+        want, fix = "a terminal, a file or a pipe that takes what is printed", "print to a disk that has room"
+        return TitanliteError.of("titanlite", OUTPUT, why, want, fix)
+    if isinstance(error, PermissionError) and error.filename is not None:
+        want, fix = "files and folders that this user may read", "make it readable, or start as its owner"
+        return TitanliteError.of("titanlite", str(error.filename), why, want, fix)
+    return None
+
+
+def _tell_mistake(error: TitanliteError) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        # Local rank 0 goes before the others, so that a further host says it once.
+        time.sleep(_RANK_0_SPEAKS_S + (os.environ.get("LOCAL_RANK", "0") != "0"))
+        _record(error)
+    sys.stderr.write(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
+    return 2
 
 
 def _record(error: Exception) -> None:

@@ -3,11 +3,18 @@
 What a cache says of itself has a hash, so that a number that has changed is damage, too.
 """
 
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, cast, get_args, get_origin, get_type_hints
+
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""The errors of code that takes a content for what it is not."""
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -26,9 +33,11 @@ def read_json(path: Path) -> Any:
     """Return what a file says.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is a pipe or a device, which a read may wait for.
         ValueError: as `parse_json` says.
     """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "a pipe or a device", str(path))
     return parse_json(path.read_bytes())
 
 
@@ -53,3 +62,34 @@ def without_hash(read: Any, *, is_required: bool = True) -> dict[str, Any]:
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
+
+
+def as_type(hint: Any, value: Any) -> Any:
+    """Build a value of a type from JSON, in which nothing is left out, added or converted.
+
+    Args:
+        hint: a dataclass, a mapping by names, a sequence, a tuple, one of these or None; float, which is finite, int of
+            64 bits, str or bool.
+        value: what the file says.
+
+    Raises:
+        Exception: one of `MALFORMED`, where it says something else.
+    """
+    args, origin = get_args(hint), get_origin(hint)
+    if is_dataclass(hint):
+        hints = get_type_hints(hint)
+        return hint(**{key: as_type(hints[key], each) for key, each in value.items()})  # type: ignore[operator]
+    if NoneType in args:
+        return None if value is None else as_type(args[0], value)
+    if origin is Mapping and isinstance(value, dict):
+        return {key: as_type(args[1], each) for key, each in cast("dict[str, Any]", value).items()}
+    if origin is Sequence and isinstance(value, list):
+        return [as_type(args[0], each) for each in cast("list[Any]", value)]
+    if origin is tuple and isinstance(value, list):
+        return tuple(as_type(each, one) for each, one in zip(args, cast("list[Any]", value), strict=True))
+    is_integer = type(value) is int and abs(value) < 2**63
+    if (is_integer and hint in (int, float)) or (type(value) is float is hint and math.isfinite(value)):
+        return hint(value)
+    if type(value) is hint and hint in (str, bool):
+        return value
+    raise ValueError(f"{str(value)[:40]} is not of the type {getattr(hint, '__name__', hint)}")

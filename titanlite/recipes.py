@@ -30,6 +30,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRec
 from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import read_merged, shipped_folder
+from titanlite.durable import require_reachable
 from titanlite.errors import RecipeError, nearest
 
 Kind = Literal["model", "float8", "activation_checkpoint", "optimizer"]
@@ -148,6 +149,7 @@ def _files(kind: Kind, extra_dirs: Sequence[str], origin: Origin) -> dict[str, P
     problems = Problems(origin)
     files = {path.stem: path for path in sorted((shipped_folder("recipes") / kind).glob("*.toml"))}
     for folder in (Path(os.path.expanduser(given)) for given in extra_dirs):
+        require_reachable(folder / "model")
         if not os.path.isdir(folder):
             problems.add("job.recipe_dirs", show(str(folder)), "a folder that exists", "create it, or remove it here")
             continue

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO, cast
+from typing import Any, cast
 from urllib.parse import quote, unquote
 
 STAR = "***"
@@ -73,13 +73,6 @@ def redact_tree(value: Any, how: Callable[[str], str] = redact) -> Any:
     if isinstance(value, list | tuple):
         return [redact_tree(one, how) for one in cast("list[Any]", value)]
     return value
-
-
-def redact_stream(stream: TextIO) -> None:
-    """Have a stream redact what is written to it from now on, by whom ever."""
-    if "write" not in vars(stream):
-        write = stream.write
-        stream.write = lambda text: write(redact(text))
 
 
 def _of_environment() -> list[str]:

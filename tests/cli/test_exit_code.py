@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 import titanlite.exit_code
 from titanlite.errors import DataError
 from titanlite.exit_code import exit_code
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("error", "rank", "code"), [(DataError, 0, 2), (DataError, 1, 2), (OSError, 0, 1)])
@@ -106,6 +109,49 @@ def test_a_reader_that_is_gone_changes_no_exit_code(is_rank: bool) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "RANK"} | {"PYTHONUNBUFFERED": ""}
     environment |= {"RANK": "0"} if is_rank else {}
     assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=300).returncode == 3
+
+
+PRINTED = {"little": "--version", "much": "schema"}
+BUFFERED = {"PYTHONUNBUFFERED": ""}
+
+
+@pytest.mark.parametrize("printed", PRINTED)
+def test_a_command_whose_output_is_closed_or_full(printed: str) -> None:
+    """As cron closes it, and as a disk is without room."""
+    command = f"{sys.executable} -m titanlite {PRINTED[printed]}"
+    for where, code, said in ((">&-", 0, ""), ("2>&- >&-", 0, ""), (">/dev/full", 2, "No space left on device")):
+        outcome = {"shell": True, "capture_output": True, "text": True, "timeout": 300}
+        ended = subprocess.run(f"{command} {where}", cwd=ROOT, env=os.environ | BUFFERED, **outcome)
+        assert ended.returncode == code, ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert "Exception ignored" not in ended.stderr
+        assert (said in ended.stderr) if said else not ended.stderr
+
+
+@pytest.mark.parametrize("where", ["2>&-", "2>/dev/full"])
+def test_a_mistake_without_standard_error(where: str) -> None:
+    command = f"{sys.executable} -m titanlite validate nothing.toml {where}"
+    assert subprocess.run(command, shell=True, cwd=ROOT, timeout=300).returncode == 2
+
+
+@pytest.mark.parametrize(("words", "code"), [("--version", 0), ("schema", 128 + signal.SIGPIPE)])
+def test_a_command_whose_output_nobody_reads(words: str, code: int) -> None:
+    """The first has done all before it learns of that."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "titanlite", words]
+    streams = {"stdout": write, "stderr": subprocess.PIPE}
+    ended = subprocess.run(command, cwd=ROOT, env=os.environ | BUFFERED, timeout=300, **streams)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (code, b"")
+
+
+def test_what_another_user_keeps_to_himself_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise PermissionError(13, "Permission denied", "/home/other/run")
+
+    assert exit_code(fails) == 2
+    assert "/home/other/run = Permission denied" in capsys.readouterr().err
 
 
 def test_nor_does_a_mistake_that_nobody_hears_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ ROWS = (
     {"models", "data", "update_rules"},
     {"kernels", "recipes"},
     {"config", "receipt", "exit_code"},
-    {"errors", "durable", "redact", "text_table", "byte_size", "json_file"},
+    {"errors", "durable", "redact", "text_table", "byte_size", "json_file", "streams"},
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 

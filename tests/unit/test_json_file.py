@@ -1,13 +1,15 @@
 """JSON that is nested a hundred thousand deep is damage like any other, whoever reads it."""
 
+import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.unit.data.test_tokenizer import make_tokenizer
-from titanlite.checkpoint.publish import MANIFEST, verify
+from titanlite.checkpoint.publish import MANIFEST, hash_files, verify
 from titanlite.checkpoint.resume import read_state
 from titanlite.commands.compare import read_runs
 from titanlite.config.config_json import recipe_of
@@ -54,10 +56,16 @@ def of_run(path: Path) -> None:
     read_runs([path])
 
 
+def of_checkpoint(path: Path) -> None:
+    entries = {"state.json": asdict(hash_files(path, ["state.json"])["state.json"])}
+    (path / MANIFEST).write_text(json.dumps({"files": entries}))
+    read_state(path, 1)
+
+
 READERS: list[tuple[str, Callable[[Path], object], str]] = [
     ("meta.json", Meta.read, "token shards = ValueError: nested too deeply"),
     (MANIFEST, verify, f"{MANIFEST} = ValueError: nested too deeply"),
-    ("state.json", lambda path: read_state(path, 1), "state.json = ValueError: nested too deeply"),
+    ("state.json", of_checkpoint, "state.json = ValueError: nested too deeply"),
     ("config.json", of_folder, "with config.json and safetensors (nested too deeply)"),
     ("tokenizer.json", lambda path: load_tokenizer(str(path / "tokenizer.json")), "which is no tokenizer"),
     ("tokenizer_config.json", of_tokenizer, "is not a JSON object: nested too deeply"),

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from titanlite.checkpoint.publish import complete_steps, step_folder, step_of
 from titanlite.config.build import show
-from titanlite.durable import write_durably
+from titanlite.durable import require_reachable, write_durably
 from titanlite.errors import CheckpointError, nearest
-from titanlite.json_file import read_json
+from titanlite.json_file import MALFORMED, read_json
 
 _KEY = "checkpoint.initial_load_path"
 _RECORD = "branch.json"
@@ -36,6 +36,7 @@ def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
             there, and others beside it are.
     """
     folder = Path(os.path.expanduser(path))
+    require_reachable(folder / "config.json")
     if not path or os.path.exists(folder / "config.json"):
         return None
     if not os.path.isdir(folder):
@@ -70,13 +71,13 @@ def remembered_step(path: str, run: Path) -> int | None:
     """
     try:
         said = read_json(run / _RECORD)
-        of, step = said["initial_load_path"], int(said["step"])
+        of, step = _real(said["initial_load_path"]), int(said["step"])
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, LookupError, TypeError) as e:
+    except (OSError, *MALFORMED) as e:
         want, fix = "what titanlite writes", "delete it, and the branch begins at the newest checkpoint"
         raise CheckpointError.of(str(run), _RECORD, f"{type(e).__name__}: {e}", want, fix) from None
-    return step if _real(of) == _real(path) else None
+    return step if of == _real(path) else None
 
 
 def remember_branch(path: str, run: Path, step: int) -> None:

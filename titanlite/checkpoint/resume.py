@@ -24,7 +24,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE, longest_seq_len
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
-from titanlite.json_file import read_json
+from titanlite.json_file import MALFORMED, read_json
 
 STATE = "state.json"
 VERSION = 1
@@ -118,7 +118,6 @@ def check_quickly(
         ConfigError: as `check_state` says.
     """
     folder = publish.step_folder(root, step)
-    publish.verify(folder, largest=QUICKLY_HASHED)
     saved = cast("dict[str, Any]", read_state(folder, step)["state"]) if state is None else state
     check_state(folder, saved, config, dims, per_step)
     return saved
@@ -133,7 +132,6 @@ def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
     """
     step = cast(int, step_to_resume(root, resume))
     folder = publish.step_folder(root, step)
-    publish.verify(folder, largest=QUICKLY_HASHED)
     return dims_of(folder, read_state(folder, step)["state"])
 
 
@@ -195,16 +193,18 @@ def other_text(
 
 
 def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """Read the `state.json` of a checkpoint.
+    """Read the `state.json` of a checkpoint, and look for damage as far as that takes no time.
 
     Raises:
-        CheckpointError: it is damaged, of another version or of another step.
+        CheckpointError: it is damaged, of another version or of another step; or another file is missing, of another
+            size or altered.
     """
+    publish.verify(folder, largest=QUICKLY_HASHED)
     try:
         saved = cast(dict[str, Any], read_json(folder / STATE))
         if not isinstance(saved["state"], dict):
             raise ValueError("no state in it")
-    except (OSError, ValueError, LookupError, TypeError) as e:
+    except (OSError, *MALFORMED) as e:
         want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
         raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
     if saved.get("version") != VERSION:

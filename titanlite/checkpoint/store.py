@@ -267,6 +267,8 @@ def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             yield
     except CheckpointException as e:
+        if stops := [cause for cause, _ in e.failures.values() if isinstance(cause, KeyboardInterrupt)]:
+            raise stops[0] from None
         ours = [str(cause) for cause, _ in e.failures.values() if isinstance(cause, CheckpointError)]
         others = [
             Problem(f"rank {r}", f"{type(cause).__name__}: {cause}", f"to {verb} this checkpoint", "see the cause")

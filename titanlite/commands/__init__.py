@@ -6,14 +6,16 @@ help. It is imported when it is called, and its help is read without importing i
 
 import ast
 import importlib
+import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import titanlite
-from titanlite.errors import ConfigError, TitanliteError, nearest
-from titanlite.exit_code import guard_streams
+from titanlite.errors import ConfigError, nearest
+from titanlite.exit_code import exit_code
 
 COMMANDS = (
     "new",
@@ -38,28 +40,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Returns:
-        0 if it did what it was asked, 2 for a mistake that the user can fix, which is then on stderr, or 130 if
-        interrupted.
+        What the subcommand returns, 0 if it did what it was asked; else as `exit_code` says.
     """
-    guard_streams()
-    name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("--help", "-h"):
-        sys.stdout.write(_overview())
-        return 0
-    if name == "--version" and not rest:
-        sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
-        return 0
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    with _signals_as_interrupts():
+        return exit_code(lambda: _run_command(*words))
+
+
+def _run_command(name: str, *rest: str) -> int:
     try:
+        if name in ("--help", "-h"):
+            sys.stdout.write(_overview())
+            return 0
+        if name == "--version" and not rest:
+            sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
+            return 0
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)
             fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
             raise ConfigError.of("command line", name, "", f"one of {', '.join(COMMANDS)}", fix)
-        return importlib.import_module(f"{__name__}.{module_of(name)}").run(rest)
-    except TitanliteError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return importlib.import_module(f"{__name__}.{module_of(name)}").run(list(rest))
+    finally:
+        with suppress(BrokenPipeError):  # who reads has seen enough
+            sys.stdout.flush()
+
+
+@contextmanager
+def _signals_as_interrupts() -> Iterator[None]:
+    """Let SIGTERM, and a terminal that hangs up, end a command as Ctrl-C does, so that what was begun is cleared away.
+
+    Only the first counts, since launchers send several. Ranks of a launcher end at once: they may wait for each other.
+    """
+
+    def interrupt(number: int, _: object) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt(number)
+
+    numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    numbers = [] if "RANK" in os.environ else numbers
+    for number in numbers:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def module_of(name: str) -> str:

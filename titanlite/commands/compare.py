@@ -26,8 +26,9 @@ from titanlite.comparison.tables import RESULTS, config_differences, results
 from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_verdicts import paths_on_server, send_verdicts
 from titanlite.errors import Problem, describe
+from titanlite.observe.experts_file import read_experts
 from titanlite.observe.heat_map import draw_heat_map
-from titanlite.observe.metrics import RunError, read_metrics
+from titanlite.observe.metrics import RunError
 from titanlite.preflight.output_file import require_picture, require_place, writable
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
@@ -114,7 +115,7 @@ def _draw_experts(folders: Sequence[Path], records: Sequence[RunRecord], out: Pa
     found = {
         record.name: rows
         for folder, record in zip(folders, records, strict=True)
-        if (path := RunFolder(folder).experts).is_file() and (rows := read_metrics(path))
+        if (path := RunFolder(folder).experts).is_file() and (rows := read_experts(path))
     }
     if not found:
         return None

@@ -21,14 +21,14 @@ from titanlite.checkpoint.resume import dims_of, read_state, require_average
 from titanlite.commands.arguments import Command
 from titanlite.commands.export import trained_tokenizer
 from titanlite.config.build import show
-from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
+from titanlite.config.config_json import FROM_CHECKPOINT, check_weight_files, recipe_of
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Model, Training
 from titanlite.data.prepare import check_vocabulary
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.durable import write_durably
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer, panics_raised
+from titanlite.durable import require_reachable, write_durably
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.evaluation.requests import EncodedTask, encode_task
 from titanlite.evaluation.tasks import HUB, load_tasks
@@ -104,6 +104,10 @@ def run(argv: Sequence[str]) -> int:
     check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
     encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
     scores = _score_tasks(target, encoded)
+    if wrong := [score.task for score in scores if math.isnan(score.accuracy)]:
+        saw, want = "a log-likelihood that is not finite", "a model whose logits are numbers"
+        fix = "another step or folder: these weights, or what is computed of them, are not finite"
+        raise CheckpointError.of(_WHERE, ", ".join(wrong), saw, want, fix)
     if os.environ.get("RANK", "0") == "0":
         _write_answers(out, target, encoded, scores)
         sys.stdout.write(_accuracy_table(encoded, scores, target.seq_len) + f"{out}\n")
@@ -112,6 +116,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _find_target(path: Path, step: str | None, tokenizer: str | None, averaged: bool) -> _Target:
     """Find what a path is of; read all but the weights."""
+    require_reachable(path / "config.toml")
     if (path / "config.toml").is_file():
         return _target_of_run(RunFolder(path), step, tokenizer, averaged)
     above = path.resolve().parents[1] if len(path.resolve().parents) > 1 else path
@@ -153,6 +158,8 @@ def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None, a
 def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
     problems = Problems(Origin(_WHERE))
     found = recipe_of(str(path), problems, "TARGET")
+    if found is not None:
+        check_weight_files(str(path), problems, "TARGET")
     problems.raise_all()
     assert found is not None  # noqa: S101  # else there is a problem
     architecture, dims = found
@@ -163,7 +170,8 @@ def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
     model = Model(name=architecture, flavor=FROM_CHECKPOINT)  # type: ignore[arg-type]
     config = Config(model=model, training=Training(mixed_precision_param=dtype))
     config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=str(path)))
-    longest = dims.max_seq_len or content.get("max_position_embeddings") or Training.seq_len
+    trained = content.get("max_position_embeddings")
+    longest = dims.max_seq_len or (trained if isinstance(trained, int) and trained > 0 else Training.seq_len)
     return _Target(path, config, dims, load_tokenizer(file, _begins_with_bos(file)), longest)
 
 
@@ -171,8 +179,10 @@ def _begins_with_bos(file: str) -> bool:
     """Return whether a tokenizer.json, as transformers uses it, puts a token before each text."""
     import tokenizers
 
-    with suppress(Exception):  # it is no tokenizer, which is said by who loads it; or has no token for the letter
-        tokenizer = tokenizers.Tokenizer.from_file(os.path.expanduser(file))
+    if not os.path.isfile(path := os.path.expanduser(file)):
+        return False
+    with suppress(Exception), panics_raised():  # it is no tokenizer, as who loads it says; or has none for the letter
+        tokenizer = tokenizers.Tokenizer.from_file(path)
         whole, bare = (tokenizer.encode("a", add_special_tokens=adds).ids for adds in (True, False))
         return len(whole) > len(bare) and whole[0] != bare[0]
     return False
@@ -182,8 +192,9 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     """Load the model, and score the tasks."""
     import torch.distributed as dist
 
+    from titanlite.checkpoint.collective import on_all_ranks
     from titanlite.evaluation.load import load_model
-    from titanlite.evaluation.score import Evaluator
+    from titanlite.evaluation.score import Evaluator, require_same_questions
     from titanlite.parallel.process_group import start_process_group
 
     config, is_run = target.config, target.checkpoint is not None
@@ -194,6 +205,7 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
         config = replace(config, training=training)
     device = start_process_group(config.comm)
     try:
+        require_same_questions(on_all_ranks(lambda: [e.task.fingerprint for e in encoded]))
         model, mesh = load_model(config, target.dims, device, target.checkpoint, target.averaged)
         seq_len = config.training.seq_len
         shape = {"seq_len": seq_len, "tokens": seq_len * config.training.local_batch_size}

@@ -11,6 +11,7 @@ from titanlite.commands.arguments import Command
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.durable import require_reachable
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
 from titanlite.preflight.run_folder import RunFolder
 
@@ -50,9 +51,8 @@ def run(argv: Sequence[str]) -> int:
     _check_target(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
-    from titanlite.checkpoint.resume import QUICKLY_HASHED, dims_of, read_state, require_average
+    from titanlite.checkpoint.resume import dims_of, read_state, require_average
 
-    publish.verify(checkpoint, largest=QUICKLY_HASHED)  # the rest, which may take minutes, once all else is right
     state = read_state(checkpoint, step)["state"]
     if averaged:
         require_average("titanlite export", checkpoint, state)
@@ -81,6 +81,7 @@ def _only(runs: list[str]) -> str:
 
 
 def _config(folder: RunFolder) -> Config:
+    require_reachable(folder.config)
     if os.path.isfile(folder.config):
         return read_config(folder.config)[0]
     inside = sorted(Path(file).parent for file in glob(f"{escape(str(folder.path))}/*/config.toml"))
@@ -131,6 +132,7 @@ def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) 
     """
     if not fingerprint:
         return None
+    require_reachable(os.path.expanduser(name))
     is_there = name == "bytes" or os.path.isfile(os.path.expanduser(name))
     tokenizer = load_tokenizer(name, add_bos) if is_there else None
     if tokenizer is None or tokenizer.fingerprint != fingerprint:

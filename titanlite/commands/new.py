@@ -188,7 +188,7 @@ def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> 
     try:
         instead = ["--data.tokenizer", "bytes"] * lacks_tokenizer
         checked = checked_run(["--config", str(file), *instead], world)
-    except TitanliteError:
+    except BaseException:
         file.unlink()
         raise
     for text in () if lacks_tokenizer else checked.warnings:  # of its vocabulary

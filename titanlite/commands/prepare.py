@@ -4,10 +4,9 @@ A run tokenizes its data itself if needed. Doing it ahead of time pays off where
 where the training hosts cannot reach the source.
 """
 
+import sys
 import textwrap
 from collections.abc import Sequence
-
-from rich.console import Console
 
 from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
@@ -38,10 +37,8 @@ def run(argv: Sequence[str]) -> int:
     config, vocab_size = checked.config, checked.dims.vocab_size
     RunFolder.of(config).require_same(config)
     sources = dict(source_keys(config).values()) | held_out_sources(config)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     notices = [f"warning: {text}" for text in checked.warnings] + [checked.inputs.unused]
-    for notice in filter(None, notices):
-        console.print(notice)
+    sys.stdout.writelines(f"{notice}\n" for notice in filter(None, notices))
     units = dict[str, int | None]()
     for key, source in sources.items():
         shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
@@ -64,9 +61,10 @@ def run(argv: Sequence[str]) -> int:
                 units[next(name for name, (own, _) in source_keys(config).items() if own == key)] = n
             if not config.data.mixture:
                 epochs = epochs_of(checked, n, None)
-        console.print(_summary(shards, counts, epochs) + packing)
+        sys.stdout.write(f"{_summary(shards, counts, epochs)}{packing}\n")
+        sys.stdout.flush()
     for text in many_epochs(config, checked.table, units):
-        console.print(f"warning: {text}")
+        sys.stdout.write(f"warning: {text}\n")
     return 0
 
 

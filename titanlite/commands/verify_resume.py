@@ -83,7 +83,12 @@ def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, process
         "profiling.enable": "false",
     }
     over = [f"--{key}={value}" for key, value in own.items()]
-    if code := run_again("titanlite.train", [*flags, *over], processes):
+    try:
+        code = run_again("titanlite.train", [*flags, *over], processes)
+    except KeyboardInterrupt:  # what fails stays to be looked at
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if code:
         where, saw = f"{name}, to step {last}", f"exit code {code}"
         raise CheckpointError.of("titanlite verify-resume", where, saw, "0", "fix the error printed above")
 

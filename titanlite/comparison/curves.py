@@ -193,7 +193,8 @@ def _clock(record: RunRecord) -> tuple[Values, Values] | None:
     if not rows or any(not isinstance(row.get("seconds"), int | float) for row in rows):
         return None
     steps = np.array([0, *(row["step"] for row in rows)], dtype=np.float64)
-    return steps, np.concatenate([[0.0], np.cumsum(np.diff(steps) * [row["seconds"] for row in rows])])
+    seconds = np.array([row["seconds"] for row in rows], dtype=np.float64)
+    return steps, np.concatenate([[0.0], np.cumsum(np.diff(steps) * seconds)])
 
 
 def _values_of(rows: Sequence[dict[str, Any]], key: str) -> Values:

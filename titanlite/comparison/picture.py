@@ -42,7 +42,10 @@ def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ver
         OSError: the picture cannot be written.
     """
     require_picture("titanlite compare", path, "losses.png")
-    figure = loss_figure(records, verdicts)
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):  # of names
+        figure = loss_figure(records, verdicts)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -16,11 +16,13 @@ from typing import Any
 import tomli
 
 from titanlite.comparison.wandb_runs import is_run_path, read_wandb_folder, read_wandb_path, wandb_file
+from titanlite.durable import require_reachable
 from titanlite.errors import Problem, describe, nearest
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError, is_of_step, read_metrics
 from titanlite.preflight.run_folder import AT_WORK_S, RunFolder
 from titanlite.preflight.same_run import dotted
+from titanlite.streams import one_line
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
         problems.append(Problem("RUN", "", want, "titanlite compare outputs/run"))
     of_wandb = [wandb_file(folder) is not None or is_run_path(folder) for folder in folders]
     for folder in (folder for folder, is_wandb in zip(folders, of_wandb, strict=True) if not is_wandb):
+        require_reachable(folder / "config.toml")
         missing = [name for name in ("config.toml", "metrics.jsonl") if not os.path.isfile(folder / name)]
         if not os.path.isdir(folder):
             problems.append(Problem(str(folder), "", *_no_folder(folder, want, fix)))
@@ -192,7 +195,11 @@ def _is_entry(entry: Any) -> bool:
     if not (isinstance(entry, dict) and isinstance(entry.get("feature"), str)):
         return False
     cases = entry.get("skipped")
-    return isinstance(cases, list) and all(isinstance(case, dict) and {"what", "why"} <= case.keys() for case in cases)
+    return isinstance(cases, list) and all(map(_is_case, cases))
+
+
+def _is_case(case: Any) -> bool:
+    return isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("what", "why"))
 
 
 def _state(status: Path) -> str:
@@ -202,16 +209,16 @@ def _state(status: Path) -> str:
         content = read_json(status)
     except ValueError:
         content = None
-    if not isinstance(content, dict):
+    if not (isinstance(content, dict) and isinstance(state := content.get("state", ""), str)):
         raise RunError.of(str(status), "status.json", "", "a JSON object, as the run wrote it", "delete the file")
-    return content.get("state", "")
+    return state
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
     """Return the folders' own names, with as many of their parents as it takes to tell them apart."""
-    parts = [folder.resolve().parts for folder in folders]
+    parts = [tuple(map(one_line, folder.resolve().parts)) for folder in folders]
     for depth in range(1, max(map(len, parts))):
         names = ["/".join(p[-depth:]) for p in parts]
         if len(set(names)) == len(set(parts)):
             return names
-    return [str(folder) for folder in folders]
+    return [one_line(str(folder)) for folder in folders]

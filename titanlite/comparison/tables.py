@@ -74,7 +74,8 @@ def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str
 def config_table(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Return every config key of any run, with what `config_differences` says of each."""
     keys = dict.fromkeys(key for record in records for key in record.config)
-    return [(key, [json.dumps(r.config[key]) if key in r.config else "-" for r in records]) for key in keys]
+    texts = [{key: json.dumps(value, default=str) for key, value in record.config.items()} for record in records]
+    return [(key, [of.get(key, "-") for of in texts]) for key in keys]
 
 
 def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

@@ -28,6 +28,7 @@ from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.stages import check_stages, longest_seq_len, stage_configs
+from titanlite.durable import require_reachable
 
 _FROM_HOME = (  # keys of paths in which ~ stands for a home
     "job.dump_folder",
@@ -206,6 +207,7 @@ def _check_names(config: Config, problems: Problems) -> None:
         if "://" in folder:
             fix = "mount what is behind the URL, and name the folder that it is mounted on"
             problems.add(key, show(folder), "a folder of this host's, and no URL", fix)
+    require_reachable(config.model.file)
     if config.model.file and not config.model.file.endswith(".py"):
         problems.add("model.file", show(config.model.file), "a Python file", 'file = "my_model.py"')
     elif config.model.file and not os.path.isfile(config.model.file):

@@ -16,6 +16,7 @@ from titanlite.config.build import show
 from titanlite.config.own_groups import COMMON_KEYS
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import KEYS_OF_RULE, OwnRule, Value
+from titanlite.durable import require_reachable
 from titanlite.errors import ConfigError, Problem, describe
 
 BASE = "ElementwiseRule"
@@ -40,6 +41,7 @@ def rules_of_file(file: str, origin: Origin | None = None) -> dict[str, OwnRule]
     if not file:
         return {}
     problems = Problems(origin or Origin("config"))
+    require_reachable(file)
     if not file.endswith(".py"):
         problems.add("optimizer.file", show(file), "a Python file", 'file = "my_rule.py"')
     elif not os.path.isfile(file):

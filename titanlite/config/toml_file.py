@@ -18,6 +18,7 @@ import tomli
 from titanlite.config.build import show
 from titanlite.config.locate import key_lines
 from titanlite.config.problems import Place
+from titanlite.durable import require_reachable
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 Table = dict[str, Any]
@@ -76,6 +77,7 @@ def _read_chain(
         if not isinstance(name, str):
             raise refuse(show(name), "a list of names, in quotes", 'extends = ["base.toml"]')
         base = find(name, Place(str(path), extends_line))
+        require_reachable(base)
         if not os.path.isfile(base):
             raise refuse(show(name), f"the path of an existing TOML file; there is no file {base}", nearest_file(base))
         base = _without_dots(base)

@@ -26,7 +26,7 @@ from titanlite.data.progress import Progress
 from titanlite.data.shards import TokenShards
 from titanlite.data.unfinished import read_wanted
 from titanlite.errors import DataError, TitanliteError
-from titanlite.redact import redact
+from titanlite.streams import guard_streams
 
 _PROGRAM = "from titanlite.data.background import prepare_for_run; sys.exit(prepare_for_run())"
 _END_SECONDS = 5.0  # after which a process that was asked to end is killed
@@ -96,6 +96,7 @@ def prepare_for_run() -> int:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the run saves a checkpoint meanwhile, and closes the pipe
+    guard_streams()
     with open(0, "rb", buffering=0, closefd=False) as pipe:
         asked = json.loads(pipe.readline())
     data, threads = Data(**asked["data"]), list[threading.Thread]()
@@ -137,5 +138,5 @@ def _end_for(error: BaseException, folder: Path, terms: str) -> NoReturn:
     try:
         say_failed(folder, terms, said)
     except OSError:  # as where nothing can be written: the message still shows
-        sys.stderr.write(f"{redact(said)}\n")
+        sys.stderr.write(f"{said}\n")
     os._exit(2)

@@ -1,10 +1,12 @@
 """Progress of a preparation: a bar on a terminal, a line every ten seconds elsewhere, nothing where not asked for."""
 
+import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from titanlite.redact import redact
+from titanlite.streams import drawn, escaped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +19,7 @@ class Progress:
     """Shows how far reading has come, on stderr; one that `is_quiet` shows only what it is told to `say`."""
 
     def __init__(self, title: str, enable: bool, notice: str = "", is_quiet: bool = False) -> None:
-        self._title, self._enable, self._notice, self._n_bytes = redact(title), enable, notice, 0
+        self._title, self._enable, self._notice, self._n_bytes = escaped(redact(title)), enable, notice, 0
         self._is_quiet = is_quiet
         self._made = ""
         self._console: Console | None = None
@@ -28,7 +30,7 @@ class Progress:
         if self._enable:
             from rich.console import Console
 
-            self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+            self._console = Console(file=drawn(sys.stderr), highlight=False, soft_wrap=True)
             if self._notice:
                 self.say(self._notice)
             if self._is_quiet:
@@ -70,7 +72,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Print a line of its own."""
         if self._console:
-            self._console.print(line, markup=False)
+            self._console.print(escaped(line), markup=False)
 
 
 def _mb(n_bytes: int) -> str:
@@ -82,4 +84,12 @@ def _bar(console: "Console") -> "Bar":
     from rich.progress import Progress as Bar
 
     columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    return Bar(*columns, TimeRemainingColumn(), TextColumn("{task.fields[made]}"), console=console, transient=True)
+    return Bar(
+        *columns,
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[made]}"),
+        console=console,
+        transient=True,
+        redirect_stdout=False,  # what others print is theirs, and escaped
+        redirect_stderr=False,
+    )

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from titanlite.durable import require_reachable
 from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
@@ -82,7 +83,7 @@ class FileTokenizer:
 
         try:
             self._content = path.read_bytes()
-            with _panics_raised():
+            with panics_raised():
                 self._tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
         except Exception as e:  # the library raises plain Exception
             raise _unusable(name, f"which is no tokenizer: {e}") from e
@@ -126,7 +127,7 @@ class FileTokenizer:
             self._tokenizer.model.dropout = None
         self._tokenizer.encode_special_tokens = True
         try:
-            with _panics_raised():
+            with panics_raised():
                 whole = self._tokenizer.encode("a")
         except Exception:  # it has no token for it
             whole = self._tokenizer.encode("")
@@ -170,7 +171,7 @@ class FileTokenizer:
             EncodingError: the tokenizer has no token for a word of one of them, or the library fails on it.
         """
         try:
-            with _panics_raised():
+            with panics_raised():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as e:  # the library raises plain Exception
             raise EncodingError(f"data.tokenizer = {self.name!r} cannot encode it: {e}") from e
@@ -187,7 +188,7 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextmanager
-def _panics_raised() -> Iterator[None]:
+def panics_raised() -> Iterator[None]:
     """Raise a panic, which is no Exception, as an error."""
     try:
         yield
@@ -209,6 +210,7 @@ def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
             raise DataError.of("data", "data.add_bos_token", "true", want, fix)
         return ByteTokenizer()
     path = Path(os.path.expanduser(tokenizer))
+    require_reachable(path)
     if os.path.isfile(path / "tokenizer.json"):
         raise _unusable(tokenizer, "which is a folder", f"data.tokenizer = {str(path / 'tokenizer.json')!r}")
     if not os.path.isfile(path):

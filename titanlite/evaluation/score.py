@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.errors import DataError
 from titanlite.evaluation.requests import EncodedTask, Request, RowBatch, pack
+from titanlite.evaluation.tasks import KEY
 from titanlite.kernels.cross_entropy import IGNORE_INDEX, by_rows, local_statistics, over_ranks
 from titanlite.models.layers import Sequences
 from titanlite.parallel.mesh import Mesh
@@ -31,6 +33,7 @@ class Score:
     """The answers of a model to a task.
 
     Attributes:
+        accuracy: of the choices as they are; NaN, as `accuracy_norm` is, where a log-likelihood is not finite.
         log_likelihoods: of the choices of each question, nats.
         choices: index of the likeliest choice of each question.
         choices_norm: likewise, by bytes.
@@ -125,9 +128,22 @@ class Evaluator:
             right, right_norm = (
                 sum(choice == q.gold for choice, q in zip(made, questions, strict=True)) for made in (chosen, by_bytes)
             )
+            if not np.isfinite(np.concatenate(each)).all():
+                right = right_norm = np.nan
             n = len(questions)
             scores.append(Score(encoded.task.name, n, right / n, right_norm / n, each, chosen, by_bytes))
         return scores
+
+
+def require_same_questions(of_ranks: Sequence[Sequence[str]]) -> None:
+    """Check that all ranks have read the same questions, by the fingerprints of each rank's tasks.
+
+    Raises:
+        DataError: one has read others.
+    """
+    if different := [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]:
+        saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
+        raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
 
 
 def batch_of(batch: RowBatch, requests: Sequence[Request], tokens: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanlite.config.build import show
+from titanlite.durable import require_reachable
 from titanlite.errors import DataError, Problem, describe, nearest
 from titanlite.json_file import parse_json
 
@@ -134,6 +135,7 @@ def _name_and_path(text: str) -> tuple[str, Path | None]:
     if not (is_named and _NAME.fullmatch(name)):
         name, path = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(text).stem), text
     file = Path(os.path.expanduser(path))
+    require_reachable(file)
     if not path.endswith(".jsonl") or not file.is_file():
         near = nearest(text, HUB) if "/" not in text else None
         want = f"{', '.join(HUB)}, the path of a .jsonl file, or NAME=PATH (working directory: {Path.cwd()})"

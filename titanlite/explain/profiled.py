@@ -11,6 +11,7 @@ from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_
 from titanlite.explain.waits import Waits, find_waits
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.step_profile import RankProfile, read_profiles
+from titanlite.streams import one_line
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def read_profiled(folder: Path) -> ProfiledSteps:
     steps = [step.step for step in profiles[0].steps]
     rules = _rules_by_receipt(folder) or frozenset([config.get("optimizer.recipe", "")])
     unprofiled_us = _unprofiled_us(folder, steps)
-    return ProfiledSteps(folder.resolve().name, config, profiles, waits, divisions, unprofiled_us, rules)
+    name = one_line(folder.resolve().name)
+    return ProfiledSteps(name, config, profiles, waits, divisions, unprofiled_us, rules)
 
 
 def _rules_by_receipt(folder: Path) -> frozenset[str]:

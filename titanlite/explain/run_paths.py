@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from titanlite.durable import require_reachable
 from titanlite.errors import Problem, describe
 from titanlite.json_file import read_json
 from titanlite.observe.metrics import RunError
@@ -26,6 +27,7 @@ def require_profiles(folders: Sequence[Path]) -> None:
 
 
 def _path_problem(folder: Path) -> Problem | None:
+    require_reachable(folder / "config.toml")
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "there is no such folder"
         inside = [parent for parent in folder.parents if _is_profiled(parent)]

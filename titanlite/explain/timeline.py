@@ -92,7 +92,7 @@ def timeline_figure(run: ProfiledSteps, index: int) -> Any:
     handles = [Patch(color=_COLOURS[name], label=name) for name in CATEGORIES if name in seen]
     figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
     title = f"{run.name}: step {run.profiles[0].steps[index].step}"
-    figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+    figure.suptitle(title, x=0.02, ha="left", fontsize=11, parse_math=False)
     return figure
 
 

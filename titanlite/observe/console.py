@@ -28,6 +28,7 @@ from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
 from titanlite.observe.metrics import EvaluationRow, Float8Row, Row, StepRow, ValidationRow
 from titanlite.redact import redact
+from titanlite.streams import drawn, escaped
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -129,7 +130,7 @@ class Console:
         return f"[rank {self._rank}] " if self._rank else ""
 
     def _log(self, text: str) -> None:
-        self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {redact(text)}\n")
+        self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {escaped(redact(text))}\n")
 
     def _show(self, text: str, style: str = "", done: int | None = None) -> None:
         """Write to the terminal, above the bar if there is one. The bar appears with the first step."""
@@ -154,8 +155,8 @@ class Console:
 
         if self._bar is None and done is not None:
             self._bar = self._start_bar(stream)
-        console = self._bar[0].console if self._bar else rich.console.Console(file=stream)
-        styled = Text(text, style)
+        console = self._bar[0].console if self._bar else rich.console.Console(file=drawn(stream))
+        styled = Text(escaped(text), style)
         if done is not None:
             styled.highlight_words(("step", "loss", "grad", "tok/s/gpu", "mfu", "GiB", "eta"), "dim")
             styled.highlight_regex(r"(?<=loss) +\S+", "bold cyan")
@@ -172,7 +173,7 @@ class Console:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TaskProgressColumn(),
-            console=rich.console.Console(file=stream),
+            console=rich.console.Console(file=drawn(stream)),
             auto_refresh=False,
             expand=True,
             redirect_stdout=False,  # what others print goes where they send it

@@ -7,8 +7,9 @@ a run that resumes goes on with the steps behind it: none is lost, and none coun
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from titanlite.observe.metrics import MetricsFile, Row, StepRow
+from titanlite.observe.metrics import MetricsFile, Row, RunError, StepRow, read_metrics
 
 ROWS = 300
 
@@ -78,3 +79,21 @@ class ExpertsFile(MetricsFile):
             step, tokens = self._last
             self._append({"step": step, "tokens": tokens, "experts": self._sums})
             self._since, self._last, self._sums = step, None, {}
+
+
+def read_experts(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of an `experts.jsonl`: each of the same layers and experts, in the order of their tokens.
+
+    Raises:
+        RunError: a row is none of these, or another than the first.
+    """
+    rows = read_metrics(path)
+    shapes = [{name: [n >= 0 for n in tokens] for name, tokens in row.get("experts", {}).items()} for row in rows]
+    tokens = [0, *(row.get("tokens") or 0 for row in rows)]
+    is_alike = all(
+        shape == shapes[0] and shape and all(each and all(each) for each in shape.values()) for shape in shapes
+    )
+    if not is_alike or tokens != sorted({*tokens}):
+        want, fix = "rows of the same layers and experts, in order", "delete the file, to compare without its picture"
+        raise RunError.of(str(path), "experts", "other rows", want, fix)
+    return rows

@@ -76,5 +76,6 @@ def _draw_run(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
     named = range(0, len(layers), -(-len(layers) // _TICKS))
     axes.set_yticks([n + 0.5 for n in named], [[*layers][n].removeprefix("layers.") for n in named])
     sizes = " or ".join(map(str, sorted({load.shape[1] for load in layers.values()})))
-    axes.set(title=name, xlabel=unit, ylabel=f"layer, each of {sizes} experts", ylim=(len(layers), 0))
+    axes.set_title(name, parse_math=False)
+    axes.set(xlabel=unit, ylabel=f"layer, each of {sizes} experts", ylim=(len(layers), 0))
     return image

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from titanlite.durable import LOOK_S, append_plain, earlier, is_at, open_plain, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
-from titanlite.json_file import parse_json
+from titanlite.json_file import MALFORMED, as_type, parse_json
 
 
 class RunError(TitanliteError):
@@ -241,7 +241,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         One dict per row, each with an integer "step"; None stands for a number that was not finite.
 
     Raises:
-        RunError: a complete line is not a JSON object with a step.
+        RunError: a complete line is not a JSON object of numbers with a step.
         OSError: the file cannot be read.
     """
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is empty, or half a row
@@ -249,14 +249,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
-        except ValueError:  # JSON's, or a byte that is no text
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            as_type(Mapping[str, Sequence[int]], row.get("experts", {}))
+            if type(row["step"]) is not int or not all(map(_is_number, row.values(), row)):
+                raise ValueError("no row of numbers")
             lost = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
             rows.append(row | dict.fromkeys(lost))
-        else:
+        except MALFORMED:  # of JSON, of a byte that is no text, or of what is no number
             saw = json.dumps(line[:60].decode(errors="replace"))
-            problems.append(Problem("row", saw, "a JSON object with a step", "delete this line", number))
+            problems.append(Problem("row", saw, "a JSON object with a step, of numbers", "delete this line", number))
     if problems:
         raise RunError(describe(str(path), problems))
     return rows
@@ -265,3 +265,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def is_of_step(row: Mapping[str, Any]) -> bool:
     """Return whether a row is of a training step; a step in which no token had a target has no loss."""
     return "loss" in row or row.get("targets") == 0
+
+
+def _is_number(value: Any, key: str) -> bool:
+    """Return whether a value is a number, or None in its place; quickly, since a run has millions of them."""
+    return value is None or type(value) in (int, float) or key == "experts"

@@ -204,7 +204,9 @@ def read_status(path: Path) -> dict[str, Any]:
         ValueError: it does not say that.
     """
     content = parse_json(read_plain(path))
-    texts = isinstance(content, dict) and all(isinstance(content.get(key), str) for key in ("state", "updated"))
+    keys = ("state", "updated", "started")
+    texts = isinstance(content, dict) and all(isinstance(content.get(key, ""), str) for key in keys)
+    texts = texts and {"state", "updated"} <= content.keys()
     if not texts or (content["state"] == "failed" and not isinstance(content.get("error"), dict)):
         raise ValueError("no JSON object with a state")
     return content

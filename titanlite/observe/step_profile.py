@@ -9,11 +9,12 @@ import json
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from titanlite.errors import Problem, describe
-from titanlite.json_file import read_json
+from titanlite.json_file import MALFORMED, as_type, read_json
 from titanlite.observe.metrics import RunError
 
 ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE = "attention", "matmul", "casts", "optimizer", "other compute"
@@ -124,11 +125,12 @@ def read_profiles(run: Path) -> list[RankProfile]:
     """
     folder, fix = run / "profile", "profile the run again"
     first = _read_summary(folder / "rank0.json")
-    paths = [folder / f"rank{rank}.json" for rank in range(1, first.world)]
-    if missing := [path for path in paths if not path.is_file()]:
+    named = (folder / f"rank{rank}.json" for rank in range(1, first.world))
+    if missing := list(islice((path for path in named if not path.is_file()), 9)):
         names = ", ".join(path.name for path in missing[:8]) + (", …" if len(missing) > 8 else "")
         want = f"a file of each of the {first.world} ranks; hosts without a shared folder write each its own"
         raise RunError.of("titanlite explain", str(folder), f"no {names}", want, "copy these files here")
+    paths = [folder / f"rank{rank}.json" for rank in range(1, first.world)]
     profiles = [first, *map(_read_summary, paths)]
     steps = [step.step for step in first.steps]
     problems = [
@@ -146,14 +148,16 @@ def _read_summary(path: Path) -> RankProfile:
         content = read_json(path)
         if content.pop("version") != _VERSION:
             raise ValueError("of another version")
-        content["steps"] = [StepEdges(**step) for step in content["steps"]]
-        content["memory"] = content["memory"] and PeakMemory(**content["memory"])
-        for key in ("spans", "collectives"):
-            content[key] = {name: [(float(a), float(b)) for a, b in spans] for name, spans in content[key].items()}
-        if not content["steps"]:
+        profile: RankProfile = as_type(RankProfile, content)
+        ranks = [rank for group in profile.groups.values() for rank in group]
+        if f"rank{profile.rank}.json" != path.name or not all(
+            0 <= rank < profile.world for rank in (profile.rank, *ranks)
+        ):
+            raise ValueError("of another rank")
+        if not profile.steps:
             raise ValueError("no step")
-        return RankProfile(**content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return profile
+    except (OSError, *MALFORMED) as error:
         want = f"a rank's profile, as titanlite with version {_VERSION} of the file writes it"
         raise RunError.of(str(path), "content", str(error), want, "profile the run again") from error
 

@@ -18,7 +18,8 @@ def processes_of(receipt: Any) -> int | None:
     """
     try:
         (layout,) = (entry["applied"] for entry in receipt if entry["feature"] == "parallelism")
-        return math.prod(layout.values())
+        n = math.prod(layout.values())
+        return n if isinstance(n, int) and n > 0 else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -125,7 +125,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         if isinstance(value, Mapping):
             flat |= dotted(cast(Mapping[str, Any], value), f"{prefix}{key}.")
-        elif isinstance(value, tuple | list) and any(isinstance(each, Mapping) for each in value):
+        elif isinstance(value, tuple | list) and value and all(isinstance(each, Mapping) for each in value):
             for n, table in enumerate(cast("Sequence[Mapping[str, Any]]", value)):
                 given = {name: entry for name, entry in table.items() if entry is not None}  # as a file says it
                 flat |= dotted(given, f"{prefix}{key}[{n}].")

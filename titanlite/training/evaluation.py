@@ -4,10 +4,9 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.check_mesh import tokens_of_rank
-from titanlite.errors import DataError
 from titanlite.evaluation.inputs import interval, tokenizer_of
 from titanlite.evaluation.requests import EncodedTask, encode_task
-from titanlite.evaluation.score import Evaluator
+from titanlite.evaluation.score import Evaluator, require_same_questions
 from titanlite.evaluation.tasks import KEY, load_tasks
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry, Skipped
@@ -38,10 +37,7 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]
             read.append(encode_task(task, tokenizer, config.training.seq_len))
         return [encoded.task.fingerprint for encoded in read]
 
-    of_ranks = on_all_ranks(read_here)
-    if different := [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]:
-        saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
-        raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
+    require_same_questions(on_all_ranks(read_here))
     # A rank has whole questions, also where it has parts of what is trained on.
     shape = {"seq_len": config.training.seq_len, "tokens": tokens_of_rank(config)}
     # A model file of one's own may know its positions by S alone.

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import titanlite.checkpoint.store
 from tests.support.questions import write_questions
 from tests.unit.data.test_tokenizer import make_tokenizer
+from titanlite.commands import main
 from titanlite.config.read import read_config
 from titanlite.config.schema import Evaluation
 from titanlite.config.write import to_toml
@@ -114,6 +116,14 @@ def test_an_exported_folder_answers_as_its_run(trained: "Ended", task: Path, cal
 )
 def test_what_cannot_be_evaluated_is_said(trained: "Ended", call: "Call", words: tuple[str, ...], message: str) -> None:
     assert message in call("evaluate", *(word.format(run=trained.folder) for word in words), ends=2)
+
+
+def test_an_interrupt_while_it_reads(trained: "Ended", monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(titanlite.checkpoint.store._Reader, "read_data", interrupted)
+    assert main(["evaluate", str(trained.folder)]) == 130
 
 
 def test_a_run_without_tasks_needs_some(trained: "Ended", call: "Call", tmp_path: Path) -> None:

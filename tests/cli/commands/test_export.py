@@ -1,6 +1,8 @@
 import contextlib
 import json
+import os
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +15,10 @@ import titanlite.checkpoint.hugging_face
 import titanlite.checkpoint.publish
 import titanlite.checkpoint.resume
 import titanlite.commands.export
+from tests.support.forks import fork
 from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.state import Checkpoints
+from titanlite.commands import main
 from titanlite.commands.export import run
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Data, Model, Training
@@ -310,15 +314,21 @@ def test_a_folder_of_the_name_that_is_written_first_stays(tmp_path: Path) -> Non
     assert mine.exists()
 
 
-def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupted_export_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made, _ = make_run(tmp_path)
-    monkeypatch.setattr(titanlite.checkpoint.hugging_face, "save_file", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        run([str(made.path), "--out", str(tmp_path / "out")])
-    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    (tmp_path / "log").touch()
+
+    def export() -> int:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        return main(["export", str(made.path), "--out", str(tmp_path / "out")])
+
+    monkeypatch.setattr(titanlite.checkpoint.hugging_face, "save_file", lambda *_, **__: signal.raise_signal(number))
+    pid = fork(export, tmp_path / "log")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "run"]
 
 
 def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import tomli
 
 from tests.cli.commands.conftest import Call
 from tests.support.needs import slow
-from titanlite.commands import main, new_choices
+from titanlite.commands import main, new, new_choices
 from titanlite.commands.new_choices import Choices, UnfitError, fitted_learning_rate
 from titanlite.commands.new_wishes import Wishes, wished_model
 from titanlite.config.architectures import n_active_parameters
@@ -240,8 +240,7 @@ def test_mistakes_are_found_before_torch_is_imported(
 
     monkeypatch.setattr("titanlite.commands.new.at_work", loads_torch)
     Path("there.toml").touch()
-    with pytest.raises(AssertionError):
-        main(["new", "--model", "debug", "--data", text])
+    assert call("new", "--model", "debug", "--data", text, ends=1).endswith("AssertionError\n")
     said = call("new", "--model", "debug", "--data", text, *flags, ends=2)
     for flag in flags[1::2]:
         assert flag in said or flag == "h100"
@@ -298,3 +297,13 @@ def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: s
     assert "the best use of compute for dense models" in written
     assert "not compared: expert parallelism (expert_parallel_degree)" in written
     assert "nothing else is possible" not in written.partition("[parallelism]")[2].partition("[")[0]
+
+
+def test_an_interrupt_leaves_no_file_that_was_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("titanlite.preflight.checked_run.checked_run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        new._write_checked(tmp_path / "mine.toml", "", 1)
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@ import functools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -50,6 +51,17 @@ def test_the_debug_run_resumes(
     assert main(["verify-resume", DEBUG, *flags(tmp_path), "--steps", "1", "--world", world]) == 0
     out, err = capfd.readouterr()
     assert out.splitlines()[-1] == "equal bit for bit: losses, gradient norms and all tensors after step 2", err
+    assert os.listdir(tmp_path / "runs") == []
+
+
+def test_an_interrupted_check_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        (tmp_path / "runs/debug-verify-resume/uninterrupted").mkdir(parents=True)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(subprocess, "run", interrupted)
+    pid = fork(lambda: main(["verify-resume", DEBUG, *flags(tmp_path), "--steps", "1"]), tmp_path / "log")
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
     assert os.listdir(tmp_path / "runs") == []
 
 

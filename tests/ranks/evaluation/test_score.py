@@ -1,7 +1,9 @@
 """Scores: those of a loop over single choices, and the same under every layout."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,6 +70,16 @@ def test_a_cap_of_logits_counts(task: Path, tmp_path: Path) -> None:
         assert score.log_likelihoods == by_model.log_likelihoods != without.log_likelihoods
 
     run_ranks(body, tmp_path, 1)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_has_no_accuracy(task: Path, number: float) -> None:
+    evaluation = evaluation_of(task)
+    found = np.zeros(len(evaluation.requests))
+    found[5] = number
+    (score,) = evaluation._scores(found)
+    assert math.isnan(score.accuracy)
+    assert math.isnan(score.accuracy_norm)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Evaluation in a run: when it is due, what it logs, and that training goes on as if it had not been."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from tests.support.launched import Desk, Ended
 from tests.support.questions import write_questions
 from titanlite.evaluation.score import Evaluator
-from titanlite.training import loop
+from titanlite.training import evaluation, loop
 
 FLAGS = ("--training.seq_len=256", "--training.steps=10")
 
@@ -80,6 +81,19 @@ def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
     assert evaluations(stopped) == {}
     resumed = desk.run("stopped", 1, *flags)
     assert list(evaluations(resumed)) == [4, 8, 10]
+
+
+def test_ranks_that_read_other_questions_do_not_start(desk: Desk, task: Path) -> None:
+    (desk.folder / "other").mkdir()
+    other = write_questions(desk.folder / "other/lines.jsonl", 12, seed=1)
+
+    def plant() -> None:
+        if os.environ["RANK"] == "1":
+            read = evaluation.load_tasks
+            evaluation.load_tasks = lambda tasks: read([str(other)])
+
+    run = desk.run("other questions", 2, *FLAGS, f"--evaluation.tasks={task}", plant=plant, ends=2)
+    assert "evaluation.tasks = other questions on rank 1 than on rank 0" in run.output
 
 
 def test_not_given_its_interval_follows_from_the_tokens(desk: Desk, task: Path) -> None:

@@ -143,6 +143,14 @@ def test_a_narrow_page_has_the_results_whole_and_nothing_beyond_its_edge(tmp_pat
     assert results[0] <= results[1]
 
 
+def test_names_of_others_change_no_text_beside_them(page: Path) -> None:
+    """One from right to left, say: each has a direction of its own."""
+    text, name = page.read_text().partition('<script type="application/json"')[0], html.escape(HOSTILE, quote=False)
+    shown = re.sub("&#(34|39);", lambda found: chr(int(found[1])), text).partition("</title>")[2]
+    assert shown.count(name) > 8
+    assert all("<bdi>" in before[-120:] for before in shown.split(name)[:-1])
+
+
 @NEEDS_CHROMIUM
 def test_console_is_silent(used: tuple) -> None:
     assert used[1] == []

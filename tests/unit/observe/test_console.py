@@ -13,7 +13,7 @@ import pytest
 from titanlite.errors import DataError
 from titanlite.observe.console import Console, duration, step_line
 from titanlite.observe.metrics import Float8Row, StepRow, ValidationRow
-from titanlite.redact import redact_stream
+from titanlite.streams import guard_stream
 
 ROW = StepRow(
     step=120,
@@ -161,7 +161,7 @@ def test_the_time_left_is_of_the_tokens_left(tmp_path):
 def test_a_secret_in_a_message_is_not_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh")
     stream = io.StringIO()
-    redact_stream(stream)  # as a run does with standard output
+    guard_stream(stream)  # as a run does with standard output
     console = Console(0, 0, 1, tmp_path, stream)
     console.notice("using hf_abcdefgh")
     console.warning("bad hf_abcdefgh")

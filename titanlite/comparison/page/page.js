@@ -219,7 +219,8 @@ class Tip {
     const body = table.createTBody();
     for (const [run, texts] of rows) {
       const row = body.insertRow(), name = row.insertCell();
-      name.append(document.querySelector(`#legend button[data-run="${run}"] svg`).cloneNode(true), page.data.runs[run].name);
+      const button = document.querySelector(`#legend button[data-run="${run}"]`);
+      name.append(...["svg", "bdi"].map(part => button.querySelector(part).cloneNode(true)));
       for (let i = 0; i < width; i++) row.insertCell().textContent = texts[i] ?? "";
     }
     box.replaceChildren(table);

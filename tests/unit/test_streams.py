@@ -1,0 +1,50 @@
+"""What is drawn on purpose passes through a guarded stream; what others wrote is escaped."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+from tqdm import tqdm
+
+from titanlite.streams import drawn, escaped, guard_stream, one_line
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ä 日本 \N{GRINNING FACE}\n\ttext", "plain, ä 日本 \N{GRINNING FACE}\n\ttext"),
+        ("\x1b[31m\x07\x7f\x00", r"\x1b[31m\x07\x7f\x00"),
+        ("\x9b31m \u202eabc\u2066 \u2028", r"\x9b31m \u202eabc\u2066 \u2028"),
+        ("\rover\r\n", "\\rover\\r\n"),
+        ("caf\udce9", r"caf\udce9"),
+    ],
+)
+def test_what_a_terminal_obeys_is_escaped(text: str, shown: str) -> None:
+    stream = io.StringIO()
+    guard_stream(stream)
+    stream.write(text)
+    assert stream.getvalue() == escaped(text) == shown
+    assert one_line("a\n\tb") == r"a\n\tb"
+
+
+def test_colours_of_our_own_stay() -> None:
+    stream = io.StringIO()
+    guard_stream(stream)
+    console = Console(file=drawn(stream), force_terminal=True, color_system="standard")
+    console.print(Text(escaped("warning: \x1b[2J"), "yellow"))
+    assert stream.getvalue() == "\x1b[33mwarning: \\x1b[2J\x1b[0m\n"
+
+
+def test_bars_of_other_libraries_move() -> None:
+    stream = io.StringIO()
+    guard_stream(stream)
+    for outer in tqdm(range(2), file=stream, desc="out\x1b[31m", mininterval=0, ascii=True):
+        for _ in tqdm(range(2), file=stream, desc=f"in {outer}", mininterval=0, leave=False, ascii=True):
+            pass
+    shown = stream.getvalue()
+    assert r"out\x1b[31m" in shown
+    assert "\r" in shown
+    assert r"\r" not in shown
+    assert "\x1b[A" in shown
+    assert "\x1b[31m" not in shown
