@@ -1,4 +1,4 @@
-"""Parse JSON that a user wrote, or that a crash may have damaged: whatever is wrong with it is a ValueError.
+"""Parse JSON that a user wrote, or that a crash may have damaged, and hold it against the types that it should have.
 
 What a cache says of itself has a hash, so that a number that has changed is damage, too.
 """

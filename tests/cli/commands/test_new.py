@@ -305,5 +305,5 @@ def test_an_interrupt_leaves_no_file_that_was_not_checked(tmp_path: Path, monkey
 
     monkeypatch.setattr("titanlite.preflight.checked_run.checked_run", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        new._write_checked(tmp_path / "mine.toml", "", 1)
+        new._write_checked(tmp_path / "mine.toml", "", 1, lacks_tokenizer=False)
     assert not list(tmp_path.iterdir())

@@ -121,7 +121,7 @@ def test_a_card_names_its_run_and_has_no_number_that_is_none(tmp_path: Path) -> 
     cards = re.findall(r'<p class="verdict (\w+)">(.*?)</p>', (tmp_path / "page.html").read_text(), re.DOTALL)
     assert [kind for kind, _ in cards] == ["differs"] * 3
     for verdict, (_, card) in zip(verdicts, cards, strict=True):
-        assert f"<strong>silent: {verdict.line}</strong>" in card
+        assert f"<strong><bdi>silent</bdi>: {verdict.line}</strong>" in card
         assert not re.search(r"[+-]inf|nan", card)
     assert "too few steps for an interval" in cards[1][1]
     assert "<span>" not in cards[2][1]

@@ -2,6 +2,7 @@ import contextlib
 import gzip
 import io
 import json
+import re
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def train(folder, device, start_step, steps, first_step, last_step, rank=0, enab
         if fail:
             raise StepError
     console.close()
-    return stream.getvalue()
+    return re.sub(r"\n +", " ", stream.getvalue())  # lines that the console folds, whole
 
 
 def matmuls(folder):
