@@ -3,7 +3,7 @@
 Names of files, folders, keys and groups come from others, as the lines of a file do. What a terminal obeys in them is
 escaped as `repr` writes it, and so are the controls that show text in another order than it has; newlines and tabs are
 layout. Colours and bars, which are drawn on purpose, are written to `drawn`. Bars of other libraries (tqdm's) are known
-by their moves.
+by their moves, with which they get to lines that are empty or their own, and to no other text of the stream.
 """
 
 import io
@@ -18,7 +18,7 @@ from titanlite.redact import redact
 OUTPUT = "standard output"
 """The file that an OSError of standard output names."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_MOVES = re.compile(r"(?:[\r\n ]|\x1b\[A)*\Z|\r(?=[^\n]*\Z)")  # alone, or before a line that takes another's place
+_MOVE = re.compile(r"\n+\Z|(?:\x1b\[A)+\Z|\r(?: *\r\Z)?(?=[^\n]*\Z)")  # alone, or before a line in a line's place
 
 
 class _Drawn:
@@ -69,6 +69,7 @@ def guard_stream(stream: TextIO, drops: bool = False) -> None:
     if "drawn" in vars(stream):
         return
     write, flush = stream.write, stream.flush
+    free = 0  # lines above the cursor's that are empty or a bar's; -1: its own is another text's
 
     def attempt(action: Callable[..., Any], *given: str) -> Any:
         try:
@@ -80,12 +81,20 @@ def guard_stream(stream: TextIO, drops: bool = False) -> None:
             raise
 
     def draw(text: str) -> int:
+        nonlocal free
+        free = 0
         return attempt(write, redact(text))
 
     def write_text(text: str) -> int:
-        moves = _MOVES.match(text)
-        end = moves.end() if moves else 0
-        return draw(text[:end] + escaped(text[end:]))
+        nonlocal free
+        move = found.group() if (found := _MOVE.match(text)) else ""
+        down = move.count("\n") - move.count("\x1b")
+        after = free + down
+        if text and (not move or min(free, after) < 0):
+            move, after = "", text.endswith("\n") - 1
+        written = draw(move + escaped(text.removeprefix(move)))
+        free = after
+        return written
 
     vars(stream)["drawn"] = _Drawn(stream, draw)
     stream.write, stream.flush = write_text, lambda: attempt(flush)

@@ -18,6 +18,7 @@ from titanlite.streams import drawn, escaped, guard_stream, one_line
         ("\x9b31m \u202eabc\u2066 \u2028", r"\x9b31m \u202eabc\u2066 \u2028"),
         ("\rover\r\n", "\\rover\\r\n"),
         ("caf\udce9", r"caf\udce9"),
+        ("\x1b[A", r"\x1b[A"),
     ],
 )
 def test_what_a_terminal_obeys_is_escaped(text: str, shown: str) -> None:
@@ -26,6 +27,35 @@ def test_what_a_terminal_obeys_is_escaped(text: str, shown: str) -> None:
     stream.write(text)
     assert stream.getvalue() == escaped(text) == shown
     assert one_line("a\n\tb") == r"a\n\tb"
+
+
+@pytest.mark.parametrize(
+    ("texts", "shown"),
+    [
+        (("a line", "\revil\x1b[31m", "\n"), "a line\\revil\\x1b[31m\n"),  # as print writes them
+        (("a line\n", "\x1b[A", "\n", "\revil"), "a line\n\\x1b[A\n\revil"),
+        (("a line\n", "\x1b[A\r    \n"), "a line\n\\x1b[A\\r    \n"),
+        (("a line\n", "\rbar", "\n", "\rbar", "", "\x1b[A", "\x1b[A"), "a line\n\rbar\n\rbar\x1b[A\\x1b[A"),
+        (("\rbar", "\r   \r", "\ra line\n", "\n\n", "\x1b[A\x1b[A"), "\rbar\r   \r\\ra line\n\n\n\x1b[A\x1b[A"),
+    ],
+)
+def test_no_text_is_overwritten_but_a_bar(texts: tuple[str, ...], shown: str) -> None:
+    stream = io.StringIO()
+    guard_stream(stream)
+    for text in texts:
+        stream.write(text)
+    assert stream.getvalue() == shown
+
+
+def test_a_line_that_is_drawn_is_overwritten_by_nobody() -> None:
+    stream = io.StringIO()
+    guard_stream(stream)
+    stream.write("\n\n")
+    drawn(stream).write("\x1b[1ma line\x1b[0m\n")
+    stream.write("\x1b[A")
+    stream.write("\n")
+    stream.write("\rbar")
+    assert stream.getvalue() == "\n\n\x1b[1ma line\x1b[0m\n\\x1b[A\n\rbar"
 
 
 def test_colours_of_our_own_stay() -> None:
