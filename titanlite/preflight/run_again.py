@@ -4,7 +4,10 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
+
+_STOP_S = 45.0  # torchrun gives its ranks 30 before it kills them
 
 
 def processes_of(receipt: Any) -> int | None:
@@ -34,10 +37,28 @@ def run_again(module: str, arguments: Sequence[str], processes: int) -> int:
 
     Returns:
         Its exit code.
+
+    Raises:
+        KeyboardInterrupt: this process was interrupted; the others have ended, or were told to.
     """
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
     command = [sys.executable, "-m", *(launcher if processes > 1 else ()), module, *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
-    if done.returncode:
-        sys.stderr.write(done.stdout)
-    return done.returncode
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # torchrun ends its ranks at one signal; Ctrl-C would be another
+    ) as started:
+        try:
+            said, _ = started.communicate()
+        except KeyboardInterrupt:
+            started.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                started.communicate(timeout=_STOP_S)  # until each rank has closed the pipe
+            started.kill()
+            raise
+    if started.returncode:
+        sys.stderr.write(said)
+    return started.returncode

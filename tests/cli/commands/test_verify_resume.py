@@ -3,11 +3,9 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -33,13 +31,14 @@ def flags(folder: Path) -> list[str]:
     return [f"--{key}={value}" for key, value in small.items()]
 
 
-def forked(command: list[str], **_: object) -> CompletedProcess[str]:
+def forked(module: str, arguments: list[str], processes: int) -> int:
     """What `python -m titanlite.train` does, without a new interpreter for each run."""
-    assert command[:3] == [sys.executable, "-m", "titanlite.train"]
-    argv = command[3:]
+    assert (module, processes) == ("titanlite.train", 1)
     with tempfile.NamedTemporaryFile("r") as log:
-        job = Job([fork(functools.partial(train_rank, 0, 1, 0, argv, lambda: None), Path(log.name))], [Path(log.name)])
-        return CompletedProcess(command, job.wait()[0], log.read())
+        rank = functools.partial(train_rank, 0, 1, 0, arguments, lambda: None)
+        code = Job([fork(rank, Path(log.name))], [Path(log.name)]).wait()[0]
+        sys.stderr.write(log.read() if code else "")
+    return code
 
 
 @pytest.mark.parametrize("world", ["1", *slow("2")])
@@ -47,7 +46,7 @@ def test_the_debug_run_resumes(
     world: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if world == "1":
-        monkeypatch.setattr(subprocess, "run", forked)
+        monkeypatch.setattr(verify_resume, "run_again", forked)
     assert main(["verify-resume", DEBUG, *flags(tmp_path), "--steps", "1", "--world", world]) == 0
     out, err = capfd.readouterr()
     assert out.splitlines()[-1] == "equal bit for bit: losses, gradient norms and all tensors after step 2", err
@@ -59,7 +58,7 @@ def test_an_interrupted_check_leaves_nothing(tmp_path: Path, monkeypatch: pytest
         (tmp_path / "runs/debug-verify-resume/uninterrupted").mkdir(parents=True)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(subprocess, "run", interrupted)
+    monkeypatch.setattr(verify_resume, "run_again", interrupted)
     pid = fork(lambda: main(["verify-resume", DEBUG, *flags(tmp_path), "--steps", "1"]), tmp_path / "log")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGTERM
     assert os.listdir(tmp_path / "runs") == []
