@@ -17,8 +17,6 @@ ROWS = 300
 class ExpertsFile(MetricsFile):
     """Appends rows to `experts.jsonl`: the step and the tokens trained on, and of each layer those of its experts."""
 
-    of_step = "experts"
-
     def __init__(
         self,
         path: Path,

@@ -31,6 +31,9 @@ from typing import Any, Protocol
 from titanlite.durable import LOOK_S, append_plain, earlier, is_at, open_plain, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import MALFORMED, as_type, parse_json
+from titanlite.observe.metric_names import AXES, KNOWN
+
+_READ = {*AXES, *KNOWN, "targets"}  # each alone, or before a dot; under any other key may stand what is no number
 
 
 class RunError(TitanliteError):
@@ -121,8 +124,6 @@ class Observer(Protocol):
 class MetricsFile:
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
-    of_step = "lr"  # a key that rows of training steps have
-
     def __init__(
         self,
         path: Path,
@@ -160,7 +161,7 @@ class MetricsFile:
             if validates_again:
                 again = {"validation_loss", "validation_loss_ema", "evaluation_seconds"}
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
-            self.last_step = max((row["step"] for row in kept if self.of_step in row), default=0)
+            self.last_step = max((row["step"] for row in kept if is_of_step(row)), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._open()
 
@@ -238,10 +239,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         path: the file. It may be growing: a last line without its newline is left out.
 
     Returns:
-        One dict per row, each with an integer "step"; None stands for a number that was not finite.
+        One dict per row, each with an integer "step"; None stands for a number that was not finite. What is no number
+        is under keys of another version alone.
 
     Raises:
-        RunError: a complete line is not a JSON object of numbers with a step.
+        RunError: a complete line is not a JSON object with a step, or one of its own keys has no number of 64 bits.
         OSError: the file cannot be read.
     """
     lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last newline is empty, or half a row
@@ -250,13 +252,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         try:
             row = parse_json(line)
             as_type(Mapping[str, Sequence[int]], row.get("experts", {}))
-            if type(row["step"]) is not int or not all(map(_is_number, row.values(), row)):
+            if type(row["step"]) is not int or not all(map(_is_as_read, row.values(), row)):
                 raise ValueError("no row of numbers")
             lost = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
             rows.append(row | dict.fromkeys(lost))
         except MALFORMED:  # of JSON, of a byte that is no text, or of what is no number
             saw = json.dumps(line[:60].decode(errors="replace"))
-            problems.append(Problem("row", saw, "a JSON object with a step, of numbers", "delete this line", number))
+            problems.append(
+                Problem("row", saw, "a JSON object with a step, of numbers of 64 bits", "delete this line", number)
+            )
     if problems:
         raise RunError(describe(str(path), problems))
     return rows
@@ -264,9 +268,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def is_of_step(row: Mapping[str, Any]) -> bool:
     """Return whether a row is of a training step; a step in which no token had a target has no loss."""
-    return "loss" in row or row.get("targets") == 0
+    return "loss" in row or "experts" in row or row.get("targets") == 0
 
 
-def _is_number(value: Any, key: str) -> bool:
-    """Return whether a value is a number, or None in its place; quickly, since a run has millions of them."""
-    return value is None or type(value) in (int, float) or key == "experts"
+def _is_as_read(value: Any, key: str) -> bool:
+    """Return whether a value is a number of 64 bits, or None, as far as it is read; quickly, for a run has millions."""
+    kind = type(value)
+    if kind is float or value is None:
+        return True
+    return -(2**63) <= value < 2**63 if kind is int else key.partition(".")[0] not in _READ

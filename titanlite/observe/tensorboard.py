@@ -120,7 +120,9 @@ class TensorBoardFile:
         """Write one row of metrics.jsonl, of now or of the time at which it was written before."""
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[attr-defined]
 
-        shown = {shown_name(key): value for key, value in row.items() if key not in AXES and value is not None}
+        shown = {
+            shown_name(key): value for key, value in row.items() if key not in AXES and isinstance(value, int | float)
+        }
         values = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
         if values:
             at = times.get((row["step"], values[0].tag), time.time())

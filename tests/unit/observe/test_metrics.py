@@ -174,6 +174,24 @@ def test_damage_before_the_last_line_is_named_with_its_lines(tmp_path):
     assert "fix:  delete" in text
 
 
+@pytest.mark.parametrize("value", ["9" * 401, str(2**63), "true", '"x"', "[1]"])
+@pytest.mark.parametrize("key", ["step", "tokens", "loss", "grad_norm.all"])
+def test_what_is_read_is_a_number_of_64_bits(tmp_path, key, value):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1, "{key}": {value}}}\n')
+    with pytest.raises(RunError, match="line 1  row = "):
+        read_metrics(path)
+
+
+def test_what_another_version_has_written_stays(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    row = {"step": 1, "tokens": 9, "loss": 5.0, "is_warm": True, "phase": "decay", "of": {"a": [1]}, "more.loss": "x"}
+    path.write_text(json.dumps(row) + "\n")
+    assert read_metrics(path) == [row]
+    MetricsFile(path, 1).close()
+    assert read_metrics(path) == [row]
+
+
 def test_the_cheap_modules_import_nothing_slow():
     code = """
 import sys

@@ -110,6 +110,13 @@ def test_a_file_that_was_cut_off(tmp_path: Path, kept: int) -> None:
     assert [step for step, _ in steps(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_what_is_no_number_has_no_point(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "loss": 5.0, "phase": "decay", "of": [1]}\n')
+    Start(tmp_path, 1)
+    assert steps(tmp_path) == [(1, 5.0)]
+    assert read(tmp_path).Tags()["scalars"] == ["train/loss"]
+
+
 def test_files_of_others_stay(tmp_path: Path) -> None:
     other = tmp_path / "tensorboard/events.out.tfevents.1.host.1.0"
     other.parent.mkdir()
