@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from titanlite.comparison.runs import recorded_config, recorded_receipt
 from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_parts
 from titanlite.explain.waits import Waits, find_waits
+from titanlite.json_file import MALFORMED
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.step_profile import RankProfile, read_profiles
 from titanlite.streams import one_line
@@ -25,7 +27,7 @@ class ProfiledSteps:
         waits: for each other.
         divisions: of each step of each rank.
         unprofiled_us: median wall time of steps that were not recorded; None if the run logged none.
-        rules: of the optimizer, by its receipt; without one, the name of its recipe.
+        rules: of the optimizer, by its receipt; where that has none, the name of its recipe.
     """
 
     name: str
@@ -78,15 +80,18 @@ def read_profiled(folder: Path) -> ProfiledSteps:
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
     steps = [step.step for step in profiles[0].steps]
-    rules = _rules_by_receipt(folder) or frozenset([config.get("optimizer.recipe", "")])
+    rules = _rules_by_receipt(folder) or frozenset([str(config.get("optimizer.recipe", ""))])
     unprofiled_us = _unprofiled_us(folder, steps)
     name = one_line(folder.resolve().name)
     return ProfiledSteps(name, config, profiles, waits, divisions, unprofiled_us, rules)
 
 
 def _rules_by_receipt(folder: Path) -> frozenset[str]:
-    entries = (entry["applied"] for entry in recorded_receipt(folder) or () if entry["feature"] == "optimizer")
-    return frozenset(group["rule"] for applied in entries for group in applied["groups"].values())
+    entries = recorded_receipt(folder) or ()
+    with suppress(*MALFORMED):  # it is another version's
+        applied = (entry["applied"] for entry in entries if entry["feature"] == "optimizer")
+        return frozenset(group["rule"] for each in applied for group in each["groups"].values())
+    return frozenset()
 
 
 def _unprofiled_us(folder: Path, profiled: Sequence[int]) -> float | None:

@@ -52,6 +52,18 @@ def test_the_rules_that_advice_is_for_are_those_of_the_receipt(
     assert f"change: {key}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("more", [{"applied": {}}, {}, {"applied": {"groups": [5]}}, {"applied": {"groups": {"a": 5}}}])
+def test_a_receipt_without_rules_leaves_it_to_the_recipe(
+    more: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", '[optimizer]\nrecipe = "muon"\n', {OPTIMIZER: [(0.0, 96.0)]})
+    Path(folder, "receipt.json").write_text(json.dumps([{"feature": "optimizer", "skipped": [], **more}]))
+    assert main(["explain", folder]) == 0
+    assert "change: training.global_batch_size" in capsys.readouterr().out
+    Path(folder, "config.toml").write_text('[optimizer]\nrecipe = ["a"]\n')
+    assert main(["explain", folder]) == 0
+
+
 def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", plain, "--step", "11", "--out", str(tmp_path / "step.svg")]) == 0
     assert capsys.readouterr().out.endswith(f"{tmp_path / 'step.svg'}\n")
