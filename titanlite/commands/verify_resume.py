@@ -106,10 +106,10 @@ def _require_equal(whole: RunFolder, stopped: RunFolder, last: int) -> None:
     )
     fix = "training.deterministic = true; if it is set, the model has state or randomness that is not in its checkpoint"
     problems: list[Problem] = []
-    lacking = (math.nan, math.nan)  # of a step without a row; None is a number that is not finite, equal to none
+    lacking = (math.nan, math.nan)  # of a step without a row; None is a number that is not finite: no loss equals it
     for step in range(1, last + 1):
         (loss, norm), own = (rows.get(step, lacking) for rows in (of_whole, of_stopped))
-        if (loss, norm) != own or None in own or own is lacking:
+        if (loss, norm) != own or own[0] is None or own is lacking:
             saw, want = f"loss {own[0]!r}, gradient norm {own[1]!r}", f"{loss!r} and {norm!r}, as without interruption"
             problems.append(Problem(f"step {step}", saw, want, fix))
             break

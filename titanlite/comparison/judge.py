@@ -82,15 +82,20 @@ def judge(
     else:
         kind = "differs"
     unfinished = [run for run in (first, other) if run.last_step < run.steps_asked]
-    short = [run for run in unfinished if not run.is_running]
-    doubts = [f"{run.name} ended at step {run.last_step:,} of {run.steps_asked:,}" for run in short]
+    silent = [run for run in unfinished if not run.is_running]
+    is_short = any(run.state != "running" for run in silent)
+    doubts = [
+        f"{run.name} {'was last seen' if run.state == 'running' else 'ended'} at step {run.last_step:,} of "
+        f"{run.steps_asked:,}"
+        for run in silent
+    ]
     if not is_equal and (differ or not nudged):
         samples = f"other samples: {', '.join(differ)} differs"
         doubts.insert(0, samples if differ else "rounding not measured: --floor")
     is_all = not unfinished and len(tokens) == len(first.steps) == len(other.steps)
     among = "" if is_all else f" in the {len(tokens):,} step{'s' * (len(tokens) > 1)} that both have"
     line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), among, doubts)
-    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged), bool(short))
+    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged), is_short)
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
@@ -98,7 +103,7 @@ def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]
     ratios = {}
     for metric in _RESOLUTION:
         tokens, drift = paired_differences(other, first, metric)
-        values = {row["tokens"]: row[metric] for row in first.steps}
+        values = {row["tokens"]: row.get(metric, math.nan) for row in first.steps}
         resolution = _RESOLUTION[metric] * np.array([abs(values[t]) for t in tokens.tolist()])
         floor = np.maximum.reduce(
             [resolution, *(_envelope(tokens, *paired_differences(n, first, metric)) for n in nudged)]
@@ -156,14 +161,16 @@ def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int
     its, ours = _judged(first), _judged(other)
     for at in (at for at in its if at in ours):
         (tokens, key), pair = at, (its[at], ours[at])
-        if pair == (None, None):
-            return f"neither of them has a finite {key}", tokens
-        if None in pair:
-            return f"one of them has no finite {key}", tokens
+        start, _, of = key.partition(".")
+        name = KNOWN[start].about + (of and f" of {of}")
+        if pair == (None, None) and start != "grad_norm":  # it is no number of a step that both have skipped
+            return f"both have a {name} that is not finite, which equals nothing,", tokens
+        if None in pair and pair != (None, None):
+            return f"one of them has no finite {name}", tokens
         if _NOTHING in pair and pair != (_NOTHING, _NOTHING):
-            return f"one of them has no {key}", tokens
+            return f"one of them has no {name}", tokens
         if is_equal and pair[0] != pair[1]:
-            return f"{key} alone,", tokens
+            return f"{name} alone,", tokens
     return None
 
 

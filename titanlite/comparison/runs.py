@@ -24,6 +24,8 @@ from titanlite.preflight.run_folder import AT_WORK_S, RunFolder
 from titanlite.preflight.same_run import dotted
 from titanlite.streams import one_line
 
+_LEAST = {"training.steps": 0, "job.stop_after": 0, "metrics.log_freq": 1}  # of the keys that say what is logged
+
 
 @dataclass(frozen=True)
 class RunRecord:
@@ -34,7 +36,7 @@ class RunRecord:
     config: dict[str, Any]  # dotted key → value
     state: str  # of status.json; "" if there is none
     receipt: list[dict[str, Any]] | None  # of receipt.json, an entry a feature; None if there is none
-    is_running: bool = False  # now, by its status.json
+    is_running: bool = False  # now, by its status.json, which a job at work renews
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -49,9 +51,9 @@ class RunRecord:
     @property
     def steps_asked(self) -> int:
         """Return the last step that its config has it log; 0 if the config has no number of steps."""
-        steps = self.config.get("training.steps", 0)
-        last = min(steps, self.config.get("job.stop_after") or steps)
-        return last if last == steps else last - last % self.config.get("metrics.log_freq", 1)
+        steps, stop_after, log_freq = (self.config.get(key, least) for key, least in _LEAST.items())
+        last = min(steps, stop_after or steps)
+        return last if last == steps else last - last % log_freq
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -169,7 +171,7 @@ def _read(folder: Path, name: str) -> RunRecord:
     return RunRecord(
         name=name,
         rows=rows,
-        config=recorded_config(folder),
+        config=_checked_config(recorded_config(folder), folder / "config.toml"),
         state=_state(folder / "status.json"),
         receipt=recorded_receipt(folder),
         is_running=RunFolder(folder).seems_in_use() is not None,
@@ -180,7 +182,20 @@ def _read_wandb(path: Path, name: str) -> RunRecord:
     run = read_wandb_path(path) if is_run_path(path) else read_wandb_folder(path)
     receipt, file = None if run.receipt is None else _entries(run.receipt, path), wandb_file(path)
     is_written = file is None or time.time() - file.stat().st_mtime <= AT_WORK_S  # the server itself knows who is gone
-    return RunRecord(name, run.rows, dotted(run.config), run.state, receipt, run.state == "running" and is_written)
+    config = _checked_config(dotted(run.config), path)
+    return RunRecord(name, run.rows, config, run.state, receipt, run.state == "running" and is_written)
+
+
+def _checked_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Check the keys of a config that are computed with; one that is absent is no problem."""
+    problems = [
+        Problem(key, repr(value), f"a whole number, at least {least}", "restore it from a copy")
+        for key, least in _LEAST.items()
+        if type(value := config.get(key, least)) is not int or not least <= value < 2**63
+    ]
+    if problems:
+        raise RunError(describe(str(path), problems))
+    return config
 
 
 def _entries(entries: Any, path: Path) -> list[dict[str, Any]]:

@@ -166,7 +166,7 @@ def test_runs_without_a_step_in_common_are_not_passed(tmp_path):
     assert run([*runs, "--out", str(tmp_path / "p.png")]) == 1
 
 
-@pytest.mark.parametrize(("age_s", "code"), [(0, 0), (300, 1), (None, 1)])
+@pytest.mark.parametrize(("age_s", "code"), [(0, 0), (300, 0), (None, 1)])
 def test_what_ended_early_fails_and_what_still_runs_is_compared_so_far(age_s, code, tmp_path, capsys):
     runs = [make_run(tmp_path / name, falling()[:6]) for name in "ab"]
     for name in "ab":
@@ -179,7 +179,9 @@ def test_what_ended_early_fails_and_what_still_runs_is_compared_so_far(age_s, co
         status = {"state": "running", "step": 2, "updated": updated, "host": "h", "pid": 1}
         (tmp_path / "b/status.json").write_text(json.dumps(status))
     assert run([*runs, "--out", str(tmp_path / "p.png")]) == code
-    assert capsys.readouterr().out.startswith("b: equal bits in the 2 steps that both have")
+    said = {0: "", 300: " (b was last seen at step 2 of 6)", None: " (b ended at step 2 of 6)"}[age_s]
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert verdict == f"b: equal bits in the 2 steps that both have{said}"
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "null"])
@@ -189,8 +191,8 @@ def test_what_is_not_finite_differs_however_it_is_written(number, tmp_path, caps
     metrics.write_text(metrics.read_text().replace('"loss": 4.0', f'"loss": {number}'))
     assert run([other, first, other, "--out", str(tmp_path / "p.png")]) == 1
     assert capsys.readouterr().out.splitlines()[:2] == [
-        "a: differs: one of them has no finite loss at 2.0 k tokens",
-        "b: differs: neither of them has a finite loss at 2.0 k tokens",
+        "a: differs: one of them has no finite training loss at 2.0 k tokens",
+        "b: differs: both have a training loss that is not finite, which equals nothing, at 2.0 k tokens",
     ]
 
 

@@ -100,6 +100,15 @@ def test_what_is_not_finite_is_not_equal_and_a_step_without_targets_is(tmp_path:
         verify_resume._require_equal(make_run(tmp_path / "whole", [5.0, 4.0], 1.0), two, 2)
 
 
+def test_a_step_that_both_have_skipped_is_equal(tmp_path: Path) -> None:
+    whole, one, two = (make_run(tmp_path / name, [5.0, 4.0], 1.0) for name in ("whole", "one", "two"))
+    for run in (one, two):
+        run.metrics.write_text(run.metrics.read_text().replace('4.0, "grad_norm": 1.0', '4.0, "grad_norm": null'))
+    verify_resume._require_equal(one, two, 2)
+    with pytest.raises(CheckpointError, match=r"step 2 = loss 4\.0, gradient norm None"):
+        verify_resume._require_equal(whole, two, 2)
+
+
 def test_a_run_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cannot = "--comm.init_timeout_seconds=0"
     assert main(["verify-resume", DEBUG, *flags(tmp_path), cannot]) == 2  # seen before anything is started

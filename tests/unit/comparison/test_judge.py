@@ -101,19 +101,20 @@ EMPTY = {"step": 3, "tokens": 3 * TOKENS, "targets": 0}
 @pytest.mark.parametrize(
     ("its", "ours", "line"),
     [  # what step 3 has in the first and in the other
-        ({"loss": None}, {"loss": None}, "neither of them has a finite loss"),
-        ({"grad_norm": None}, {"grad_norm": None}, "neither of them has a finite grad_norm"),
-        ({}, {"grad_norm": None}, "one of them has no finite grad_norm"),
+        ({"loss": None}, {"loss": None}, "both have a training loss that is not finite, which equals nothing,"),
+        ({"grad_norm": None, "grad_norm.all": None}, {"grad_norm": None, "grad_norm.all": None}, None),  # skipped
+        ({"grad_norm": None}, {"grad_norm": None, "loss": 9.0}, "+"),
+        ({}, {"grad_norm": None}, "one of them has no finite gradient norm before clipping"),
         (EMPTY, EMPTY, None),
         (EMPTY, EMPTY | {"grad_norm": None}, None),
-        (EMPTY, {}, "one of them has no loss"),
-        ({}, EMPTY, "one of them has no loss"),
-        (EMPTY, {"loss": None}, "one of them has no finite loss"),
-        ({"loss.code": 1.0}, {"loss.code": 2.0}, "loss.code alone"),
+        (EMPTY, {}, "one of them has no training loss"),
+        ({}, EMPTY, "one of them has no training loss"),
+        (EMPTY, {"loss": None}, "one of them has no finite training loss"),
+        ({"loss.code": 1.0}, {"loss.code": 2.0}, "training loss of code alone"),
         ({"validation_loss": 1.0}, {"validation_loss": 1.0}, None),
-        ({"validation_loss": 1.0}, {"validation_loss": 2.0}, "validation_loss alone"),
-        ({"validation_loss": None}, {"validation_loss": None}, "neither of them has a finite validation_loss"),
-        ({"accuracy.piqa": 0.5}, {"accuracy.piqa": 0.6}, "accuracy.piqa alone"),
+        ({"validation_loss": 1.0}, {"validation_loss": 2.0}, "validation loss alone"),
+        ({"validation_loss": None}, {"validation_loss": None}, "both have a validation loss that is not finite"),
+        ({"accuracy.piqa": 0.5}, {"accuracy.piqa": 0.6}, "accuracy of piqa alone"),
         ({"evaluation_seconds": 1.0}, {"evaluation_seconds": 2.0}, None),
         ({"seconds": 1.0, "mfu": None}, {"seconds": 2.0, "mfu": None}, None),
     ],
@@ -131,27 +132,32 @@ def test_equal_bits_are_of_every_loss_that_is_there(its: dict, ours: dict, line:
     assert found is not None
     assert (found.kind, found.passes) == (("equal bits", True) if line is None else ("differs", False))
     assert line is None or found.line.startswith(f"differs: {line}")
-    assert line is None or found.line.endswith(" at 3.0 k tokens")
+    assert line in (None, "+") or found.line.endswith(" at 3.0 k tokens")
 
 
 @pytest.mark.parametrize(
-    ("config", "is_running", "passes"),
+    ("config", "state", "is_running", "passes"),
     [
-        ({"training.steps": 6}, False, False),
-        ({"training.steps": 6}, True, True),
-        ({"training.steps": 6, "job.stop_after": 2}, False, True),
-        ({"training.steps": 6, "job.stop_after": 3}, False, False),
-        ({"training.steps": 6, "job.stop_after": 3, "metrics.log_freq": 2}, False, True),  # step 3 is not logged
-        ({"training.steps": 3, "job.stop_after": 3, "metrics.log_freq": 2}, False, False),  # the last one is
-        ({"training.steps": 2}, False, True),
-        ({}, False, True),  # of a file that does not say it
+        ({"training.steps": 6}, "stopped", False, False),
+        ({"training.steps": 6}, "", False, False),
+        ({"training.steps": 6}, "running", True, True),
+        ({"training.steps": 6}, "running", False, True),  # a minute ago
+        ({"training.steps": 6, "job.stop_after": 2}, "stopped", False, True),
+        ({"training.steps": 6, "job.stop_after": 3}, "stopped", False, False),
+        # Step 3 is not logged.
+        ({"training.steps": 6, "job.stop_after": 3, "metrics.log_freq": 2}, "stopped", False, True),
+        # The last one is.
+        ({"training.steps": 3, "job.stop_after": 3, "metrics.log_freq": 2}, "failed", False, False),
+        ({"training.steps": 2}, "finished", False, True),
+        ({}, "finished", False, True),  # of a file that does not say it
     ],
 )
 def test_a_verdict_on_some_of_the_steps_says_so_and_what_ended_early_fails(
-    config: dict[str, Any], is_running: bool, passes: bool
+    config: dict[str, Any], state: str, is_running: bool, passes: bool
 ) -> None:
     whole = replace(record(curve()[:6], "whole"), config={"training.steps": 6})
-    part = replace(record(curve()[:2], "part"), config=config, is_running=is_running)
+    part = replace(record(curve()[:2], "part"), config=config, state=state, is_running=is_running)
+    is_silent = state == "running" and not is_running
     empty = replace(part, rows=[*part.rows[:1], {"step": 2, "tokens": 2 * TOKENS, "targets": 0}])
     for first, other in ((whole, part), (part, whole)):
         found = judge(first, other)
@@ -159,6 +165,7 @@ def test_a_verdict_on_some_of_the_steps_says_so_and_what_ended_early_fails(
         assert (found.kind, found.passes) == ("equal bits", passes)
         assert found.line.startswith("equal bits in the 2 steps that both have")
         assert ("part ended at step 2 of " in found.line) == (not passes)
+        assert ("part was last seen at step 2 of 6" in found.line) == is_silent
     assert judge(part, part).passes == judge(empty, empty).passes == passes  # type: ignore[union-attr]
     assert judge(whole, whole).line == "equal bits"  # type: ignore[union-attr]
 
