@@ -29,7 +29,7 @@ AVERAGE = "average of weights"
 """Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
 
 ITEMSIZE = 2
-"""Bytes of what travels and is orthogonalised, in bfloat16."""
+"""Bytes of what travels, in bfloat16, and of what a GPU orthogonalises it in, float16."""
 
 ITEMSIZE_OF_ROW = 4
 """Bytes of the new number of a row, in float32, which ranks add up."""
@@ -122,12 +122,13 @@ class SharedMatrices:
         return max(sum(n * orthogonalise_flops(*rc, self.steps) for rc, n in own.items()) for own in self.owned)
 
     def buffers(self, world: int, sizes_rows: bool) -> int:
-        """Bytes that the rank with most holds at once, as `Muon.step` goes through the buckets.
+        """Bytes that the rank with most holds at once on a GPU, as `Muon.step` goes through the buckets.
 
         Of the bucket that is computed: what was collected, and whole matrices, which results replace. What is on its
         way of the next one, and of the last one. Beside them what orthogonalisation makes of one stack in float16: a
         product with its factors, or squares; or two copies in float32 while rows are given one size; or what is handed
-        back.
+        back. A CPU, which multiplies in float32 and has no such kernels, needs more, for which `cpu_options`
+        leaves half of the memory.
 
         Args:
             world: all ranks.

@@ -53,8 +53,9 @@ ITERATIONS: dict[str, Polynomials] = {
 STEPS_OF_GRAM = 2
 """Most steps without X."""
 INSIDE = {"cuda": torch.float16}
-"""The dtype in which a device multiplies what is given in bfloat16; float32 on others: on CPUs halves take 50 times as
-long."""
+"""The dtype in which a device multiplies what is given in bfloat16; float32 on others, as CPUs have no products of
+halves: on one thread of an EPYC four X X of 256 by 256 took 101 ms in float16 and 2.2 in float32, X Xᵀ 21 and 2.5; and
+four steps of `configs/debug.toml` with `muon` 16.6 s of a processor and 5.8."""
 _UNIT = 2.0**12
 """The number that stands for 1 in X and G: float16 has none below 6e-8, and large matrices have small numbers."""
 

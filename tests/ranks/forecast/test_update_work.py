@@ -82,6 +82,7 @@ def test_the_memory_of_an_update_is_what_is_predicted(
 ) -> None:
     """On a GPU rows move in one kernel each, and a conversion or a symmetric product is one: each makes its result, the
     latter two in float16."""
+    # What is predicted is a GPU's memory: a CPU multiplies in float32, and is made to hold what a GPU would.
     monkeypatch.setitem(orthogonalise.INSIDE, "cpu", torch.float16)
     for name in ("momentum_rows", "put_rows", "take_rows", "update_rows"):
         monkeypatch.setattr(muon, name, lambda *given, **more: None)
