@@ -1,8 +1,8 @@
 """Train a router by losses of its own, beside that of its tokens, and count where it sends them.
 
 A model returns logits alone, so a loss of the router's own is a gradient that an identity adds in backward
-(`with_loss`). Each micro-batch has such a loss, a mean over its tokens without those that pad samples; it counts by the
-micro-batch's share of the step's targets, since gradients of micro-batches and ranks are summed.
+(`with_loss`). Each micro-batch has such a loss, a mean over its tokens that count (`data/document_starts.py`); the loss
+counts by the micro-batch's share of the step's targets, since gradients of micro-batches and ranks are summed.
 
 M tokens, E experts, K experts of a token.
 
@@ -36,13 +36,16 @@ def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Gr
         [2] in `logits.dtype`: this rank's terms, with the gradient of its tokens. f is that of all tokens, and has no
         gradient; p is a mean, so that the ranks' terms add up to the loss. Zeros if no token is counted.
     """
-    E, K = logits.shape[1], choices.shape[1]
+    (M, E), K, size = logits.shape, choices.shape[1], 1 if group is None else group.size
     counts = count_choices(choices, is_counted, E, None if group is None else group.name)
-    tokens = (counts.sum() / K).to(logits.dtype).clamp(min=1)
-    weight = is_counted.to(logits.dtype) / tokens  # of each token in a mean
-    share = counts.to(logits.dtype) / tokens
-    balance = E * (share * (weight[:, None] * logits.softmax(1)).sum(0)).sum()
-    return torch.stack((balance, (weight * logits.logsumexp(1).square()).sum()))
+    # Means over all M tokens become those over the counted by this factor. Rounded from float64 it is 1 where all are
+    # counted, so that the bits are then those of plain means: nothing else is multiplied by but 1.
+    more = (size * M * K / counts.sum().clamp(min=1).double()).to(logits.dtype)
+    is_counted = is_counted.to(logits.dtype)
+    share = counts.to(logits.dtype) / size / M
+    balance = E * (share * (logits.softmax(1) * is_counted[:, None]).mean(0)).sum()
+    z = (logits.logsumexp(1) * is_counted).square().mean()
+    return torch.stack((balance * more, z)) / size * more
 
 
 def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
