@@ -42,7 +42,7 @@ class Batch:
     targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
     sequences: Sequences  # S tokens each, with the documents in them if these are masked
     sources: Tensor | None = None  # [B] int64, place of each sequence's, or chunk's, in `TrainBatches.names`; or None
-    is_counted: Tensor | None = None  # [M] bool, whether means over tokens count each: not those that pad; None: all
+    is_counted: Tensor | None = None  # [M] bool, whether means over tokens count each, as `counted` says; None: all
 
 
 class TrainBatches:

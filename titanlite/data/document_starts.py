@@ -44,12 +44,13 @@ def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
 
 
 def counted(targets: np.ndarray) -> np.ndarray:
-    """Say which tokens count in means over tokens: those that predict the next one of their sample, or are predicted.
+    """Say which tokens count in means over tokens: those that have a target, or are one of their sample.
 
-    The rest fills a sample up behind its documents, or is a document of one token.
+    The rest fills a sample up behind its documents, or is the last token of a document without those before it: of a
+    document of one token, or where a sample begins with it.
 
     Args:
-        targets: [..., S].
+        targets: [..., S], IGNORE_INDEX where a token has none.
 
     Returns:
         [..., S] bool.

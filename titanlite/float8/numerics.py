@@ -138,7 +138,7 @@ def float8_numerics(
         tokens: [M] int64, this rank's.
         mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
         sequences: that the tokens are.
-        is_counted: [M] bool, without those that pad samples; None: all.
+        is_counted: [M] bool, the tokens that count (`data/document_starts.py`); None: all.
 
     Returns:
         Of each layer, over all ranks: `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>`, the share
@@ -156,7 +156,7 @@ def float8_numerics(
     found: dict[str, float] = {}
     for name, sums in zip(looks, totals.tolist(), strict=True):
         if not sums[2]:
-            continue  # no call in this model's forward, or padding alone
+            continue  # no call in this model's forward, or no token that counts
         for what, (saturated, flushed, n) in (("input", sums[:3]), ("weight", sums[3:6])):
             found[f"float8_{what}_saturated.{name}"] = saturated / n
             found[f"float8_{what}_flushed.{name}"] = flushed / n

@@ -80,8 +80,8 @@ class MixtureOfExperts(nn.Module):
     Attributes:
         bias: [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints. None: none.
         share: [], of this micro-batch in the step's targets, which the trainer writes before each.
-        is_counted: [M] bool, those of this micro-batch's tokens that pad no sample, likewise. None: all.
-        counts: [E] int64, tokens of each expert in training since the start, of this rank, without those that pad.
+        is_counted: [M] bool, whether each of this micro-batch's tokens counts in means, likewise. None: all do.
+        counts: [E] int64, tokens of each expert in training since the start, of this rank, of those that count.
         sums: [4], as `count_routing` adds them up.
         compute: the experts' arithmetic; a float8 recipe replaces it.
         group: the ranks that share a micro-batch's tokens out; None: this one has them all.

@@ -289,7 +289,7 @@ def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:
     why = "token files do not say where documents end, and data.separator_id is not given: each sample is one"
     without = [Skipped(key, why) for key in data.sources if key not in separators]
     applied: dict[str, object] = {"sources": len(separators), "separators": separators}
-    lengths = batches.lengths[batches.lengths > 1]  # of this rank's first step, without those that pad samples
+    lengths = batches.lengths[batches.lengths > 1]  # of this rank's first step; padding is such of 1
     if batches.is_masked and len(lengths):
         tokens, squares = int(lengths.sum()), int((lengths**2).sum())
         applied["documents in this rank's first step"] = len(lengths)

@@ -14,8 +14,8 @@ from titanlite.models.experts import MixtureOfExperts
 
 SEEN = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss")
 """Numbers of each layer: the tokens of its fullest and of its emptiest expert over the mean, the mean entropy in
-nats of a token's distribution over experts, and the router's losses, before their coefficients. Tokens that pad samples
-count nowhere."""
+nats of a token's distribution over experts, and the router's losses, before their coefficients; of tokens that count
+(`data/document_starts.py`)."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Routers:
 
         Args:
             share: [], of it in the step's targets, by which losses of routers count.
-            is_counted: [M] bool, its tokens on this rank without those that pad; None: all.
+            is_counted: [M] bool, whether each of its tokens on this rank does; None: all do.
         """
         shares = [layer.share for layer in self._layers.values()]
         torch._foreach_copy_(shares, [share] * len(shares))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, document_starts
+from titanlite.data.document_starts import NO_SEPARATOR, counted, document_lengths, document_starts, mask_documents
 
 
 def walked(tokens: np.ndarray, separators: np.ndarray) -> list[int]:
@@ -34,3 +34,12 @@ def test_a_separator_alone_is_a_document_and_one_may_fill_a_sample() -> None:
     starts = document_starts(np.array([[0, 0, 5, 0, 5], [5, 5, 5, 5, 0], [5, 5, 5, 5, 5]]), np.zeros(3, int))
     assert starts.tolist() == [[0, 1, 2, 2, 4], [5, 5, 5, 5, 5], [10, 10, 10, 10, 10]]
     assert document_lengths(starts).tolist() == [1, 1, 2, 1, 5, 5]
+
+
+def test_what_has_no_target_and_is_none_is_not_counted() -> None:
+    """A separator that a sample begins with, one behind another, and padding; but not a last token that is a first."""
+    ids = np.array([[5, 1, 2, 3, 9], [9, 4, 4, 4, 9], [9, 9, 4, 9, 4]])
+    pair = np.stack((ids, np.append(ids.flatten()[1:], 7).reshape(ids.shape)))
+    assert counted(pair[1]).all()  # without a mask
+    mask_documents(pair, np.full(3, 9))
+    assert counted(pair[1]).tolist() == [[True] * 5, [False, *[True] * 4], [False, False, True, True, True]]
