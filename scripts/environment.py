@@ -3,8 +3,9 @@
     python3 scripts/environment.py [EXTRA ...]
 
 `.venv` in the checkout is taken if it has everything, else the Python that this runs on; nothing is installed into
-either. If both lack something, `.venv` is made or completed. What a broken-off start has left is made anew by the next,
-and of two that start at once, one waits for the other. What it does it says on stderr, step by step.
+either. If both lack something, `.venv` is made or completed; where there is a Hopper or Blackwell GPU, with the extra
+`gpu`, too. What a broken-off start has left is made anew by the next, and of two that start at once, one waits for the
+other. What it does it says on stderr, step by step.
 """
 
 import fcntl
@@ -107,6 +108,7 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
         lacks: requirements that it does not meet, or `EVERYTHING`.
     """
     start, has_gpu = time.monotonic(), bool(shutil.which("nvidia-smi"))
+    extras = [*extras, "gpu"] if has_gpu and is_hopper_or_blackwell() else extras
     if any(lack.startswith((EVERYTHING, NO_PIP, "torch<", "torch>")) for lack in lacks):
         download = "some gigabytes, with CUDA" if has_gpu else "about 350 MB"
         say(f"installing titanlite and what it needs into {VENV}; {download} to download")
@@ -143,6 +145,13 @@ def install(extras: Sequence[str], lacks: Sequence[str]) -> Path:
     UNFINISHED.unlink()
     say(f"installed in {time.monotonic() - start:.0f} s")
     return PYTHON
+
+
+def is_hopper_or_blackwell() -> bool:
+    """Return whether the extra `gpu` has kernels for a GPU of this host: of compute capability 9 or 10."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    listed = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout
+    return any(line.partition(".")[0] in ("9", "10") for line in listed.split())
 
 
 def torch_without_cuda(index: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """scripts/environment.py with a stand-in for Python and pip: what it says while a person waits."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -88,6 +89,20 @@ def test_what_another_python_has_made_is_completed_by_its_own_pip(environment: M
     environment.install(["dev"], ["ruff"])
     assert not any(call.startswith("-m venv") for call in calls(environment))
     assert any("-m pip install" in call and "[dev]" in call for call in calls(environment))
+
+
+@pytest.mark.parametrize(("capability", "is_served"), [("9.0", True), ("10.0", True), ("8.9", False), ("", False)])
+def test_kernels_for_hopper_and_blackwell_come_where_there_is_one(
+    capability: str, is_served: bool, environment: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a host with two GPUs, and of one whose driver does not answer."""
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho {capability}\necho {capability}\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: str(smi))
+    environment.install(["dev"], ["ruff"])
+    assert any(("[dev,gpu]" if is_served else "[dev]") in call for call in calls(environment))
 
 
 @pytest.mark.parametrize("is_anothers", [True, False])

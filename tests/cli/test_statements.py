@@ -248,10 +248,10 @@ def _() -> Iterator[str]:
 
 @page("docs/models.md")
 def _() -> Iterator[str]:
-    attention = "kernels.document_attention"
+    attention = "kernels.attention"
     cpu, gpu = (round(math.log10(of("parallel.parity:_bound")(eps, 4096))) for eps in (2**-23, 2**-10))
     yield from (f"| `{f.name}` | `{show(f.default)}` |" for f in fields(Experts)[3:])
-    yield f"up to {of(f'{attention}:_LEAST_ROWS')} queries, or a {of(f'{attention}:_MOST_BLOCKS')}nd of the sample"
+    yield f"up to {of(f'{attention}:_LEAST_ROWS')} queries, or a {of(f'{attention}:_MOST_BLOCKS')}nd of the document"
     yield f"about 1e{cpu} of a tensor on a CPU, 1e{gpu} on a GPU"
     yield f"GPT-2's vocabulary of {dims('gpt2-124M').vocab_size:,} is odd"
     yield "E · Σ f·p over the experts of a layer: f the share of tokens that chose an expert, p its mean"

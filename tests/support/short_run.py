@@ -25,7 +25,8 @@ from titanlite.parallel.context import token_group
 from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training import build as build_file
-from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run, build
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.schedule import learning_rate
 from titanlite.training.state import take_first_weights, tensors_of
@@ -107,7 +108,7 @@ def compute_in_float64() -> None:
 
 def take_steps(run: Run, steps: int = STEPS) -> Tensor:
     """Train; returns [steps, 4], the results of each step."""
-    with closing(batches_of(run)) as batches, fastest_attention():
+    with closing(batches_of(run)) as batches, torch_order():
         rates = [learning_rate(step, run.config) for step in range(1, steps + 1)]
         return torch.stack([train_step(run, batches.next(), lr, False) for lr in rates])
 

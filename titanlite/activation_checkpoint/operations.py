@@ -1,13 +1,11 @@
 """The operations that blocks consist of, but for elementwise ones, and the classes of them that rules name."""
 
 ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # the first of those that torch chooses among
-WINDOW_ATTENTION = "titanlite.window_attention.default"
-DOCUMENT_ATTENTION = "titanlite.document_attention.default"
+PIECE_ATTENTION = "titanlite.attention.default"
 CONTEXT_ATTENTION = "titanlite.context_attention.default"
 CONTEXT_ATTENTION_GRAD = "titanlite.context_attention_grad.default"  # of backward
-OWN_ATTENTION = (WINDOW_ATTENTION, DOCUMENT_ATTENTION, CONTEXT_ATTENTION)  # for which torch does not choose a kernel
-LENGTH_AND_WINDOW = {DOCUMENT_ATTENTION: slice(4, 6), CONTEXT_ATTENTION: slice(8, 10)}
-"""The arguments that are the tokens of a sample, and the window."""
+OWN_ATTENTION = (PIECE_ATTENTION, CONTEXT_ATTENTION)
+"""For which torch does not choose a kernel; the last two arguments are the tokens of a sample, and the window."""
 MATMUL = "aten.mm.default"
 SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"

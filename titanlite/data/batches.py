@@ -22,13 +22,22 @@ import torch
 from torch import Tensor
 
 from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
-from titanlite.data.document_starts import NO_SEPARATOR, counted, document_lengths, mask_documents, require_target
+from titanlite.data.document_starts import (
+    NO_SEPARATOR,
+    counted,
+    document_bounds,
+    document_lengths,
+    mask_documents,
+    require_target,
+)
 from titanlite.data.mixture import Mixture, Taken, seed_of
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
 from titanlite.data.shards import BLOCK_BYTES, TokenShards, sample_count
 from titanlite.data.stages import StageTable
+from titanlite.kernels.attention import Bounds
+from titanlite.kernels.context_attention import KeyChunks
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
-from titanlite.models.layers import KeyChunks, Sequences
+from titanlite.models.layers import Sequences
 
 _WAIT_SECONDS = 1.0
 
@@ -165,30 +174,37 @@ class TrainBatches:
 
 
 class _Read(NamedTuple):
-    """The tensors of one step of a rank; the last three of context-parallel ranks, one of each micro-step."""
+    """The tensors of one step of a rank."""
 
     tokens: Tensor  # [micro-steps, M] int64
     targets: Tensor  # [micro-steps, M] int64
     is_counted: Tensor  # [micro-steps, M] bool
-    starts: Tensor | None = None  # [micro-steps, M] int32, where the document of each token starts
     sources: Tensor | None = None  # [micro-steps, B] int64, of each sequence, or chunk
-    places: Tensor | None = None  # [micro-steps, M] int32
+    starts: Tensor | None = None  # [micro-steps, M] int32, where the document of each token starts
+    bounds: Tensor | None = None  # [micro-steps, windows, 2, …] int32, of documents; without context parallelism of one
+    places: Tensor | None = None  # [micro-steps, M] int32; this and what is named chunks of context-parallel ranks
     chunks: Tensor | None = None  # [micro-steps, windows, 2, …] int64
-    counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64, for the host
+    n_bounds: Tensor | None = None  # [micro-steps, windows] int64; from here on for the host
+    counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64
+    spans: Tensor | None = None  # [micro-steps, windows, …, 2] int64
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
         """Return it with each tensor changed that is for the device."""
-        changed = (None if tensor is None else change(tensor) for tensor in self[:-1])
-        return self._make((*changed, self.counts))
+        changed = (None if tensor is None else change(tensor) for tensor in self[:-3])
+        return self._make((*changed, *self[-3:]))
 
     def batch(self, n: int, seq_len: int, context: ContextGroup | None) -> Batch:
         """Return the batch of a micro-step."""
-        starts, sources, places, chunks, counts = (None if of is None else of[n] for of in self[3:])
-        sequences = Sequences(seq_len, starts)
-        if context is not None and chunks is not None and counts is not None:
-            exchanges = dict(zip(context.windows, map(KeyChunks, chunks, counts), strict=True))
-            sequences = Sequences(seq_len, starts, places, exchanges, context.name)
-        return Batch(self.tokens[n], self.targets[n], sequences, sources, self.is_counted[n])
+        of = self._make(None if tensor is None else tensor[n] for tensor in self)
+        sequences = Sequences(seq_len)
+        if of.starts is not None and of.bounds is not None and of.n_bounds is not None:
+            if of.places is None or of.chunks is None or of.counts is None or of.spans is None or context is None:
+                sequences = Sequences(seq_len, of.starts, {0: Bounds(of.bounds[0], of.n_bounds[0])})
+            else:
+                bounds = dict(zip(context.windows, map(Bounds, of.bounds, of.n_bounds, of.spans), strict=True))
+                exchanges = dict(zip(context.windows, map(KeyChunks, of.chunks, of.counts), strict=True))
+                sequences = Sequences(seq_len, of.starts, bounds, of.places, exchanges, context.name)
+        return Batch(of.tokens, of.targets, sequences, of.sources, of.is_counted)
 
 
 def _read_of(
@@ -205,25 +221,27 @@ def _read_of(
     S, packed = pair.shape[-1], pair.reshape(*pair.shape[:2], -1)
     is_counted = counted(pair[1]).reshape(packed.shape[1:])
     flat = None if starts is None else starts.reshape(packed.shape[1:])
+    found: dict[str, np.ndarray | None]
     if context is None:
-        tokens, targets = torch.from_numpy(packed)
-        others = (None if of is None else torch.from_numpy(of) for of in (is_counted, flat, sources))
-        return _Read(tokens, targets, *others)  # type: ignore[arg-type]
-    if flat is None:
-        flat = np.broadcast_to(documents_of_samples(packed.shape[-1], S), packed.shape[1:])
-    shares = [share_of_rank(own, S, context) for own in flat]
-    columns = np.stack([own.columns for own in shares])
-    of_chunks = columns[:, :: shares[0].length] // S  # the sample of each
-    every = [
-        *np.take_along_axis(packed, np.broadcast_to(columns, (2, *columns.shape)), 2),
-        np.take_along_axis(is_counted, columns, 1),
-        np.take_along_axis(flat, columns, 1),
-        None if sources is None else np.take_along_axis(sources, of_chunks, 1),
-        columns.astype(np.int32),
-        np.stack([own.chunks for own in shares]),
-        np.stack([own.counts for own in shares]),
-    ]
-    return _Read(*(None if of is None else torch.from_numpy(of) for of in every))  # type: ignore[arg-type]
+        found = {"tokens": packed[0], "targets": packed[1], "is_counted": is_counted, "sources": sources}
+        if flat is not None:
+            bounds, n_bounds = zip(*map(document_bounds, flat), strict=True)
+            found |= {"starts": flat, "bounds": np.stack(bounds)[:, None], "n_bounds": np.array(n_bounds)[:, None]}
+    else:
+        if flat is None:
+            flat = np.broadcast_to(documents_of_samples(packed.shape[-1], S), packed.shape[1:])
+        shares = [share_of_rank(own, S, context) for own in flat]
+        columns = np.stack([own.columns for own in shares])
+        of_chunks = columns[:, :: shares[0].length] // S  # the sample of each
+        of_tokens = {"tokens": packed[0], "targets": packed[1], "is_counted": is_counted, "starts": flat}
+        found = {name: np.take_along_axis(of, columns, 1) for name, of in of_tokens.items()}
+        found |= {
+            "sources": None if sources is None else np.take_along_axis(sources, of_chunks, 1),
+            "places": columns.astype(np.int32),
+        }
+        for name in ("bounds", "n_bounds", "spans", "chunks", "counts"):
+            found[name] = np.stack([getattr(own, name) for own in shares])
+    return _Read(**{name: torch.from_numpy(of) for name, of in found.items() if of is not None})
 
 
 def _only_batch(read: _Read, seq_len: int, context: ContextGroup | None, device: torch.device) -> Batch:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.config.check_mesh import RUN
+from titanlite.data.document_starts import piece_bounds
 
 _MOST_CHUNKS = 64
 """Chunks of a rank, at most: more would be no more even, and take longer to find."""
@@ -32,19 +33,25 @@ class ContextGroup(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The tokens that a rank has of a micro-batch, and what it exchanges for their keys.
+    """The tokens that a rank has of a micro-batch, what it exchanges for their keys, and which of these they see.
 
     Attributes:
         columns: [M] int64, its tokens among the N, in order.
+        length: C, tokens of a chunk.
         chunks: [windows, 2, (P - 1)·n] int64, as `titanlite.kernels.context_attention` takes them.
         counts: [windows, 2, P] int64.
-        length: C, tokens of a chunk.
+        bounds: [windows, 2, …] int32, as `titanlite.kernels.attention.Bounds` has them.
+        n_bounds: [windows] int64, how many of them count.
+        spans: [windows, n, 2] int64.
     """
 
     columns: np.ndarray
+    length: int
     chunks: np.ndarray
     counts: np.ndarray
-    length: int
+    bounds: np.ndarray
+    n_bounds: np.ndarray
+    spans: np.ndarray
 
 
 def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Share:
@@ -73,7 +80,38 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
             for rank in others:
                 counts[w, side, rank] = len(lists[rank])
     columns = (of_rank[group.rank][:, None] * C + np.arange(C)).ravel()
-    return Share(columns, chunks, counts, C)
+    seen_by = [_rank_pieces(starts, columns, window, n) for window in group.windows]
+    bounds, n_bounds, spans = (np.stack(of) for of in zip(*seen_by, strict=True))
+    return Share(columns, C, chunks, counts, bounds, n_bounds, spans)
+
+
+def _rank_pieces(
+    starts: np.ndarray, columns: np.ndarray, window: int, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the bounds, how many count, and the spans of a rank's pieces, as `Share` has them.
+
+    Tokens that follow one another are a run. The keys of its pieces follow one another, too: but for the first piece, a
+    document begins where its queries do.
+
+    Args:
+        starts: [N] int32, where the document of each token begins.
+        columns: [M] tokens of the rank.
+        window: tokens that a token sees, the own one included; 0: all of its document.
+        most: runs that there could be.
+    """
+    M, first = len(columns), starts[columns]
+    begins_run = np.diff(columns, prepend=-2) != 1
+    queries = np.flatnonzero(begins_run | (first == columns))  # where pieces begin
+    runs = np.flatnonzero(begins_run)
+    seen = np.maximum(first[runs], columns[runs] - window + 1) if window else first[runs]
+    spans = np.zeros((most, 2), np.int64)
+    spans[: len(runs)] = np.stack((seen, columns[np.append(runs[1:], M) - 1] + 1), 1)
+    before = columns[runs] - seen  # keys of a run that are before its queries
+    total = before.cumsum()  # and of all runs up to it
+    keys = queries + np.repeat(total, np.diff(np.append(np.searchsorted(queries, runs), len(queries))))
+    keys[np.searchsorted(queries, runs)] -= before
+    bounds, n = piece_bounds(np.stack((queries, keys)), (M, M + int(total[-1])), M)
+    return bounds, np.array(n), spans
 
 
 def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:

@@ -91,6 +91,32 @@ def document_lengths(starts: np.ndarray) -> np.ndarray:
     return np.diff(np.append(np.flatnonzero(begins), packed.size))
 
 
+def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, int]:
+    """Return where documents begin, as `piece_bounds` does.
+
+    Args:
+        starts: [M] int32, for each token where its document begins.
+    """
+    begins = np.flatnonzero(starts == np.arange(len(starts)))
+    return piece_bounds(np.stack((begins, begins)), (len(starts), len(starts)), len(starts))
+
+
+def piece_bounds(begins: np.ndarray, ends: tuple[int, int], most: int) -> tuple[np.ndarray, int]:
+    """Return where pieces of queries and of keys begin and the last one ends, [2, n] int32, and how many of n count.
+
+    Empty pieces fill them up to a multiple of 16: for each number of pieces kernels choose how they share them out.
+
+    Args:
+        begins: [2, pieces].
+        ends: of the last.
+        most: pieces that there could be.
+    """
+    at = np.empty((2, -(-most // 16) * 16 + 1), np.int32)
+    at[:] = np.array(ends)[:, None]
+    at[:, : begins.shape[1]] = begins
+    return at, -(-begins.shape[1] // 16) * 16 + 1
+
+
 def twice_attended(lengths: np.ndarray, window: int = 0) -> int:
     """Return twice the pairs of tokens that attention forms in documents, a token's with itself counted by half.
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from titanlite.activation_checkpoint.operations import CONTEXT_ATTENTION, LENGTH_AND_WINDOW
+from titanlite.activation_checkpoint.operations import CONTEXT_ATTENTION
 from titanlite.data.context_split import documents_of_samples, load_of_split
 from titanlite.forecast.activation_cost import Activation
 from titanlite.forecast.attended import AttendedShare
@@ -73,7 +73,7 @@ class ExchangedKeys:
 
 
 def _window(each: Operation | Activation) -> int:
-    return each.call[1][LENGTH_AND_WINDOW[each.op]][1]
+    return each.call[1][-1]
 
 
 def _keys(each: Operation | Activation) -> Shape:

@@ -211,9 +211,7 @@ class StepTimeModel:
 
     def _window(self, each: Operation | Activation) -> int:
         """Tokens that attention sees; 0: all."""
-        if each.op in ops.LENGTH_AND_WINDOW:
-            return each.call[1][ops.LENGTH_AND_WINDOW[each.op]][1]
-        return max(self.run.windows, default=0) if each.op == ops.WINDOW_ATTENTION else 0
+        return each.call[1][-1] if each.op in ops.OWN_ATTENTION else 0
 
     def _product(self, each: Operation | Activation, forward: bool) -> float:
         """Seconds of a product, alone."""

@@ -18,12 +18,14 @@ from torch.utils import _pytree as pytree
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.data.batches import sequences_of_samples
-from titanlite.data.context_split import ContextGroup
+from titanlite.data.context_split import ContextGroup, documents_of_samples
+from titanlite.data.document_starts import document_bounds
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_cost import Activation, activations
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
+from titanlite.kernels.attention import Bounds
 from titanlite.kernels.context_attention import exchanged
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Linear, Sequences
@@ -93,11 +95,12 @@ def operands(
     """
     _, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)
-    if activation.op == ops.DOCUMENT_ATTENTION:
-        args = [*args[:3], _one_document_each(args[3], args[4]), *args[4:]]
+    if activation.op == ops.PIECE_ATTENTION and args[3] is not None:
+        of = _one_document_each(len(args[3]), args[-2], device)
+        args = [*args[:3], of.starts, *of.bounds[0], *args[7:]]
     if activation.op == ops.CONTEXT_ATTENTION and sequences is not None:
-        exchange = sequences.exchanges[args[9]]
-        args = [*args[:3], sequences.starts, sequences.places, *exchange, sequences.group, *args[8:]]
+        window, of = args[-1], sequences
+        args = [*args[:3], of.starts, *of.bounds[window], of.places, *of.exchanges[window], of.group, *args[-2:]]
     if activation.op in CLASSES["experts"]:
         args = [_even_groups(a, len(args[0]) // expert_ranks) if _is_index(a) else a for a in args]
     if activation.op in CLASSES["dispatch"]:
@@ -126,10 +129,12 @@ def _even_groups(offsets: Tensor, n_rows: int) -> Tensor:
     return bounds.to(offsets.dtype)
 
 
-def _one_document_each(starts: Tensor, longest: int) -> Tensor:
-    """Say of samples that each is one document: the most that there is to attend to."""
-    places = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
-    return places - places % longest
+def _one_document_each(tokens: int, longest: int, device: torch.device) -> Sequences:
+    """Make samples that are one document each: the most that there is to attend to."""
+    starts = documents_of_samples(tokens, longest)
+    at, count = document_bounds(starts)
+    bounds = Bounds(torch.from_numpy(at).to(device), torch.tensor(count))
+    return Sequences(longest, torch.from_numpy(starts).to(device), {0: bounds})
 
 
 def _random(shapes: Any, device: torch.device, sequences: Sequences | None = None) -> Any:
@@ -137,8 +142,10 @@ def _random(shapes: Any, device: torch.device, sequences: Sequences | None = Non
         if isinstance(shape, Sequences) and sequences is not None:
             return sequences
         if isinstance(shape, Sequences):
-            starts = None if shape.starts is None else _one_document_each(tensor(shape.starts), shape.longest)  # type: ignore[arg-type]
-            return Sequences(shape.longest, starts)
+            starts: Any = shape.starts
+            if starts is None:
+                return Sequences(shape.longest)
+            return _one_document_each(starts.size[0], shape.longest, device)
         if not isinstance(shape, Shape):
             return device if isinstance(shape, torch.device) else shape
         memory = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=device)

@@ -54,7 +54,7 @@ def trace(
     stream = [t for t in given if t.requires_grad]
     itemsize = stream[0].itemsize if stream else 2
     windows = tuple(m.window for m in block.modules() if isinstance(m, CausalAttention))
-    recorder = _Recorder(itemsize, windows, experts)
+    recorder = _Recorder(itemsize, experts)
     weights = {*recorder.known(*block.parameters(), *block.buffers())}
     others = {*recorder.known(*given)}
     recorder.tokens |= {*recorder.known(*stream)}
@@ -145,7 +145,7 @@ def _attend(
 class _Recorder(TorchDispatchMode):
     """Lists operations by the storages that they read and make."""
 
-    def __init__(self, itemsize: int, windows: Sequence[int], experts: ExpertRanks) -> None:
+    def __init__(self, itemsize: int, experts: ExpertRanks) -> None:
         super().__init__()
         self.operations: list[Operation] = []
         self.sizes: dict[int, int] = {}
@@ -157,7 +157,7 @@ class _Recorder(TorchDispatchMode):
         self._apart: set[int] = set()
         self._before: set[int] = set()
         self._levels: dict[int, int] = {}
-        self._itemsize, self._windows, self._experts = itemsize, windows, experts
+        self._itemsize, self._experts = itemsize, experts
 
     def known(self, *tensors: Tensor) -> list[int]:
         """Give the numbers of tensors' storages, new ones to those that have none."""
@@ -210,7 +210,7 @@ class _Recorder(TorchDispatchMode):
         if of_tokens:
             self.tokens.update(makes)
         fusible = torch.Tag.pointwise in func.tags or name in _FUSIBLE
-        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._windows, self._experts)
+        flops, moved, received = _cost(op, args, given, results, self._itemsize, self._experts)
         is_reduction = func.namespace == "aten" and name in _REDUCTIONS
         level = max((self._levels.get(value, 0) for value in reads), default=0)
         after = level if fusible or name in _IN_A_ROW else level + 1  # what is scaled by a maximum is read once more
@@ -252,7 +252,6 @@ def _cost(
     given: list[Tensor],
     results: list[Tensor],
     itemsize: int,
-    windows: Sequence[int],
     experts: ExpertRanks,
 ) -> tuple[int, int, int]:
     """Give the FLOPs of an operation, the bytes that it reads, writes and receives, and those that it receives.
@@ -261,10 +260,8 @@ def _cost(
     """
     moved, expert_ranks = sum(t.nbytes for t in given) + sum(t.nbytes for t in results), experts.count
     if op in CLASSES["attention"]:
-        window = next(filter(None, windows), 0) if op == ops.WINDOW_ATTENTION else 0
-        S = given[0].shape[2]
-        if op in ops.LENGTH_AND_WINDOW:  # as if each sample were one document: at most that
-            S, window = args[ops.LENGTH_AND_WINDOW[op]]
+        # As if each sample were one document: at most that.
+        S, window = args[-2:] if op in ops.OWN_ATTENTION else (given[0].shape[2], 0)
         return 2 * given[0].numel() * (twice_attended(np.array([S]), window) // S), moved, 0
     if op == ops.GATHER_MATMUL:
         gathered, products = results[0], results[1 : 1 + len(args[1])]

@@ -26,10 +26,12 @@ from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.rank_model import rank_model
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
+from titanlite.kernels.attention import Bounds
+from titanlite.kernels.context_attention import KeyChunks
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection
-from titanlite.models.layers import KeyChunks, Linear, Sequences
+from titanlite.models.layers import Linear, Sequences
 from titanlite.observe.peak_flops import windows_of
 
 HEAD = "output"
@@ -210,15 +212,17 @@ def _sequences(config: Config, model: nn.Module) -> Sequences:
     """Make the sequences of a micro-step of a rank, without numbers."""
     tokens, seq_len, ranks = tokens_of_rank(config), config.training.seq_len, config.parallelism.context_parallel_degree
 
-    def of_tokens() -> Tensor:
-        return torch.empty(tokens, dtype=torch.int32, device="meta")
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
 
+    of_tokens = functools.partial(empty, tokens, dtype=torch.int32)
+    bounds = Bounds(empty(2, -(-tokens // 16) * 16 + 1, dtype=torch.int32), empty())
     if ranks == 1:
-        return Sequences(seq_len, of_tokens() if masks_documents(config.data) else None)
-    n = tokens // chunk_length(ranks * tokens, seq_len, ranks)
-    chunks = torch.empty(2, (ranks - 1) * n, dtype=torch.int64, device="meta")
-    exchange = KeyChunks(chunks, torch.empty(2, ranks, dtype=torch.int64, device="meta"))
-    return Sequences(seq_len, of_tokens(), of_tokens(), dict.fromkeys({0, *windows_of(model)}, exchange), "cp")
+        return Sequences(seq_len, of_tokens(), {0: bounds}) if masks_documents(config.data) else Sequences(seq_len)
+    n, windows = tokens // chunk_length(ranks * tokens, seq_len, ranks), {0, *windows_of(model)}
+    bounds_of = dict.fromkeys(windows, bounds._replace(spans=empty(n, 2)))
+    exchanges = dict.fromkeys(windows, KeyChunks(empty(2, (ranks - 1) * n), empty(2, ranks)))
+    return Sequences(seq_len, of_tokens(), bounds_of, of_tokens(), exchanges, "cp")
 
 
 def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:

@@ -13,30 +13,38 @@ Source: the gathers in the place of a ring: Llama Team 2024, "The Llama 3 Herd o
 """
 
 from collections import Counter
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels.document_attention import flops_of_samples
+from titanlite.kernels.attention import Bounds, flops_of_samples
 from titanlite.kernels.operators import Split, operator
 
 exchanged = Counter[int]()
 """How often this process has exchanged keys, by the window."""
 
 
+class KeyChunks(NamedTuple):
+    """The chunks of keys that ranks exchange, and how many, as above."""
+
+    chunks: Tensor
+    counts: Tensor
+
+
 def context_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
-    places: Tensor,
-    chunks: Tensor,
-    counts: Tensor,
-    group: str,
     longest: int,
-    window: int = 0,
+    window: int,
+    starts: Tensor,
+    bounds: Bounds,
+    places: Tensor,
+    exchange: KeyChunks,
+    group: str,
 ) -> Tensor:
     """Attend to the tokens of the own document, up to and with the own one, on whatever rank they are; a collective.
 
@@ -44,27 +52,30 @@ def context_attention(
         q: [M, H, E], of this rank's tokens; H is a multiple of K.
         k: [M, K, E].
         v: [M, K, E].
-        starts: [M] int32, for each token the place among the N at which its document begins.
-        places: [M] int32, of each token among the N.
-        chunks: what is exchanged, as above.
-        counts: how much of it.
-        group: name of the process group.
         longest: S, tokens of a sample, of which N is a multiple.
         window: the last so many tokens alone, the own one included; 0: all.
+        starts: [M] int32, for each token the place among the N at which its document begins.
+        bounds: of this rank's pieces of documents, and of the keys among the N that they see in that window.
+        places: [M] int32, of each token among the N.
+        exchange: what is exchanged.
+        group: name of the process group.
 
     Returns:
         [M, H, E] in `q.dtype`.
     """
-    return _context_attention(q, k, v, starts, places, chunks, counts, group, longest, window)[0]
+    return _context_attention(q, k, v, starts, *bounds, places, *exchange, group, longest, window)[0]
 
 
 # By heads, as attention without ranks.
-@operator("context_attention", None, splits=(Split((1, 1, 1, None, None, None, None), 1),))
+@operator("context_attention", None, splits=(Split((1, 1, 1, *(None,) * 7), 1),))
 def _context_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     starts: Tensor,
+    bounds: Tensor,
+    count: Tensor,
+    spans: Tensor,
     places: Tensor,
     chunks: Tensor,
     counts: Tensor,
@@ -72,13 +83,13 @@ def _context_attention(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and the logarithm of each query's sum of exponentials, [M, H] float32 or wider."""
+    """Return what attention without ranks does."""
     exchanged[window] += 1
     whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
-    return torch.ops.titanlite.document_attention(q, whole_k, whole_v, starts, longest, window, places)
+    return torch.ops.titanlite.attention(q, whole_k, whole_v, starts, bounds, count, spans, places, longest, window)
 
 
-@operator("context_attention_grad", None, splits=(Split((1, 1, 1, 1, 1, 1, None, None, None, None), 1),))
+@operator("context_attention_grad", None, splits=(Split((*(1,) * 6, *(None,) * 7), 1),))
 def _context_attention_grad(
     grad: Tensor,
     q: Tensor,
@@ -87,6 +98,9 @@ def _context_attention_grad(
     out: Tensor,
     sums: Tensor,
     starts: Tensor,
+    bounds: Tensor,
+    count: Tensor,
+    spans: Tensor,
     places: Tensor,
     chunks: Tensor,
     counts: Tensor,
@@ -96,10 +110,10 @@ def _context_attention_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
     whole = _gather_keys(k, v, places, chunks, counts, group)
-    d_q, d_k, d_v = torch.ops.titanlite.document_attention_grad(
-        grad, q, *whole, out, sums, starts, longest, window, places
+    d_q, d_k, d_v = torch.ops.titanlite.attention_grad(
+        grad, q, *whole, out, sums, starts, bounds, count, spans, places, longest, window
     )
-    del whole  # before as much is joined
+    del whole  # before the gradients are joined, which takes as much
     return d_q, *_sum_at_owners(d_k, d_v, places, chunks, counts, group)
 
 
@@ -167,10 +181,11 @@ def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> T
     return arrived
 
 
-# By hand: a compiler would not know the device of results, with one of `counts` and another of all else.
+# By hand: a compiler would not know the device of results, with some of the inputs on the CPU.
 @torch.library.register_fake("titanlite::context_attention")
 def _context_shapes(q, *others):
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    M, H, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((H, M), dtype=torch.promote_types(q.dtype, torch.float32)).t()
 
 
 @torch.library.register_fake("titanlite::context_attention_grad")
@@ -180,27 +195,24 @@ def _context_grad_shapes(grad, q, k, v, *others):
 
 def _save_context(ctx, inputs, output) -> None:
     *tensors, ctx.group, ctx.longest, ctx.window = inputs
-    q, k, v, *lists = tensors
-    ctx.save_for_backward(q, k, v, *output, *lists)
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
     ctx.mark_non_differentiable(output[1])
 
 
 def _context_backward(ctx, grad, _):
     given = *ctx.saved_tensors, ctx.group, ctx.longest, ctx.window
-    grads = torch.ops.titanlite.context_attention_grad(grad, *given)
-    return *grads, None, None, None, None, None, None, None
+    return *torch.ops.titanlite.context_attention_grad(grad, *given), *(None,) * 10
 
 
 torch.library.register_autograd("titanlite::context_attention", _context_backward, setup_context=_save_context)
 
 
 @register_flop_formula(torch.ops.titanlite.context_attention)
-def _context_flops(q_shape, k_shape, v_shape, starts, places, chunks, counts, group, longest, window, **kwargs) -> int:
-    return flops_of_samples(q_shape, longest, window)  # in the mean of the ranks
+def _context_flops(q_shape, *shapes_and_numbers, **kwargs) -> int:
+    return flops_of_samples(q_shape, *shapes_and_numbers[-2:])  # in the mean of the ranks
 
 
 @register_flop_formula(torch.ops.titanlite.context_attention_grad)
-def _context_grad_flops(grad_shape, q_shape, *others, **kwargs) -> int:
+def _context_grad_flops(grad_shape, *shapes_and_numbers, **kwargs) -> int:
     """Five products in the place of two: the scores are formed again."""
-    longest, window = others[-2:]
-    return flops_of_samples(q_shape, longest, window) * 5 // 2
+    return _context_flops(grad_shape, *shapes_and_numbers) * 5 // 2

@@ -12,24 +12,20 @@ shard.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend
 from torch.utils import _pytree as pytree
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.kernels.context_attention import context_attention
-from titanlite.kernels.document_attention import document_attention
+from titanlite.kernels.attention import Bounds, attention, attention_kernel
+from titanlite.kernels.context_attention import KeyChunks, context_attention
 from titanlite.kernels.layer_norm import layer_norm
 from titanlite.kernels.linear import Matmul, linear
 from titanlite.kernels.norm_rope import norm_rope
 from titanlite.kernels.rms_norm import fork_rms_norm, rms_norm
-from titanlite.kernels.window_attention import kernel as kernel_of_window
-from titanlite.kernels.window_attention import window_attention
 
 
 def runs_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -99,13 +95,6 @@ def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-class KeyChunks(NamedTuple):
-    """The chunks of keys that context-parallel ranks exchange: `titanlite.kernels.context_attention` explains them."""
-
-    chunks: Tensor
-    counts: Tensor
-
-
 @dataclass(frozen=True)
 class Sequences:
     """The sequences that M packed tokens are: each attends to itself alone.
@@ -116,13 +105,16 @@ class Sequences:
         longest: tokens of a sample (S); M is a multiple of it, or N.
         starts: [M] int32, for each token the place among the M, or N, at which its document begins; the first token of
             a sample begins one. None: each sample is one document. Its shape does not depend on the documents.
+        bounds: of the documents, given with `starts`: under 0; with context parallelism, of this rank's pieces of them
+            and of what these see, by the window of a layer, 0 for none.
         places: [M] int32, with context parallelism the place of each token among the N; there are `starts`, too.
-        exchanges: what ranks exchange for the keys, by the window of a layer, 0 for none.
+        exchanges: what ranks exchange for the keys, by the window likewise.
         group: name of the process group that has the N tokens; "" without context parallelism.
     """
 
     longest: int
     starts: Tensor | None = None
+    bounds: Mapping[int, Bounds] = field(default_factory=dict)
     places: Tensor | None = None
     exchanges: Mapping[int, KeyChunks] = field(default_factory=dict)
     group: str = ""
@@ -160,8 +152,11 @@ class Sequences:
 # So that whoever looks for tensors among a block's arguments finds `starts`.
 pytree.register_pytree_node(
     Sequences,
-    lambda given: ([given.starts, given.places, dict(given.exchanges)], (given.longest, given.group)),
-    lambda tensors, others: Sequences(others[0], tensors[0], tensors[1], tensors[2], others[1]),  # type: ignore[misc]
+    lambda given: (
+        [given.starts, dict(given.bounds), given.places, dict(given.exchanges)],
+        (given.longest, given.group),
+    ),
+    lambda tensors, others: Sequences(others[0], *tensors, others[1]),  # type: ignore[misc]
 )
 
 
@@ -189,30 +184,29 @@ class CausalAttention(nn.Module):
             As q.
         """
         if sequences is None:
-            return self._attend(q, k, v)
-        if sequences.starts is not None:
-            window = self.window if self.window < sequences.longest else 0
-            if sequences.places is not None:
-                exchange, of = sequences.exchanges[window], (sequences.group, sequences.longest, window)
-                return context_attention(q, k, v, sequences.starts, sequences.places, *exchange, *of)
-            return document_attention(q, k, v, sequences.starts, sequences.longest, window)
-        q, k, v = (sequences.rows(t).transpose(1, 2) for t in (q, k, v))  # [B, heads, S, E]
-        return self._attend(q, k, v).transpose(1, 2).flatten(0, 1)
+            S = q.shape[2]
+            if not self.window_in(S) and attention_kernel(q, is_plain=True) == "torch":
+                return _attend_in_rows(q, k, v)
+            packed = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+            return self(*packed, Sequences(S)).unflatten(0, (-1, S)).transpose(1, 2)
+        S, starts, window = sequences.longest, sequences.starts, self.window_in(sequences.longest)
+        if sequences.group:
+            of_window = sequences.bounds[window], sequences.places, sequences.exchanges[window], sequences.group
+            return context_attention(q, k, v, S, window, starts, *of_window)  # type: ignore[arg-type]
+        if starts is not None:
+            return attention(q, k, v, S, window, starts, sequences.bounds[0])
+        if window or attention_kernel(q, is_plain=True) != "torch":
+            return attention(q, k, v, S, window)
+        return _attend_in_rows(*(sequences.rows(x).transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(0, 1)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self._is_windowed(q):
-            return window_attention(q, k, v, self.window)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+    def window_in(self, longest: int) -> int:
+        """Return the window in samples of so many tokens; 0 if all of them are in it."""
+        return self.window if self.window < longest else 0
 
-    def kernel(self, q: Tensor, k: Tensor, v: Tensor) -> str:
-        """Return which kernel attends to operands like these: "cudnn_attention", "flash_attention", …, "math"."""
-        if self._is_windowed(q):
-            return kernel_of_window(q)
-        choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
-        return SDPBackend(choice).name.lower()
 
-    def _is_windowed(self, q: Tensor) -> bool:
-        return 0 < self.window < q.shape[2]
+def _attend_in_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, H, S, E], by a kernel that torch chooses; `training/attention.py` says in which order."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
 
 
 class RMSNorm(nn.Module):

@@ -11,14 +11,13 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import titanlite
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
@@ -55,6 +54,7 @@ from titanlite.parallel.parity import require_parity
 from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.parallel.tensor import apply_tensor_parallel, fused_layers_entry
 from titanlite.receipt import Entry, Receipt
+from titanlite.training.attention import choose_attention
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.routers import Routers, routers_of
 from titanlite.training.weight_average import WeightAverage
@@ -104,20 +104,6 @@ class Run:
         return self.n_elements - sum(layer.weight.numel() - layer.used_by_a_token for layer in of_experts)
 
 
-def fastest_attention() -> AbstractContextManager[object]:
-    """Prefer the attention kernels in the order of their speed on the GPUs that titanlite is measured on.
-
-    Training and validation run inside this context; `scripts/bench/attention.py` has the figures.
-    """
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
-    return sdpa_kernel(order, set_priority=True)
-
-
 def build(
     config: Config,
     dims: ModelDims,
@@ -147,6 +133,9 @@ def build(
     has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts)
     receipt.add(Entry("environment", None, _environment(device), count=1))
+    if device.type == "cuda":
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        receipt.add(choose_attention(device, dtype, dims.head_width, dims.n_heads // dims.n_kv_heads))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
 
     if mesh.tp_group is not None:

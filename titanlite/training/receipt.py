@@ -7,6 +7,7 @@ shapes, memory off the allocator.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from titanlite.activation_checkpoint.receipt import save_list_entry
 from titanlite.config.recipe_schema import ROUTER_TRAINING
@@ -14,7 +15,7 @@ from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
 from titanlite.forecast.choose_save_list import in_words
 from titanlite.forecast.memory import GIB
-from titanlite.kernels.document_attention import document_kernel
+from titanlite.kernels.attention import attention_kernel
 from titanlite.kernels.grouped_matmul import grouped_kernel
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import CausalAttention
@@ -170,7 +171,13 @@ def _attention_backend(run: Run, is_masked: bool) -> str:
         ).transpose(1, 2)
         for heads in (dims.n_heads, dims.n_kv_heads, dims.n_kv_heads)
     )
-    windows = sorted({m.window for m in run.model.modules() if isinstance(m, CausalAttention)})
-    if is_masked or run.mesh.context is not None:
-        return document_kernel(q.transpose(1, 2).flatten(0, 1)) if windows else ""
-    return ", ".join(dict.fromkeys(CausalAttention(window).kernel(q, k, v) for window in windows))
+    names = dict[str, None]()
+    for window in sorted(
+        {m.window_in(training.seq_len) for m in run.model.modules() if isinstance(m, CausalAttention)}
+    ):
+        name = attention_kernel(q, is_plain=not (is_masked or run.mesh.context or window))
+        if name == "torch":
+            choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=dims.n_heads > dims.n_kv_heads)
+            name = SDPBackend(choice).name.lower()
+        names[name] = None
+    return ", ".join(names)

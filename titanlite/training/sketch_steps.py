@@ -33,7 +33,8 @@ from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.process_group import start_process_group
 from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import checked_run
-from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run, build
 from titanlite.training.data import open_batches, open_data
 from titanlite.training.schedule import learning_rate
 from titanlite.training.state import take_first_weights
@@ -51,7 +52,7 @@ def main() -> None:
     check_with_torch(asked, world)
     data = open_data(asked, progress=False)
     device = start_process_group(asked.config.comm)
-    with fastest_attention():
+    with torch_order():
         run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
         take_first_weights(run)
         batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0, windows_of(run.model))

@@ -38,7 +38,8 @@ from titanlite.parallel.process_group import leave_limits_to_watchdog, ranks_of_
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.preflight.launcher import Launcher
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run, build
 from titanlite.training.data import mask_entry, open_batches, open_data, report_data, require_same_data
 from titanlite.training.data_check import DataCheck
 from titanlite.training.data_wait import DataWait
@@ -108,7 +109,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
     require_same_data(data)
 
-    cleanup.enter_context(fastest_attention())
+    cleanup.enter_context(torch_order())
     run = _build(asked, device, console)
     report_data(data, run.receipt, asked, console, session.rank)
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k, console.warning)

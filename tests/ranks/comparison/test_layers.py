@@ -12,7 +12,7 @@ from tests.support.pairs import CHANGED, EQUAL, Change, nothing
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked
 from titanlite.comparison.layers import Sketches, first_parting
-from titanlite.training.build import fastest_attention
+from titanlite.training.attention import torch_order
 from titanlite.training.sketch_steps import sketch_steps
 
 STEPS = 2
@@ -37,7 +37,7 @@ class Sketched:
         def body() -> None:
             run = assemble(asked)
             change(run)
-            with closing(batches_of(run)) as batches, fastest_attention():
+            with closing(batches_of(run)) as batches, torch_order():
                 sketches = sketch_steps(run, batches, STEPS)
             if dist.get_rank() == 0:
                 torch.save(sketches, folder / "sketches.pt")

@@ -21,7 +21,8 @@ from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.numerics import float8_numerics
 from titanlite.kernels.float8_scales import cast_to
 from titanlite.models.layers import Linear, Sequences
-from titanlite.training.build import Run, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run
 from titanlite.training.step import train_step
 
 SMALL = ["--training.seq_len", "128", "--training.global_batch_size", "2"]
@@ -110,7 +111,7 @@ def test_training_does_not_notice(tmp_path) -> None:
             run, steps, drawn = assemble(asked), [], []
             run.model.register_forward_pre_hook(lambda *_: torch.rand(1) and None)  # as dropout does
             matmuls = [module.matmul for module in run.model.modules() if isinstance(module, Linear)]
-            with closing(batches_of(run)) as batches, fastest_attention():
+            with closing(batches_of(run)) as batches, torch_order():
                 for _ in range(2):
                     steps.append(train_step(run, batches.next(), 1e-3, stop_requested=False))
                     drawn.append(torch.get_rng_state())

@@ -34,7 +34,8 @@ from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
 from titanlite.training import step as train_step_file
-from titanlite.training.build import Run, build, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run, build
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.step import train_step, validation_loss
 
@@ -132,7 +133,7 @@ def differences(
 
     run.loss, run.optimizer.step = note_loss, note_gradients
     rank = dist.get_rank()
-    with fastest_attention():
+    with torch_order():
         for number, what in enumerate(SCHEDULE):
             if what == "train":
                 train_step(run, [batch(number, rank)], LR, False)

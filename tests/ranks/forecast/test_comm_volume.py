@@ -22,7 +22,7 @@ from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels import collectives, context_attention
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.sharding.sent_bytes import sent_bytes
-from titanlite.training.build import fastest_attention
+from titanlite.training.attention import torch_order
 from titanlite.training.step import train_step
 
 Seen = Counter[tuple[str, int, int]]  # (kind, ranks, bytes of the whole) → how often
@@ -186,7 +186,7 @@ def test_keys_travel_as_listed(world: int, flags: tuple[str, ...], tmp_path: Pat
             return exchange(rows, *others)
 
         context_attention._swap_chunks = counted
-        with closing(batches_of(run)) as batches, fastest_attention():
+        with closing(batches_of(run)) as batches, torch_order():
             train_step(run, batches.next(), 1e-3, False)
         dist.all_reduce(sent)
         assert sent.item() == pytest.approx(world * sum(t.times * t.sent_bytes for t in listed), rel=1e-3)
@@ -206,7 +206,7 @@ def assert_runs_as_listed(
     def body() -> None:
         run = assemble(asked)
         batches = batches_of(run)
-        with fastest_attention(), Collectives(monkeypatch) as running:
+        with torch_order(), Collectives(monkeypatch) as running:
             train_step(run, batches.next(), 1e-3, False)
         batches.close()
         both = running.seen.keys() | expected.keys()

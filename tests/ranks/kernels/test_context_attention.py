@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.support.documents import bounds_of
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
 from titanlite.kernels import context_attention as file
-from titanlite.kernels.context_attention import context_attention
-from titanlite.kernels.document_attention import document_attention
+from titanlite.kernels.attention import Bounds, attention
+from titanlite.kernels.context_attention import KeyChunks, context_attention
 
 N, S, H, K, E = 2048, 1024, 4, 2, 8
 WINDOWS = (0, 200)
@@ -42,15 +43,17 @@ def off(starts: np.ndarray, window: int) -> float:
     """Return the largest difference of this rank's results and gradients to those of all tokens on one rank."""
     *given, grad = operands()
     whole = [t.requires_grad_() for t in given]
-    truth = document_attention(*whole, torch.from_numpy(starts), S, window)
+    given_starts = torch.from_numpy(starts)
+    truth = attention(*whole, S, window, given_starts, bounds_of(given_starts))
     truths = [truth.detach(), *torch.autograd.grad(truth, whole, grad)]
     group = ContextGroup(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank(), WINDOWS)
     share, w = share_of_rank(starts, S, group), WINDOWS.index(window)
     columns = torch.from_numpy(share.columns)
     own = [t.detach()[columns].requires_grad_() for t in given]
-    places, chunks, counts = columns.int(), torch.from_numpy(share.chunks[w]), torch.from_numpy(share.counts[w])
-    begins = torch.from_numpy(starts)[columns]
-    out = context_attention(*own, begins, places, chunks, counts, group.name, S, window)
+    exchange = KeyChunks(*(torch.from_numpy(of[w]) for of in (share.chunks, share.counts)))
+    bounds = Bounds(*(torch.as_tensor(of[w]) for of in (share.bounds, share.n_bounds, share.spans)))
+    begins, places = given_starts[columns], columns.int()
+    out = context_attention(*own, S, window, begins, bounds, places, exchange, group.name)
     found = [out.detach(), *torch.autograd.grad(out, own, grad[columns])]
     return max((a - b[columns]).abs().max().item() for a, b in zip(found, truths, strict=True))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.distributed.tensor import DTensor
 
+from tests.support.documents import sequences_of
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
@@ -41,7 +42,6 @@ from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.experts import product_names
 from titanlite.models.find import model_class
-from titanlite.models.layers import Sequences
 from titanlite.models.matrices import matrices_of
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fsdp import apply_fsdp
@@ -219,7 +219,7 @@ def test_packed_documents_have_the_logits_that_transformers_gave(case: str) -> N
     starts = torch.zeros(int(kept.sum()), dtype=torch.int32)
     first = (torch.arange(B * S) % S == 0)[kept]
     starts[first] = torch.arange(len(starts), dtype=torch.int32)[first]
-    documents = Sequences(len(starts), starts.cummax(0).values.int())
+    documents = sequences_of(len(starts), starts.cummax(0).values.int())
     got = torch.full((B * S, CASES[case][1].vocab_size), torch.nan)
     with torch.no_grad():
         got[kept] = in_one_process(case, torch.float32)(tokens_of(case)[0][kept], sequences=documents)

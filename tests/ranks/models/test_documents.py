@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.documents import sequences_of
 from tests.support.own_model import mine
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, whole
@@ -30,6 +31,7 @@ from titanlite.models.find import build_model
 from titanlite.models.layers import Sequences
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.training import build
+from titanlite.training.attention import torch_order
 from titanlite.training.state import take_first_weights
 from titanlite.training.step import train_step
 
@@ -99,7 +101,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def packed(model: nn.Module, given: Documents) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Run them as they are packed."""
     tokens, targets, starts = (torch.from_numpy(t).flatten() for t in given)
-    logits = model(tokens, sequences=Sequences(S, starts))
+    logits = model(tokens, sequences=sequences_of(S, starts))
     loss = F.cross_entropy(logits, targets)
     loss.backward()
     return logits.detach(), loss.detach(), gradients(model)
@@ -191,7 +193,7 @@ def trained(folder: Path, ranks: int, flags: list[str]) -> dict[str, Tensor]:
             mine = slice(first, first + local)
             tokens, targets = (torch.from_numpy(t[mine]).flatten() for t in (given.tokens, given.targets))
             starts = document_starts(given.tokens[mine], np.full(local, SEPARATOR))
-            micro_batches.append(Batch(tokens, targets, Sequences(S, torch.from_numpy(starts).flatten())))
+            micro_batches.append(Batch(tokens, targets, sequences_of(S, torch.from_numpy(starts).flatten())))
         found["loss"] = train_step(run, micro_batches, 0.0, False)[0]
         if dist.get_rank() == 0:
             torch.save(found, folder / "found.pt")
@@ -254,7 +256,7 @@ def test_steps_neither_wait_for_the_gpu_nor_compile_again(tmp_path: Path) -> Non
     try:
         run = build.build(asked.config, asked.dims, asked.save_list, asked.float8, device)
         take_first_weights(run)
-        with closing(batches_of(run)) as found, build.fastest_attention():
+        with closing(batches_of(run)) as found, torch_order():
             for step in range(steps):
                 micro_batches = found.next()
                 documents_of_steps.add(sum(len(batch.sequences.starts.unique()) for batch in micro_batches))

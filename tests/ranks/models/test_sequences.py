@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.documents import sequences_of
 from tests.support.own_model import Change, mine
 from tests.support.short_run import train
 from titanlite import recipes
@@ -33,10 +34,10 @@ def test_tokens_attend_to_their_own_sequence(name: str) -> None:
     assert whole.all(dim=1).tolist() == [False] * S + [True] * S
     assert halves.all(dim=1).tolist() == [False] * (S // 2) + [True] * (2 * S - S // 2)
     assert torch.equal(model(tokens), model(tokens, Sequences(S)))
-    documents = model(tokens[:S], Sequences(S, HALVES))
+    documents = model(tokens[:S], sequences_of(S, HALVES))
     assert (documents - model(tokens[:S], Sequences(S // 2))).abs().max() <= 1e-5 * documents.abs().max()
     with pytest.raises(ConfigError, match=r"^attention: 1 problem\n  sequences.rows = called with documents\n"):
-        Sequences(S, HALVES).rows(tokens[:S])
+        sequences_of(S, HALVES).rows(tokens[:S])
 
 
 DOCUMENTS = """
@@ -65,7 +66,7 @@ def test_documents_reach_the_attention_of_ones_own(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(batches, "Sequences", lambda *_: Sequences(S // 2))
     halves = train(tmp_path, 1, steps=2)
     flags = mine(tmp_path, *USES_DOCUMENTS)
-    monkeypatch.setattr(batches, "Sequences", lambda *_: Sequences(S, HALVES))
+    monkeypatch.setattr(batches, "Sequences", lambda *_: sequences_of(S, HALVES))
     for ranks, more in ((1, []), (1, FULL), (2, []), (2, [*FULL, *TP_2])):
         got = train(tmp_path, ranks, [*flags, *more], steps=2)
         assert ((got.losses - halves.losses) / halves.losses).abs().max() <= 1e-5
@@ -79,7 +80,7 @@ def test_documents_compile(tmp_path: Path) -> None:
     model.to_empty(device="cpu")
     fill_buffers(model)
     initialise(model, 0)
-    tokens, documents = torch.arange(S), Sequences(S, HALVES)
+    tokens, documents = torch.arange(S), sequences_of(S, HALVES)
     truth = model(tokens, sequences=documents)
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
@@ -89,7 +90,7 @@ def test_documents_compile(tmp_path: Path) -> None:
 def test_a_model_of_tokens_alone_trains_but_not_on_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = mine(tmp_path, *TAKES_TOKENS)
     assert torch.equal(train(tmp_path, 1, flags, steps=1).losses, train(tmp_path, 1, steps=1).losses)
-    monkeypatch.setattr(batches, "Sequences", lambda *_: Sequences(S, HALVES))
+    monkeypatch.setattr(batches, "Sequences", lambda *_: sequences_of(S, HALVES))
     said = r"mine.py: 1 problem\n  line \d+  Mine.forward = takes no `sequences`, and samples hold several documents\n"
     with pytest.raises(AssertionError, match=rf"ConfigError: .*{said}"):
         train(tmp_path, 1, flags, steps=1)

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, whole
-from titanlite.training.build import Run, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run
 from titanlite.training.optimizers import muon_of_groups
 from titanlite.training.optimizers.group_norms import KINDS
 from titanlite.training.optimizers.muon import MuonRule
@@ -74,7 +75,7 @@ def test_they_are_those_of_whole_tensors(world: int, flags: list[str], recipe: l
             update(*given)
 
         run.optimizer.step = record_then_update  # type: ignore[method-assign]
-        with fastest_attention():
+        with torch_order():
             batches = batches_of(run)
             before = weights(run)
             left_out = train_step(run, batches.next(), 1e-3, False, lacks_data=True, logged=True)[7:]
@@ -140,7 +141,7 @@ def test_a_step_that_is_not_logged_does_nothing_for_them_and_both_have_the_same_
             run = assemble(asked)
             run.optimizer.group_norms = None if not logged else run.optimizer.group_norms  # type: ignore[assignment]
             batches = batches_of(run)
-            with fastest_attention():
+            with torch_order():
                 results.append([train_step(run, batches.next(), 1e-3, False, logged=logged)[:7] for _ in range(2)])
                 with Operations() as operations:
                     train_step(run, batches.next(), 1e-3, False, logged=logged)

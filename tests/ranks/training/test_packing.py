@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.documents import sequences_of
 from tests.support.launched import Desk
 from titanlite import recipes
 from titanlite.commands import main
@@ -50,7 +51,7 @@ def test_bins_have_the_loss_of_their_documents_alone(tmp_path: Path, name: str) 
     starts = torch.from_numpy(document_starts(pairs[0], np.zeros(samples.n, np.int64))).flatten()
     tokens, targets = torch.from_numpy(pairs).flatten(1)
     with torch.no_grad():
-        logits = model(tokens, Sequences(S, starts))
+        logits = model(tokens, sequences_of(S, starts))
         packed = F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         alone, n_targets = torch.zeros((), dtype=torch.float64), 0
         for text in texts(LENGTHS):

@@ -22,7 +22,8 @@ from titanlite.models.experts import MixtureOfExperts
 from titanlite.observe.peak_flops import windows_of
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.training import routers as routers_file
-from titanlite.training.build import Run, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run
 from titanlite.training.data import open_batches, open_data
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step
@@ -126,7 +127,7 @@ def test_routers_are_trained_by_tokens_that_pad_no_sample(layout: str, packed: l
     def truth() -> None:
         compute_in_float64()
         run = assemble(alone)
-        with closing(packed_batches(alone, run)) as batches, fastest_attention():
+        with closing(packed_batches(alone, run)) as batches, torch_order():
             step = batches.next()
             padded = sum(int((batch.is_counted == 0).sum()) for batch in step)  # type: ignore[union-attr]
             assert padded > 4 * S / 10
@@ -140,7 +141,7 @@ def test_routers_are_trained_by_tokens_that_pad_no_sample(layout: str, packed: l
             found.update({name: whole(p.grad) for name, p in run.model.named_parameters()}),  # type: ignore[arg-type]
             update(*given),
         )
-        with closing(packed_batches(asked, run)) as batches, fastest_attention():
+        with closing(packed_batches(asked, run)) as batches, torch_order():
             train_step(run, batches.next(), 1e-3, False)
         assert run.routers is not None
         seen = dict(run.routers.read(run.routers.seen().tolist()).numbers)
@@ -195,7 +196,7 @@ def test_a_step_without_a_target_changes_nothing(layout: str, tmp_path: Path) ->
 
     def body() -> None:
         run, other = assemble(asked), assemble(asked)
-        with closing(batches_of(run)) as batches, fastest_attention():
+        with closing(batches_of(run)) as batches, torch_order():
             first, second, third = (batches.next() for _ in range(3))
             empty = batches.padding(2)
             for each in (run, other):

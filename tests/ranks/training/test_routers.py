@@ -17,7 +17,8 @@ from titanlite.evaluation.load import load_model
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.observe.metrics import read_metrics
 from titanlite.parallel.kept_state import state_of, written
-from titanlite.training.build import Run, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
 from titanlite.training.step import train_step
 
@@ -119,7 +120,7 @@ def test_what_is_seen_is_of_the_steps_since_it_was_last_and_of_all_ranks(tmp_pat
     def body() -> None:
         run, before = assemble(asked), []
         assert run.routers is not None
-        with closing(batches_of(run)) as batches, fastest_attention():
+        with closing(batches_of(run)) as batches, torch_order():
             for steps in (2, 1):
                 for _ in range(steps):
                     train_step(run, batches.next(), 1e-3, False)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, whole
-from titanlite.training.build import Run, fastest_attention
+from titanlite.training.attention import torch_order
+from titanlite.training.build import Run
 from titanlite.training.step import train_step, validation_loss
 
 CAP, Z_LOSS = 0.5, 0.1  # of logits up to 2, so that the cap bends most of them
@@ -33,7 +34,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     def body() -> None:
         run = assemble(asked)
         (batch,) = batches_of(run).next()
-        with fastest_attention():
+        with torch_order():
             logits = run.model(batch.tokens)
         assert logits.abs().max() > CAP
         capped = CAP * (logits / CAP).tanh()
@@ -62,7 +63,7 @@ def test_a_step_is_that_of_the_plain_formula(world: int, flags: list[str], truth
             update(*args)
 
         batches = batches_of(run).next()
-        with fastest_attention():
+        with torch_order():
             held_out = validation_loss(run, batches)
             run.optimizer.step = record_then_update  # type: ignore[method-assign]
             loss, *_, z = train_step(run, batches, 1e-3, False).tolist()

@@ -458,7 +458,7 @@ def test_kernels_of_attention_that_a_list_names():
 def test_every_operator_of_titanlite_has_a_class():
     in_classes = {op for ops in CLASSES.values() for op in ops if op.startswith("titanlite.")}
     # In backward, of weights before FSDP gathers them, and what is as cheap as elementwise work: there no rule applies.
-    gradients = ["swiglu_grad", "swiglu_grad_cast", "window_attention_grad", "document_attention_grad"]
+    gradients = ["swiglu_grad", "swiglu_grad_cast", "attention_grad"]
     gradients += ["context_attention_grad"]
     gradients += ["norm_rope_grad", "rms_norm_grad", "rotated_heads_grad"]
     gradients += [

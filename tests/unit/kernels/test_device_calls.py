@@ -42,9 +42,6 @@ from titanlite.kernels.device import (
     aligned_rows,
     block_cast,
     channel,
-    document_attention,
-    document_attention_grad,
-    document_tiles,
     expert_gate,
     expert_rows,
     float8_cast,
@@ -129,13 +126,12 @@ class Launches:
 @pytest.fixture
 def launches(monkeypatch) -> Iterator[Launches]:
     found = Launches()
-    documents = document_attention, document_attention_grad, document_tiles
     experts = aligned_rows, expert_gate, expert_rows, grouped_gradient, grouped_matmul
-    for module in (*experts, block_cast, float8_cast, norm_rope, rms_norm, rope, routing, swiglu, *documents):
+    for module in (*experts, block_cast, float8_cast, norm_rope, rms_norm, rope, routing, swiglu):
         monkeypatch.setattr(module, "launch", found.launch)
     for module in (gather, scatter):
         monkeypatch.setattr(module, "ready", found.ready)
-    for module in (gather, grouped_gradient, grouped_matmul, norm_rope, rms_norm, scatter, *documents[:2]):
+    for module in (gather, grouped_gradient, grouped_matmul, norm_rope, rms_norm, scatter):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     for stem in (gather, scatter):
         monkeypatch.setattr(stem, "channel", lambda group: found.channel)
@@ -339,33 +335,6 @@ def test_casts(launches: Launches):
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
     of_float8 = {"_cast_amax", "_cast_transpose", "_transpose", "_cast_rows", "_cast_blocks"}
     assert kernels == of_float8 | {f"_swiglu_{name}" for name in ("grad", "amax", "rows", "by", "grad_rows", "grad_by")}
-
-
-def test_documents(launches: Launches):
-    for (M, N), (H, K), E, window, dtype in product(
-        ((128, 128), (384, 384), (128, 384), (384, 896)),
-        ((4, 4), (8, 2), (6, 2), (64, 1)),
-        (64, 128),
-        (0, 100),
-        (BF16, torch.float16),
-    ):
-        q, k = torch.zeros(M, H, E, dtype=dtype), torch.zeros(N, K, E, dtype=dtype)
-        starts, sums = torch.zeros(M, dtype=torch.int32), torch.zeros(M, H)
-        parts = torch.zeros(N, 3 * K, E, dtype=dtype)[:, :K]
-        for places in (starts.clone(), None) if M == N else (starts.clone(),):
-            more = starts, 128, window, places
-            document_attention.attend(q, k, k.clone(), *more)
-            document_attention.attend(q, k, parts, *more)
-            document_attention_grad.attend_grad(q.clone(), q, k, parts, q.clone(), sums, *more)
-            document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, *more)
-    kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
-    assert kernels == {
-        "_attention_of_documents",
-        "_attention_row_dots",
-        "_attention_grad_of_queries",
-        "_attention_spans",
-        "_attention_grad_of_keys",
-    }
 
 
 def test_routing(launches: Launches):

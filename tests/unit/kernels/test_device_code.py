@@ -41,7 +41,7 @@ from tests.support.ptx import (
 )
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.device import all_gather_matmul as gather_stem
-from titanlite.kernels.device import document_attention, document_attention_grad, gather_plan, shard_exchange
+from titanlite.kernels.device import gather_plan, shard_exchange
 from titanlite.kernels.device import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.device.tiles import Tiles, measured_tiles
 from titanlite.kernels.products import GatherCall, ScatterCall
@@ -357,30 +357,6 @@ def test_tiles_of_the_table_compile(row: tuple, tmp_path: Path) -> None:
             scatter(rows=(M,), K=K, N=N, dtype=dtype, choice=choice)
     assert {"gather_matmul", "matmul_push", "_gather_matmul", "_matmul_push"} & set(compiled)
     check_resources(compiled, tmp_path)
-
-
-@pytest.mark.parametrize("splits", [False, True])
-@pytest.mark.parametrize(("H", "K", "E"), [(6, 2, 64), *slow((8, 2, 128))])
-def test_attention_to_documents(
-    H: int, K: int, E: int, splits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its kernels compile into the registers of their warps, and no product waits for another's registers."""
-    for module in (document_attention, document_attention_grad):
-        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
-    M = 256 if splits else 512
-    q, k = torch.zeros(M, H, E, dtype=BF16), torch.zeros(512, K, E, dtype=BF16)
-    starts, sums = torch.zeros(M, dtype=torch.int32), torch.zeros(M, H)
-    places = starts.clone() if splits else None
-    with compiling() as compiled:
-        document_attention.attend(q, k, k.clone(), starts, 512, 0, places)
-        document_attention_grad.attend_grad(q.clone(), q, k, k.clone(), q.clone(), sums, starts, 512, 0, places)
-    products = {"_attention_of_documents", "_attention_grad_of_queries", "_attention_grad_of_keys"}
-    assert set(compiled) == products | {"_attention_row_dots", "_attention_spans"}
-    check_resources(
-        {name: kernel for name, kernel in compiled.items() if name in products - {"_attention_grad_of_keys"}}, tmp_path
-    )
-    for name in products:
-        require_products_in_flight(name, compiled[name].asm["ptx"], tmp_path)
 
 
 # --- and the rules can fail --------------------------------------------------------------------------------------

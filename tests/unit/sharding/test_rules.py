@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.distributed.tensor import Partial, Shard
 
 from tests.support.sharding.cases import Function
-from titanlite.kernels.window_attention import window_attention
+from titanlite.kernels.attention import attention
 from titanlite.sharding.graph import export, is_item, tensor_inputs, value
 from titanlite.sharding.op_rules import RESHAPES, Rule
 from titanlite.sharding.plan import local_shape
@@ -67,9 +67,9 @@ OPERATORS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]], int]] =
         2,
     ),
     "attention to a window": (
-        lambda q, k, v: window_attention(q, k, v, 3),
-        [(2, 4, 6, 8), (2, 2, 6, 8), (2, 2, 6, 8)],
-        2,
+        lambda q, k, v: attention(q, k, v, 6, 3),
+        [(12, 4, 8), (12, 2, 8), (12, 2, 8)],
+        1,
     ),
     "several outputs": (lambda x: x.split([2, 4], 1)[1], [(4, 6)], 1),
     "chunk": (lambda x: x.chunk(2, -1)[0], [(4, 6)], 1),

@@ -13,15 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from titanlite.kernels.device.channel import multiprocessors
-from titanlite.kernels.device.document_tiles import (
-    CONSUMER_REGISTERS,
-    HALF,
-    PRODUCER_REGISTERS,
-    await_empty,
-    await_ready,
-    read_word,
-    write_words,
-)
 from titanlite.kernels.device.grouped_tiles import (
     COLUMNS,
     ROWS,
@@ -42,6 +33,15 @@ from titanlite.kernels.device.grouped_tiles import (
 )
 from titanlite.kernels.device.launch import Blocks, launch
 from titanlite.kernels.device.operands import aligned
+from titanlite.kernels.device.shared_buffers import (
+    CONSUMER_REGISTERS,
+    HALF,
+    PRODUCER_REGISTERS,
+    await_empty,
+    await_ready,
+    read_word,
+    write_words,
+)
 from titanlite.kernels.device.specialised_matmul import PART, column_parts
 from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position

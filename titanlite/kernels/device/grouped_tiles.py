@@ -18,8 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from titanlite.kernels.device.document_tiles import HALF, allocate_barriers, allocate_words, await_empty, stacked
 from titanlite.kernels.device.launch import Blocks
+from titanlite.kernels.device.shared_buffers import HALF, allocate_barriers, allocate_words, await_empty, stacked
 from titanlite.kernels.device.specialised_matmul import PART
 from titanlite.kernels.device.specialised_operands import SHARED_MEMORY, blocks
 

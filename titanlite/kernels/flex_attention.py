@@ -1,7 +1,7 @@
-"""Attend to documents by torch's FlexAttention, on GPUs and with heads that the kernels for Hopper do not take.
+"""Attend to documents, and to windows, by torch's FlexAttention, where FlashAttention-4 does not serve.
 
-It reaches about half of their rate (docs/performance.md), and compiles for each shape. Its blocks are found anew at
-each call, from `starts`, on the device.
+It reaches about half of its rate (docs/performance.md), and compiles for each shape. Its blocks are found anew at each
+call, from `starts`, on the device.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,15 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def attend_flexibly(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, window: int, places: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, places: Tensor | None, longest: int, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Attend as `document_attention`'s operator does."""
+    """Attend as the operator of `kernels/attention.py` does."""
     n_rows, S = (longest, longest) if places is None else (len(q), len(k))
     in_rows = [_in_rows(q, n_rows), _in_rows(k, S), _in_rows(v, S)]
-    out, aux = _flex(in_rows, _block_mask(starts, S, window, places), return_aux=AuxRequest(lse=True))
-    return _packed_rows(out), aux.lse.transpose(1, 2).flatten(0, 1).contiguous()
+    mask = _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device)
+    out, aux = _flex(in_rows, mask, return_aux=AuxRequest(lse=True))
+    sums = aux.lse.contiguous() if starts is None else aux.lse.transpose(0, 1).flatten(1).t()
+    return _packed_rows(out), sums
 
 
 def flexible_grad(
@@ -42,16 +44,16 @@ def flexible_grad(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
+    places: Tensor | None,
     longest: int,
     window: int,
-    places: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; the result is computed again for it."""
     n_rows, S = (longest, longest) if places is None else (len(q), len(k))
     with torch.enable_grad():
         in_rows = [_in_rows(t.detach(), n).requires_grad_() for t, n in ((q, n_rows), (k, S), (v, S))]
-        out = _flex(in_rows, _block_mask(starts, S, window, places))
+        out = _flex(in_rows, _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device))
         d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, n_rows))
     return _packed_rows(d_q), _packed_rows(d_k), _packed_rows(d_v)
 
@@ -61,16 +63,19 @@ def _flex(in_rows: list[Tensor], mask: BlockMask, **asked: Any) -> Any:
     return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1], **asked)
 
 
-def _block_mask(starts: Tensor, S: int, window: int, places: Tensor | None) -> BlockMask:
-    begins = starts.unflatten(0, (-1, S) if places is None else (1, -1))  # [B, queries], places among all tokens
+def _block_mask(
+    starts: Tensor | None, places: Tensor | None, B: int, queries: int, S: int, window: int, device: torch.device
+) -> BlockMask:
+    begins = None if starts is None else starts.unflatten(0, (B, queries))  # places among all tokens
 
     def is_seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         token = query if places is None else places[query]
-        seen = (key <= token) & (sample * S + key >= begins[sample, query])
+        seen = key <= token
+        if begins is not None:
+            seen = seen & (sample * S + key >= begins[sample, query])
         return seen & (token - key < window) if window else seen
 
-    of = {"B": len(begins), "H": None, "Q_LEN": begins.shape[1], "KV_LEN": S, "device": starts.device}
-    return _compiled(create_block_mask)(is_seen, **of)
+    return _compiled(create_block_mask)(is_seen, B=B, H=None, Q_LEN=queries, KV_LEN=S, device=device)
 
 
 def _in_rows(x: Tensor, longest: int) -> Tensor:

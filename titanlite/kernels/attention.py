@@ -1,0 +1,285 @@
+"""Causal attention of packed tokens: within samples, within documents, to a window, and of a part of the queries.
+
+Queries are cut into pieces, and so are keys. The queries of a piece see the keys of that piece, the last query all of
+them and each query before it one less. Documents are such pieces, of as many keys as queries. A rank that has only some
+of a document's tokens has more keys than queries in a piece: those from the document's beginning to its last query.
+
+    queries   | a a a a | b b b |          bounds  0 4 7
+    keys      | a a a a a a | b b b |      bounds  0 6 9       the first query of a sees three keys
+
+How many pieces there are is data. The bounds of as many as there could be are on the device, and how many count is on
+the host, so that nothing is compiled anew and nobody waits.
+
+Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3.2; the gradient from Dao
+et al. 2022, "FlashAttention", appendix B.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from titanlite.kernels import flash_attention_4
+from titanlite.kernels.flex_attention import attend_flexibly, flexible_grad
+from titanlite.kernels.operators import Split, operator
+
+_LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks of a piece
+
+
+class Bounds(NamedTuple):
+    """The bounds of pieces.
+
+    Attributes:
+        at: [2, n] int32, of queries and of keys, in ascending order, and where the last piece ends; n is the most that
+            there can be.
+        count: [] int64 on the CPU, how many of the n count; pieces at the end may be empty.
+        spans: [runs, 2] int64 on the CPU: keys are these rows of those given, one run behind another. None: all.
+    """
+
+    at: Tensor
+    count: Tensor
+    spans: Tensor | None = None
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    longest: int,
+    window: int = 0,
+    starts: Tensor | None = None,
+    bounds: Bounds | None = None,
+) -> Tensor:
+    """Attend to the tokens of the own document, up to and with the own one.
+
+    Args:
+        q: [M, H, E]; H is a multiple of K.
+        k: [M, K, E].
+        v: [M, K, E].
+        longest: S, tokens of a sample; M is a multiple of it.
+        window: the last so many tokens alone, the own one included; 0: all.
+        starts: [M] int32, for each token the place at which its document begins; each S-th begins one. None: each S
+            tokens are one.
+        bounds: the same of pieces, which are documents; given with `starts`.
+
+    Returns:
+        [M, H, E] in `q.dtype`.
+    """
+    return _attention(q, k, v, starts, *(bounds or (None, None, None)), None, longest, window)[0]
+
+
+def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
+    """Name what attends: the fastest that serves the device, dtype and width of heads.
+
+    Args:
+        q: […, E].
+        is_plain: whether to whole samples without a window, which torch's kernels serve, too.
+
+    Returns:
+        "flash_attention_4"; or "torch", of whole samples; or "flex_attention", or on CPUs and in float64 "math".
+    """
+    if flash_attention_4.serves(q):
+        return "flash_attention_4"
+    if is_plain:
+        return "torch"
+    return "flex_attention" if q.is_cuda and q.dtype != torch.float64 else "math"
+
+
+def _fast(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    kernel, (starts, bounds, count, spans, places, *lengths) = attention_kernel(q), given
+    if kernel == "math":
+        return _attention.definition(q, k, v, *given)
+    if kernel == "flex_attention":
+        return attend_flexibly(q, k, v, starts, places, *lengths)
+    return flash_attention_4.attend(q, _seen_rows(k, spans), _seen_rows(v, spans), bounds, count, *lengths)
+
+
+def _fast_grad(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *given: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    kernel, (starts, bounds, count, spans, places, *lengths) = attention_kernel(q), given
+    if kernel == "math":
+        return _attention_grad.definition(grad, q, k, v, out, sums, *given)
+    if kernel == "flex_attention":
+        return flexible_grad(grad, q, k, v, starts, places, *lengths)
+    keys = _seen_rows(k, spans), _seen_rows(v, spans)
+    d_q, d_k, d_v = flash_attention_4.attend_grad(grad, q, *keys, out, sums, bounds, count, *lengths)
+    return d_q, _at_their_places(d_k, spans, k), _at_their_places(d_v, spans, v)
+
+
+# By heads, where those of queries and those of keys both divide: of whole samples, of documents, and of a part of them.
+_SPLITS = tuple(Split((1, 1, 1, *(None,) * n), 1) for n in (0, 3, 5))
+_GRAD_SPLITS = tuple(Split((1, 1, 1, 1, 1, 1, *(None,) * n), 1) for n in (0, 3, 5))
+
+
+@operator("attention", _fast, splits=_SPLITS)
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor | None,
+    bounds: Tensor | None,
+    count: Tensor | None,
+    spans: Tensor | None,
+    places: Tensor | None,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the result, and the logarithm of each query's sum of exponentials, laid out as by `_shapes`.
+
+    `bounds`, `count` and `spans` are of `Bounds`. A rank with some of the tokens has keys of N of them, and for each of
+    its M queries the place among these, [M] int32.
+    """
+    (out, sums), K = _shapes(q, k, v, starts, bounds, count, spans, places, longest, window), k.shape[1]
+    of_rows = sums[None] if bounds is not None else sums.transpose(1, 2)  # [samples, tokens, H]
+    keys, values = _grouped(_seen_rows(k, spans), K), _grouped(_seen_rows(v, spans), K)
+    for rows, seen, unseen in _query_blocks(len(q), bounds, count, longest, window, q.device):
+        scores = _scores(_grouped(q[rows], K), keys[:, seen], unseen)
+        p = scores.softmax(-1)
+        out[rows] = _packed(p @ values[:, seen], len(unseen)).to(q.dtype)
+        sample, row = divmod(rows.start, of_rows.shape[1])
+        lse = scores.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log()
+        of_rows[sample, row : row + len(unseen)] = _packed(lse, len(unseen)).squeeze(-1)
+    return out, sums
+
+
+@operator("attention_grad", _fast_grad, splits=_GRAD_SPLITS)
+def _attention_grad(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    starts: Tensor | None,
+    bounds: Tensor | None,
+    count: Tensor | None,
+    spans: Tensor | None,
+    places: Tensor | None,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. The definition forms `sums` again."""
+    K, scale = k.shape[1], q.shape[-1] ** -0.5
+    keys, values = _grouped(_seen_rows(k, spans), K), _grouped(_seen_rows(v, spans), K)
+    d_q, d_keys, d_values = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
+    for rows, seen, unseen in _query_blocks(len(q), bounds, count, longest, window, q.device):
+        own_q, own_grad, own_out = (_grouped(x[rows], K) for x in (q, grad, out))
+        p = _scores(own_q, keys[:, seen], unseen).softmax(-1)
+        of_p = (own_grad @ values[:, seen].mT).sub_((own_grad * own_out).sum(-1, keepdim=True))
+        of_scores = of_p.mul_(p).mul_(scale)
+        d_q[rows] = _packed(of_scores @ keys[:, seen], len(unseen)).to(q.dtype)
+        d_keys[:, seen] += of_scores.mT @ own_q
+        d_values[:, seen] += p.mT @ own_grad
+    d_k, d_v = (_at_their_places(x.transpose(0, 1).to(q.dtype), spans, k) for x in (d_keys, d_values))
+    return d_q, d_k, d_v
+
+
+def _query_blocks(
+    M: int, bounds: Tensor | None, count: Tensor | None, longest: int, window: int, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Give blocks of queries of a piece, the keys that some of them see, and [queries, keys], which are not seen."""
+    if bounds is None or count is None:
+        starts = [[*range(0, M + 1, longest)]] * 2
+    else:
+        starts = bounds[:, : int(count)].tolist()
+    for begin, end, first, last in zip(starts[0], starts[0][1:], starts[1], starts[1][1:], strict=False):
+        n, behind = max(_LEAST_ROWS, -(-(end - begin) // _MOST_BLOCKS)), last - end  # of a query's key to the query
+        for row in range(begin, end, n):
+            rows = slice(row, min(row + n, end))
+            seen = slice(max(first, row + behind - window + 1) if window else first, rows.stop + behind)
+            own = torch.arange(row + behind, rows.stop + behind, device=device)[:, None]
+            other = torch.arange(seen.start, seen.stop, device=device)
+            yield rows, seen, (other > own) | (other <= own - window) if window else other > own
+
+
+def _seen_rows(x: Tensor, spans: Tensor | None) -> Tensor:
+    """Return the keys or values that pieces are of."""
+    return x if spans is None else torch.cat([x[first:end] for first, end in spans.tolist()])
+
+
+def _at_their_places(grad: Tensor, spans: Tensor | None, x: Tensor) -> Tensor:
+    """Return the gradient of x from that of `_seen_rows(x, spans)`: spans that overlap are added up in their order."""
+    if spans is None:
+        return grad.contiguous()
+    of_all, at = grad.new_zeros(x.shape), 0
+    for first, end in spans.tolist():
+        of_all[first:end] += grad[at : at + end - first]
+        at += end - first
+    return of_all
+
+
+def _grouped(x: Tensor, K: int) -> Tensor:
+    """[n, heads, E] → [K, heads / K · n, E], in the dtype of sums."""
+    return x.to(_of_sums(x.dtype)).unflatten(1, (K, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _packed(x: Tensor, n: int) -> Tensor:
+    """The inverse of `_grouped`."""
+    return x.unflatten(1, (-1, n)).permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, unseen: Tensor) -> Tensor:
+    """[K, H / K · queries, keys]; −∞ where a query does not see a key."""
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    bias = torch.zeros_like(unseen, dtype=scores.dtype).masked_fill_(unseen, -torch.inf)  # added faster than filled in
+    return scores.unflatten(1, (-1, len(unseen))).add_(bias).flatten(1, 2)
+
+
+def _of_sums(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+# By hand: without numbers there are no bounds, and a compiler would not know the device of results.
+@torch.library.register_fake("titanlite::attention")
+def _shapes(q, k, v, starts, bounds, count, spans, places, longest, window):
+    """Make [M, H, E], and for the sums [M, H], heads outermost in memory; of whole samples [B, H, S]."""
+    M, H, _ = q.shape
+    shape = (H, M) if bounds is not None else (M // longest, H, longest)
+    sums = q.new_empty(shape, dtype=_of_sums(q.dtype))
+    return q.new_empty(q.shape), sums if bounds is None else sums.t()
+
+
+@torch.library.register_fake("titanlite::attention_grad")
+def _grad_shapes(grad, q, k, v, *others):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.longest, ctx.window = inputs
+    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grad, _):
+    grads = torch.ops.titanlite.attention_grad(grad, *ctx.saved_tensors, ctx.longest, ctx.window)
+    return *grads, None, None, None, None, None, None, None
+
+
+torch.library.register_autograd("titanlite::attention", _backward, setup_context=_save)
+
+
+def flops_of_samples(q_shape: Sequence[int], longest: int, window: int) -> int:
+    """Count two products of E for each token that a query would see in one document a sample: shapes say no more.
+
+    Args:
+        q_shape: [M, H, E]; queries of some of the tokens alone count as their share.
+        longest: S, tokens of a sample.
+        window: that a token sees; 0: all.
+    """
+    M, H, E = q_shape
+    W = min(window or longest, longest)
+    return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
+
+
+@register_flop_formula(torch.ops.titanlite.attention)
+def _flops(q_shape, *shapes_and_numbers, **kwargs) -> int:
+    return flops_of_samples(q_shape, *shapes_and_numbers[-2:])
+
+
+@register_flop_formula(torch.ops.titanlite.attention_grad)
+def _grad_flops(grad_shape, *shapes_and_numbers, **kwargs) -> int:
+    """Five products in the place of two: the scores are formed again."""
+    return _flops(grad_shape, *shapes_and_numbers) * 5 // 2

@@ -1,0 +1,69 @@
+"""Buffers of shared memory between one warp that loads and two warpgroups of 64 rows that compute.
+
+The producer tells the consumers, in words that every thread reads, what they are to do: a number that came out of a
+reduction would make the compiler take their loops for divergent.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from titanlite.kernels.device.specialised_protocol import barrier
+
+HALF = gl.constexpr(64)
+CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def _put_word(buffer, value):
+    buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
+def write_words(buffer, at, values):
+    """Write words of shared memory from number `at` on, by a role of one warp."""
+    for i in gl.static_range(len(values)):
+        _put_word(buffer.index(at + i), values[i])
+    barrier()
+
+
+@gluon.jit
+def read_word(buffer, at):
+    """Read a word of shared memory, by a role of four warps."""
+    return gl.max(buffer.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
+
+
+@gluon.constexpr_function
+def stacked(n, desc):
+    """Return the shape of n buffers for a descriptor's blocks."""
+    return [n, *desc.block_type.shape]
+
+
+@gluon.jit
+def allocate_words(N: gl.constexpr):
+    """Allocate N words of shared memory."""
+    return gl.allocate_shared_memory(gl.int32, [N, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def allocate_barriers(N: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocate barriers of N buffers: that they are ready, and that as many consumers have done with them."""
+    ready = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return ready, empty
+
+
+@gluon.jit
+def await_ready(ready, it, N: gl.constexpr):
+    """Wait until use number `it` of N buffers may be read."""
+    mbarrier.wait(ready.index(it % N), (it // N) & 1)
+
+
+@gluon.jit
+def await_empty(empty, it, N: gl.constexpr):
+    """Wait until use number `it` of N buffers may be written."""
+    mbarrier.wait(empty.index(it % N), ((it // N) & 1) ^ 1)

@@ -1,0 +1,100 @@
+"""Attention by FlashAttention-4, the package `flash-attn-4`, on the GPUs whose forward and backward it has.
+
+Nothing is imported of it before `titanlite/training/attention.py` has found that it is there and computes rightly;
+until then it serves nothing. Its kernels are compiled at their first call, some seconds each.
+
+Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute; Dao et al. 2022, "FlashAttention".
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PACKAGES = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"
+"""The versions of these decide what is computed."""
+
+WIDTHS: Mapping[int, tuple[int, ...]] = {9: (32, 64, 96, 128, 192, 256), 10: (32, 64, 96, 128)}
+"""Widths of heads by the device's major compute capability. The package takes each multiple of 8, but its gradients are
+wrong for 40 and 80 on Hopper (4.0.0b36: a hundred times what rounding explains)."""
+
+DTYPES = torch.bfloat16, torch.float16
+
+_served: tuple[int, ...] = ()
+
+
+def serve(widths: tuple[int, ...]) -> None:
+    """Let heads of these widths be attended to by the package, in this process."""
+    global _served
+    _served = widths
+
+
+def serves(q: Tensor) -> bool:
+    """Return whether the package attends to queries like these, […, E]."""
+    return q.is_cuda and q.dtype in DTYPES and q.shape[-1] in _served
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, count: Tensor | None, longest: int, window: int
+) -> tuple[Tensor, Tensor]:
+    """Attend as the operator of `kernels/attention.py` does, to keys of pieces, one behind another."""
+    forward, _ = package()
+    q, k, v = (_rows(x, bounds, longest) for x in (q, k, v))
+    out, sums, *_ = forward(q, k, v, causal=True, return_lse=True, **_lengths_of(bounds, count, longest, window))
+    return (out.flatten(0, 1), sums) if bounds is None else (out, sums.t())
+
+
+def attend_grad(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bounds: Tensor | None,
+    count: Tensor | None,
+    longest: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values. Their sums are in any order, unless runs are to repeat."""
+    _, backward = package()
+    q, k, v, out, grad = (_rows(x, bounds, longest) for x in (q, k, v, out, grad))
+    sums = sums if bounds is None else sums.t()
+    given = _lengths_of(bounds, count, longest, window)
+    repeats = torch.are_deterministic_algorithms_enabled()  # at 0.6 % of a step of 8B
+    grads = backward(q, k, v, out, grad, sums, causal=True, deterministic=repeats, **given)[:3]
+    d_q, d_k, d_v = (x.flatten(0, 1) if bounds is None else x for x in grads)
+    return d_q, d_k, d_v
+
+
+@cache
+def package() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the package's forward and backward.
+
+    Raises:
+        ImportError: it is not installed; or whatever an installation raises that does not work.
+    """
+    interface = importlib.import_module("flash_attn.cute.interface")
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # at each compilation: of what is not given
+    return interface._flash_attn_fwd, interface._flash_attn_bwd
+
+
+def _rows(x: Tensor, bounds: Tensor | None, longest: int) -> Tensor:
+    """Return [B, S, heads, E] of whole samples, else [M, heads, E], as the kernels load it: 16 bytes at a time."""
+    strides = [stride * x.itemsize for stride in x.stride()[:2]]
+    if x.stride(2) != 1 or any(at % 16 for at in (*strides, x.data_ptr())):
+        x = x.contiguous()
+    return x.unflatten(0, (-1, longest)) if bounds is None else x
+
+
+def _lengths_of(bounds: Tensor | None, count: Tensor | None, longest: int, window: int) -> dict[str, Any]:
+    of_window = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    if bounds is None or count is None:
+        return of_window
+    n = int(count)
+    of_pieces = {"cu_seqlens_q": bounds[0, :n], "cu_seqlens_k": bounds[1, :n]}
+    return {**of_window, **of_pieces, "max_seqlen_q": longest, "max_seqlen_k": longest}

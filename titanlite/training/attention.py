@@ -1,0 +1,130 @@
+"""Choose what attends: FlashAttention-4 where it is installed, serves the device and computes rightly; else torch.
+
+Its releases work with a narrow range of other packages, and a kernel that is wrong says nothing. So the first run on a
+host with some versions computes one small case with them, in some seconds, and holds it against the definition. That it
+passed is written down with the versions.
+
+torch chooses for whole samples among its own kernels, in the order of `torch_order`; to documents and windows
+FlexAttention attends (`kernels/attention.py`).
+"""
+
+import importlib.metadata
+import json
+import os
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlite.data.document_starts import piece_bounds
+from titanlite.durable import write_durably
+from titanlite.json_file import MALFORMED, parse_json
+from titanlite.kernels import flash_attention_4
+from titanlite.kernels.attention import _attention, _attention_grad
+from titanlite.receipt import Entry, Skipped
+
+_PASSED = Path("~/.cache/titanlite/attention.json")
+_INSTALL = "pip install -e '.[gpu]'"
+_LENGTHS = (100, 1, 155), (130, 1, 285)
+"""Lengths of the pieces of queries, and of keys, that are computed."""
+
+
+def torch_order() -> AbstractContextManager[object]:
+    """Prefer torch's kernels in the order of their speed on the GPUs that titanlite is measured on.
+
+    Training and validation run inside this context; `scripts/bench/attention.py` has the figures.
+    """
+    order = [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.MATH,
+    ]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def choose_attention(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> Entry:
+    """Let FlashAttention-4 attend in this process if it can, on all ranks or on none; a collective.
+
+    Args:
+        device: of this process, a GPU.
+        dtype: of queries, keys and values.
+        width: of heads, E.
+        heads_of_key: heads of queries to one of keys.
+
+    Returns:
+        The receipt's entry. A device or model that it does not serve is a reason, and so is that it is not installed;
+        what is installed and does not work is missed.
+    """
+    name, served = "flash_attention_4", flash_attention_4.WIDTHS.get(torch.cuda.get_device_capability(device)[0], ())
+    flash_attention_4.serve(())
+    versions, broken, why = "", "", ""
+    if not served or dtype not in flash_attention_4.DTYPES:
+        why = f"it serves Hopper and Blackwell in 16 bits, not {torch.cuda.get_device_name(device)} in {dtype}"
+    elif width not in served:
+        why = f"it serves heads of {', '.join(map(str, served))}, not of {width}"
+    else:
+        try:
+            versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in flash_attention_4.PACKAGES)
+            broken = _wrong_with(versions, device, dtype, width, heads_of_key)
+        except importlib.metadata.PackageNotFoundError as error:
+            why = f"{error.name} is not installed, and documents attend at half the rate: {_INSTALL}"
+    of_ranks = [(why, broken)] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (why, broken))  # one rank's host may lack what another's has
+    why, broken = (next(filter(None, of), "") for of in zip(*of_ranks, strict=True))
+    if broken:
+        return Entry(name, "auto", "not used", count=0, missed=[Skipped("attention", broken)])
+    if why:
+        return Entry(name, None, "not used", count=0, skipped=[Skipped("attention", why)])
+    flash_attention_4.serve(served)
+    return Entry(name, None, versions, count=1)
+
+
+def _wrong_with(versions: str, device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
+    """Return what is wrong with an installation, "" for nothing; computed, unless it was before."""
+    of = f"{versions}, torch {torch.__version__}, {torch.cuda.get_device_name(device)}, {dtype}, {width}"
+    path, passed = _PASSED.expanduser(), list[str]()
+    with suppress(OSError, *MALFORMED):
+        passed = [str(each) for each in parse_json(path.read_bytes())]
+    try:
+        flash_attention_4.package()
+        wrong = "" if of in passed else _wrong(device, dtype, width, heads_of_key)
+    except Exception as error:  # an installation that does not work raises anything
+        wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    if wrong:
+        return f"{wrong}; {_INSTALL} brings versions that fit, and without flash-attn-4 torch's kernels attend"
+    if of not in passed:
+        with suppress(OSError):  # then it is computed again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_durably(path, json.dumps([*passed, of], indent=1) + "\n", by=f".{os.getpid()}")
+    return ""
+
+
+def _wrong(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
+    """Compute a case forward and backward; return what differs from the definition by more than rounding.
+
+    Weights and gradients of scores are rounded to 16 bits before they are multiplied, results once more: three
+    roundings of half an eps, of sums that do not cancel in norm.
+    """
+    K, (queries, keys) = 2, _LENGTHS
+    random = torch.Generator(device).manual_seed(0)
+    sizes = (sum(queries), K * heads_of_key), (sum(keys), K), (sum(keys), K), (sum(queries), K * heads_of_key)
+    q, k, v, grad = (torch.randn(*size, width, generator=random, device=device, dtype=dtype) for size in sizes)
+    ends = torch.tensor(_LENGTHS).cumsum(1)
+    at, count = piece_bounds((ends - torch.tensor(_LENGTHS)).numpy(), (sum(queries), sum(keys)), sum(queries))
+    bounds, n = torch.from_numpy(at).to(device), torch.tensor(count)
+    for window in (0, 64):
+        out, sums = flash_attention_4.attend(q, k, v, bounds, n, sum(keys), window)
+        grads = flash_attention_4.attend_grad(grad, q, k, v, out, sums, bounds, n, sum(keys), window)
+        wide = [x.double() for x in (q, k, v)]
+        pieces = None, bounds, n, None, None, sum(keys), window
+        truth, true_sums = _attention.definition(*wide, *pieces)
+        truths = truth, *_attention_grad.definition(grad.double(), *wide, truth, true_sums, *pieces)
+        names = "results", "gradients of queries", "gradients of keys", "gradients of values"
+        for name, got, wanted in zip(names, (out, *grads), truths, strict=True):
+            off = ((got - wanted).norm() / wanted.norm() / torch.finfo(dtype).eps).item()
+            if not off <= 1.5:
+                return f"its {name} are wrong by {off:.1f} eps, heads of {width} and window {window}"
+    return ""
