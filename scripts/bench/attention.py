@@ -28,7 +28,7 @@ SHAPES = {  # B, S, H, K, E
 }
 WINDOW = 512  # of Gemma's local layers
 BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
-WHOLE = (None,) * 5
+WHOLE = (None,) * 4
 
 
 def main() -> None:
@@ -46,15 +46,15 @@ def main() -> None:
         for mean in (300, 1000, 3000):
             lengths = drawn_lengths(mean, S, B, random.Random(0))
             starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths).astype(np.int32)
-            at, count = document_bounds(starts)
-            pieces = of_device(starts), of_device(at), torch.tensor(count), None, None
+            at, runs = document_bounds(starts)
+            pieces = of_device(starts), of_device(at), torch.from_numpy(runs), None
             flops = sum(2 * H * E * n * (n + 1) for n in lengths)
             by_operator(f"{model}, {len(lengths)} documents of {mean}", shape, pieces, flops)
     B, S, H, K, E = 1, 131072, *SHAPES["8B"][2:]
     share = share_of_rank(documents_of_samples(S, S), S, ContextGroup("", 2, 0))
     starts = documents_of_samples(S, S)[share.columns]
-    on_host = (torch.as_tensor(of[0]) for of in (share.n_bounds, share.spans))
-    pieces = of_device(starts), of_device(share.bounds[0]), *on_host, of_device(share.columns.astype(np.int32))
+    places = of_device(share.columns.astype(np.int32))
+    pieces = of_device(starts), of_device(share.bounds[0]), torch.from_numpy(share.runs[0]), places
     by_operator("8B, pieces of 131,072", (B, S, H, K, E), pieces, 4 * H * E * int((share.columns + 1).sum()))
 
 

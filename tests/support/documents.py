@@ -19,8 +19,8 @@ def starts_of(lengths: list[int], S: int) -> Tensor:
 
 
 def bounds_of(starts: Tensor) -> Bounds:
-    at, count = document_bounds(starts.cpu().numpy())
-    return Bounds(torch.from_numpy(at).to(starts.device), torch.tensor(count))
+    at, runs = map(torch.from_numpy, document_bounds(starts.cpu().numpy()))
+    return Bounds(at.to(starts.device), runs)
 
 
 def sequences_of(longest: int, starts: Tensor) -> Sequences:

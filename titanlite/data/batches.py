@@ -184,24 +184,23 @@ class _Read(NamedTuple):
     bounds: Tensor | None = None  # [micro-steps, windows, 2, …] int32, of documents; without context parallelism of one
     places: Tensor | None = None  # [micro-steps, M] int32; this and what is named chunks of context-parallel ranks
     chunks: Tensor | None = None  # [micro-steps, windows, 2, …] int64
-    n_bounds: Tensor | None = None  # [micro-steps, windows] int64; from here on for the host
+    runs: Tensor | None = None  # [micro-steps, windows, …, 5] int64, of bounds; this and the next for the host
     counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64
-    spans: Tensor | None = None  # [micro-steps, windows, …, 2] int64
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
         """Return it with each tensor changed that is for the device."""
-        changed = (None if tensor is None else change(tensor) for tensor in self[:-3])
-        return self._make((*changed, *self[-3:]))
+        changed = (None if tensor is None else change(tensor) for tensor in self[:-2])
+        return self._make((*changed, *self[-2:]))
 
     def batch(self, n: int, seq_len: int, context: ContextGroup | None) -> Batch:
         """Return the batch of a micro-step."""
         of = self._make(None if tensor is None else tensor[n] for tensor in self)
         sequences = Sequences(seq_len)
-        if of.starts is not None and of.bounds is not None and of.n_bounds is not None:
-            if of.places is None or of.chunks is None or of.counts is None or of.spans is None or context is None:
-                sequences = Sequences(seq_len, of.starts, {0: Bounds(of.bounds[0], of.n_bounds[0])})
+        if of.starts is not None and of.bounds is not None and of.runs is not None:
+            if of.places is None or of.chunks is None or of.counts is None or context is None:
+                sequences = Sequences(seq_len, of.starts, {0: Bounds(of.bounds[0], of.runs[0])})
             else:
-                bounds = dict(zip(context.windows, map(Bounds, of.bounds, of.n_bounds, of.spans), strict=True))
+                bounds = dict(zip(context.windows, map(Bounds, of.bounds, of.runs), strict=True))
                 exchanges = dict(zip(context.windows, map(KeyChunks, of.chunks, of.counts), strict=True))
                 sequences = Sequences(seq_len, of.starts, bounds, of.places, exchanges, context.name)
         return Batch(of.tokens, of.targets, sequences, of.sources, of.is_counted)
@@ -225,8 +224,8 @@ def _read_of(
     if context is None:
         found = {"tokens": packed[0], "targets": packed[1], "is_counted": is_counted, "sources": sources}
         if flat is not None:
-            bounds, n_bounds = zip(*map(document_bounds, flat), strict=True)
-            found |= {"starts": flat, "bounds": np.stack(bounds)[:, None], "n_bounds": np.array(n_bounds)[:, None]}
+            bounds, runs = zip(*map(document_bounds, flat), strict=True)
+            found |= {"starts": flat, "bounds": np.stack(bounds)[:, None], "runs": np.stack(runs)[:, None]}
     else:
         if flat is None:
             flat = np.broadcast_to(documents_of_samples(packed.shape[-1], S), packed.shape[1:])
@@ -239,7 +238,7 @@ def _read_of(
             "sources": None if sources is None else np.take_along_axis(sources, of_chunks, 1),
             "places": columns.astype(np.int32),
         }
-        for name in ("bounds", "n_bounds", "spans", "chunks", "counts"):
+        for name in ("bounds", "runs", "chunks", "counts"):
             found[name] = np.stack([getattr(own, name) for own in shares])
     return _Read(**{name: torch.from_numpy(of) for name, of in found.items() if of is not None})
 

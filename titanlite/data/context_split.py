@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanlite.config.check_mesh import RUN
-from titanlite.data.document_starts import piece_bounds
+from titanlite.data.document_starts import bounds_of_run, room_of_run
 
 _MOST_CHUNKS = 64
 """Chunks of a rank, at most: more would be no more even, and take longer to find."""
@@ -41,8 +41,7 @@ class Share(NamedTuple):
         chunks: [windows, 2, (P - 1)·n] int64, as `titanlite.kernels.context_attention` takes them.
         counts: [windows, 2, P] int64.
         bounds: [windows, 2, …] int32, as `titanlite.kernels.attention.Bounds` has them.
-        n_bounds: [windows] int64, how many of them count.
-        spans: [windows, n, 2] int64.
+        runs: [windows, n, 5] int64, likewise.
     """
 
     columns: np.ndarray
@@ -50,8 +49,7 @@ class Share(NamedTuple):
     chunks: np.ndarray
     counts: np.ndarray
     bounds: np.ndarray
-    n_bounds: np.ndarray
-    spans: np.ndarray
+    runs: np.ndarray
 
 
 def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Share:
@@ -80,15 +78,13 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
             for rank in others:
                 counts[w, side, rank] = len(lists[rank])
     columns = (of_rank[group.rank][:, None] * C + np.arange(C)).ravel()
-    seen_by = [_rank_pieces(starts, columns, window, n) for window in group.windows]
-    bounds, n_bounds, spans = (np.stack(of) for of in zip(*seen_by, strict=True))
-    return Share(columns, C, chunks, counts, bounds, n_bounds, spans)
+    seen_by = [_rank_runs(starts, columns, window, n) for window in group.windows]
+    bounds, runs = (np.stack(of) for of in zip(*seen_by, strict=True))
+    return Share(columns, C, chunks, counts, bounds, runs)
 
 
-def _rank_pieces(
-    starts: np.ndarray, columns: np.ndarray, window: int, most: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the bounds, how many count, and the spans of a rank's pieces, as `Share` has them.
+def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds and the runs of a rank's pieces, as `Share` has them.
 
     Tokens that follow one another are a run. The keys of its pieces follow one another, too: but for the first piece, a
     document begins where its queries do.
@@ -99,19 +95,20 @@ def _rank_pieces(
         window: tokens that a token sees, the own one included; 0: all of its document.
         most: runs that there could be.
     """
-    M, first = len(columns), starts[columns]
-    begins_run = np.diff(columns, prepend=-2) != 1
-    queries = np.flatnonzero(begins_run | (first == columns))  # where pieces begin
-    runs = np.flatnonzero(begins_run)
-    seen = np.maximum(first[runs], columns[runs] - window + 1) if window else first[runs]
-    spans = np.zeros((most, 2), np.int64)
-    spans[: len(runs)] = np.stack((seen, columns[np.append(runs[1:], M) - 1] + 1), 1)
-    before = columns[runs] - seen  # keys of a run that are before its queries
-    total = before.cumsum()  # and of all runs up to it
-    keys = queries + np.repeat(total, np.diff(np.append(np.searchsorted(queries, runs), len(queries))))
-    keys[np.searchsorted(queries, runs)] -= before
-    bounds, n = piece_bounds(np.stack((queries, keys)), (M, M + int(total[-1])), M)
-    return bounds, np.array(n), spans
+    at = np.zeros((2, room_of_run(len(columns)) + 16 * most), np.int32)
+    runs, room, row = np.zeros((most, 5), np.int64), 0, 0
+    for n, own in enumerate(np.split(columns, np.flatnonzero(np.diff(columns) != 1) + 1)):
+        begins = np.flatnonzero(starts[own] == own)
+        begins = begins if len(begins) and begins[0] == 0 else np.append(0, begins)
+        first = int(max(starts[own[0]], own[0] - window + 1 if window else 0))
+        before, bounds = int(own[0]) - first, bounds_of_run(len(begins))
+        here = slice(room, room + bounds)
+        at[0, here], at[1, here] = len(own), len(own) + before
+        at[:, room : room + len(begins)] = begins, begins + before
+        at[1, room] = 0
+        runs[n] = row, first, own[-1] + 1, room, bounds
+        room, row = room + room_of_run(len(begins)), row + len(own)
+    return at, runs
 
 
 def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:

@@ -91,30 +91,30 @@ def document_lengths(starts: np.ndarray) -> np.ndarray:
     return np.diff(np.append(np.flatnonzero(begins), packed.size))
 
 
-def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return where documents begin, as `piece_bounds` does.
+def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where documents begin as `titanlite.kernels.attention.Bounds` has it, [2, n] int32 and [1, 5] int64.
 
     Args:
         starts: [M] int32, for each token where its document begins.
     """
-    begins = np.flatnonzero(starts == np.arange(len(starts)))
-    return piece_bounds(np.stack((begins, begins)), (len(starts), len(starts)), len(starts))
+    M = len(starts)
+    begins = np.flatnonzero(starts == np.arange(M))
+    at = np.full((2, room_of_run(M)), M, np.int32)
+    at[:, : len(begins)] = begins
+    return at, np.array([[0, 0, M, 0, bounds_of_run(len(begins))]])
 
 
-def piece_bounds(begins: np.ndarray, ends: tuple[int, int], most: int) -> tuple[np.ndarray, int]:
-    """Return where pieces of queries and of keys begin and the last one ends, [2, n] int32, and how many of n count.
+def bounds_of_run(pieces: int) -> int:
+    """Return how many bounds a run of pieces has: empty ones fill them up to a multiple of 16, and the end.
 
-    Empty pieces fill them up to a multiple of 16: for each number of pieces kernels choose how they share them out.
-
-    Args:
-        begins: [2, pieces].
-        ends: of the last.
-        most: pieces that there could be.
+    For each number of pieces kernels choose anew how they share them out.
     """
-    at = np.empty((2, -(-most // 16) * 16 + 1), np.int32)
-    at[:] = np.array(ends)[:, None]
-    at[:, : begins.shape[1]] = begins
-    return at, -(-begins.shape[1] // 16) * 16 + 1
+    return -(-pieces // 16) * 16 + 1
+
+
+def room_of_run(pieces: int) -> int:
+    """Return the places of these bounds: so that each run's begin at a multiple of 64 bytes."""
+    return -(-pieces // 16) * 16 + 16
 
 
 def twice_attended(lengths: np.ndarray, window: int = 0) -> int:

@@ -97,7 +97,7 @@ def operands(
     args, kwargs = _random((args, kwargs), device)
     if activation.op == ops.PIECE_ATTENTION and args[3] is not None:
         of = _one_document_each(len(args[3]), args[-2], device)
-        args = [*args[:3], of.starts, *of.bounds[0], *args[7:]]
+        args = [*args[:3], of.starts, *of.bounds[0], *args[6:]]
     if activation.op == ops.CONTEXT_ATTENTION and sequences is not None:
         window, of = args[-1], sequences
         args = [*args[:3], of.starts, *of.bounds[window], of.places, *of.exchanges[window], of.group, *args[-2:]]
@@ -132,8 +132,8 @@ def _even_groups(offsets: Tensor, n_rows: int) -> Tensor:
 def _one_document_each(tokens: int, longest: int, device: torch.device) -> Sequences:
     """Make samples that are one document each: the most that there is to attend to."""
     starts = documents_of_samples(tokens, longest)
-    at, count = document_bounds(starts)
-    bounds = Bounds(torch.from_numpy(at).to(device), torch.tensor(count))
+    at, runs = map(torch.from_numpy, document_bounds(starts))
+    bounds = Bounds(at.to(device), runs)
     return Sequences(longest, torch.from_numpy(starts).to(device), {0: bounds})
 
 

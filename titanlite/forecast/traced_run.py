@@ -21,6 +21,7 @@ from titanlite.config.documents import masks_documents
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.context_split import chunk_length
+from titanlite.data.document_starts import room_of_run
 from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.rank_model import rank_model
@@ -216,11 +217,12 @@ def _sequences(config: Config, model: nn.Module) -> Sequences:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     of_tokens = functools.partial(empty, tokens, dtype=torch.int32)
-    bounds = Bounds(empty(2, -(-tokens // 16) * 16 + 1, dtype=torch.int32), empty())
     if ranks == 1:
+        bounds = Bounds(empty(2, room_of_run(tokens), dtype=torch.int32), empty(1, 5))
         return Sequences(seq_len, of_tokens(), {0: bounds}) if masks_documents(config.data) else Sequences(seq_len)
     n, windows = tokens // chunk_length(ranks * tokens, seq_len, ranks), {0, *windows_of(model)}
-    bounds_of = dict.fromkeys(windows, bounds._replace(spans=empty(n, 2)))
+    bounds = Bounds(empty(2, room_of_run(tokens) + 16 * n, dtype=torch.int32), empty(n, 5))
+    bounds_of = dict.fromkeys(windows, bounds)
     exchanges = dict.fromkeys(windows, KeyChunks(empty(2, (ranks - 1) * n), empty(2, ranks)))
     return Sequences(seq_len, of_tokens(), bounds_of, of_tokens(), exchanges, "cp")
 

@@ -7,8 +7,9 @@ of a document's tokens has more keys than queries in a piece: those from the doc
     queries   | a a a a | b b b |          bounds  0 4 7
     keys      | a a a a a a | b b b |      bounds  0 6 9       the first query of a sees three keys
 
-How many pieces there are is data. The bounds of as many as there could be are on the device, and how many count is on
-the host, so that nothing is compiled anew and nobody waits.
+How many pieces there are is data. Room for as many as there could be is on the device, and how many count is on the
+host, so that nothing is compiled anew and nobody waits. A run of queries that follow one another sees keys that follow
+one another, and is attended to by one call; only a rank that has some of the tokens has several.
 
 Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3.2; the gradient from Dao
 et al. 2022, "FlashAttention", appendix B.
@@ -29,18 +30,17 @@ _LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks 
 
 
 class Bounds(NamedTuple):
-    """The bounds of pieces.
+    """The bounds of pieces, run by run.
 
     Attributes:
-        at: [2, n] int32, of queries and of keys, in ascending order, and where the last piece ends; n is the most that
-            there can be.
-        count: [] int64 on the CPU, how many of the n count; pieces at the end may be empty.
-        spans: [runs, 2] int64 on the CPU: keys are these rows of those given, one run behind another. None: all.
+        at: [2, n] int32, where the pieces of a run begin among its queries and its keys, and where the last one ends;
+            n is the most that there can be.
+        runs: [runs, 5] int64 on the CPU, of each run its first query, its first key and the one behind its last, and
+            which of the n is its first and how many are its own. Pieces at its end may be empty, and so may runs.
     """
 
     at: Tensor
-    count: Tensor
-    spans: Tensor | None = None
+    runs: Tensor
 
 
 def attention(
@@ -67,7 +67,7 @@ def attention(
     Returns:
         [M, H, E] in `q.dtype`.
     """
-    return _attention(q, k, v, starts, *(bounds or (None, None, None)), None, longest, window)[0]
+    return _attention(q, k, v, starts, *(bounds or (None, None)), None, longest, window)[0]
 
 
 def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
@@ -88,30 +88,53 @@ def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
 
 
 def _fast(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    kernel, (starts, bounds, count, spans, places, *lengths) = attention_kernel(q), given
+    kernel, (starts, bounds, runs, places, *lengths) = attention_kernel(q), given
     if kernel == "math":
         return _attention.definition(q, k, v, *given)
     if kernel == "flex_attention":
         return attend_flexibly(q, k, v, starts, places, *lengths)
-    return flash_attention_4.attend(q, _seen_rows(k, spans), _seen_rows(v, spans), bounds, count, *lengths)
+    if bounds is None:
+        return flash_attention_4.attend(q, k, v, None, *lengths)
+    found = [
+        flash_attention_4.attend(q[rows], k[keys], v[keys], at, *lengths)
+        for rows, keys, at in _each_run(len(q), bounds, runs)
+    ]
+    outs, sums = zip(*found, strict=True)
+    return (outs[0], sums[0].t()) if len(found) == 1 else (torch.cat(outs), torch.cat(sums, 1).t())
 
 
 def _fast_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    kernel, (starts, bounds, count, spans, places, *lengths) = attention_kernel(q), given
+    kernel, (starts, bounds, runs, places, *lengths) = attention_kernel(q), given
     if kernel == "math":
         return _attention_grad.definition(grad, q, k, v, out, sums, *given)
     if kernel == "flex_attention":
         return flexible_grad(grad, q, k, v, starts, places, *lengths)
-    keys = _seen_rows(k, spans), _seen_rows(v, spans)
-    d_q, d_k, d_v = flash_attention_4.attend_grad(grad, q, *keys, out, sums, bounds, count, *lengths)
-    return d_q, _at_their_places(d_k, spans, k), _at_their_places(d_v, spans, v)
+    if bounds is None:
+        return flash_attention_4.attend_grad(grad, q, k, v, out, sums, None, *lengths)
+    d_q, d_k, d_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    for rows, keys, at in _each_run(len(q), bounds, runs):  # in their order: keys may be of several
+        of_run = grad[rows], q[rows], k[keys], v[keys], out[rows], sums.t()[:, rows]
+        grads = flash_attention_4.attend_grad(*of_run, at, *lengths)
+        if grads[0].shape == q.shape and grads[1].shape == k.shape:  # the only run, of all keys
+            return grads
+        d_q[rows] = grads[0]
+        d_k[keys] += grads[1]
+        d_v[keys] += grads[2]
+    return d_q, d_k, d_v
+
+
+def _each_run(M: int, bounds: Tensor, runs: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Give the queries, the keys and the bounds of each run that is not empty."""
+    found = [run for run in runs.tolist() if run[4]]
+    for (row, key, end, at, n), (following, *_) in zip(found, [*found[1:], [M]], strict=True):
+        yield slice(row, following), slice(key, end), bounds[:, at : at + n]
 
 
 # By heads, where those of queries and those of keys both divide: of whole samples, of documents, and of a part of them.
-_SPLITS = tuple(Split((1, 1, 1, *(None,) * n), 1) for n in (0, 3, 5))
-_GRAD_SPLITS = tuple(Split((1, 1, 1, 1, 1, 1, *(None,) * n), 1) for n in (0, 3, 5))
+_SPLITS = tuple(Split((1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
+_GRAD_SPLITS = tuple(Split((1, 1, 1, 1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 
 
 @operator("attention", _fast, splits=_SPLITS)
@@ -121,21 +144,20 @@ def _attention(
     v: Tensor,
     starts: Tensor | None,
     bounds: Tensor | None,
-    count: Tensor | None,
-    spans: Tensor | None,
+    runs: Tensor | None,
     places: Tensor | None,
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Return the result, and the logarithm of each query's sum of exponentials, laid out as by `_shapes`.
 
-    `bounds`, `count` and `spans` are of `Bounds`. A rank with some of the tokens has keys of N of them, and for each of
+    `bounds` and `runs` are of `Bounds`. A rank with some of the tokens has keys of N of them, and for each of
     its M queries the place among these, [M] int32.
     """
-    (out, sums), K = _shapes(q, k, v, starts, bounds, count, spans, places, longest, window), k.shape[1]
+    (out, sums), K = _shapes(q, k, v, starts, bounds, runs, places, longest, window), k.shape[1]
     of_rows = sums[None] if bounds is not None else sums.transpose(1, 2)  # [samples, tokens, H]
-    keys, values = _grouped(_seen_rows(k, spans), K), _grouped(_seen_rows(v, spans), K)
-    for rows, seen, unseen in _query_blocks(len(q), bounds, count, longest, window, q.device):
+    keys, values = _grouped(k, K), _grouped(v, K)
+    for rows, seen, unseen in _query_blocks(len(q), bounds, runs, longest, window, q.device):
         scores = _scores(_grouped(q[rows], K), keys[:, seen], unseen)
         p = scores.softmax(-1)
         out[rows] = _packed(p @ values[:, seen], len(unseen)).to(q.dtype)
@@ -155,17 +177,16 @@ def _attention_grad(
     sums: Tensor,
     starts: Tensor | None,
     bounds: Tensor | None,
-    count: Tensor | None,
-    spans: Tensor | None,
+    runs: Tensor | None,
     places: Tensor | None,
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v. The definition forms `sums` again."""
     K, scale = k.shape[1], q.shape[-1] ** -0.5
-    keys, values = _grouped(_seen_rows(k, spans), K), _grouped(_seen_rows(v, spans), K)
-    d_q, d_keys, d_values = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, seen, unseen in _query_blocks(len(q), bounds, count, longest, window, q.device):
+    keys, values = _grouped(k, K), _grouped(v, K)
+    d_q, d_keys, d_values = q.new_empty(q.shape), torch.zeros_like(keys), torch.zeros_like(values)
+    for rows, seen, unseen in _query_blocks(len(q), bounds, runs, longest, window, q.device):
         own_q, own_grad, own_out = (_grouped(x[rows], K) for x in (q, grad, out))
         p = _scores(own_q, keys[:, seen], unseen).softmax(-1)
         of_p = (own_grad @ values[:, seen].mT).sub_((own_grad * own_out).sum(-1, keepdim=True))
@@ -173,19 +194,22 @@ def _attention_grad(
         d_q[rows] = _packed(of_scores @ keys[:, seen], len(unseen)).to(q.dtype)
         d_keys[:, seen] += of_scores.mT @ own_q
         d_values[:, seen] += p.mT @ own_grad
-    d_k, d_v = (_at_their_places(x.transpose(0, 1).to(q.dtype), spans, k) for x in (d_keys, d_values))
+    d_k, d_v = (x.transpose(0, 1).to(q.dtype).contiguous() for x in (d_keys, d_values))
     return d_q, d_k, d_v
 
 
 def _query_blocks(
-    M: int, bounds: Tensor | None, count: Tensor | None, longest: int, window: int, device: torch.device
+    M: int, bounds: Tensor | None, runs: Tensor | None, longest: int, window: int, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Give blocks of queries of a piece, the keys that some of them see, and [queries, keys], which are not seen."""
-    if bounds is None or count is None:
-        starts = [[*range(0, M + 1, longest)]] * 2
+    if bounds is None or runs is None:
+        pieces = [(at, at + longest, at, at + longest) for at in range(0, M, longest)]
     else:
-        starts = bounds[:, : int(count)].tolist()
-    for begin, end, first, last in zip(starts[0], starts[0][1:], starts[1], starts[1][1:], strict=False):
+        pieces = list[tuple[int, int, int, int]]()
+        for rows, keys, at in _each_run(M, bounds, runs):
+            begins, firsts = (at.cpu() + torch.tensor([[rows.start], [keys.start]])).tolist()
+            pieces += zip(begins, begins[1:], firsts, firsts[1:], strict=False)
+    for begin, end, first, last in pieces:
         n, behind = max(_LEAST_ROWS, -(-(end - begin) // _MOST_BLOCKS)), last - end  # of a query's key to the query
         for row in range(begin, end, n):
             rows = slice(row, min(row + n, end))
@@ -193,22 +217,6 @@ def _query_blocks(
             own = torch.arange(row + behind, rows.stop + behind, device=device)[:, None]
             other = torch.arange(seen.start, seen.stop, device=device)
             yield rows, seen, (other > own) | (other <= own - window) if window else other > own
-
-
-def _seen_rows(x: Tensor, spans: Tensor | None) -> Tensor:
-    """Return the keys or values that pieces are of."""
-    return x if spans is None else torch.cat([x[first:end] for first, end in spans.tolist()])
-
-
-def _at_their_places(grad: Tensor, spans: Tensor | None, x: Tensor) -> Tensor:
-    """Return the gradient of x from that of `_seen_rows(x, spans)`: spans that overlap are added up in their order."""
-    if spans is None:
-        return grad.contiguous()
-    of_all, at = grad.new_zeros(x.shape), 0
-    for first, end in spans.tolist():
-        of_all[first:end] += grad[at : at + end - first]
-        at += end - first
-    return of_all
 
 
 def _grouped(x: Tensor, K: int) -> Tensor:
@@ -234,7 +242,7 @@ def _of_sums(dtype: torch.dtype) -> torch.dtype:
 
 # By hand: without numbers there are no bounds, and a compiler would not know the device of results.
 @torch.library.register_fake("titanlite::attention")
-def _shapes(q, k, v, starts, bounds, count, spans, places, longest, window):
+def _shapes(q, k, v, starts, bounds, runs, places, longest, window):
     """Make [M, H, E], and for the sums [M, H], heads outermost in memory; of whole samples [B, H, S]."""
     M, H, _ = q.shape
     shape = (H, M) if bounds is not None else (M // longest, H, longest)
@@ -255,7 +263,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad, _):
     grads = torch.ops.titanlite.attention_grad(grad, *ctx.saved_tensors, ctx.longest, ctx.window)
-    return *grads, None, None, None, None, None, None, None
+    return *grads, *(None,) * 6
 
 
 torch.library.register_autograd("titanlite::attention", _backward, setup_context=_save)

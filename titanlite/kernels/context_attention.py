@@ -67,15 +67,14 @@ def context_attention(
 
 
 # By heads, as attention without ranks.
-@operator("context_attention", None, splits=(Split((1, 1, 1, *(None,) * 7), 1),))
+@operator("context_attention", None, splits=(Split((1, 1, 1, *(None,) * 6), 1),))
 def _context_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     starts: Tensor,
     bounds: Tensor,
-    count: Tensor,
-    spans: Tensor,
+    runs: Tensor,
     places: Tensor,
     chunks: Tensor,
     counts: Tensor,
@@ -86,10 +85,10 @@ def _context_attention(
     """Return what attention without ranks does."""
     exchanged[window] += 1
     whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
-    return torch.ops.titanlite.attention(q, whole_k, whole_v, starts, bounds, count, spans, places, longest, window)
+    return torch.ops.titanlite.attention(q, whole_k, whole_v, starts, bounds, runs, places, longest, window)
 
 
-@operator("context_attention_grad", None, splits=(Split((*(1,) * 6, *(None,) * 7), 1),))
+@operator("context_attention_grad", None, splits=(Split((*(1,) * 6, *(None,) * 6), 1),))
 def _context_attention_grad(
     grad: Tensor,
     q: Tensor,
@@ -99,8 +98,7 @@ def _context_attention_grad(
     sums: Tensor,
     starts: Tensor,
     bounds: Tensor,
-    count: Tensor,
-    spans: Tensor,
+    runs: Tensor,
     places: Tensor,
     chunks: Tensor,
     counts: Tensor,
@@ -111,7 +109,7 @@ def _context_attention_grad(
     """Return the gradients of q, k and v."""
     whole = _gather_keys(k, v, places, chunks, counts, group)
     d_q, d_k, d_v = torch.ops.titanlite.attention_grad(
-        grad, q, *whole, out, sums, starts, bounds, count, spans, places, longest, window
+        grad, q, *whole, out, sums, starts, bounds, runs, places, longest, window
     )
     del whole  # before the gradients are joined, which takes as much
     return d_q, *_sum_at_owners(d_k, d_v, places, chunks, counts, group)
@@ -201,7 +199,7 @@ def _save_context(ctx, inputs, output) -> None:
 
 def _context_backward(ctx, grad, _):
     given = *ctx.saved_tensors, ctx.group, ctx.longest, ctx.window
-    return *torch.ops.titanlite.context_attention_grad(grad, *given), *(None,) * 10
+    return *torch.ops.titanlite.context_attention_grad(grad, *given), *(None,) * 9
 
 
 torch.library.register_autograd("titanlite::context_attention", _context_backward, setup_context=_save_context)

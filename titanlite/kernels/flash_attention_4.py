@@ -38,14 +38,15 @@ def serves(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in DTYPES and q.shape[-1] in _served
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, count: Tensor | None, longest: int, window: int
-) -> tuple[Tensor, Tensor]:
-    """Attend as the operator of `kernels/attention.py` does, to keys of pieces, one behind another."""
+def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor]:
+    """Attend as the operator of `kernels/attention.py` does, to whole samples or to the pieces of one run.
+
+    The sums are [B, H, S] of samples and [H, M] of pieces.
+    """
     forward, _ = package()
     q, k, v = (_rows(x, bounds, longest) for x in (q, k, v))
-    out, sums, *_ = forward(q, k, v, causal=True, return_lse=True, **_lengths_of(bounds, count, longest, window))
-    return (out.flatten(0, 1), sums) if bounds is None else (out, sums.t())
+    out, sums, *_ = forward(q, k, v, causal=True, return_lse=True, **_lengths_of(bounds, longest, window))
+    return (out.flatten(0, 1) if bounds is None else out), sums
 
 
 def attend_grad(
@@ -56,18 +57,16 @@ def attend_grad(
     out: Tensor,
     sums: Tensor,
     bounds: Tensor | None,
-    count: Tensor | None,
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values. Their sums are in any order, unless runs are to repeat."""
     _, backward = package()
     q, k, v, out, grad = (_rows(x, bounds, longest) for x in (q, k, v, out, grad))
-    sums = sums if bounds is None else sums.t()
-    given = _lengths_of(bounds, count, longest, window)
+    given = _lengths_of(bounds, longest, window)
     repeats = torch.are_deterministic_algorithms_enabled()  # at 0.6 % of a step of 8B
-    grads = backward(q, k, v, out, grad, sums, causal=True, deterministic=repeats, **given)[:3]
-    d_q, d_k, d_v = (x.flatten(0, 1) if bounds is None else x for x in grads)
+    grads = backward(q, k, v, out, grad, sums.contiguous(), causal=True, deterministic=repeats, **given)[:3]
+    d_q, d_k, d_v = ((x.flatten(0, 1) if bounds is None else x).contiguous() for x in grads)
     return d_q, d_k, d_v
 
 
@@ -84,17 +83,13 @@ def package() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _rows(x: Tensor, bounds: Tensor | None, longest: int) -> Tensor:
-    """Return [B, S, heads, E] of whole samples, else [M, heads, E], as the kernels load it: 16 bytes at a time."""
-    strides = [stride * x.itemsize for stride in x.stride()[:2]]
-    if x.stride(2) != 1 or any(at % 16 for at in (*strides, x.data_ptr())):
-        x = x.contiguous()
-    return x.unflatten(0, (-1, longest)) if bounds is None else x
+    """Return [B, S, heads, E] of whole samples, else [M, heads, E], one behind another."""
+    return x.contiguous() if bounds is not None else x.contiguous().unflatten(0, (-1, longest))
 
 
-def _lengths_of(bounds: Tensor | None, count: Tensor | None, longest: int, window: int) -> dict[str, Any]:
-    of_window = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
-    if bounds is None or count is None:
-        return of_window
-    n = int(count)
-    of_pieces = {"cu_seqlens_q": bounds[0, :n], "cu_seqlens_k": bounds[1, :n]}
-    return {**of_window, **of_pieces, "max_seqlen_q": longest, "max_seqlen_k": longest}
+def _lengths_of(bounds: Tensor | None, longest: int, window: int) -> dict[str, Any]:
+    given = {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+    if bounds is None:
+        return given
+    ends = {"cu_seqlens_q": bounds[0], "cu_seqlens_k": bounds[1]}
+    return {**given, **ends, "max_seqlen_q": longest, "max_seqlen_k": longest}

@@ -149,7 +149,7 @@ class Sequences:
         return table if self.longest == len(table) else table[: self.longest]
 
 
-# So that whoever looks for tensors among a block's arguments finds `starts`.
+# So that whoever looks for tensors among a block's arguments finds them.
 pytree.register_pytree_node(
     Sequences,
     lambda given: (

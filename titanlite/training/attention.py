@@ -12,13 +12,13 @@ import importlib.metadata
 import json
 import os
 from contextlib import AbstractContextManager, suppress
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.data.document_starts import piece_bounds
 from titanlite.durable import write_durably
 from titanlite.json_file import MALFORMED, parse_json
 from titanlite.kernels import flash_attention_4
@@ -70,7 +70,7 @@ def choose_attention(device: torch.device, dtype: torch.dtype, width: int, heads
             versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in flash_attention_4.PACKAGES)
             broken = _wrong_with(versions, device, dtype, width, heads_of_key)
         except importlib.metadata.PackageNotFoundError as error:
-            why = f"{error.name} is not installed, and documents attend at half the rate: {_INSTALL}"
+            why = f"{error.name} is not installed, and documents and windows attend at half the rate: {_INSTALL}"
     of_ranks = [(why, broken)] * dist.get_world_size()
     dist.all_gather_object(of_ranks, (why, broken))  # one rank's host may lack what another's has
     why, broken = (next(filter(None, of), "") for of in zip(*of_ranks, strict=True))
@@ -84,7 +84,8 @@ def choose_attention(device: torch.device, dtype: torch.dtype, width: int, heads
 
 def _wrong_with(versions: str, device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
     """Return what is wrong with an installation, "" for nothing; computed, unless it was before."""
-    of = f"{versions}, torch {torch.__version__}, {torch.cuda.get_device_name(device)}, {dtype}, {width}"
+    on, heads = f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}", f"{heads_of_key} × {width}"
+    of = f"{versions}, {on}, {dtype}, {heads}"
     path, passed = _PASSED.expanduser(), list[str]()
     with suppress(OSError, *MALFORMED):
         passed = [str(each) for each in parse_json(path.read_bytes())]
@@ -103,25 +104,24 @@ def _wrong_with(versions: str, device: torch.device, dtype: torch.dtype, width: 
 
 
 def _wrong(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Compute a case forward and backward; return what differs from the definition by more than rounding.
+    """Compute pieces and whole samples forward and backward; return what differs by more than rounding.
 
     Weights and gradients of scores are rounded to 16 bits before they are multiplied, results once more: three
     roundings of half an eps, of sums that do not cancel in norm.
     """
     K, (queries, keys) = 2, _LENGTHS
-    random = torch.Generator(device).manual_seed(0)
-    sizes = (sum(queries), K * heads_of_key), (sum(keys), K), (sum(keys), K), (sum(queries), K * heads_of_key)
+    random, M, N = torch.Generator(device).manual_seed(0), sum(queries), sum(keys)
+    sizes = (M, K * heads_of_key), (N, K), (N, K), (M, K * heads_of_key)
     q, k, v, grad = (torch.randn(*size, width, generator=random, device=device, dtype=dtype) for size in sizes)
-    ends = torch.tensor(_LENGTHS).cumsum(1)
-    at, count = piece_bounds((ends - torch.tensor(_LENGTHS)).numpy(), (sum(queries), sum(keys)), sum(queries))
-    bounds, n = torch.from_numpy(at).to(device), torch.tensor(count)
-    for window in (0, 64):
-        out, sums = flash_attention_4.attend(q, k, v, bounds, n, sum(keys), window)
-        grads = flash_attention_4.attend_grad(grad, q, k, v, out, sums, bounds, n, sum(keys), window)
-        wide = [x.double() for x in (q, k, v)]
-        pieces = None, bounds, n, None, None, sum(keys), window
-        truth, true_sums = _attention.definition(*wide, *pieces)
-        truths = truth, *_attention_grad.definition(grad.double(), *wide, truth, true_sums, *pieces)
+    at = torch.tensor([[0, *accumulate(lengths)] for lengths in _LENGTHS], dtype=torch.int32, device=device)
+    runs = torch.tensor([[0, 0, N, 0, at.shape[1]]])
+    for (bounds, run, S, n), window in product(((at, runs, N, N), (None, None, M // 2, M)), (0, 64)):
+        wide = [x.double() for x in (q, k[:n], v[:n])]
+        given = None, bounds, run, None, S, window
+        truth, true_sums = _attention.definition(*wide, *given)
+        truths = truth, *_attention_grad.definition(grad.double(), *wide, truth, true_sums, *given)
+        out, sums = flash_attention_4.attend(q, k[:n], v[:n], bounds, S, window)
+        grads = flash_attention_4.attend_grad(grad, q, k[:n], v[:n], out, sums, bounds, S, window)
         names = "results", "gradients of queries", "gradients of keys", "gradients of values"
         for name, got, wanted in zip(names, (out, *grads), truths, strict=True):
             off = ((got - wanted).norm() / wanted.norm() / torch.finfo(dtype).eps).item()

@@ -51,7 +51,7 @@ def off(starts: np.ndarray, window: int) -> float:
     columns = torch.from_numpy(share.columns)
     own = [t.detach()[columns].requires_grad_() for t in given]
     exchange = KeyChunks(*(torch.from_numpy(of[w]) for of in (share.chunks, share.counts)))
-    bounds = Bounds(*(torch.as_tensor(of[w]) for of in (share.bounds, share.n_bounds, share.spans)))
+    bounds = Bounds(*(torch.as_tensor(of[w]) for of in (share.bounds, share.runs)))
     begins, places = given_starts[columns], columns.int()
     out = context_attention(*own, S, window, begins, bounds, places, exchange, group.name)
     found = [out.detach(), *torch.autograd.grad(out, own, grad[columns])]

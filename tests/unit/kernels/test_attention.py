@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.documents import bounds_of, sequences_of, starts_of
 from tests.support.needs import DEVICES, slow
-from titanlite.data.context_split import _rank_pieces
+from titanlite.data.context_split import _rank_runs
 from titanlite.kernels import attention as file
 from titanlite.kernels import flash_attention_4, flex_attention
 from titanlite.kernels.attention import attention
@@ -20,7 +20,7 @@ from titanlite.models.layers import CausalAttention, Sequences
 
 OPERATOR, GRADIENT = torch.ops.titanlite.attention, torch.ops.titanlite.attention_grad
 CHUNK = 128
-WHOLE = None, None, None, None, None
+WHOLE = None, None, None, None
 """In the place of what says where pieces are: samples are documents."""
 
 
@@ -122,10 +122,11 @@ def places_of(chunks: list[int]) -> Tensor:
 def of_rank(starts: Tensor, chunks: list[int], window: int) -> tuple[Tensor, ...]:
     """Return what says where the pieces of a rank with some chunks of all tokens are, and its tokens."""
     places = places_of(chunks)
-    at, count, spans = _rank_pieces(starts.cpu().numpy(), places.numpy().astype(np.int64), window, len(chunks))
-    here = torch.from_numpy(at).to(starts.device), torch.from_numpy(count), torch.from_numpy(spans)
+    at, runs = map(
+        torch.from_numpy, _rank_runs(starts.cpu().numpy(), places.numpy().astype(np.int64), window, len(chunks))
+    )
     places = places.to(starts.device)
-    return (starts[places], *here, places)
+    return starts[places], at.to(starts.device), runs, places
 
 
 CASES = [  # lengths, S, and chunks of each rank
@@ -232,7 +233,7 @@ def test_flex_attention_computes_the_definition(form: int, window: int, monkeypa
     pieces = [WHOLE, (starts, *bounds_of(starts), None), of_rank(starts, [0, 2], window)][form]
     M, S = (256, 384) if form == 2 else (384, 128 if form == 0 else 384)
     q, k, v = (heads(n, h, 8, seed).float() for seed, (n, h) in enumerate(((M, 4), (384, 2), (384, 2))))
-    found = flex_attention.attend_flexibly(q, k, v, pieces[0], pieces[4], S, window)
+    found = flex_attention.attend_flexibly(q, k, v, pieces[0], pieces[3], S, window)
     for got, wanted in zip(found, OPERATOR(q.double(), k.double(), v.double(), *pieces, S, window), strict=True):
         assert got.shape == wanted.shape
         assert (got - wanted).abs().max() <= 1e-5
@@ -270,7 +271,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, pieces: tuple, S: int, 
     truth, true_sums = file._attention.definition(*wide, *pieces, S, window)
     true_grads = file._attention_grad.definition(grad.double(), *wide, truth, true_sums, *pieces, S, window)
     for got, wanted in zip((out, *grads), (truth, *true_grads), strict=True):
-        assert got.shape == wanted.shape
+        assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
         roundings = 3 + (pieces[3] is not None and len(got) == len(k))
         left = 2**-22 * grad.double().norm() * (q.shape[1] / k.shape[1]) ** 0.5
         assert (got - wanted).norm() <= roundings * torch.finfo(q.dtype).eps / 2 * wanted.norm() + left
@@ -312,7 +313,7 @@ def test_kernels_of_ranks_compute_the_definition(kernel: str, H: int, K: int, E:
         starts = starts_of(lengths, N).cuda()
         pieces = of_rank(starts, chunks, window)
         given = [heads(N, n, E, seed, "cuda").to(torch.bfloat16) for seed, n in enumerate((H, K, K, H))]
-        own = pieces[4]
+        own = pieces[3]
         check(given[0][own], *given[1:3], given[3][own], pieces, N, window)
 
 
