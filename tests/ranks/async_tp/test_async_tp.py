@@ -126,6 +126,7 @@ class Gated(nn.Module):
         return self.out(a * b + c * d)[None]
 
 
+@pytest.mark.slow
 def test_sum_of_four_products_for_a_batch_of_one(tmp_path):
     def body() -> None:
         torch.manual_seed(0)
@@ -338,6 +339,7 @@ def gathers_outside_of_graphs() -> None:
         assert re.search(rf"{whole.__name__}: torch broke off the graph and ran it outside, {here}", said), said
 
 
+@pytest.mark.slow
 def test_a_gather_that_torch_runs_outside_of_its_graphs(tmp_path):
     run_ranks(gathers_outside_of_graphs, tmp_path, 2)
 

@@ -55,6 +55,7 @@ def scored(task: Path, folder: Path, world: int, *flags: str) -> Score:
     return scores[0]
 
 
+@pytest.mark.slow
 def test_a_cap_of_logits_counts(task: Path, tmp_path: Path) -> None:
     """The same choices are scored as if the model itself had capped its logits."""
     asked = checked(tmp_path, 1, FLAGS)

@@ -51,8 +51,7 @@ def look(run: Run, is_counted: Tensor | None = None) -> dict[str, float]:
     [
         ("tensorwise", "one process"),
         ("tensorwise", "HSDP 2 × 2"),
-        ("rowwise", "TP 2, async"),
-        *slow(("tensorwise", "FSDP 2 × TP 2")),
+        *slow(("rowwise", "TP 2, async"), ("tensorwise", "FSDP 2 × TP 2")),
         *slow(("tensorwise", "FSDP 2"), ("tensorwise", "TP 2, async"), ("rowwise", "FSDP 2")),
         *slow(("blockwise", "FSDP 2 × TP 2")),
     ],
@@ -101,6 +100,7 @@ def test_tokens_that_pad_are_not_counted(tmp_path) -> None:
     run_ranks(body, tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_training_does_not_notice(tmp_path) -> None:
     world, flags = LAYOUTS["FSDP 2 × TP 2"]
     asked = checked(tmp_path, world, [*FLOAT8, "tensorwise", *flags, "--activation_checkpoint.recipe", "balanced"])

@@ -116,9 +116,9 @@ def reshard(when: str) -> tuple[str, ...]:
     [
         (2, ()),
         (2, (*in_float8("tensorwise"), *reshard("always"))),
-        (4, (*HSDP, *in_float8("tensorwise"))),
-        (4, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("balanced_tight"))),
+        *slow((4, (*HSDP, *in_float8("tensorwise")))),
         *slow(
+            (4, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("balanced_tight"))),
             (2, (*TP, *in_float8("rowwise"), *keeping("full"))),
             (2, (*reshard("always"), *BF16)),
             (2, in_float8("rowwise")),
@@ -127,7 +127,7 @@ def reshard(when: str) -> tuple[str, ...]:
             (2, (*TP, *ASYNC, *in_float8("rowwise"), *keeping("full"))),
             (2, (*TP, *ASYNC, *in_float8("tensorwise"), *keeping("matmuls"))),
         ),
-        (2, ("--model.name", "gemma3", *TP, *reshard("always"), *keeping("full"))),
+        *slow((2, ("--model.name", "gemma3", *TP, *reshard("always"), *keeping("full")))),
         (4, (*EXPERTS, *keeping("full"))),
         *slow((4, (*EXPERTS, *TP, *CP)), (4, (*EXPERTS, *TP)), (2, (*EXPERTS, *TP, *keeping("full")))),
         (2, ("--model.name", "qwen3_moe", *TP, *keeping("balanced"))),

@@ -83,7 +83,7 @@ def test_other_architectures(name: str) -> None:
     check(time_block(model.layers[0], of, None, CPU), of)
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", [False, *slow(True)])
 def test_collectives_are_timed_among_their_ranks(fused: bool, tmp_path) -> None:
     def body() -> None:
         model = meta_model()

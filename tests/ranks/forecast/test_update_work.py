@@ -33,7 +33,7 @@ ONE, ZERO = torch.ones(()), torch.zeros(())
     ("world", "flags"),
     [
         (2, ["--optimizer.ema_decay=0.9"]),
-        (2, [*MIXTURE, "--optimizer.state_dtype=bfloat16"]),
+        *slow((2, [*MIXTURE, "--optimizer.state_dtype=bfloat16"])),
         *slow((2, [NORMUON]), (2, [*MIXTURE, NORMUON])),
         *slow((1, []), (2, [TP]), (4, [REPLICAS]), (4, [REPLICAS, TP]), (4, [*MIXTURE]), (4, [*MIXTURE, TP])),
     ],

@@ -432,7 +432,9 @@ def test_layers_of_a_block_are_known_without_torch() -> None:
         assert {product_names(block) for block in made.layers} == {layers_of_block(model, dims)}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("case", [*DENSE, "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "case", ["gemma3", "qwen3_moe", *slow("mixtral", *(name for name in DENSE if name != "gemma3"))]
+)
 def test_two_blocks_of_a_kind_stand_for_all_and_few_annotations_do(case: str) -> None:
     model = on_meta(case)
     graph = export(model, [torch.empty(B * S, dtype=torch.long, device="meta")])
@@ -493,10 +495,9 @@ ALL = tuple(LAYOUTS)
 @pytest.mark.parametrize(
     ("case", "compiled", "layouts"),
     [
-        ("gemma3", False, ALL),
-        *((case, False, ("TP 2", "FSDP 2 × TP 2")) for case in ("qwen3", "gpt2")),
+        ("gemma3", False, ("TP 2", "FSDP 2 × TP 2")),
         *slow(
-            *((n, False, ALL) for n in ("llama3", "qwen3", "qwen3, tied", "gpt2")),
+            *((n, False, ALL) for n in ("llama3", "qwen3", "gemma3", "qwen3, tied", "gpt2")),
             *((n, True, ALL) for n in ("qwen3", "gemma3", "gpt2")),
         ),
     ],

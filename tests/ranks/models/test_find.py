@@ -49,7 +49,7 @@ def test_a_file_of_ones_own_trains_as_a_shipped_one(mine: list[str], tmp_path: P
     assert_same(train(tmp_path, 2, [*mine, BATCH, "4", *TP_2], steps=2), shipped, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *slow("gemma3")])  # which gathers under FSDP × TP in test_fsdp.py
+@pytest.mark.parametrize("name", slow("qwen3", "gemma3"))  # which gathers under FSDP × TP in test_fsdp.py
 def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -> None:
     """The bounds are those of tests/ranks/training/test_layouts.py."""
     flags = ["--model.name", name, BATCH, "4"]
@@ -259,10 +259,12 @@ def test_an_exception_in_it_is_one_message_with_its_line(
             "with torch.no_grad():\n            s = x.abs()\n        h = x * s + ",
             r"line \d+  layers.0: s = x.abs\(\) = wrap_with_set_grad_enabled\n +want: operators alone.*\n.*x.detach",
         ),
-        (
-            "h = x + ",
-            "with torch.autocast('cpu', enabled=False):\n            s = x.abs()\n        h = x * s + ",
-            r"line \d+  layers.0: s = x.abs\(\) = wrap_with_autocast\n +want: operators alone.*\n.*x.to\(dtype\) for",
+        *slow(
+            (
+                "h = x + ",
+                "with torch.autocast('cpu', enabled=False):\n            s = x.abs()\n        h = x * s + ",
+                r"line \d+  layers.0: s = x.abs\(\) = wrap_with_autocast\n +want: operators alone.*\n.*x.to\(dtype\) ",
+            )
         ),
     ],
 )

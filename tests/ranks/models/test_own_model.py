@@ -116,6 +116,7 @@ SCALES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_machine_code")
 def test_each_block_may_have_a_graph_of_its_own(tmp_path: Path) -> None:
     """Of 32 blocks with numbers of their own the ninth ended the run, and of six the ninth graph, in validation."""
@@ -152,6 +153,7 @@ def test_what_would_differ_when_split_is_refused_before_the_first_step(tmp_path:
         train(tmp_path, 2, flags, steps=1)
 
 
+@pytest.mark.slow
 def test_a_scale_may_be_read_within_its_block(tmp_path: Path) -> None:
     read = "return h + self.feed_forward(normed)", "return h + self.feed_forward(normed * self.ffn_norm.weight)"
     flags = [*mine(tmp_path, read), BATCH, "4"]
@@ -263,6 +265,7 @@ ONE_ROTARY = [
 ]
 
 
+@pytest.mark.slow
 def test_one_table_for_all_blocks_trains_as_shipped(tmp_path: Path) -> None:
     """A module that has buffers alone may have several names, under tensor parallelism too."""
     flags = mine(tmp_path, *ONE_ROTARY)

@@ -60,6 +60,7 @@ TAKES_TOKENS: list[Change] = [
 ]
 
 
+@pytest.mark.slow
 def test_documents_reach_the_attention_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of S/2 tokens are sequences of S/2."""
     whole = train(tmp_path, 1, steps=2)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -320,35 +321,47 @@ def plain() -> dict[str, LayerPlan]:
     return layers_of(changed(lambda model: None))
 
 
+# One of each kind: of what a rank reads off its part, of where it stands, of forward and of backward.
+QUICK_WRONG = ["a size read off a part", "of the weight", "dropout of a part", "only one kind of blocks"]
+QUICK_WRONG += ["between blocks", "logits by their number", "in bfloat16 alone"]
+QUICK_WRONG += ["backward: a sum of features", "backward: of norm one"]
+QUICK_RIGHT = ["sizes of the model", "random for all", "backward: over tokens and heads", "in bfloat16 alone"]
+
+
 @pytest.fixture(scope="module")
-def messages(plain: dict[str, LayerPlan], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What is said of each model; all ranks say the same."""
+def messages(plain: dict[str, LayerPlan], tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, str]]:
+    """What is said of the quick models, or of all others, which only slow tests ask for; all ranks say the same."""
 
-    def body() -> None:
-        of_all = {f"wrong: {n}": said(c, plain) for n, (c, _) in WRONG.items()}
-        of_all |= {n: said(c, plain) for n, c in RIGHT.items()}
-        print(json.dumps(of_all | {"not strict": said(WRONG["a size read off a part"][0], plain, strict=False)}))
+    @cache
+    def of(quick: bool) -> dict[str, str]:
+        def body() -> None:
+            of_all = {f"wrong: {n}": said(c, plain) for n, (c, _) in WRONG.items() if (n in QUICK_WRONG) == quick}
+            of_all |= {n: said(c, plain) for n, c in RIGHT.items() if (n in QUICK_RIGHT) == quick}
+            print(json.dumps(of_all | {"not strict": said(WRONG["a size read off a part"][0], plain, strict=False)}))
 
-    of_ranks = [json.loads(out.splitlines()[-1]) for out in run_ranks(body, tmp_path_factory.mktemp("parity"), RANKS)]
-    assert of_ranks[0] == of_ranks[1]
-    return of_ranks[1]
+        outs = run_ranks(body, tmp_path_factory.mktemp("parity"), RANKS)
+        of_ranks = [json.loads(out.splitlines()[-1]) for out in outs]
+        assert of_ranks[0] == of_ranks[1]
+        return of_ranks[1]
+
+    return of
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_what_differs_is_refused(name: str, messages: dict[str, str]) -> None:
-    message = messages[f"wrong: {name}"]
+@pytest.mark.parametrize("name", [*QUICK_WRONG, *slow(*(name for name in WRONG if name not in QUICK_WRONG))])
+def test_what_differs_is_refused(name: str, messages: Callable[[bool], dict[str, str]]) -> None:
+    message = messages(name in QUICK_WRONG)[f"wrong: {name}"]
     assert message.startswith(f"{__file__}: "), message
     assert f"\n  {WRONG[name][1]}" in message, message
     assert "\n      fix:  take sizes from the model's dimensions" in message
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_is_the_same_is_not(name: str, messages: dict[str, str]) -> None:
-    assert messages[name] == ""
+@pytest.mark.parametrize("name", [*QUICK_RIGHT, *slow(*(name for name in RIGHT if name not in QUICK_RIGHT))])
+def test_what_is_the_same_is_not(name: str, messages: Callable[[bool], dict[str, str]]) -> None:
+    assert messages(name in QUICK_RIGHT)[name] == ""
 
 
-def test_the_receipt_says_what_differs_without_strict(messages: dict[str, str]) -> None:
-    assert messages["not strict"].startswith("layers.0: what layers.0 returns = differs by ")
+def test_the_receipt_says_what_differs_without_strict(messages: Callable[[bool], dict[str, str]]) -> None:
+    assert messages(True)["not strict"].startswith("layers.0: what layers.0 returns = differs by ")
 
 
 ALL = {name: change for name, (change, _) in WRONG.items()} | {f"right: {name}": c for name, c in RIGHT.items()}
@@ -360,6 +373,7 @@ def test_the_plan_does_not_see_what_differs(name: str, plain: dict[str, LayerPla
     assert layers_of(changed(ALL[name])) == plain
 
 
+@pytest.mark.slow
 def test_a_buffer_by_global_head_is_refused_by_the_plan() -> None:
     model = changed(inside(by_global_head))
     with pytest.raises(ShardingError, match=r"of layers\.0\.feed_forward \[6, 1\] = R, needed as S\(0\) by mul"):

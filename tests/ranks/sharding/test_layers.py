@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
@@ -39,8 +40,9 @@ def of_the_whole_model(model: nn.Module, annotations: Mapping[str, str], ranks: 
     return planned_layers(graph, annotations, ranks, {})[1]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("n_layers", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("n_layers", "tied"), [(1, False), (1, True), (2, True), *slow((2, False), (4, False), (4, True))]
+)
 def test_two_blocks_stand_for_all(n_layers: int, tied: bool) -> None:
     dims = dataclasses.replace(recipes.load("model", "llama3-debug"), n_layers=n_layers, tied_embeddings=tied)
     model = on_meta(dims)
@@ -74,6 +76,7 @@ def test_blocks_of_other_kinds_are_planned_for_themselves(monkeypatch) -> None:
     assert [n for n in range(6) if f"layers.{n}.ffn_norm" in layers] == [0, 2, 3, 5]
 
 
+@pytest.mark.slow
 def test_blocks_that_annotations_number_are_planned_as_they_are() -> None:
     numbered = {"layers.0.feed_forward.w13.weight": "tp:0", "layers.[1-3].feed_forward.w13.weight": "tp:0"}
     model = on_meta(SIZES)

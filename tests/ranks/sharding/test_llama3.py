@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.support.count_collectives import CountCollectives
+from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.sharding.execute import compare_with_one_process
 from titanlite import recipes
@@ -85,7 +86,8 @@ def hand_written(model: nn.Module) -> tuple[dict[str, object], Counter[tuple[obj
 
 
 @pytest.mark.parametrize(
-    ("size", "tp", "every_block"), [("debug", 2, True), ("debug", 2, False), ("8B", 8, False), ("405B", 8, False)]
+    ("size", "tp", "every_block"),
+    [("debug", 2, True), ("debug", 2, False), ("8B", 8, False), *slow(("405B", 8, False))],
 )
 def test_the_plan_is_the_hand_written_layout(size: str, tp: int, every_block: bool, tmp_path, monkeypatch) -> None:
     """As `titanlite plan` derives it: of two blocks of a kind, which stand for the others, or of all."""
@@ -149,7 +151,7 @@ def test_the_plan_is_what_the_layers_do(tmp_path) -> None:
     run_ranks(body, tmp_path, world=4)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [True, *slow(False)])
 def test_the_plan_computes_llama(tied: bool, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(Tensor, "float", Tensor.double)  # statistics in float64
     dims = dataclasses.replace(SIZES, tied_embeddings=tied)
@@ -196,6 +198,7 @@ def result(graph: Graph, annotations: dict[str, str]) -> tuple[object, object] |
     return {name: t.placements for name, t in plan.tensors.items()}, plan.collectives
 
 
+@pytest.mark.slow
 def test_without_any_two_annotations_the_plan_is_the_same_or_an_error() -> None:
     model, tokens = on_meta(SIZES)
     graph = export(model, [tokens])

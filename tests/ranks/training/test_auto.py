@@ -144,8 +144,8 @@ BALANCED, BY_BUDGET = ("--activation_checkpoint.recipe=balanced",), (AUTO, budge
 @pytest.mark.parametrize(
     ("flags", "plant"),
     [
-        *((BALANCED, full_in_a_step), (BY_BUDGET, full_in_building)),
-        *slow((BALANCED, full_in_building), (BY_BUDGET, full_in_a_step)),
+        (BY_BUDGET, full_in_building),
+        *slow((BALANCED, full_in_a_step), (BALANCED, full_in_building), (BY_BUDGET, full_in_a_step)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

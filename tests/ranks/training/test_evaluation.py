@@ -59,6 +59,7 @@ def test_training_goes_on_as_if_it_had_not_been(desk: Desk, evaluated: Ended) ->
     assert plain.content(10) == evaluated.content(10)
 
 
+@pytest.mark.slow
 def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
     flags = (*FLAGS, f"--evaluation.tasks={task}", "--evaluation.freq=4")
 

@@ -53,6 +53,7 @@ def profile_of(desk: "Desk", name: str, world: int, *flags: str, plant=lambda: N
     return run
 
 
+@pytest.mark.slow
 def test_a_slow_data_loader_is_the_first_cause(desk: "Desk", capsys: pytest.CaptureFixture[str]) -> None:
     run = profile_of(desk, "slow loader", 2, plant=slow_loader)
     cause = first_cause(run)
@@ -77,6 +78,7 @@ def test_a_rank_that_sleeps_is_the_first_cause(desk: "Desk") -> None:
     assert "more of host than" in cause.because
 
 
+@pytest.mark.slow
 def test_collectives_are_of_the_axis_that_they_run_over(desk: "Desk") -> None:
     run = profile_of(desk, "tensor parallel", 2, "--parallelism.tensor_parallel_degree=2")
     assert {name for name in run.parts if "communication" in name} <= {"communication tp", "communication all ranks"}

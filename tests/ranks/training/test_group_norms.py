@@ -54,8 +54,7 @@ def recipe(tmp_path: Path) -> list[str]:
     ("world", "flags"),
     [
         (4, [*HSDP, *TP_2]),
-        (2, ["--model.name", "qwen3_moe"]),
-        *slow((1, []), (4, TP_2), (4, HSDP)),
+        *slow((2, ["--model.name", "qwen3_moe"]), (1, []), (4, TP_2), (4, HSDP)),
     ],
     ids=["replicas 2 × TP 2", "experts, FSDP 2", "one process", "FSDP 2 × TP 2", "HSDP 2 × 2"],
 )

@@ -124,6 +124,7 @@ def test_skip_ends_after_ten_in_a_row(desk: Desk) -> None:
     assert run.checkpoints() == []
 
 
+@pytest.mark.slow
 def test_ten_in_a_row_are_counted_across_a_resume(desk: Desk) -> None:
     half = desk.run("skip resumed", 2, SKIP, "--job.stop_after=8", plant=faulty("loss", range(3, 20)))
     assert half.checkpoints() == [8]
@@ -132,6 +133,7 @@ def test_ten_in_a_row_are_counted_across_a_resume(desk: Desk) -> None:
     assert [row["step"] for row in run.steps] == list(range(1, 2 + MAX_SKIPPED_IN_A_ROW))
 
 
+@pytest.mark.slow
 def test_nine_in_a_row_and_again_nine_do_not_end_a_run(desk: Desk) -> None:
     fine = {1, 2, 12}
     bad = [step for step in range(1, 21) if step not in fine]

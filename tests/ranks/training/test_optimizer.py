@@ -262,7 +262,7 @@ def test_a_step_without_a_gradient_changes_nothing(tmp_path):
     run_ranks(body, tmp_path)
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.5, *slow(1e6)])
+@pytest.mark.parametrize("max_norm", [0.5, *slow(0.0, 1e6)])
 def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
     flags = ["--training.local_batch_size", "4", "--training.max_norm", str(max_norm), "--optimizer.lr", "3e-4"]
     asked = checked(tmp_path, 1, flags)
@@ -299,6 +299,7 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
     run_ranks(body, tmp_path, 1)
 
 
+@pytest.mark.slow
 def test_with_torchtitans_keys_twenty_steps_are_its_optimizer_and_schedule(tmp_path):
     """In plain torch: one AdamW over all parameters, its factor of the learning rate as a LambdaLR, clipped at 1."""
     of_its_debug_model = {"lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.8}

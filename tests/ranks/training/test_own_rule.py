@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.launched import Desk
+from tests.support.needs import slow
 from tests.support.own_rule import lion
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, require_loads, take_steps, whole
@@ -45,7 +46,7 @@ def lion_on_whole_weights(run: Run) -> Callable[[], tuple[dict[str, Tensor], dic
     return lambda: (weights, momentum)
 
 
-@pytest.mark.parametrize("layout", [[], TP_2], ids=["FSDP 2", "TP 2"])
+@pytest.mark.parametrize("layout", [[], *slow(TP_2)], ids=["FSDP 2", "TP 2"])
 def test_equals_a_plain_loop_on_whole_weights(layout: list[str], tmp_path: Path) -> None:
     asked = checked(tmp_path, 2, [*SMALL, *lion(tmp_path), *layout])
 

@@ -90,6 +90,7 @@ def test_the_rule_of_every_parameter_is_listed(everything: Ended) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk) -> None:
     flags = ["--model.name=gpt2", "--model.n_kv_heads=4", "--parallelism.tensor_parallel_degree=2"]
     entry = desk.run("positions", 2, *flags, "--job.stop_after=1").receipt["tensor_parallel"]
@@ -200,6 +201,7 @@ def test_attention_without_a_kernel_ends_a_run_on_gpus(
         receipt.enforce(True, print)
 
 
+@pytest.mark.slow
 def test_gradients_may_be_reduced_in_the_dtype_of_compute(desk: Desk) -> None:
     both = [f"--training.mixed_precision_{what}=bfloat16" for what in ("param", "reduce")]
     assert desk.run("narrow", 1, *both, "--training.steps=5").receipt["dtypes"]["applied"]["reduction"] == "bfloat16"
@@ -227,6 +229,7 @@ def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ende
     assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
 
 
+@pytest.mark.slow
 def test_one_rank_gathers_no_weights_and_does_not_say_so(desk: Desk) -> None:
     applied = desk.run("alone", 1, "--float8.recipe=rowwise", "--job.stop_after=2").receipt["float8"]["applied"]
     assert applied["fsdp_all_gather"] == "nothing: each rank has its weights whole, and casts them once"
@@ -347,7 +350,7 @@ CHANGING = {
 }
 
 
-@pytest.mark.parametrize("kind", ["list", "unread", *slow("buffer", "number")])
+@pytest.mark.parametrize("kind", ["list", *slow("unread", "buffer", "number")])
 def test_what_a_block_changes_and_recomputation_reads(kind: str, desk: Desk, tmp_path: Path) -> None:
     """Gradients were those of what recomputation began from."""
     changes, said = CHANGING[kind]
@@ -412,6 +415,7 @@ LINEARS = [
 LOOKED_UP = {"what": "tok_embeddings", "why": "no matmul: an embedding looks tokens up"}
 
 
+@pytest.mark.slow
 def test_a_head_that_was_to_be_in_float8_and_is_not(desk: Desk) -> None:
     """The user's own filters leave it to float8, and its 257 rows do not."""
     own = ["--float8.recipe=rowwise", "--model.vocab_size=257", "--float8.filter_fqns=[]"]
@@ -445,6 +449,7 @@ def test_copy_engines_that_are_not_there_end_the_run(desk: Desk) -> None:
     }
 
 
+@pytest.mark.slow
 def test_float8_layers_are_fused(desk: Desk) -> None:
     entry = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2").receipt
     assert entry["async_tensor_parallel"]["applied"]["layers"] == 9
@@ -469,6 +474,7 @@ def test_float8_is_looked_at_every_so_many_steps(desk: Desk) -> None:
     assert not [row for row in plain.rows if "loss" not in row and "validation_loss" not in row]
 
 
+@pytest.mark.slow
 def test_layers_partly_in_float8_are_declared_not_to_be_fused(desk: Desk) -> None:
     run = desk.run("partly float8", 2, *ASYNC, "--float8.recipe=rowwise_with_gw_hp", "--job.stop_after=2")
     entry = run.receipt["async_tensor_parallel"]
@@ -514,7 +520,7 @@ def lower_one_plain() -> None:
 @pytest.mark.parametrize(
     ("plant", "said"),
     [
-        (leave_a_layer_plain, "layers.1.attention.wo: its collectives were not fused with its matmuls"),
+        *slow((leave_a_layer_plain, "layers.1.attention.wo: its collectives were not fused with its matmuls")),
         (lower_one_plain, "all_gather_matmul 128×128, 128×96: no peer access between the GPUs of rank 1"),
     ],
     ids=["layer", "shape"],

@@ -85,6 +85,7 @@ def test_a_step_moves_the_bias_towards_equal_use(world: int, tmp_path: Path) -> 
     run_ranks(body, tmp_path, world)
 
 
+@pytest.mark.slow
 def test_a_bias_is_saved_and_loaded_under_another_number_of_ranks(tmp_path: Path) -> None:
     flags, folder = biased(tmp_path), tmp_path / "checkpoints"
     asked = {world: checked(tmp_path, world, flags) for world in (1, 2)}
@@ -271,6 +272,7 @@ def test_mixtures_of_a_model_may_differ(tmp_path: Path) -> None:
     run_ranks(body, tmp_path, 2)
 
 
+@pytest.mark.slow
 def test_the_receipt_names_the_experts_of_all_that_differ(tmp_path: Path) -> None:
     flags = mixed(tmp_path)
     file = tmp_path / "mixed.py"

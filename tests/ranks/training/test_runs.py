@@ -132,7 +132,7 @@ def saves_before_the_next_step() -> None:
     Background.save = waits  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("last", [2000, 8])
+@pytest.mark.parametrize("last", [8, *slow(2000)])
 def test_a_checkpoint_that_cannot_be_written_in_the_background_ends_every_rank(desk: Desk, last: int) -> None:
     """Within two steps, not at the next checkpoint; and also if no step follows."""
 
@@ -212,6 +212,7 @@ def test_a_run_starts_from_weights_in_hugging_faces_layout(
     assert went_on.receipt["initial_weights"]["applied"] == "not looked at: resumed from step 1"
 
 
+@pytest.mark.slow
 def test_a_run_with_the_dimensions_of_a_folder_goes_on_without_it(desk: Desk, tmp_path: Path) -> None:
     whole = desk.run("dimensions", 1, "--job.stop_after=1")
     export([str(whole.folder), "--out", str(tmp_path / "out"), "--dtype", "float32"])
@@ -295,6 +296,7 @@ def test_a_run_goes_on_under_another_layout(desk: Desk, undisturbed: tuple[str, 
     assert rest.losses() == pytest.approx(whole.losses(), rel=1e-6)  # or the losses would differ in the first digit
 
 
+@pytest.mark.slow
 def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(SMALL, "training.global_batch_size")
     assert desk.run("batch", 1, "--job.stop_after=2").steps[-1]["tokens"] == 2 * 2 * 64
@@ -310,6 +312,7 @@ def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkey
     assert json.loads(state.read_text())["state"]["sequences_per_step"] == 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_folder_of_another_job_is_still_of_its_run(desk: Desk) -> None:
     run = desk.run("origin", 1, "--job.stop_after=2")
     shutil.copytree(run.folder / "checkpoints", desk.folder / "runs" / "branch" / "checkpoints")
@@ -433,6 +436,7 @@ def test_resume_says_what_there_is(desk: Desk) -> None:
     assert len(run.steps) == 6
 
 
+@pytest.mark.slow
 def test_a_start_anew_keeps_the_metrics_that_are_there_and_says_so(desk: Desk) -> None:
     run = desk.run("anew", 2, "--job.stop_after=3")
     before = (run.folder / "metrics.jsonl").read_text()
@@ -505,6 +509,7 @@ def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_says_its_epochs(desk: Desk) -> None:
     """All those of the run, also where it goes on with another batch; the rows of its metrics say how far it is."""
     (desk.folder / "epochs.txt").write_text("x" * 10_000)
@@ -531,6 +536,7 @@ def test_another_tokenizer_in_the_same_file_is_not_taken_for_another_text(desk: 
     assert "different text" not in said
 
 
+@pytest.mark.slow
 def test_two_ids_that_were_swapped_since_are_noticed_though_the_text_has_neither(desk: Desk) -> None:
     file = make_tokenizer(desk.folder / "swapped.json")
     flags = (f"--data.tokenizer={file}", "--model.vocab_size=512")
@@ -563,6 +569,7 @@ def test_other_text_on_another_rank_ends_every_rank(desk: Desk, key: str) -> Non
     assert run.output.count(f"{key} = different tokens on rank 1 than on rank 0") == 2
 
 
+@pytest.mark.slow
 def test_a_model_recipe_that_changed_under_a_run_is_refused(desk: Desk, tmp_path: Path) -> None:
     recipe = tmp_path / "model" / "llama3-mine.toml"
     recipe.parent.mkdir()
@@ -776,6 +783,7 @@ def test_a_job_whose_folder_another_has_taken_stops_and_loses_no_row(desk: Desk,
     assert f"the rows of this one are kept in {aside}" in job.output()
 
 
+@pytest.mark.slow
 def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
     flags, go = ("--checkpoint.interval=4", "--training.steps=20"), desk.folder / "go"
 
@@ -820,7 +828,7 @@ def test_metrics_that_somebody_removes_or_replaces_lose_no_row(desk: Desk, repla
     assert [aside.read_text() for aside in folder.glob("metrics.earlier-1.jsonl")] == ["mine\n"] * replaced
 
 
-@pytest.mark.parametrize("gone", [Path.rename, lambda folder, _: shutil.rmtree(folder)])
+@pytest.mark.parametrize("gone", [Path.rename, *slow(lambda folder, _: shutil.rmtree(folder))])
 def test_a_folder_that_is_moved_away_or_deleted_ends_its_run_in_words(
     desk: Desk, gone: Callable[[Path, Path], object], tmp_path: Path
 ) -> None:
@@ -980,6 +988,7 @@ def test_a_rank_that_hangs_is_named_and_given_up_after_the_limit_of_a_step(desk:
     assert re.search(where, status["stalled"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_is_named_though_it_hosts_the_store(desk: Desk) -> None:
     def plant() -> None:
         take = loop.train_step

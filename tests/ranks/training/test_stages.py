@@ -124,6 +124,7 @@ def test_a_run_that_is_resumed_at_each_boundary_is_the_same(desk: "Desk", ramp: 
     assert states[0] == states[1]
 
 
+@pytest.mark.slow
 def test_new_weights_begin_a_stage_and_a_branch_goes_on(desk: "Desk", capsys: pytest.CaptureFixture[str]) -> None:
     other = {"args": 0.25, "diff": 0.75}
     desk.rerun(write(desk, "weights", stages=[], tokens=1024), "--job.stop_after", "3")

@@ -81,6 +81,7 @@ def test_who_is_left_says_that_another_rank_has_ended_and_the_status_which(desk:
     assert ended.status["error"]["message"].startswith(f"rank 1 (process {job.pids[1]}) ended without a word")
 
 
+@pytest.mark.slow
 def test_a_validation_that_was_due_is_logged_once_however_often_the_run_goes_on(desk: Desk) -> None:
     desk.run("due", 1, *VALIDATE, plant=at_step(3, kill(signal.SIGTERM)))
     for _ in range(2):  # neither gets as far as a checkpoint of its own
@@ -296,6 +297,7 @@ def test_a_signal_to_rank_0_before_training_is_what_ended_the_run(desk: Desk) ->
     assert (status["state"], status["by"]) == ("stopped", "SIGTERM")
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
     flags = ("--training.steps=5000",)
     argv, folder = desk.flags("agent", *flags), desk.folder / "runs" / "agent"
@@ -355,7 +357,9 @@ def test_a_rank_that_another_stops_for_their_launcher_says_why(desk: Desk) -> No
     assert (run.status["state"], run.status["by"]) == ("stopped", stop._LAUNCHER_GONE)
 
 
-@pytest.mark.parametrize(("key", "world", "by"), [("true", 2, "launcher"), ("false", 2, None), ("true", 1, None)])
+@pytest.mark.parametrize(
+    ("key", "world", "by"), [("true", 2, "launcher"), *slow(("false", 2, None)), ("true", 1, None)]
+)
 def test_a_process_without_a_rank_or_told_to_outlives_who_started_it(
     desk: Desk, key: str, world: int, by: str | None
 ) -> None:

@@ -92,7 +92,7 @@ def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
     assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 10]
 
 
-@pytest.mark.parametrize("world", [2, *slow(1)])
+@pytest.mark.parametrize("world", slow(2, 1))
 def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -> None:
     """FSDP leaves what validation gathered, in bfloat16, where the model's float32 parameters were."""
     given = (*FLAGS, "--validation.steps=1", "--training.steps=6", "--training.mixed_precision_param=bfloat16")

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.needs import slow
 from titanlite.comparison.judge import BEYOND, drift_ratios, judge, tokens_to_equal_loss
 from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import Verdict
@@ -75,7 +76,7 @@ def test_the_interval_holds_the_mean_of_an_offset() -> None:
     assert "400.0 k tokens" in found.line
 
 
-@pytest.mark.parametrize("width", [1, 5])
+@pytest.mark.parametrize("width", [1, *slow(5)])
 def test_intervals_hold_a_mean_as_often_as_they_say(width: int) -> None:
     held = 0
     for seed in range(300):

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.needs import slow
+
 ALL_GATHER, PULL, REDUCE_SCATTER, EXCHANGE = "A", "P", "R", "X"
 
 
@@ -165,7 +167,7 @@ def first_fault(operators: Sequence[str], protocol: Protocol) -> str | None:
     return None
 
 
-@pytest.mark.parametrize(("ranks", "length"), [(2, 4), (2, 6), (3, 3), (3, 4), (4, 2)])
+@pytest.mark.parametrize(("ranks", "length"), [(2, 4), (2, 6), (3, 3), (3, 4), *slow((4, 2))])
 def test_no_interleaving_reads_a_wrong_number_or_waits_forever(ranks: int, length: int):
     for operators in map("".join, product("APR", repeat=length)):  # shorter ones are how these begin
         assert first_fault([operators] * ranks, Protocol()) is None, operators

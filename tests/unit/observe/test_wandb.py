@@ -134,7 +134,7 @@ run.finish()
 
 
 @pytest.mark.parametrize(
-    "how", ["path.rename('elsewhere')", "path.unlink(); path.write_text('mine')", *slow("path.unlink()")]
+    "how", ["path.rename('elsewhere')", *slow("path.unlink(); path.write_text('mine')", "path.unlink()")]
 )
 def test_rows_of_a_file_that_is_written_anew_are_sent_once(tmp_path, how):
     train(tmp_path / "run", "offline", 1, 3, ALTERED.format(how=how))

@@ -250,13 +250,11 @@ def starts_without_wandb_and_other_rows(run: History) -> None:
     run.start("online", 9, 10, log_freq=5)
 
 
-HISTORIES: list[Callable[[History], None]] = [
-    crashes_one_after_the_other,
-    starts_without_wandb_and_other_rows,
-]
+HISTORIES: list[Callable[[History], None]] = [starts_without_wandb_and_other_rows]
 # `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_from_the_
 # server` goes on online.
 _MORE = slow(
+    crashes_one_after_the_other,
     no_answer_at_the_start,
     no_answer_in_mid_run,
     a_fresh_start_offline,

@@ -118,6 +118,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path):
     """Neither for the watchdog nor for the process beside it, of which one would end it when it is woken.
 
