@@ -116,10 +116,10 @@ def _wrong(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: i
     at = torch.tensor([[0, *accumulate(lengths)] for lengths in _LENGTHS], dtype=torch.int32, device=device)
     runs = torch.tensor([[0, 0, N, 0, at.shape[1]]])
     for (bounds, run, S, n), window in product(((at, runs, N, N), (None, None, M // 2, M)), (0, 64)):
-        wide = [x.double() for x in (q, k[:n], v[:n])]
-        given = None, bounds, run, None, S, window
-        truth, true_sums = _attention.definition(*wide, *given)
-        truths = truth, *_attention_grad.definition(grad.double(), *wide, truth, true_sums, *given)
+        wide_q, wide_k, wide_v = (x.double() for x in (q, k[:n], v[:n]))
+        inputs, given = (wide_q, wide_k, wide_v), (None, bounds, run, None, S, window)
+        truth, true_sums = _attention.definition(*inputs, *given)
+        truths = truth, *_attention_grad.definition(grad.double(), *inputs, truth, true_sums, *given)
         out, sums = flash_attention_4.attend(q, k[:n], v[:n], bounds, S, window)
         grads = flash_attention_4.attend_grad(grad, q, k[:n], v[:n], out, sums, bounds, S, window)
         names = "results", "gradients of queries", "gradients of keys", "gradients of values"
