@@ -251,7 +251,8 @@ def _shapes(q, k, v, starts, bounds, runs, places, longest, window):
 
 
 @torch.library.register_fake("titanlite::attention_grad")
-def _grad_shapes(grad, q, k, v, *others):
+def gradient_shapes(grad, q, k, v, *others):
+    """Make [M, H, E], and [N, K, E] of keys and of values."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -269,25 +270,20 @@ def _backward(ctx, grad, _):
 torch.library.register_autograd("titanlite::attention", _backward, setup_context=_save)
 
 
-def flops_of_samples(q_shape: Sequence[int], longest: int, window: int) -> int:
+def attention_flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
     """Count two products of E for each token that a query would see in one document a sample: shapes say no more.
 
-    Args:
-        q_shape: [M, H, E]; queries of some of the tokens alone count as their share.
-        longest: S, tokens of a sample.
-        window: that a token sees; 0: all.
+    Queries of some of the tokens alone, [M, H, E], count as their share. The last two numbers are S and the window.
     """
-    M, H, E = q_shape
+    (M, H, E), (longest, window) = q_shape, shapes_and_numbers[-2:]
     W = min(window or longest, longest)
     return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
 
 
-@register_flop_formula(torch.ops.titanlite.attention)
-def _flops(q_shape, *shapes_and_numbers, **kwargs) -> int:
-    return flops_of_samples(q_shape, *shapes_and_numbers[-2:])
+def attention_grad_flops(grad_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
+    """Count five products in the place of two: the scores are formed again."""
+    return attention_flops(grad_shape, *shapes_and_numbers) * 5 // 2
 
 
-@register_flop_formula(torch.ops.titanlite.attention_grad)
-def _grad_flops(grad_shape, *shapes_and_numbers, **kwargs) -> int:
-    """Five products in the place of two: the scores are formed again."""
-    return _flops(grad_shape, *shapes_and_numbers) * 5 // 2
+register_flop_formula(torch.ops.titanlite.attention)(attention_flops)
+register_flop_formula(torch.ops.titanlite.attention_grad)(attention_grad_flops)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.kernels.attention import Bounds, flops_of_samples
+from titanlite.kernels.attention import Bounds, attention_flops, attention_grad_flops, gradient_shapes
 from titanlite.kernels.operators import Split, operator
 
 exchanged = Counter[int]()
@@ -186,9 +186,7 @@ def _context_shapes(q, *others):
     return q.new_empty(q.shape), q.new_empty((H, M), dtype=torch.promote_types(q.dtype, torch.float32)).t()
 
 
-@torch.library.register_fake("titanlite::context_attention_grad")
-def _context_grad_shapes(grad, q, k, v, *others):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+torch.library.register_fake("titanlite::context_attention_grad")(gradient_shapes)
 
 
 def _save_context(ctx, inputs, output) -> None:
@@ -205,12 +203,5 @@ def _context_backward(ctx, grad, _):
 torch.library.register_autograd("titanlite::context_attention", _context_backward, setup_context=_save_context)
 
 
-@register_flop_formula(torch.ops.titanlite.context_attention)
-def _context_flops(q_shape, *shapes_and_numbers, **kwargs) -> int:
-    return flops_of_samples(q_shape, *shapes_and_numbers[-2:])  # in the mean of the ranks
-
-
-@register_flop_formula(torch.ops.titanlite.context_attention_grad)
-def _context_grad_flops(grad_shape, *shapes_and_numbers, **kwargs) -> int:
-    """Five products in the place of two: the scores are formed again."""
-    return _context_flops(grad_shape, *shapes_and_numbers) * 5 // 2
+register_flop_formula(torch.ops.titanlite.context_attention)(attention_flops)
+register_flop_formula(torch.ops.titanlite.context_attention_grad)(attention_grad_flops)
