@@ -248,10 +248,11 @@ def _only_batch(read: _Read, seq_len: int, context: ContextGroup | None, device:
     return read.each(lambda tensor: tensor.to(device)).batch(0, seq_len, context)
 
 
-def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup, device: torch.device) -> Sequences:
-    """Return the sequences of a micro-batch of N tokens for a context-parallel rank, each sample one document."""
+def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup | None, device: torch.device) -> Sequences:
+    """Return the sequences of a micro-batch of N tokens for a rank, each sample one document, with their bounds."""
     pair = np.zeros((2, 1, tokens // seq_len, seq_len), np.int64)
-    return _only_batch(_read_of(pair, None, None, context), seq_len, context, device).sequences
+    starts = documents_of_samples(tokens, seq_len).reshape(pair.shape[1:])
+    return _only_batch(_read_of(pair, starts, None, context), seq_len, context, device).sequences
 
 
 class ValidationBatches:

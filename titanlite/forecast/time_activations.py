@@ -18,14 +18,12 @@ from torch.utils import _pytree as pytree
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES
 from titanlite.data.batches import sequences_of_samples
-from titanlite.data.context_split import ContextGroup, documents_of_samples
-from titanlite.data.document_starts import document_bounds
+from titanlite.data.context_split import ContextGroup
 from titanlite.float8.weight import local_data
 from titanlite.forecast.activation_cost import Activation, activations
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
-from titanlite.kernels.attention import Bounds
 from titanlite.kernels.context_attention import exchanged
 from titanlite.kernels.lowering import lowered
 from titanlite.models.layers import Linear, Sequences
@@ -96,7 +94,7 @@ def operands(
     _, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)
     if activation.op == ops.PIECE_ATTENTION and args[3] is not None:
-        of = _one_document_each(len(args[3]), args[-2], device)
+        of = sequences_of_samples(len(args[3]), args[-2], None, device)
         args = [*args[:3], of.starts, *of.bounds[0], *args[6:]]
     if activation.op == ops.CONTEXT_ATTENTION and sequences is not None:
         window, of = args[-1], sequences
@@ -129,14 +127,6 @@ def _even_groups(offsets: Tensor, n_rows: int) -> Tensor:
     return bounds.to(offsets.dtype)
 
 
-def _one_document_each(tokens: int, longest: int, device: torch.device) -> Sequences:
-    """Make samples that are one document each: the most that there is to attend to."""
-    starts = documents_of_samples(tokens, longest)
-    at, runs = map(torch.from_numpy, document_bounds(starts))
-    bounds = Bounds(at.to(device), runs)
-    return Sequences(longest, torch.from_numpy(starts).to(device), {0: bounds})
-
-
 def _random(shapes: Any, device: torch.device, sequences: Sequences | None = None) -> Any:
     def tensor(shape: object) -> object:
         if isinstance(shape, Sequences) and sequences is not None:
@@ -145,7 +135,7 @@ def _random(shapes: Any, device: torch.device, sequences: Sequences | None = Non
             starts: Any = shape.starts
             if starts is None:
                 return Sequences(shape.longest)
-            return _one_document_each(starts.size[0], shape.longest, device)
+            return sequences_of_samples(starts.size[0], shape.longest, None, device)
         if not isinstance(shape, Shape):
             return device if isinstance(shape, torch.device) else shape
         memory = torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=device)

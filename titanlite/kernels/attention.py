@@ -113,15 +113,15 @@ def _fast_grad(
         return flexible_grad(grad, q, k, v, starts, places, *lengths)
     if bounds is None:
         return flash_attention_4.attend_grad(grad, q, k, v, out, sums, None, *lengths)
+    (_, first, only), *others = each = [*_each_run(len(q), bounds, runs)]
+    if not others and first == slice(0, len(k)):
+        return flash_attention_4.attend_grad(grad, q, k, v, out, sums.t(), only, *lengths)
     d_q, d_k, d_v = q.new_empty(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    for rows, keys, at in _each_run(len(q), bounds, runs):  # in their order: keys may be of several
+    for rows, keys, at in each:  # in their order: keys may be of several
         of_run = grad[rows], q[rows], k[keys], v[keys], out[rows], sums.t()[:, rows]
-        grads = flash_attention_4.attend_grad(*of_run, at, *lengths)
-        if grads[0].shape == q.shape and grads[1].shape == k.shape:  # the only run, of all keys
-            return grads
-        d_q[rows] = grads[0]
-        d_k[keys] += grads[1]
-        d_v[keys] += grads[2]
+        d_q[rows], of_keys, of_values = flash_attention_4.attend_grad(*of_run, at, *lengths)
+        d_k[keys] += of_keys
+        d_v[keys] += of_values
     return d_q, d_k, d_v
 
 
