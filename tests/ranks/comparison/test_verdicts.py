@@ -36,6 +36,7 @@ def test_a_planted_change_is_called_different(short_runs: Runs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(2700)  # it trains some 60 runs
 def test_of_twenty_pairs_each_at_most_one_is_judged_wrongly(runs: Runs) -> None:
     assert len(EQUAL) == len(CHANGED) == 20
     wrong = [name for name, pair in EQUAL.items() if kind(pair, runs) == "differs"]

@@ -1,8 +1,9 @@
 """A mixture of experts under tensor parallelism: each rank sends its own tokens to experts, whatever ranks have those.
 
 FSDP over as many data-parallel ranks is the truth: the same micro-batches, of which the balance loss is. Losses of all
-steps and gradients of the first are within 1e-6, for which `tests/ranks/training/test_layouts.py` has the reason; norms
-of later steps within 1e-5, as the first update of Adam has the sign of a gradient however small that is.
+steps and gradients of the first are within 1e-6, for which `tests/ranks/training/test_layouts.py` has the reason; those
+of norms of heads, which are sums over heads too, within the root of so many times that; norms of later steps within
+1e-5, as the first update of Adam has the sign of a gradient however small that is.
 """
 
 from collections.abc import Callable
@@ -50,12 +51,18 @@ def flags(tmp_path: Path) -> list[str]:
     return [*own, "--optimizer.lr=3e-4", BATCH]
 
 
+def bound(name: str) -> float:
+    """Of a loss, a norm of all gradients, or a gradient; a sum over 256 tokens has 1e-6."""
+    heads = next((n for part, n in {"q_norm": 8, "k_norm": 4}.items() if part in name), 1)
+    return 1e-5 if name == "norm" else 1e-6 * heads**0.5
+
+
 def assert_alike(got: Trained, truth: Trained) -> None:
     assert truth.gradients.keys() == got.gradients.keys() == got.weights.keys()
     assert all(torch.equal(got.weights[name], weight) for name, weight in truth.weights.items())
     errors = off_by(got, truth)
     print({name: f"{error:.1e}" for name, error in sorted(errors.items(), key=lambda item: -item[1])[:4]})
-    wrong = {name: error for name, error in errors.items() if not error <= (1e-5 if name == "norm" else 1e-6)}
+    wrong = {name: error for name, error in errors.items() if not error <= bound(name)}
     assert not wrong, wrong
 
 

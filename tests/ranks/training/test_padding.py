@@ -117,7 +117,7 @@ LAYOUTS = {
 QUICK = ("one rank, two micro-batches", "EP 2")
 
 
-@pytest.mark.parametrize("layout", [*QUICK, *slow(*(LAYOUTS.keys() - {*QUICK}))])
+@pytest.mark.parametrize("layout", [*QUICK, *slow(*(each for each in LAYOUTS if each not in QUICK))])
 def test_routers_are_trained_by_tokens_that_pad_no_sample(layout: str, packed: list[str], tmp_path: Path) -> None:
     """In float64, against a loop over tokens: gradients, logged numbers and biases of a step."""
     world, flags = LAYOUTS[layout]
@@ -178,7 +178,7 @@ STEPS = {
 FEW = ("a mixture, CP 2",)
 
 
-@pytest.mark.parametrize("layout", [*FEW, *slow(*(STEPS.keys() - {*FEW}))])
+@pytest.mark.parametrize("layout", [*FEW, *slow(*(each for each in STEPS if each not in FEW))])
 def test_a_step_without_a_target_changes_nothing(layout: str, tmp_path: Path) -> None:
     """No weight, moment, average or bias. The step after it is that of a run whose update was left out there; and a
     micro-batch without a target among others adds nothing. All to the bit."""
