@@ -205,15 +205,21 @@ def kernels() -> str:
     return table("kernel | of | ms | the compiler's or torch's | of a copy's speed | GPU | commit", lines)
 
 
-def documents() -> str:
-    """Return the rates of attention to documents, of what is attended."""
-    columns = [f"{kernel}{way}_tflops" for kernel in ("", "flex_", "flash_") for way in ("forward", "backward")]
-    lines = [
-        [row["documents"], *map(row.get, columns), row["gpu"], row["commit"]]
-        for row in rows("kernels", kernel="document_attention")
-    ]
-    head = "documents | forward | backward | FlexAttention, forward | backward | torch's flash, forward | backward"
-    return table(f"{head} | GPU | commit", lines)
+def attention() -> str:
+    """Return the runs in which FlashAttention-4 attended, beside the kernel before it."""
+    lines = []
+    for row in rows("runs"):
+        if before := row.get("tokens_per_second_before"):
+            given = flags(row)
+            layers = f"{given['n_layers']} layers of " if "n_layers" in given else ""
+            model = f"{NAMES[given['name']]} {given['flavor']}" if "name" in given else ""
+            of = model or row["config"].removeprefix("configs/llama3_").removesuffix(".toml").upper()
+            arithmetic = "rowwise" if "rowwise" in row["flags"] else "bf16"
+            what = [layers + of, arithmetic, row["world"], row.get("documents")]
+            ratio = f"{row['tokens_per_second'] / before:.3f}"
+            kept = row["kernel_before"], before, row["tokens_per_second"], ratio, row["repeats"], row["commit"]
+            lines.append([*what, *kept])
+    return table("model | arithmetic | GPUs | documents | before | tok/s/GPU | now | ratio | runs | commit", lines)
 
 
 def long_sequences() -> str:
@@ -251,7 +257,7 @@ TABLES = [
     loss,
     float8_layers,
     collective_matmuls,
-    documents,
+    attention,
     long_sequences,
     exchange,
     experts,

@@ -76,6 +76,7 @@ class Forecast:
             "tokens_per_day": self.outlook and self.outlook.tokens_per_day,
             "days": self.outlook and self.outlook.days,
             "rates_of": self.rates.device,
+            "attention_by": self.rates.attention_by,
             "notes": list(self.notes),
         }
 
@@ -223,7 +224,8 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
             text += f"fits {device}: {byte_size(predicted.on_device)} of {gib:g} GiB\n"
     if rows := time_rows(predicted):
         step = f"step time of the largest stage, {predicted.stage}" if predicted.stage else "step time"
-        text += f"\npredicted {step}, from rates measured on {predicted.rates.device}\n{columns(*rows)}"
+        text += f"\npredicted {step}, from rates measured on {predicted.rates.device}"
+        text += f"; attention by {predicted.rates.attention_by} (titanlite[gpu])\n{columns(*rows)}"
     return text + "".join(f"\n{note}\n" for note in predicted.notes)
 
 

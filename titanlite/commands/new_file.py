@@ -87,7 +87,8 @@ def _heading(choices: Choices, file: str) -> list[str]:
         lines.append(f"{how} Of its memory the run takes {byte_size(choices.chosen.on_device * machine.world)}.")
         return lines
     if machine.is_measured:
-        how = f"By the forecast (titanlite plan {file} {machine.flags}): {outlook_in_words(choices)}."
+        how = f"By the forecast (titanlite plan {file} {machine.flags}), attention by {machine.rates.attention_by}: "
+        how += f"{outlook_in_words(choices)}."
     else:
         how = f"A rough guess, by the data sheet of this GPU alone: {outlook_in_words(choices)}."
     if machine.world > machine.rates.host:

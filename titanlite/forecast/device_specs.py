@@ -25,7 +25,9 @@ class Rates:
         grouped: TFLOP/s of the products of experts, of rows and of weights' gradients, by the rows of an expert in the
             mean; `grouped_fast` and `grouped_split` in float8.
         orthogonalise: TFLOP/s of orthogonalisation in 16 bits, half of symmetric products counted, by the shorter side.
-        attention: TFLOP/s of forward and backward, by the width of a head.
+        attention_by: the library whose attention was measured.
+        attention: TFLOP/s of forward and backward, by the width of a head, in sequences of 8,192.
+        attention_long: over these, attention to all of 131,072 tokens.
         attention_documents: the shares of these that attention within documents reaches, of what is attended.
         attention_window: the same of attention to a window.
         window: tokens of that.
@@ -48,7 +50,9 @@ class Rates:
     grouped_fast: Mapping[int, tuple[float, float]]
     grouped_split: Mapping[int, tuple[float, float]]
     orthogonalise: Mapping[int, float]
+    attention_by: str
     attention: Mapping[int, tuple[float, float]]
+    attention_long: tuple[float, float]
     attention_documents: Mapping[int, tuple[float, float]]
     attention_window: tuple[float, float]
     window: int
@@ -60,9 +64,13 @@ class Rates:
     fused: float
     host: int
 
-    def attention_of(self, width: int) -> tuple[float, float]:
-        """Those of the narrowest heads that are as wide, or of the widest."""
-        return _as_wide(self.attention, width)
+    def attention_of(self, width: int, tokens: int = 8192) -> tuple[float, float]:
+        """Those of the narrowest heads that are as wide, or of the widest, to so many tokens."""
+        forward, backward = (
+            rate * _by_size({8192: 1.0, 131072: longer}, max(tokens, 8192))
+            for rate, longer in zip(_as_wide(self.attention, width), self.attention_long, strict=True)
+        )
+        return forward, backward
 
     def grouped_of(self, rows: float, is_gradient: bool, fast: bool | None) -> float:
         """Return TFLOP/s of a product of experts.
@@ -111,7 +119,7 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     read = tomli.loads((_FOLDER / f"{device}.toml").read_text(encoding="utf-8"))
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
-    read |= {name: tuple(read[name]) for name in ("attention_window", "exchange")}
+    read |= {name: tuple(read[name]) for name in ("attention_window", "attention_long", "exchange")}
     for name in ("attention", "attention_documents", "grouped", "grouped_fast", "grouped_split"):
         read[name] = {int(by): tuple(rates) for by, rates in read[name].items()}
     read["orthogonalise"] = {int(by): rate for by, rate in read["orthogonalise"].items()}

@@ -204,9 +204,11 @@ class StepTimeModel:
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
         """TFLOP/s of forward and backward."""
-        rates, width = self.rates, self.memory.dims.head_width
+        rates, width, tokens = self.rates, self.memory.dims.head_width, self.memory.config.training.seq_len
+        if self.attended is None:
+            return rates.attention_window if self._window(each) else rates.attention_of(width, tokens)
         forward, backward = rates.attention_window if self._window(each) else rates.attention_of(width)
-        shares = (1.0, 1.0) if self.attended is None else rates.documents_of(width)
+        shares = rates.documents_of(width)
         return forward * shares[0], backward * shares[1]
 
     def _window(self, each: Operation | Activation) -> int:

@@ -11,7 +11,7 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.choose_save_list import choose
-from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES, measured_rates, no_rates_reason
+from titanlite.forecast.device_specs import DEVICES, Rates, measured_rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.step_time import StepTime, StepTimeModel
 from titanlite.preflight.checked_run import checked_run
@@ -22,19 +22,34 @@ FLOAT8 = "--float8.recipe"
 QWEN3 = ("--model.name", "qwen3", "--model.flavor")
 
 
+KERNELS_BEFORE = {
+    "attention": {64: (385, 361), 128: (507, 428), 256: (481, 329)},
+    "attention_documents": {128: (0.84, 0.71)},
+    "attention_long": (1.0, 1.0),
+    "attention_window": (185, 157),
+}
+"""Rates of attention in steps that were measured before FlashAttention-4: cuDNN's, and of kernels that are gone."""
+
+
+def rates_of(row: dict[str, Any], device: str) -> Rates:
+    rates = measured_rates(device)
+    return rates if rates.attention_by in row.get("note", "") else replace(rates, **KERNELS_BEFORE)
+
+
 def model(
-    name: str, world: int, save_list: str, *flags: str, device: str = DEFAULT_DEVICE
+    name: str, world: int, save_list: str, *flags: str, rates: Rates | None = None
 ) -> tuple[StepTimeModel, StepTime]:
     config = str(shipped_folder("configs") / f"llama3_{name}.toml")
     batch = ["--training.seq_len", "8192", "--training.local_batch_size", "2"]
-    return step_of(["--config", config, *batch, "--activation_checkpoint.recipe", save_list, *flags], world, device)
+    argv = ["--config", config, *batch, "--activation_checkpoint.recipe", save_list, *flags]
+    return step_of(argv, world, rates or measured_rates())
 
 
-def step_of(argv: list[str], world: int, device: str) -> tuple[StepTimeModel, StepTime]:
+def step_of(argv: list[str], world: int, rates: Rates) -> tuple[StepTimeModel, StepTime]:
     run = checked_run(argv, world_size=world)
     assert run.save_list is not None
     memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, world)
-    predicted = StepTimeModel(memory, measured_rates(device))
+    predicted = StepTimeModel(memory, rates)
     return predicted, predicted.step(block_costs(memory.run, run.save_list))
 
 
@@ -43,7 +58,7 @@ def test_measured_runs(row: dict[str, Any]) -> None:
     """Async TP is 1 to 12 % too fast: nothing here waits. Narrower models than these are faster here than measured.
     Rates were taken from three of the runs in docs/performance.md, which says which. All have torch's AdamW, on
     hosts as fast as those that rates are from."""
-    predicted, step = step_of(arguments(row), row["world"], "h200")
+    predicted, step = step_of(arguments(row), row["world"], rates_of(row, "h200"))
     torchs_adamw = 36 / 3184e9 * 1e3  # 11.35 ms for 1.004e9 parameters
     step = replace(step, optimizer=torchs_adamw * predicted.memory.parameters / predicted.memory.shards)
     bound = 0.125 if ASYNC in row["flags"] else 0.04
@@ -53,14 +68,14 @@ def test_measured_runs(row: dict[str, Any]) -> None:
 @pytest.mark.parametrize("row", measured_runs("step_time", "H100"))
 def test_measured_runs_on_h100(row: dict[str, Any]) -> None:
     """Two rates are from the fourth of them; all others are those of H200. With titanlite's AdamW."""
-    _, step = step_of(arguments(row), row["world"], "h100")
+    _, step = step_of(arguments(row), row["world"], rates_of(row, "h100"))
     assert step.total == pytest.approx(row["ms_per_step"], rel=0.06)
 
 
 @pytest.mark.parametrize("row", measured_runs("step_time_by_rule", "H200"))
 def test_measured_runs_by_rule(row: dict[str, Any]) -> None:
     """All are predicted 0.5 to 3 % too slow, AdamW's the most: that machine is a fast one."""
-    _, step = step_of(arguments(row), row["world"], "h200")
+    _, step = step_of(arguments(row), row["world"], rates_of(row, "h200"))
     assert step.total == pytest.approx(row["ms_per_step"], rel=0.04)
 
 
@@ -73,7 +88,7 @@ def test_what_a_rule_takes_beyond_adamw(recipe: str) -> None:
         runs[f"--activation_checkpoint.recipe none --model.n_layers 12 --optimizer.recipe {name}"]
         for name in ("adamw", recipe)
     ]
-    plain, other = (step_of(arguments(row), row["world"], "h200")[1].total for row in pair)
+    plain, other = (step_of(arguments(row), row["world"], rates_of(row, "h200"))[1].total for row in pair)
     assert other - plain == pytest.approx(pair[1]["ms_per_step"] - pair[0]["ms_per_step"], rel=0.02)
 
 
@@ -87,7 +102,7 @@ def test_a_mixture_of_experts_multiplies_by_the_experts_of_a_token_alone() -> No
     ]
     asked += ["--model.name=qwen3_moe", "--model.flavor=30B-A3B", "--model.n_layers=4", "--training.seq_len=4096"]
     asked += ["--training.local_batch_size=4", "--training.global_batch_size=4", "--activation_checkpoint.recipe=none"]
-    predicted, step = step_of([*asked, "--training.mixed_precision_param=bfloat16"], 1, "h200")
+    predicted, step = step_of([*asked, "--training.mixed_precision_param=bfloat16"], 1, measured_rates())
     D, F, M, top_k = 2048, 768, 4 * 4096, 8
     others = 4 * (D * (32 + 2 * 4) * 128 + 32 * 128 * D) + D * 151936
     of_rows, of_weights = predicted.rates.grouped[M * top_k // 128]
@@ -128,7 +143,7 @@ def test_devices_have_all_rates() -> None:
 
 def test_the_list_that_auto_would_choose() -> None:
     """As fast as the one that it did choose for as much, by times of its own (docs/performance.md)."""
-    predicted, _ = model("8b", 2, "none")
+    predicted, _ = model("8b", 2, "none", rates=replace(measured_rates(), **KERNELS_BEFORE))
     choice = choose(predicted.memory, predicted.times(), 100)
     step = predicted.step(block_costs(predicted.run, choice.save_list))
     assert predicted.tokens_per_second(step) == pytest.approx(10_432, rel=0.01)
@@ -152,12 +167,12 @@ def test_attention_takes_the_scores_that_it_computes() -> None:
     def to_all_tokens(forward: float, backward: float) -> float:
         return 4 * 16_384 * 8192 / 2 * (1 / forward + 2.5 / backward) * 1e-9
 
-    assert qwen3.attention == pytest.approx(28 * 2048 * to_all_tokens(507, 428))
+    assert qwen3.attention == pytest.approx(28 * 2048 * to_all_tokens(574, 460))
     _, narrow = model("1b", 1, "none")  # heads of 64
-    assert narrow.attention == pytest.approx(16 * 2048 * to_all_tokens(385, 361))
+    assert narrow.attention == pytest.approx(16 * 2048 * to_all_tokens(460, 434))
     _, gemma3 = model("1b", 1, "none", "--model.name", "gemma3", "--model.flavor", "1B")
-    window = 2 * 16_384 * 512 * (2 - 512 / 8192) * (1 / 185 + 2.5 / 157) * 1e-9
-    assert gemma3.attention == pytest.approx(22 * 1024 * window + 4 * 1024 * to_all_tokens(481, 329))
+    window = 2 * 16_384 * 512 * (2 - 512 / 8192) * (1 / 203 + 2.5 / 172) * 1e-9
+    assert gemma3.attention == pytest.approx(22 * 1024 * window + 4 * 1024 * to_all_tokens(527, 360))
 
 
 def test_plain_collectives_are_in_the_open_and_fused_ones_hide_behind_their_matmul() -> None:
