@@ -162,13 +162,13 @@ def rule_in_words(rule: SaveRule) -> str:
 
 
 def kernels(save_list: SaveList) -> list[str]:
-    """Give the kernels of attention that a list names, of those that torch chooses among; one of them if it names none.
+    """Give the kernels of attention to whole samples that a list names; one of them if it names none.
 
     Args:
         save_list: the list.
     """
     named = {rule.op for rule in save_list.rules}
-    return [op for op in CLASSES["attention"] if op in named and op not in ops.OWN_ATTENTION] or [ops.ATTENTION]
+    return [op for op in CLASSES["attention"] if op in named and op != ops.CONTEXT_ATTENTION] or [ops.ATTENTION]
 
 
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:

@@ -190,12 +190,14 @@ def _begins_with_bos(file: str) -> bool:
 
 def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     """Load the model, and score the tasks."""
+    import torch
     import torch.distributed as dist
 
     from titanlite.checkpoint.collective import on_all_ranks
     from titanlite.evaluation.load import load_model
     from titanlite.evaluation.score import Evaluator, require_same_questions
     from titanlite.parallel.process_group import start_process_group
+    from titanlite.training.attention import choose_attention
 
     config, is_run = target.config, target.checkpoint is not None
     if not is_run:  # as long as the longest text is, to the next power of two
@@ -207,6 +209,11 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     try:
         require_same_questions(on_all_ranks(lambda: [e.task.fingerprint for e in encoded]))
         model, mesh = load_model(config, target.dims, device, target.checkpoint, target.averaged)
+        if device.type == "cuda":
+            dtype, dims = getattr(torch, config.training.mixed_precision_param), target.dims
+            chosen = choose_attention(device, dtype, dims.head_width, dims.n_heads // dims.n_kv_heads)
+            if chosen.missed and dist.get_rank() == 0:
+                sys.stderr.write(f"warning: {chosen.feature}: {chosen.missed[0].why}\n")
         seq_len = config.training.seq_len
         shape = {"seq_len": seq_len, "tokens": seq_len * config.training.local_batch_size}
         of_model = {"whole_rows": bool(config.model.file), "softcap": target.dims.logit_softcap}

@@ -112,7 +112,7 @@ def costs(
         save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
         active: numbers of the rules that are for this block.
         compiled: whether it is.
-        kernel: of attention that torch chooses on the device; None: the one that the list names.
+        kernel: that attends to whole samples on the device; None: the one that the list names.
 
     Raises:
         RecipeError: attention is kept without the matmuls that its q, k and v come from.

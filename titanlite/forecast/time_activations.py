@@ -26,7 +26,7 @@ from titanlite.forecast.traced_block import Shape
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.context_attention import exchanged
 from titanlite.kernels.lowering import lowered
-from titanlite.models.layers import Linear, Sequences
+from titanlite.models.layers import CausalAttention, Linear, Sequences
 from titanlite.observe.memory import restart_peak
 
 _REPEATS = 5
@@ -71,12 +71,11 @@ def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, d
 def _operation(
     activation: Activation, expert_ranks: int, device: torch.device, sequences: Sequences | None
 ) -> Callable[[], object]:
-    """The operation on random operands; attention by the kernel that torch chooses here."""
+    """The operation on random operands; attention to whole samples by the kernel that attends here."""
     args, kwargs = operands(activation, expert_ranks, device, sequences)
     if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
-        q, k, v = args[:3]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        return lambda: attend(q, k, v, is_causal=True, enable_gqa=q.shape[1] > k.shape[1])
+        attend, of = CausalAttention(), args[:3]
+        return lambda: attend(*of)
     return lambda: activation.call[0](*args, **kwargs)
 
 

@@ -20,7 +20,7 @@ from tests.cli.commands.conftest import Call
 from tests.support.cpu import cpu_of_children
 from tests.support.safetensors_header import header_of, write_header
 from tests.unit.data.test_tokenizer import make_tokenizer
-from titanlite.activation_checkpoint.rules import CLASSES
+from titanlite.activation_checkpoint.operations import CLASSES, PIECE_ATTENTION
 from titanlite.commands import main
 from titanlite.config.check import _FROM_HOME
 from titanlite.config.hugging_face import LAYOUTS, config_json
@@ -604,8 +604,8 @@ def test_what_a_save_list_asks_in_vain_is_found_without_torch(
         (['op = "communication"'], ["--job.strict", "false"]),
         (['op = "communication"'], ["--parallelism.tensor_parallel_degree", "2"]),
         (['op = "titanlite.scaled_matmul.default"'], ["--float8.recipe", "rowwise"]),
-        # Which of them runs is for torch to choose; the matmul that q, k and v come from is there.
-        ([f'op = "{op}"' for op in CLASSES["attention"][:3]], ["--data.document_mask", "false"]),
+        # Which of them runs shows on the device; the matmul that q, k and v come from is there.
+        ([f'op = "{op}"' for op in (*CLASSES["attention"][:3], PIECE_ATTENTION)], ["--data.document_mask", "false"]),
     ],
 )
 def test_a_rule_that_may_match(file: str, tmp_path: Path, rules: list[str], flags: list[str]) -> None:
