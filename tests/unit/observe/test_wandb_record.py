@@ -383,22 +383,23 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
 
     (history.folder / "config.toml").write_text(to_toml(Config(metrics=Metrics(wandb="online", wandb_project="proj"))))
     code, out, _ = compare(path, "--wandb", command=("-m", "titanlite", "compare"))
-    assert code == 0
-    assert out.startswith(f"{path.rpartition('/')[2]}: equal bits\n")
+    assert code == 1, out  # both ended at step 6 of 10,000
+    own, ended = path.rpartition("/")[2], "ended at step 6 of 10,000"
+    verdict = f"equal bits in the 6 steps that both have (run {ended}; {own} {ended})"
+    assert out.startswith(f"{own}: {verdict}\n")
     assert out.count(f"wandb: {path} has the verdict\n") == 1
-    own = path.rpartition("/")[2]
     lines = [(run, text["compare/verdict"], text["compare/with"]) for run, text in history.server.summaries]
-    assert lines == [(own, "the first of 2 runs", "run"), (own, "equal bits", "run")]
+    assert lines == [(own, "the first of 2 runs", "run"), (own, verdict, "run")]
     assert history.server.files["compare.png"] == (history.folder.parent / "compare.png").read_bytes()
 
     history.server.sent |= {"of-group": [], "other": []}
     history.server.groups |= {own: "sweep", "of-group": "sweep", "other": "another"}
     code, out, _ = compare(path, "--wandb", command=("-m", "titanlite", "compare"))
-    assert code == 0
+    assert code == 1, out  # both ended at step 6 of 10,000
     assert out.count("wandb: me/proj/of-group has the verdict\n") == 1
     assert "me/proj/other" not in out
     (run, text) = history.server.summaries[-1]
-    assert (run, text["compare/verdict"], text["compare/with"]) == ("of-group", f"{own}: equal bits", "run")
+    assert (run, text["compare/verdict"], text["compare/with"]) == ("of-group", f"{own}: {verdict}", "run")
 
 
 def test_verdicts_are_for_runs_that_wandb_has(tmp_path: Path) -> None:
