@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.checkpoint.publish import MANIFEST, hash_files, verify
-from titanlite.checkpoint.resume import read_state
+from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.compare import read_runs
 from titanlite.config.config_json import recipe_of
 from titanlite.config.problems import Origin, Problems

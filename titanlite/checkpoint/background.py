@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint.collective import on_all_ranks, rank
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import ConfigError
 
@@ -40,7 +41,7 @@ class Background:
         self._writing: Future[Path] | None = None
         on_all_ranks(lambda: self._take_memory(tensors))
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: SavedState) -> None:
         """Copy the tensors and begin to write them; call `wait` before. Arguments as for `Checkpoints.save`.
 
         The tensors may change as soon as this returns, the state may not.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.build import show
 from titanlite.config.parameter_groups import one_of_all_blocks
 from titanlite.config.recipe_schema import OwnRule
@@ -16,11 +17,10 @@ from titanlite.errors import CheckpointError, Problem, describe
 
 PREFIX = "optimizer/"
 """The names of its tensors begin so."""
-_FIRST = "adamw"  # the only rule of versions whose checkpoints do not say them
 
 
 def optimizer_identity(config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]) -> dict[str, Any]:
-    """Return what a checkpoint says of its optimizer, as JSON.
+    """Return what a checkpoint says of its optimizer, as `SavedState.optimizer`.
 
     Args:
         config: `[optimizer]`.
@@ -29,12 +29,12 @@ def optimizer_identity(config: Optimizer, rules: Mapping[str, str], own: Mapping
     """
     used = {*rules.values()}
     state = {name: list(rule.state) for name, rule in own.items() if name in used}
-    return {"optimizer": {"rules": dict(rules), "state_dtype": config.state_dtype, "state": state}}
+    return {"rules": dict(rules), "state_dtype": config.state_dtype, "state": state}
 
 
 def leaves_state(
     folder: Path,
-    state: Mapping[str, Any],
+    state: SavedState,
     config: Optimizer,
     rules: Mapping[str, str],
     own: Mapping[str, OwnRule],
@@ -63,7 +63,7 @@ def afresh(folder: Path) -> str:
     return f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer"
 
 
-def changed_file(state: Mapping[str, Any], own: Mapping[str, OwnRule], step: int) -> list[str]:
+def changed_file(state: SavedState, own: Mapping[str, OwnRule], step: int) -> list[str]:
     """Say so where the user's file of rules is not the one of a checkpoint.
 
     Args:
@@ -72,7 +72,7 @@ def changed_file(state: Mapping[str, Any], own: Mapping[str, OwnRule], step: int
         step: of the checkpoint.
     """
     now = next((rule.sha256 for rule in own.values()), None)
-    same = state.get("optimizer_file") in (None, now)
+    same = state.optimizer_file in (None, now)
     return [] if same else [f"changed: optimizer.file is not the one of step {step}: rules may update otherwise"]
 
 
@@ -82,10 +82,10 @@ def taken_by_branch(is_fresh: bool) -> str:
 
 
 def _unlike(
-    state: Mapping[str, Any], config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]
+    state: SavedState, config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]
 ) -> list[Problem]:
-    saved, problems = state.get("optimizer", {}), list[Problem]()
-    before = saved.get("rules") or dict.fromkeys(rules, _FIRST)
+    saved, problems = state.optimizer, list[Problem]()
+    before: Mapping[str, str] = saved.get("rules", {})
     changed: dict[str, list[str]] = {}
     for name, rule in rules.items():  # another name is another model's, which has a message of its own
         if (was := before.get(name, rule)) != rule:

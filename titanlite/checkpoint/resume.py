@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import titanlite
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.branch import branch_point
+from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.config.build import from_table, show
 from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
@@ -24,17 +24,9 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE, longest_seq_len
 from titanlite.errors import CheckpointError, ConfigError, Problem, describe
-from titanlite.json_file import MALFORMED, read_json
 
-STATE = "state.json"
-VERSION = 1
 MODEL, AVERAGE = "model/", "ema/"
 """Beginnings of the names of the tensors of a model, and of an average of its weights."""
-_BEFORE: dict[str, dict[str, Any]] = {  # of former versions, whose checkpoints do not say it
-    "data": {"shuffle_window": 0, "packing": "concat"},
-    "model": {"logit_softcap": 0.0},
-}
-QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
 def nothing_to_do(config: Config, done: int) -> str | None:
@@ -101,8 +93,8 @@ def check_quickly(
     config: Config,
     dims: ModelDims,
     per_step: int | None,
-    state: dict[str, Any] | None = None,
-) -> dict[str, Any]:
+    state: SavedState | None = None,
+) -> SavedState:
     """Refuse a checkpoint that a start would refuse, except for damage inside large files and for tensors.
 
     Args:
@@ -118,7 +110,7 @@ def check_quickly(
         ConfigError: as `check_state` says.
     """
     folder = publish.step_folder(root, step)
-    saved = cast("dict[str, Any]", read_state(folder, step)["state"]) if state is None else state
+    saved = read_state(folder, step) if state is None else state
     check_state(folder, saved, config, dims, per_step)
     return saved
 
@@ -128,21 +120,15 @@ def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
 
     Raises:
         CheckpointError: as `step_to_resume` says, or the checkpoint is damaged.
-        ConfigError: it is of a version that did not say them.
     """
     step = cast(int, step_to_resume(root, resume))
     folder = publish.step_folder(root, step)
-    return dims_of(folder, read_state(folder, step)["state"])
+    return dims_of(folder, read_state(folder, step))
 
 
-def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
-    """Return the dimensions that a checkpoint was saved with: its recipe may have changed since.
-
-    Raises:
-        ConfigError: it is of a version that did not say them.
-    """
-    given = {key: value for key, value in state.get("model", {}).items() if value is not None}
-    given.pop("block", None)  # which former versions wrote
+def dims_of(folder: Path, state: SavedState) -> ModelDims:
+    """Return the dimensions that a checkpoint was saved with: its recipe may have changed since."""
+    given = {key: value for key, value in state.model.items() if value is not None}
     problems = Problems(Origin(str(folder)))
     dims = from_table(ModelDims, {"help": "", **given}, problems)
     problems.raise_all()
@@ -151,7 +137,7 @@ def dims_of(folder: Path, state: dict[str, Any]) -> ModelDims:
 
 def other_text(
     folder: Path,
-    state: dict[str, Any],
+    state: SavedState,
     corpora: Mapping[str, str],
     tokenizer: str,
     strict: bool,
@@ -170,7 +156,7 @@ def other_text(
     Raises:
         CheckpointError: with `strict`, if the tokenizer is another: what ids mean is part of what the weights know.
     """
-    made_by, before = state.get("tokenizer") or tokenizer, state.get("corpora") or {SOLE: state.get("corpus")}
+    made_by, before = state.tokenizer or tokenizer, state.corpora
     if tokenizer and made_by != tokenizer:
         where = "data.tokenizer"
         if strict:
@@ -182,7 +168,7 @@ def other_text(
     pairs = {name: (corpus, before.get(name)) for name, corpus in corpora.items()}
     for name, (corpus, was) in pairs.items():
         if not corpus or was == "":
-            pairs[name] = (inputs or {}).get(name, ""), state.get("inputs", {}).get(name)
+            pairs[name] = (inputs or {}).get(name, ""), state.inputs.get(name)
     others = [name for name, (now, was) in pairs.items() if now and was not in (None, "", now)]
     if not others:
         return None
@@ -190,32 +176,6 @@ def other_text(
     which = ", ".join(f"{name} of data.mixture" if name != SOLE else "data.source" for name in others)
     saw = f"{which} holds different text than before (fingerprint {now}, before {was})"
     return f"{saw}: this epoch's samples are shuffled anew"
-
-
-def read_state(folder: Path, step: int) -> dict[str, Any]:
-    """Read the `state.json` of a checkpoint, and look for damage as far as that takes no time.
-
-    Raises:
-        CheckpointError: it is damaged, of another version or of another step; or another file is missing, of another
-            size or altered.
-    """
-    publish.verify(folder, largest=QUICKLY_HASHED)
-    try:
-        saved = cast(dict[str, Any], read_json(folder / STATE))
-        if not isinstance(saved["state"], dict):
-            raise ValueError("no state in it")
-    except (OSError, *MALFORMED) as e:
-        want, fix = "what titanlite writes", "move this checkpoint's folder away or delete it"
-        raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
-    if saved.get("version") != VERSION:
-        want = f"version {VERSION}, which titanlite {titanlite.__version__} reads"
-        fix = "use the titanlite that wrote it"
-        problem = Problem(STATE, f"version {saved.get('version')}", want, fix)
-    elif saved.get("step") != step:
-        problem = Problem(STATE, f"step {saved.get('step')}", f"step {step}, as the folder says", "rename the folder")
-    else:
-        return saved
-    raise CheckpointError(describe(str(folder), [problem]))
 
 
 def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
@@ -229,7 +189,7 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
     return {"model": model, "training": training, "data": data}
 
 
-def check_state(folder: Path, state: dict[str, Any], config: Config, dims: ModelDims, per_step: int | None) -> None:
+def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims, per_step: int | None) -> None:
     """Refuse a run that is another one than was saved, in what its folder's config does not show or has never said.
 
     Another batch that only follows from another layout is refused. One that is given may differ.
@@ -252,7 +212,7 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     }
     problems: list[Problem] = []
     for section, values in identity_of(config, dims).items():
-        saved = _BEFORE.get(section, {}) | state.get(section, {})
+        saved: Mapping[str, Any] = getattr(state, section)
         for key, value in values.items():
             if key not in saved or lasting(saved[key]) == lasting(value):
                 continue
@@ -267,12 +227,12 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     if problems:
         raise CheckpointError(describe(str(folder), problems))
     unit_len = longest_seq_len(config)
-    cut = state.get("unit_len") or state.get("training", {}).get("seq_len", unit_len)
+    cut = state.unit_len or unit_len
     if cut % unit_len:
         want = f"a divisor of {cut}: the samples that the sources were cut into would not be where they were"
         fix = "begin anew from its weights: titanlite export, checkpoint.initial_load_path"
         raise CheckpointError.of(str(folder), "the longest seq_len of all stages", str(unit_len), want, fix)
-    batch, given = state.get("sequences_per_step"), [stage.global_batch_size for stage in config.data.stage]
+    batch, given = state.sequences_per_step, [stage.global_batch_size for stage in config.data.stage]
     if config.training.global_batch_size is not None or any(given) or per_step is None or batch in (None, per_step):
         return
     seen = f"not given: local_batch_size × data-parallel ranks make {per_step} sequences per step"
@@ -281,24 +241,19 @@ def check_state(folder: Path, state: dict[str, Any], config: Config, dims: Model
     raise ConfigError.of(str(folder), "training.global_batch_size", seen, want, fix)
 
 
-def has_average(state: dict[str, Any]) -> bool:
-    """Return whether a checkpoint holds an average of the weights, by what it says beside the tensors."""
-    return bool(state.get("ema_decay"))
-
-
-def require_average(where: str, checkpoint: Path, state: dict[str, Any]) -> None:
+def require_average(where: str, checkpoint: Path, state: SavedState) -> None:
     """Check that a checkpoint holds an average of the weights, which `--ema` asks for.
 
     Raises:
         CheckpointError: it holds none.
     """
-    if not has_average(state):
+    if not state.has_average:
         want = "a checkpoint with an average of weights: this one has none, since optimizer.ema_decay was 0"
         fix = "leave --ema out, or train on with --optimizer.ema_decay 0.999 and take a later step"
         raise CheckpointError.of(where, "--ema", checkpoint.name, want, fix)
 
 
-def changed_average(state: dict[str, Any], config: Config, step: int) -> list[str]:
+def changed_average(state: SavedState, config: Config, step: int) -> list[str]:
     """Tell what becomes of the average of weights, where a run goes on with one that the checkpoint does not have.
 
     Args:
@@ -307,21 +262,21 @@ def changed_average(state: dict[str, Any], config: Config, step: int) -> list[st
         step: of the checkpoint.
     """
     decay = config.optimizer.ema_decay
-    if decay and not has_average(state):
+    if decay and not state.has_average:
         return [f"the average of weights (optimizer.ema_decay = {decay}) begins at those of step {step}"]
-    if has_average(state) and not decay:
+    if state.has_average and not decay:
         return [f"the average of weights in the checkpoint of step {step} is left out: optimizer.ema_decay = 0"]
     return []
 
 
-def changed_routing(state: dict[str, Any], dims: ModelDims) -> list[str]:
+def changed_routing(state: SavedState, dims: ModelDims) -> list[str]:
     """Tell how routers are trained from here on, where a checkpoint was trained otherwise.
 
     Args:
         state: what the checkpoint says beside the tensors; `check_state` takes it.
         dims: of this run's model.
     """
-    was = state.get("model", {}).get("experts")
+    was = state.model.get("experts")
     changes = _what_changed("experts", was, asdict(dims.experts)) if was and dims.experts else []
     return [f"changed: {name}: {show(before)} → {show(now)}" for name, before, now in changes]
 

@@ -7,12 +7,12 @@ older good one, it is not skipped.
 Every method is collective: all ranks call it, all ranks return the same or raise the same.
 """
 
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,9 @@ from torch import Tensor
 import titanlite
 from titanlite.checkpoint import publish, store
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0, rank, world_size
-from titanlite.checkpoint.resume import STATE, VERSION, read_state, step_to_resume
+from titanlite.checkpoint.resume import step_to_resume
 from titanlite.checkpoint.rng import PREFIX as RNG
+from titanlite.checkpoint.saved_state import STATE, SavedState, read_state
 from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError
 
@@ -47,7 +48,7 @@ class Checkpoints:
         self,
         step: int,
         tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
+        state: SavedState,
         group: dist.ProcessGroup | None = None,
     ) -> Path:
         """Publish a checkpoint, at the second attempt if need be; then delete what is older than the newest `keep`.
@@ -55,7 +56,7 @@ class Checkpoints:
         Args:
             step: the last step that is in `tensors`.
             tensors: flat names to tensors or DTensors; a tensor that differs by rank has the rank in its name.
-            state: everything else, as JSON; rank 0's is stored.
+            state: everything else; rank 0's is stored, with its step, the number of ranks and versions.
             group: as in `on_all_ranks`.
 
         Returns:
@@ -65,15 +66,8 @@ class Checkpoints:
             CheckpointError: the step exists already, or some rank could not write, twice. Earlier checkpoints are
                 untouched.
         """
-        content = {
-            "version": VERSION,
-            "step": step,
-            "torch": str(torch.__version__),
-            "titanlite": titanlite.__version__,
-            "world_size": world_size(),
-            "state": state,
-        }
-        text = on_rank_0(lambda: json.dumps(content, indent=1), group)  # fails before anything is written, if it does
+        state = replace(state, step=step, world_size=world_size(), torch=str(torch.__version__))
+        text = on_rank_0(state.to_json, group)  # fails before anything is written, if it does
         try:
             folder = self._write(step, tensors, text, group)
         except CheckpointError as e:
@@ -115,8 +109,8 @@ class Checkpoints:
         return on_rank_0(lambda: self._choose(resume))
 
     def load(
-        self, step: int, tensors: Mapping[str, Tensor], check: Callable[[dict[str, Any]], tuple[str, ...]] | None = None
-    ) -> tuple[dict[str, Any], list[str]]:
+        self, step: int, tensors: Mapping[str, Tensor], check: Callable[[SavedState], tuple[str, ...]] | None = None
+    ) -> tuple[SavedState, list[str]]:
         """Verify a checkpoint, the ranks sharing the reading, and fill `tensors` in place, resharding as needed.
 
         Args:
@@ -137,19 +131,22 @@ class Checkpoints:
         on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost
         self._verify(step)
         saved = on_rank_0(lambda: read_state(folder, step))
-        left = () if check is None else check(saved["state"])
+        left = () if check is None else check(saved)
         notices = [
-            f"{folder.name} was saved with {library} {saved[library]}, this is {now}"
-            for library, now in (("torch", str(torch.__version__)), ("titanlite", titanlite.__version__))
-            if saved[library] != now
+            f"{folder.name} was saved with {library} {was}, this is {now}"
+            for library, was, now in (
+                ("torch", saved.torch, str(torch.__version__)),
+                ("titanlite", saved.titanlite, titanlite.__version__),
+            )
+            if was != now
         ]
         random = {name for name in tensors if name.startswith(RNG)}
-        if saved["world_size"] != world_size():
+        if saved.world_size != world_size():
             tensors = {name: t for name, t in tensors.items() if name not in random}
         tensors = {name: t for name, t in tensors.items() if not name.startswith(left)}
         read = store.read(folder, tensors, optional=(RNG, *left))
         if lost := sorted(random - read):
-            then, now = saved["world_size"], world_size()
+            then, now = saved.world_size, world_size()
             why = f"it was saved by {then} ranks, this run has {now}"
             if then == now:
                 why = f"it does not have {', '.join(lost)}"
@@ -158,7 +155,7 @@ class Checkpoints:
                 "like; weights, optimizer state and the place in the data are restored exactly"
             )
         self._resumed_from = step
-        return saved["state"], notices
+        return saved, notices
 
     def _write(self, step: int, tensors: Mapping[str, Tensor], text: str, group: dist.ProcessGroup | None) -> Path:
         tmp = on_rank_0(lambda: publish.begin(self.root, step), group, self.root)

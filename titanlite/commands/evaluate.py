@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import titanlite
 from titanlite.checkpoint.publish import complete_steps, step_folder
-from titanlite.checkpoint.resume import dims_of, read_state, require_average
+from titanlite.checkpoint.resume import dims_of, require_average
+from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.export import trained_tokenizer
 from titanlite.config.build import show
@@ -141,11 +142,11 @@ def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None, a
         raise CheckpointError.of(_WHERE, "--step", step or "", want, fix)
     number = steps[-1] if asked is None else asked
     checkpoint = step_folder(folder.checkpoints, number)
-    state = read_state(checkpoint, number)["state"]
+    state = read_state(checkpoint, number)
     if averaged:
         require_average(_WHERE, checkpoint, state)
     name = tokenizer or config.data.tokenizer
-    found = trained_tokenizer(_WHERE, name, config.data.add_bos_token, state["tokenizer"])
+    found = trained_tokenizer(_WHERE, name, config.data.add_bos_token, state.tokenizer)
     if found is None:  # the run read token files, which do not say
         if tokenizer is None:
             want = "the tokenizer.json that made the token files which the run read"

@@ -51,14 +51,15 @@ def run(argv: Sequence[str]) -> int:
     _check_target(config, out, dtype)
 
     from titanlite.checkpoint.hugging_face import export_checkpoint
-    from titanlite.checkpoint.resume import dims_of, read_state, require_average
+    from titanlite.checkpoint.resume import dims_of, require_average
+    from titanlite.checkpoint.saved_state import read_state
 
-    state = read_state(checkpoint, step)["state"]
+    state = read_state(checkpoint, step)
     if averaged:
         require_average("titanlite export", checkpoint, state)
     dims = dims_of(checkpoint, state)
     name = given.get("--tokenizer", config.data.tokenizer)
-    tokenizer = trained_tokenizer("titanlite export", name, config.data.add_bos_token, state["tokenizer"])
+    tokenizer = trained_tokenizer("titanlite export", name, config.data.add_bos_token, state.tokenizer)
     say = lambda line: _print_line(f"  {line}")  # noqa: E731
     export_checkpoint(checkpoint, out, config, dims, tokenizer, dtype, say, averaged=averaged)
     if tokenizer is None:

@@ -13,14 +13,8 @@ from dataclasses import replace
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.optimizer_state import changed_file, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import (
-    changed_average,
-    check_quickly,
-    nothing_to_do,
-    other_text,
-    read_state,
-    step_to_resume,
-)
+from titanlite.checkpoint.resume import changed_average, check_quickly, nothing_to_do, other_text, step_to_resume
+from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.check import sequences_per_step
@@ -81,22 +75,22 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences, checked.saved)
-        samples = int(state.get("samples", 0))
+        samples = state.samples
         at, shards, strict = step_folder(folder.checkpoints, step), checked.inputs.shards, config.job.strict
         keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
         corpora = {name: shards[key].fingerprint for name, key in keys.items()}
         tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
         warnings.append(other_text(at, state, corpora, tokenizer, strict))
-        change = change_of_rate(config, step, state.get("learning_rate"), checked.table)
+        change = change_of_rate(config, step, state.learning_rate, checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
         notices += [*changed_average(state, config, step), *changed_file(state, checked.optimizer.own_rules, step)]
         notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
     elif branch := branch_of(config):
         at = step_folder(*branch)
-        state = read_state(at, branch[1])["state"]
+        state = read_state(at, branch[1])
         fresh = changed_optimizer(at, state, config, checked.dims, checked.optimizer)
         notices += [f"goes on from {at}: {taken_by_branch(bool(fresh))}", *fresh]
-        change = change_of_rate(config, branch[1], state.get("learning_rate"), checked.table)
+        change = change_of_rate(config, branch[1], state.learning_rate, checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
         notices += changed_file(state, checked.optimizer.own_rules, branch[1])
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))

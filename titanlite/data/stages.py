@@ -117,23 +117,6 @@ class StageTable:
         return [row.to_json() for row in self.rows if row.from_step < max(step, 1)]
 
 
-def past_of(step: int, state: Mapping[str, Any], seq_len: int) -> Past:
-    """Return what a checkpoint says of its past; of a version without stages, one source and one seq_len."""
-    samples = int(state.get("samples", 0))
-    if "stages" in state:
-        rows = tuple(StageRow.from_json(row) for row in state["stages"])
-        return Past(step, samples, rows, state.get("unit_len", 0))
-    if not step:
-        return Past()
-    saved = state.get("training", {}).get("seq_len", seq_len)
-    each = int(state.get("sequences_per_step") or max(1, samples // step))
-    asked = AskedStage(None, 0, saved, each, 1, {"": "1"})
-    rows = [StageRow(0, 0, 0, asked)]
-    if each * step != samples:  # it had another batch before
-        rows.append(StageRow(step, samples, samples * saved, asked))
-    return Past(step, samples, tuple(rows), saved)
-
-
 def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
     """Make the stage table of a start: the past as it was, and from there on what the config asks for.
 

@@ -78,7 +78,7 @@ def check_same_optimizer(checked: CheckedRun, model: "nn.Module") -> None:
         CheckpointError: as `leaves_state` says.
     """
     if (found := newest_state(checked.config)) is not None:
-        folder, _, state = found
+        folder, state = found
         config, shapes = checked.config.optimizer, {name: p.shape for name, p in model.named_parameters()}
         rules = {name: own.rule for name, own in update_settings(checked.optimizer, config, shapes).items()}
         leaves_state(folder, state, config, rules, checked.optimizer.own_rules)

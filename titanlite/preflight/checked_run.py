@@ -5,12 +5,13 @@ train.py and the commands that take a config begin here. It imports no torch; `c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED, MATMUL
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import saved_dims
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.architectures import layers_of_block, parameter_shapes, parameters_of_matrices
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
@@ -77,7 +78,7 @@ class CheckedRun:
     table: StageTable
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
-    saved: dict[str, Any] | None = None  # what the newest checkpoint says beside its tensors, if it was read
+    saved: SavedState | None = None  # what the newest checkpoint says beside its tensors, if it was read
 
 
 class _Checks:

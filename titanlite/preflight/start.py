@@ -1,12 +1,12 @@
 """Find what a start goes on from, in no time, and make its stage table: before torch, and without the tensors."""
 
 from pathlib import Path
-from typing import Any
 
 from titanlite.checkpoint.branch import branch_point
 from titanlite.checkpoint.optimizer_state import afresh, leaves_state
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_quickly, other_text, read_state, start_of, step_to_resume
+from titanlite.checkpoint.resume import check_quickly, other_text, start_of, step_to_resume
+from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.config.architectures import parameter_shapes
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
@@ -17,7 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import source_keys
 from titanlite.data.inputs import Inputs, check_cache
 from titanlite.data.mixture import check_epochs, many_epochs
-from titanlite.data.stages import StageTable, past_of, stage_table
+from titanlite.data.stages import StageTable, stage_table
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.preflight.run_folder import RunFolder
 
@@ -76,7 +76,7 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
 
 
 def changed_optimizer(
-    folder: Path, state: dict[str, Any], config: Config, dims: ModelDims, recipe: OptimizerRecipe
+    folder: Path, state: SavedState, config: Config, dims: ModelDims, recipe: OptimizerRecipe
 ) -> list[str]:
     """Say so where the optimizer's state is left in a checkpoint, if the parameters are known without torch.
 
@@ -102,8 +102,8 @@ def planned_stages(config: Config, world_size: int | None) -> StageTable:
     """
     if (found := newest_state(config)) is None:
         return stage_table(config, world_size)
-    _, step, state = found
-    return stage_table(config, world_size, past_of(step, state, config.training.seq_len))
+    _, state = found
+    return stage_table(config, world_size, state.past)
 
 
 def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str]:
@@ -119,7 +119,7 @@ def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str
     return many_epochs(config, table, units)
 
 
-def check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
+def check_tokenizer(config: Config, inputs: Inputs) -> SavedState | None:
     """Refuse ids of another tokenizer than the weights know, before its tokens are prepared, which may take hours.
 
     Returns:
@@ -127,13 +127,13 @@ def check_tokenizer(config: Config, inputs: Inputs) -> dict[str, Any] | None:
     """
     if (found := newest_state(config)) is None:
         return None
-    folder, _, state = found
+    folder, state = found
     other_text(folder, state, {}, inputs.fingerprint, strict=True)
     return state if folder.parent == RunFolder.of(config).checkpoints else None
 
 
-def newest_state(config: Config) -> tuple[Path, int, dict[str, Any]] | None:
-    """Return the checkpoint that a start goes on from, its step, and what it says beside its tensors.
+def newest_state(config: Config) -> tuple[Path, SavedState] | None:
+    """Return the checkpoint that a start goes on from, and what it says beside its tensors.
 
     None of another run, which a start refuses: who plans one would plan what goes on from there.
     """
@@ -144,6 +144,6 @@ def newest_state(config: Config) -> tuple[Path, int, dict[str, Any]] | None:
             return None
         root, step = found
         folder = step_folder(root, step)
-        return folder, step, read_state(folder, step)["state"]
+        return folder, read_state(folder, step)
     except (CheckpointError, ConfigError):  # what cannot be read is said by those who load it
         return None

@@ -59,10 +59,10 @@ class Corpora:
     @property
     def identity(self) -> dict[str, Any]:
         """Fingerprints of the training data as a checkpoint holds them: of its tokens, by source, and its tokenizer."""
-        corpora, inputs = self.fingerprints, {name: shards.inputs for name, shards in self.train.items()}
+        inputs = {name: shards.inputs for name, shards in self.train.items()}
         tokenizer = next((shards.tokenizer for shards in self.train.values() if shards.tokenizer), "")
         return {
-            "corpora" if self.is_mixed else "corpus": corpora if self.is_mixed else corpora[SOLE],
+            "corpora": self.fingerprints,
             "inputs": inputs,
             "tokenizer": tokenizer,
         }

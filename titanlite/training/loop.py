@@ -16,6 +16,7 @@ from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks, on_rank_0
 from titanlite.checkpoint.optimizer_state import optimizer_identity
 from titanlite.checkpoint.resume import identity_of, nothing_to_do
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
@@ -303,17 +304,21 @@ class Loop:
         on_rank_0(self._sync)
         self.data_wait.check_ranks()
         table = self.report.position.table
-        state = {"samples": table.samples(step), "validation_due": validation_due} | self.data.identity
-        state["skipped_in_a_row"] = self.report.skipped_in_a_row
-        state["ema_decay"] = self.run.config.optimizer.ema_decay
-        state["learning_rate"] = learning_rate(step, self.run.config, table)
-        state |= {"sequences_per_step": table.row(step).asked.sequences, "stages": table.past(step)}
-        state["unit_len"] = self.batches.mixture.unit_len
-        state |= identity_of(self.run.config, self.run.dims)
-        optimizer = self.run.optimizer
-        state |= optimizer_identity(optimizer.config, optimizer.rules_by_name, optimizer.recipe.own_rules)
-        if sha256 := optimizer.sha256_of_file:
-            state["optimizer_file"] = sha256
+        config, optimizer = self.run.config, self.run.optimizer
+        state = SavedState(
+            samples=table.samples(step),
+            sequences_per_step=table.row(step).asked.sequences,
+            stages=table.past(step),
+            unit_len=self.batches.mixture.unit_len,
+            validation_due=validation_due,
+            skipped_in_a_row=self.report.skipped_in_a_row,
+            learning_rate=learning_rate(step, config, table),
+            ema_decay=config.optimizer.ema_decay,
+            optimizer=optimizer_identity(optimizer.config, optimizer.rules_by_name, optimizer.recipe.own_rules),
+            optimizer_file=optimizer.sha256_of_file,
+            **self.data.identity,
+            **identity_of(config, self.run.dims),
+        )
         if self.background is None:
             self._say_saved(self.checkpoints.save(step, tensors_of(self.run), state))
         else:

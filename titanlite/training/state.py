@@ -1,7 +1,7 @@
 """Save and load what a checkpoint holds of a run."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.optimizer_state import PREFIX, afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import AVERAGE, MODEL, changed_average, changed_routing, check_state, has_average
+from titanlite.checkpoint.resume import AVERAGE, MODEL, changed_average, changed_routing, check_state
 from titanlite.checkpoint.rng import restore_rng, rng_state
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out, local_data
@@ -78,7 +79,7 @@ class Start(NamedTuple):
     """
 
     step: int
-    state: dict[str, Any]
+    state: SavedState
     folder: Path
     is_branch: bool = False
 
@@ -116,7 +117,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
             console.notice(f"starts from the {n} weights of {path}")
         _add_average(run, 0)
         _add_fresh_state(run, "there is no checkpoint to go on from")
-        return Start(0, {"samples": 0}, step_folder(checkpoints.root, 0))
+        return Start(0, SavedState(), step_folder(checkpoints.root, 0))
     if branch is not None:
         checkpoints, step = Checkpoints(branch[0], 0, console.warning), branch[1]
     elif path:
@@ -126,13 +127,13 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     tensors = tensors_of(run)
     folder = step_folder(checkpoints.root, step)
 
-    def is_other(state: dict[str, Any]) -> bool:
+    def is_other(state: SavedState) -> bool:
         of = run.optimizer
         return leaves_state(folder, state, of.config, of.rules_by_name, of.recipe.own_rules)
 
-    def check(state: dict[str, Any]) -> tuple[str, ...]:
+    def check(state: SavedState) -> tuple[str, ...]:
         check_state(folder, state, run.config, run.dims, per_step)
-        return (PREFIX,) * is_other(state) + (AVERAGE,) * (has_average(state) != (run.average is not None))
+        return (PREFIX,) * is_other(state) + (AVERAGE,) * (state.has_average != (run.average is not None))
 
     state, notices = checkpoints.load(step, tensors, check)
     if is_fresh := is_other(state):
@@ -142,12 +143,12 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     if branch is not None:
         _nudge(run)
     precompute_scales(run.parameters, run.mesh.fsdp)
-    if run.average is not None and not has_average(state):
+    if run.average is not None and not state.has_average:
         run.average.begin()
     _add_average(run, step)
     said = f"resumed from step {step}"
     if branch is not None:
-        samples = int(state["samples"])
+        samples = state.samples
         as_before = ", as at its first start" * (remembered_step(path, run_folder) is not None)
         what = f"{taken_by_branch(is_fresh)}, after step {step}, {samples:,} samples"
         said = f"branches off {folder}{as_before}: {what}"

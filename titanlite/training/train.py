@@ -17,7 +17,7 @@ from titanlite.config.hugging_face import can_export
 from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
 from titanlite.data.mixture import many_epochs
-from titanlite.data.stages import StageTable, past_of, stage_table
+from titanlite.data.stages import StageTable, stage_table
 from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
@@ -121,7 +121,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     now, corpora = data.identity, data.fingerprints
     if text := other_text(restored.folder, state, corpora, now["tokenizer"], config.job.strict, now["inputs"]):
         console.warning(text)
-    table = stage_table(config, world, past_of(start, state, config.training.seq_len))
+    table = stage_table(config, world, state.past)
     require_same_steps(table, config)
     batches, validation = open_batches(data, asked, run.mesh, table, start, windows_of(run.model))
     cleanup.callback(batches.close)
@@ -134,7 +134,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     add_stages(run.receipt, config, batches.mixture, start)
 
     evaluation, evaluation_freq = open_evaluation(asked, run)
-    validates_first = bool(state.get("validation_due"))
+    validates_first = state.validation_due
     files = _open_files(folder, run, restored, table, console)
     for file in files:
         cleanup.callback(file.close)
@@ -143,7 +143,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     console.measure_by(table.tokens)
     flops = token_flops_of(run.model, run.dims)
     report = Report(config, position, flops, device, console, status, observers)
-    report.skipped_in_a_row = int(state.get("skipped_in_a_row", 0))
+    report.skipped_in_a_row = state.skipped_in_a_row
     if session.rank == 0:
         for line in first_lines(run, data.train, position, folder):
             console.notice(line)
@@ -207,7 +207,7 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
 def _open_files(folder: RunFolder, run: Run, restored: Start, table: StageTable, console: Console) -> list[MetricsFile]:
     """Open the files of rows, metrics first, that rank 0 owns. If one cannot be used, every rank learns of it."""
     start, opened = restored.step, list[MetricsFile]()
-    validates_first = bool(restored.state.get("validation_due"))
+    validates_first = restored.state.validation_due
 
     def open_all() -> None:
         with folder.write_errors_explained():
@@ -232,7 +232,7 @@ def _open_files(folder: RunFolder, run: Run, restored: Start, table: StageTable,
     # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
     if not restored.is_branch and metrics.last_step < start - start % run.config.metrics.log_freq:
         console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-    was = restored.state.get("learning_rate")
+    was = restored.state.learning_rate
     if start < last_step(run.config) and (text := change_of_rate(run.config, start, was, table)):
         console.notice(text)
     return opened

@@ -13,10 +13,11 @@ from torch import Tensor
 
 import titanlite.checkpoint.hugging_face
 import titanlite.checkpoint.publish
-import titanlite.checkpoint.resume
+import titanlite.checkpoint.saved_state
 import titanlite.commands.export
 from tests.support.forks import fork
 from titanlite.checkpoint.resume import identity_of
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands import main
 from titanlite.commands.export import run
@@ -53,7 +54,7 @@ def make_run(
     for step in (5, 10):
         tensors = {name: weight * (step / 10) for name, weight in weights.items()}
         Checkpoints(made.checkpoints, keep=0).save(
-            step, tensors, {"tokenizer": fingerprint} | identity_of(Config(), dims)
+            step, tensors, SavedState(tokenizer=fingerprint, **identity_of(Config(), dims))
         )
     return made, weights
 
@@ -267,7 +268,7 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path), "--out", str(tmp_path / "out")])
-    monkeypatch.setattr(titanlite.checkpoint.resume, "QUICKLY_HASHED", damaged.stat().st_size - 1)
+    monkeypatch.setattr(titanlite.checkpoint.saved_state, "QUICKLY_HASHED", damaged.stat().st_size - 1)
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path)])
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -283,7 +284,7 @@ def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(
     made, _ = make_run(tmp_path)
     shard = made.checkpoints / "step-00000010/__0_00.distcp"
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
-    monkeypatch.setattr(titanlite.checkpoint.resume, "QUICKLY_HASHED", shard.stat().st_size - 1)
+    monkeypatch.setattr(titanlite.checkpoint.saved_state, "QUICKLY_HASHED", shard.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"data.tokenizer = 'none.json'"):
         run([str(made.path), "--tokenizer", "none.json"])
     with pytest.raises(CheckpointError, match=r"--out = .*Not a directory"):

@@ -13,8 +13,10 @@ from tests.cli.commands.conftest import Call
 from tests.support.run_folder import make_run
 from titanlite.checkpoint.publish import begin, commit, hash_files
 from titanlite.checkpoint.resume import identity_of
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.commands import main
 from titanlite.config.write import to_toml
+from titanlite.data.stages import stage_table
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.exit_code import exit_code
 from titanlite.preflight.checked_run import checked_run
@@ -100,9 +102,10 @@ def begin_run() -> RunFolder:
     folder.release()
     folder.record(to_toml(config))
     tmp = begin(folder.checkpoints, 8)
-    content = identity_of(config, load("model", "llama3-debug")) | {"sequences_per_step": 2, "samples": 16}
-    content["tokenizer"] = load_tokenizer("bytes").fingerprint
-    (tmp / "state.json").write_text(json.dumps({"version": 1, "step": 8, "state": content}))
+    identity, tokenizer = identity_of(config, load("model", "llama3-debug")), load_tokenizer("bytes").fingerprint
+    stages = stage_table(config, 1).past(8)
+    of_data = {"sequences_per_step": 2, "samples": 16, "stages": stages, "tokenizer": tokenizer}
+    (tmp / "state.json").write_text(SavedState(step=8, **of_data, **identity).to_json())
     commit(tmp, hash_files(tmp, ["state.json"]))
     return folder
 

@@ -14,13 +14,17 @@ import pytest
 import titanlite
 import titanlite.commands.validate
 import titanlite.preflight.checked_run
+from titanlite.checkpoint.optimizer_state import optimizer_identity
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
 from titanlite.checkpoint.resume import check_state, identity_of
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.commands import main
+from titanlite.config.architectures import parameter_shapes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
+from titanlite.data.stages import stage_table
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
@@ -45,8 +49,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     (folder.path / "lock").unlink()
     for step in (50, 100):
         tmp = begin(folder.checkpoints, step)
-        content = identity_of(config, load("model", "llama3-debug")) | {"sequences_per_step": 4}
-        (tmp / "state.json").write_text(json.dumps({"version": 1, "step": step, "state": content}))
+        table, dims = stage_table(config, 2), load("model", "llama3-debug")
+        rules = dict.fromkeys(parameter_shapes(config.model, dims) or (), "adamw")
+        optimizer = optimizer_identity(config.optimizer, rules, {})
+        of_data = {"sequences_per_step": 4, "samples": 4 * step, "stages": table.past(step)}
+        state = SavedState(step=step, optimizer=optimizer, **of_data, **identity_of(config, dims))
+        (tmp / "state.json").write_text(state.to_json())
         (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
         commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
     return folder
@@ -98,7 +106,7 @@ def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_com
 ) -> None:
     state = folder.checkpoints / "step-00000100" / "state.json"
     saved = json.loads(state.read_text())
-    saved["state"]["samples"] = 400
+    saved["samples"] = 400
     shutil.rmtree(state.parent)
     tmp = begin(folder.checkpoints, 100)
     (tmp / "state.json").write_text(json.dumps(saved))
@@ -145,7 +153,7 @@ def flip(path: Path) -> None:
 def state(folder: Path, **changes: object) -> None:
     """Another state.json, as it might have been saved."""
     saved = json.loads((folder / "state.json").read_text())
-    saved["state"] |= changes
+    saved |= changes
     (folder / "state.json").write_text(json.dumps(saved))
     (folder / "MANIFEST.json").unlink()
     moved = folder.rename(folder.with_suffix(".tmp"))
@@ -192,21 +200,21 @@ def test_it_says_of_prepared_text_that_it_is_another(
     folder: RunFolder, tmp_path: Path, validate: Validate, capsys: pytest.CaptureFixture[str]
 ) -> None:
     cache, at = f"--data.cache_dir={tmp_path}/cache", step_folder(folder.checkpoints, 100)
-    state(at, corpus="another", tokenizer="bytes")
+    state(at, corpora={"": "another"}, tokenizer="bytes")
     other = "  warning: data.source holds different text than before (fingerprint "
     assert "different" not in validate(cache)[1]  # nobody knows yet
     assert main(["prepare", *FLAGS, cache]) == 0
     capsys.readouterr()
     assert validate(cache)[1].count(other) == 1
     (shards,) = checked_run([*FLAGS, cache, "--validation.enable=false"]).inputs.shards.values()
-    state(at, corpus=shards.fingerprint)
+    state(at, corpora={"": shards.fingerprint})
     assert "different" not in validate(cache)[1]
 
 
 def test_another_tokenizer_is_refused_before_its_text_is_prepared(
     folder: RunFolder, tmp_path: Path, validate: Validate
 ) -> None:
-    state(step_folder(folder.checkpoints, 100), corpus="another", tokenizer="another")
+    state(step_folder(folder.checkpoints, 100), corpora={"": "another"}, tokenizer="another")
     cache = f"--data.cache_dir={tmp_path}/cache"
     code, said = validate(cache)
     assert code == 2
@@ -229,7 +237,7 @@ def test_the_tokenizer_is_held_against_the_checkpoint_once(
 ) -> None:
     held, other_text = list[str](), titanlite.commands.validate.other_text
 
-    def look(at: Path, state: dict[str, object], corpus: str, tokenizer: str, strict: bool) -> str | None:
+    def look(at: Path, state: SavedState, corpus: str, tokenizer: str, strict: bool) -> str | None:
         held.append(tokenizer)
         return other_text(at, state, corpus, tokenizer, strict)
 
@@ -260,8 +268,8 @@ def test_the_losses_of_routers_may_change_and_a_bias_may_not_come_or_go(tmp_path
         return replace(dims, experts=replace(dims.experts, **changed))
 
     def resumed(before: ModelDims, after: ModelDims) -> None:
-        state = json.loads(json.dumps(identity_of(config, before)))
-        assert state["model"]["experts"] == asdict(before)["experts"]
+        state = SavedState(**json.loads(json.dumps(identity_of(config, before))))
+        assert state.model["experts"] == asdict(before)["experts"]
         check_state(tmp_path, state, config, after, None)
 
     resumed(dims, of(balance_loss=0.5, z_loss=1e-3))

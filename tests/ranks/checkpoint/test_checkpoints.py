@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,16 +21,17 @@ from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.checkpoint.publish import MANIFEST, complete_steps, remove_stale, step_folder, verify
 from titanlite.checkpoint.rng import restore_rng, rng_state
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import CheckpointError, DataError
 
 NO_GPU = not torch.cuda.is_available()
-STATE = {"data": {"epoch": 1, "sample": 640}, "tokens": 10**12, "note": "ü", "lr": 0.1}
+STATE = SavedState(samples=10**12, learning_rate=0.1, corpora={"ü": "a", "b": ""}, model={"sizes": [1, 2]})
 
 
 def save(root: Path, *steps: int) -> None:
     for step in steps:
-        Checkpoints(root, keep=0).save(step, {"w": torch.full((4,), float(step))}, {"step": step})
+        Checkpoints(root, keep=0).save(step, {"w": torch.full((4,), float(step))}, SavedState(samples=step))
 
 
 def raises_everywhere(action, *parts: str) -> None:
@@ -59,7 +61,7 @@ def test_saved_by_two_ranks_loaded_by_two_one_and_four(tmp_path: Path) -> None:
         target = sharded(False)
         state, notices = checkpoints.load(7, target | rng_state())
         check(target)
-        assert state == STATE
+        assert state == replace(STATE, step=7, world_size=2, torch=torch.__version__)
         assert ["random number generators start fresh" in n for n in notices] == [dist.get_world_size() != 2] * len(
             notices
         )
@@ -71,7 +73,7 @@ def test_saved_by_two_ranks_loaded_by_two_one_and_four(tmp_path: Path) -> None:
     target = plain(False)  # no process group
     state, notices = Checkpoints(tmp_path / "checkpoints", keep=2).load(7, target | rng_state())
     check(target)
-    assert state == STATE
+    assert state == replace(STATE, step=7, world_size=2, torch=torch.__version__)
     assert "saved by 2 ranks, this run has 1" in notices[0]
 
 
@@ -85,7 +87,7 @@ def test_random_state_continues_on_each_rank(tmp_path: Path) -> None:
             seed(100 + dist.get_rank())
         draws()  # leaves one of a pair of Gaussians pending in `random` and in numpy
         checkpoints = Checkpoints(tmp_path / "c", keep=1)
-        checkpoints.save(1, rng_state(), {})
+        checkpoints.save(1, rng_state(), SavedState())
         expected = draws()
         draws()
         tensors = rng_state()
@@ -161,12 +163,12 @@ def test_retention_spares_the_step_resumed_from(tmp_path: Path) -> None:
     run = Checkpoints(root, keep=2)
     target = {"w": torch.zeros(4)}
     state, notices = run.load(3, target)
-    assert (state, notices, target["w"].tolist()) == ({"step": 3}, [], [3.0] * 4)
+    assert (state.samples, notices, target["w"].tolist()) == (3, [], [3.0] * 4)
     for step in (4, 5, 6):
-        run.save(step, target, {})
+        run.save(step, target, SavedState())
     assert complete_steps(root) == [3, 5, 6]
     with pytest.raises(CheckpointError, match="never overwritten"):
-        run.save(6, target, {})
+        run.save(6, target, SavedState())
 
 
 DAMAGE = {
@@ -209,8 +211,8 @@ def test_a_renamed_checkpoint_and_a_newer_format_are_refused(tmp_path: Path, mon
     step_folder(tmp_path, 10).rename(step_folder(tmp_path, 11))
     with pytest.raises(CheckpointError, match=r"state\.json = step 10\n.*want: step 11"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
-    monkeypatch.setattr("titanlite.checkpoint.resume.VERSION", 2)
-    with pytest.raises(CheckpointError, match=r"state\.json = version 1\n.*want: version 2"):
+    monkeypatch.setattr("titanlite.checkpoint.saved_state.VERSION", 3)
+    with pytest.raises(CheckpointError, match=r"state\.json = version 2\n.*want: version 3"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
 
 
@@ -228,12 +230,12 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, bad_rank: int)
     def body() -> None:
         run = Checkpoints(root, keep=1)
         state = {f"of{dist.get_rank()}": torch.ones(1000)}
-        run.save(1, state, {})
+        run.save(1, state, SavedState())
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         if dist.get_rank() == bad_rank:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
-            run.save(2, state, {})
+            run.save(2, state, SavedState())
             text = "nothing was raised"
         except CheckpointError as e:
             text = str(e)
@@ -243,7 +245,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, bad_rank: int)
         assert "File too large" in text
         assert str(root) in text
         assert complete_steps(root) == [1]
-        run.save(2, state, {})  # the leftovers of the failed attempt are no obstacle
+        run.save(2, state, SavedState())  # the leftovers of the failed attempt are no obstacle
         assert complete_steps(root) == [2]
 
     run_ranks(body, tmp_path)
@@ -277,7 +279,7 @@ def test_a_manifest_that_cannot_be_written_says_where_and_what_helps(
         with pytest.raises(
             CheckpointError, match=rf"{said}.*\n +fix:  make room \(.* free now\) or set job.dump_folder"
         ):
-            Checkpoints(tmp_path, keep=1).save(1, {}, {})
+            Checkpoints(tmp_path, keep=1).save(1, {}, SavedState())
 
     run_ranks(body, tmp_path)
 
@@ -286,7 +288,7 @@ def test_a_state_that_is_not_json_is_a_bug_with_a_traceback(tmp_path: Path) -> N
     def body() -> None:
         expected = TypeError if dist.get_rank() == 0 else CheckpointError
         with pytest.raises(expected, match="not JSON serializable"):
-            Checkpoints(tmp_path / "c", keep=1).save(1, {}, {"path": tmp_path})
+            Checkpoints(tmp_path / "c", keep=1).save(1, {}, SavedState(model={"path": tmp_path}))
         assert not (tmp_path / "c").exists()
 
     run_ranks(body, tmp_path)
@@ -297,7 +299,7 @@ def test_a_state_that_is_not_json_is_a_bug_with_a_traceback(tmp_path: Path) -> N
 def test_cuda_tensors_and_random_state(tmp_path: Path) -> None:
     state = {"w": torch.arange(1000.0, device="cuda"), "b": torch.ones(7, dtype=torch.bfloat16, device="cuda")}
     run = Checkpoints(tmp_path, keep=1)
-    run.save(1, state | rng_state(), {})
+    run.save(1, state | rng_state(), SavedState())
     expected = torch.rand(3, device="cuda")
     target = {name: torch.zeros_like(t) for name, t in state.items()} | rng_state()
     assert run.load(1, target)[1] == []
@@ -321,7 +323,7 @@ def test_what_is_written_in_the_background_is_what_was_there_when_it_began(tmp_p
         background = Background(checkpoints, state)
         for step in (1, 2):  # the second into the memory of the first
             before = {name: t.clone() for name, t in state.items()}
-            background.save(step, state, {})
+            background.save(step, state, SavedState())
             for t in state.values():
                 t.add_(1)
             assert background.wait() == step_folder(tmp_path, step)
@@ -339,12 +341,12 @@ def test_a_kill_of_one_rank_at_a_random_instant(tmp_path: Path, seed: int) -> No
     def body() -> None:
         run = Checkpoints(root, keep=2)
         state = sharded(True)
-        run.save(0, state, {})
+        run.save(0, state, SavedState())
         if dist.get_rank() == victim:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, in the middle of anything
             signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(0.01, 0.2))
         for step in range(1, 10_000):
-            run.save(step, state, {})
+            run.save(step, state, SavedState())
             if dist.get_rank() == 0:
                 reported.write_text(str(step))
 

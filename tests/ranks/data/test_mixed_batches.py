@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.data.test_mixture import WEIGHTS, Oracle, Sample, config_of
+from tests.unit.data.test_mixture import WEIGHTS, Oracle, Sample, config_of, past_of
 from tests.unit.data.test_shards import make_shards
 from titanlite.config.schema import Stage
 from titanlite.data.batches import TrainBatches
 from titanlite.data.samples import ConcatenatedSamples, Samples
-from titanlite.data.stages import Past, StageTable, past_of, stage_table
+from titanlite.data.stages import Past, StageTable, stage_table
 
 UNIT, STEPS = 16, 9
 UNITS = {"a": 53, "b": 29, "c": 17}
@@ -62,7 +62,7 @@ def test_any_ranks_take_what_the_oracle_says(sources: dict[str, Samples], ranks:
         got = step_of(sources, table, step, ranks)
         assert got == [oracle.next() for _ in range(batch)]
         seen += got
-        past = past_of(step, {"samples": table.samples(step), "stages": table.past(step), "unit_len": UNIT}, UNIT)
+        past = past_of(table, step)
     assert len(past.rows) == 4
     for name, n in UNITS.items():  # none lost, none repeated
         own = [first for of, first, _ in seen if of == name]
@@ -89,6 +89,6 @@ def test_a_ramp_in_shapes_of_its_own(sources: dict[str, Samples]) -> None:
         table = stage_table(config, 2, past)
         assert step_of(sources, table, step, 2, shape[2]) == [oracle.next() for _ in range(shape[0])]
         tokens += shape[0] * shape[1]
-        past = past_of(step, {"samples": table.samples(step), "stages": table.past(step), "unit_len": 16}, 4)
+        past = past_of(table, step)
         assert past.tokens == tokens
     assert shape == (32, 16, 4)

@@ -21,6 +21,7 @@ from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.checkpoint.hugging_face import export_checkpoint, load_weights
 from titanlite.checkpoint.resume import identity_of
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
 from titanlite.config.architectures import (
@@ -133,7 +134,9 @@ def exported(case: str, model: nn.Module, folder: Path) -> Path:
     run.record(to_toml(config))
     weights = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     moments = {"optimizer/exp_avg/norm.weight": torch.zeros(dims.dim)}
-    Checkpoints(run.checkpoints, keep=0).save(7, weights | moments, {"tokenizer": "bytes"} | identity_of(config, dims))
+    Checkpoints(run.checkpoints, keep=0).save(
+        7, weights | moments, SavedState(tokenizer="bytes", **identity_of(config, dims))
+    )
     assert export_command([str(run.path), "--dtype", "float32", "--out", str(folder / "out")]) == 0
     return folder / "out"
 

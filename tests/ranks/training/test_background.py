@@ -146,8 +146,8 @@ def test_a_run_stopped_in_the_middle_goes_on_as_if_it_had_not_been(desk: "Desk",
     assert [row[0] for row in ended.trained()] == list(range(1, 27))
     assert ended.trained()[:5] == first.trained()[:5]
     assert ended.losses() == pytest.approx(first.losses(), rel=1e-4)
-    state = json.loads((ended.folder / "checkpoints" / "step-00000005" / "state.json").read_text())["state"]
-    assert (state["corpus"], len(state["inputs"][""])) == ("", 16)
+    state = json.loads((ended.folder / "checkpoints" / "step-00000005" / "state.json").read_text())
+    assert (state["corpora"], len(state["inputs"][""])) == ({"": ""}, 16)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, train
 from titanlite.checkpoint.publish import step_folder
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.evaluation.load import load_model
 from titanlite.models.experts import MixtureOfExperts
@@ -93,7 +94,7 @@ def test_a_bias_is_saved_and_loaded_under_another_number_of_ranks(tmp_path: Path
     def save() -> None:
         run = assemble(asked[2])
         take_steps(run, 2)
-        Checkpoints(folder, keep=0).save(2, tensors_of(run), {})
+        Checkpoints(folder, keep=0).save(2, tensors_of(run), SavedState())
         if dist.get_rank() == 0:
             torch.save([layer.bias for layer in layers_of(run)], tmp_path / "bias.pt")
 

@@ -30,6 +30,7 @@ from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.checkpoint import hugging_face, store
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.resume import check_state
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer
@@ -309,7 +310,7 @@ def test_another_number_of_ranks_makes_no_other_batch_unasked(desk: Desk, monkey
     assert "training.global_batch_size: not given → 8" in asked.output
     assert asked.steps[-1]["tokens"] == (2 * 2 + 8) * 64
     state = asked.folder / "checkpoints" / "step-00000003" / "state.json"
-    assert json.loads(state.read_text())["state"]["sequences_per_step"] == 8
+    assert json.loads(state.read_text())["sequences_per_step"] == 8
 
 
 @pytest.mark.slow
@@ -326,9 +327,9 @@ def test_a_checkpoint_in_the_folder_of_another_job_is_still_of_its_run(desk: Des
 
 def test_a_checkpoint_that_does_not_say_its_batch_or_order_is_taken_up() -> None:
     folder, sizes = Path("step-00000002"), load("model", "llama3-8B")
-    check_state(folder, {}, Config(), sizes, 4)
+    check_state(folder, SavedState(), Config(), sizes, 4)
     with pytest.raises(ConfigError, match=r"step-00000002: 1 problem\n  training\.global_batch_size = not given"):
-        check_state(folder, {"sequences_per_step": 2}, Config(), sizes, 4)
+        check_state(folder, SavedState(sequences_per_step=2), Config(), sizes, 4)
 
 
 def test_the_written_config_gives_the_same_run(desk: Desk) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import tomli_w
 
-from titanlite.checkpoint.resume import read_state
+from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands import main
 
 if TYPE_CHECKING:
@@ -118,9 +118,7 @@ def test_a_run_that_is_resumed_at_each_boundary_is_the_same(desk: "Desk", ramp: 
         assert again.content(LAST) == ramp.content(LAST)
     else:  # another order of additions, in float32
         assert again.losses() == pytest.approx(ramp.losses(), rel=1e-3)
-    states = [
-        read_state(run.folder / "checkpoints" / f"step-{LAST:08d}", LAST)["state"]["stages"] for run in (ramp, again)
-    ]
+    states = [read_state(run.folder / "checkpoints" / f"step-{LAST:08d}", LAST).stages for run in (ramp, again)]
     assert states[0] == states[1]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from titanlite.checkpoint.optimizer_state import leaves_state, optimizer_identity
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.recipe_schema import OwnRule
 from titanlite.config.schema import Optimizer
 from titanlite.errors import CheckpointError
@@ -16,8 +17,8 @@ MUON = {"layers.0.wo.weight": "muon", "layers.1.wo.weight": "muon", "norm.weight
 FOLDER = Path("step-00000002")
 
 
-def saved(rules: dict[str, str], own: dict[str, OwnRule] | None = None, **keys: Any) -> dict[str, Any]:
-    return json.loads(json.dumps(optimizer_identity(Optimizer(**keys), rules, own or {})))
+def saved(rules: dict[str, str], own: dict[str, OwnRule] | None = None, **keys: Any) -> SavedState:
+    return SavedState(optimizer=json.loads(json.dumps(optimizer_identity(Optimizer(**keys), rules, own or {}))))
 
 
 def test_the_same_optimizer_goes_on_whatever_its_numbers_and_its_recipe() -> None:
@@ -34,7 +35,12 @@ def test_the_same_optimizer_goes_on_whatever_its_numbers_and_its_recipe() -> Non
             ADAMW,
             ['optimizer.recipe = "adamw"\n', 'were updated: "muon" for layers.*.wo.weight\n'],
         ),
-        ({}, Optimizer(recipe="muon"), MUON, ['optimizer.recipe = "muon"\n', '"adamw" for layers.*.wo.weight\n']),
+        (
+            saved(ADAMW),
+            Optimizer(recipe="muon"),
+            MUON,
+            ['optimizer.recipe = "muon"\n', '"adamw" for layers.*.wo.weight\n'],
+        ),
         (
             saved(ADAMW, state_dtype="bfloat16"),
             Optimizer(),
@@ -44,7 +50,7 @@ def test_the_same_optimizer_goes_on_whatever_its_numbers_and_its_recipe() -> Non
     ],
 )
 def test_another_is_refused_unless_state_may_be_fresh(
-    state: dict[str, Any], config: Optimizer, rules: dict[str, str], parts: list[str]
+    state: SavedState, config: Optimizer, rules: dict[str, str], parts: list[str]
 ) -> None:
     with pytest.raises(CheckpointError) as caught:
         leaves_state(FOLDER, state, config, rules, {})
@@ -54,7 +60,7 @@ def test_another_is_refused_unless_state_may_be_fresh(
 
 
 def test_checkpoints_that_do_not_say_their_rules_are_of_adamw() -> None:
-    assert not leaves_state(FOLDER, {}, Optimizer(state_dtype="bfloat16"), ADAMW, {})
+    assert not leaves_state(FOLDER, SavedState(), Optimizer(state_dtype="bfloat16"), ADAMW, {})
 
 
 def test_other_parameters_are_for_those_to_say_who_know_the_model() -> None:
@@ -81,4 +87,6 @@ def test_a_rule_of_ones_own_that_keeps_something_else_is_another() -> None:
         ):
             assert part in str(caught.value)
         assert leaves_state(FOLDER, state, Optimizer(fresh_state=True), known, now)
-    assert not leaves_state(FOLDER, {"optimizer": {"rules": rules}}, Optimizer(), rules, now)  # who did not say it
+    assert not leaves_state(
+        FOLDER, SavedState(optimizer={"rules": rules}), Optimizer(), rules, now
+    )  # who did not say it

@@ -3,15 +3,15 @@
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.schema import Config, Data, MixtureSource, Stage, Training
 from titanlite.data.mixture import LONGEST_PERIOD, Mixture, many_epochs, seed_of, turns, whole_shares
 from titanlite.data.order import samples_at
-from titanlite.data.stages import Past, StageRow, StageTable, past_of, stage_table
+from titanlite.data.stages import Past, StageRow, StageTable, stage_table
 from titanlite.errors import ConfigError
 
 Sample = tuple[str, int, int]
@@ -103,6 +103,11 @@ WEIGHTS = [{"a": 0.7, "b": 0.3}, {"a": 0.2, "b": 0.5, "c": 0.3}, {"c": 1.0, "a":
 UNITS = {"a": 13, "b": 7, "c": 5}
 
 
+def past_of(table: StageTable, step: int) -> Past:
+    """As a checkpoint has it."""
+    return SavedState(step=step, samples=table.samples(step), stages=table.past(step), unit_len=table.unit_len).past
+
+
 @pytest.mark.parametrize("batch", [1, 4, 6])
 def test_three_changes_of_weights_lose_and_repeat_nothing(batch: int) -> None:
     """Resumed at every step, with other weights at three: what the oracle says, and each sample once an epoch."""
@@ -118,8 +123,7 @@ def test_three_changes_of_weights_lose_and_repeat_nothing(batch: int) -> None:
         got = step_of(table, UNITS, step + 1)
         assert got == [oracle.next() for _ in range(batch)]
         seen += got
-        state = {"samples": table.samples(step + 1), "stages": table.past(step + 1)}
-        past = past_of(step + 1, state, 8)
+        past = past_of(table, step + 1)
     assert [row.from_step for row in past.rows] == [0, 9, 20, 31]
     for name, units in UNITS.items():
         own = [sample for sample in seen if sample[0] == name]
@@ -165,7 +169,7 @@ def test_a_ramp_of_batch_and_length_is_what_the_oracle_says() -> None:
         assert step_of(table, units, step) == [oracle.next() for _ in range(batch)]
         tokens, samples = tokens + batch * seq_len, samples + batch
         assert (table.tokens(step), table.samples(step)) == (tokens, samples)
-        past = past_of(step, {"samples": samples, "stages": table.past(step)}, 8)
+        past = past_of(table, step)
         assert (past.tokens, past.samples) == (tokens, samples)
         skipped = Mixture(table, units).skipped(step)
         assert skipped == {name: oracle.skipped[name] for name in units}
@@ -214,8 +218,7 @@ def test_the_order_in_the_file_does_not_matter() -> None:
 
 
 def trained(config: Config, step: int) -> Past:
-    table = stage_table(config, 1)
-    return past_of(step, {"samples": table.samples(step), "stages": table.past(step)}, 8)
+    return past_of(stage_table(config, 1), step)
 
 
 @pytest.mark.parametrize(
@@ -268,21 +271,6 @@ def test_a_stage_that_a_resume_would_pass_over_is_refused() -> None:
     for before in (past, None):
         with pytest.raises(ConfigError, match=r"stage\[1\].from_tokens = 90\n.*at least a step, of 30 tokens"):
             stage_table(two, 1, before)
-
-
-def test_a_checkpoint_without_stages_goes_on() -> None:
-    config = replace(config_of({}), data=Data())
-    for state in ({"samples": 40, "sequences_per_step": 4}, {"samples": 40}, {"samples": 25, "sequences_per_step": 4}):
-        past = past_of(10, state, 8)
-        assert (past.samples, past.tokens) == (state["samples"], 8 * state["samples"])
-        table = stage_table(config, 1, past)
-        assert not table.notes
-        mixture = Mixture(table, {"": 13})
-        for before, after in pairwise(range(10, 16)):
-            first = state["samples"] + 4 * (before - 10)
-            assert table.samples(before) == first
-            taken = mixture.taken(table.row(after), np.arange(first, first + 4))
-            assert taken.unit.tolist() == list(range(first, first + 4))
 
 
 def test_sources_that_are_gone_through_five_times_are_named_unless_they_say_how_often_they_may() -> None:

@@ -18,6 +18,7 @@ import pytest
 import tomli_w
 
 from titanlite.checkpoint.resume import changed_routing, check_state, identity_of
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.schema import Config, Data, MixtureSource, Stage
 from titanlite.config.write import to_toml
 from titanlite.data.prepare import prepare
@@ -209,7 +210,7 @@ def test_a_flavor_that_trains_routers_otherwise_is_the_same_model(tmp_path: Path
 def test_a_change_of_how_routers_are_trained_is_told_and_a_refusal_names_the_key() -> None:
     dims, config = load("model", "qwen3_moe-torchtitan-debug"), Config()
     assert dims.experts is not None
-    state, folder = json.loads(json.dumps(identity_of(config, dims))), Path("step-00000002")
+    state, folder = SavedState(**json.loads(json.dumps(identity_of(config, dims)))), Path("step-00000002")
     assert changed_routing(state, dims) == []
     faster = replace(dims, experts=replace(dims.experts, balance_bias=0.01, z_loss=0.001))
     check_state(folder, state, config, faster, None)

@@ -16,7 +16,7 @@ import titanlite.training.report as training_report
 from titanlite import recipes
 from titanlite.config.schema import Config, Metrics, Training
 from titanlite.data.mixture import Mixture
-from titanlite.data.stages import past_of, stage_table
+from titanlite.data.stages import Past, StageRow, stage_table
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
 from titanlite.observe.metrics import MetricsFile, read_metrics
@@ -52,8 +52,9 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
     status = Status(folder / "status.json")
     with closing(console), closing(metrics):
-        state = {"samples": samples_before, "sequences_per_step": BATCH}
-        table = stage_table(config, 1, past_of(start, state, S))
+        asked = stage_table(config, 1).rows[0].asked
+        rows = [StageRow(0, 0, 0, asked), StageRow(start, samples_before, samples_before * S, asked)]
+        table = stage_table(config, 1, Past(start, samples_before, tuple(rows), S))
         position = Position(start, Mixture(table, {"": EPOCH}), WORLD)
         yield Report(config, position, OF_TOKEN, CPU, console, status, [console, metrics])
 
