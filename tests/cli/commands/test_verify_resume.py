@@ -13,6 +13,7 @@ import torch
 from tests.support.forks import fork
 from tests.support.launched import Job, train_rank
 from tests.support.needs import slow
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands import main, verify_resume
 from titanlite.config.toml_file import shipped_folder
@@ -71,7 +72,7 @@ def make_run(folder: Path, losses: list[float], weight: float, generator: float 
     run.metrics.write_text("".join(f"{row}\n" for row in rows))
     tensors = {"model/w": torch.full((2,), weight), "model/same": torch.ones(2)}
     tensors |= {"rng/rank00000/python": torch.full((1,), generator)}
-    Checkpoints(run.checkpoints, keep=0).save(2, tensors, {})
+    Checkpoints(run.checkpoints, keep=0).save(2, tensors, SavedState())
     return run
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.support.ranks import run_ranks
 from titanlite.checkpoint import store
 from titanlite.checkpoint.background import Background
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import ConfigError
 
@@ -27,7 +28,7 @@ def test_filters_of_warnings_are_left_alone(tmp_path: Path) -> None:
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=0)
         tensors = {"a": torch.ones(3)}
         background = Background(checkpoints, tensors)
-        background.save(1, tensors, {})
+        background.save(1, tensors, SavedState())
         assert background.wait() == tmp_path / "checkpoints/step-00000001"
 
     run_ranks(body, tmp_path)
