@@ -64,8 +64,8 @@ class Rates:
     fused: float
     host: int
 
-    def attention_of(self, width: int, tokens: int = 8192) -> tuple[float, float]:
-        """Those of the narrowest heads that are as wide, or of the widest, to so many tokens."""
+    def attention_of(self, width: int, tokens: int) -> tuple[float, float]:
+        """Those of the narrowest heads that are as wide, or of the widest, to so many tokens: 8,192 at least."""
         forward, backward = (
             rate * _by_size({8192: 1.0, 131072: longer}, max(tokens, 8192))
             for rate, longer in zip(_as_wide(self.attention, width), self.attention_long, strict=True)

@@ -204,11 +204,10 @@ class StepTimeModel:
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
         """TFLOP/s of forward and backward."""
-        rates, width, tokens = self.rates, self.memory.dims.head_width, self.memory.config.training.seq_len
-        if self.attended is None:
-            return rates.attention_window if self._window(each) else rates.attention_of(width, tokens)
-        forward, backward = rates.attention_window if self._window(each) else rates.attention_of(width)
-        shares = rates.documents_of(width)
+        rates, width, is_whole = self.rates, self.memory.dims.head_width, self.attended is None
+        tokens = self.memory.config.training.seq_len if is_whole else 0
+        forward, backward = rates.attention_window if self._window(each) else rates.attention_of(width, tokens)
+        shares = (1.0, 1.0) if is_whole else rates.documents_of(width)
         return forward * shares[0], backward * shares[1]
 
     def _window(self, each: Operation | Activation) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.schema import Config
-from titanlite.config.stages import SOLE, least_samples, source_keys
+from titanlite.config.stages import least_samples, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
 from titanlite.data.growing import GrowingShards
@@ -81,11 +81,6 @@ class Corpora:
         """End the process that makes what grows."""
         if self.making is not None:
             self.making.close()
-
-    @property
-    def is_mixed(self) -> bool:
-        """Return whether the sources are those of `data.mixture`."""
-        return SOLE not in self.train
 
 
 class HeldOut(NamedTuple):
