@@ -39,6 +39,7 @@ def opened(
         *(f"--disable-{name}" for name in _QUIET),
         f"--user-data-dir={page.parent / 'profile'}",
         "--enable-logging=stderr",
+        "--run-all-compositor-stages-before-draw",  # a frame may not be left out when the machine is busy
         *([f"--virtual-time-budget={time_ms}"] if time_ms is not None else []),
         *flags,
         "--dump-dom",

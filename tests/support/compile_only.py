@@ -106,16 +106,29 @@ def accesses(kernel: triton.compiler.CompiledKernel) -> Counter[tuple[str, int]]
     return Counter((way, int(words or 1)) for way, words in found)
 
 
+def _spills_beside_products(sass: str) -> bool:
+    """Whether the stack is used before, between or after the two consumers' products: by who copies, not by them."""
+    found = re.findall(r"\b(?:([HQ]GMMA)|STL|LDL)\b", sass)
+    products = sum(map(bool, found))
+    return {sum(map(bool, found[:i])) for i, name in enumerate(found) if not name} <= {0, products // 2, products}
+
+
 def check_resources(compiled: dict[str, triton.compiler.CompiledKernel], folder: Path, may_spill: bool = False) -> None:
-    """Nothing on the stack, no more shared memory than there is."""
+    """Nothing on the stack but addresses of a warp that copies, no more shared memory than there is."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+    def dumped(what: str) -> str:
+        return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True).stdout
+
     for name, kernel in compiled.items():
         cubin = folder / f"{name}.cubin"
         cubin.write_bytes(kernel.asm["cubin"])
-        said = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+        said = dumped("--dump-resource-usage")
         used = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", said))
-        may_spill |= IS_3_8 and name in ("gather_matmul", "matmul_push")  # up to 500 bytes a thread; not timed
-        assert may_spill or used["STACK"] == used["LOCAL"] == "0", f"{name}: {said}"
+        spills = may_spill or (IS_3_8 and name == "matmul_push")  # up to 500 bytes a thread; not timed
+        if not spills and name == "gather_matmul":
+            spills = int(used["STACK"]) <= 120 and _spills_beside_products(dumped("-sass"))
+        assert spills or used["STACK"] == used["LOCAL"] == "0", f"{name}: {said}"
         assert kernel.metadata.shared <= SHARED_MEMORY, name
 
 
