@@ -16,6 +16,7 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from titanlite.config.schema import Comm, Optimizer, Parallelism
+from titanlite.device import device_of
 from titanlite.forecast.update_time import computed_flops
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.models.matrices import Matrix
@@ -39,7 +40,8 @@ def main() -> None:
     shapes |= {"tok_embeddings.weight": (V // RANKS, D), "output.weight": (V // RANKS, D), "norm.weight": (D // RANKS,)}
     parameters = {n: torch.nn.Parameter(torch.randn(s, device=device)) for n, s in shapes.items()}
     gradients = {name: torch.randn_like(p) for name, p in parameters.items()}
-    mesh, keep, one = build_mesh(Parallelism(), device), torch.zeros((), device=device), torch.ones((), device=device)
+    mesh = build_mesh(Parallelism(), device_of(device))
+    keep, one = torch.zeros((), device=device), torch.ones((), device=device)
     n = sum(p.numel() for p in parameters.values())
     print(f"{n:,} parameters, milliseconds; the floor at {GBPS} GB/s")
     print("| moments | norm and update | floor | ratio | update | torch's |\n|---|---|---|---|---|---|")

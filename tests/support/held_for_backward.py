@@ -26,6 +26,7 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import ModelDims, SaveList
+from titanlite.device import CPU
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, local_data
@@ -80,7 +81,7 @@ def build(
     recipe = None
     if float8:  # FSDP, which would gather in float8, is not here
         recipe = replace(recipes.load("float8", float8), fsdp_all_gather="high_precision", min_compute_capability=0)
-        apply_float8(model, recipe, ("output",), torch.device("cpu"), tokens, shards=1)
+        apply_float8(model, recipe, ("output",), CPU, tokens, shards=1)
     apply_activation_checkpoint(model, save_list)
     model.to_empty(device="cpu")
     model.fill_buffers()

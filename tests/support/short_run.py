@@ -18,6 +18,7 @@ from titanlite.checkpoint import store
 from titanlite.config.schema import Config
 from titanlite.data.batches import TrainBatches
 from titanlite.data.prepare import prepare
+from titanlite.device import CPU
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel import fsdp
@@ -68,7 +69,7 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
 
 def assemble(asked: CheckedRun) -> Run:
     """The run, on this rank."""
-    run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, torch.device("cpu"))
+    run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, CPU)
     take_first_weights(run)
     return run
 

@@ -191,10 +191,10 @@ def _begins_with_bos(file: str) -> bool:
 
 def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     """Load the model, and score the tasks."""
-    import torch
     import torch.distributed as dist
 
     from titanlite.checkpoint.collective import on_all_ranks
+    from titanlite.device import device_of
     from titanlite.evaluation.load import load_model
     from titanlite.evaluation.score import Evaluator, require_same_questions
     from titanlite.parallel.process_group import start_process_group
@@ -209,10 +209,9 @@ def _score_tasks(target: _Target, encoded: list[EncodedTask]) -> "list[Score]":
     device = start_process_group(config.comm)
     try:
         require_same_questions(on_all_ranks(lambda: [e.task.fingerprint for e in encoded]))
-        model, mesh = load_model(config, target.dims, device, target.checkpoint, target.averaged)
-        if device.type == "cuda":
-            dtype, dims = getattr(torch, config.training.mixed_precision_param), target.dims
-            chosen = choose_attention(device, dtype, dims.head_width, dims.n_heads // dims.n_kv_heads)
+        model, mesh = load_model(config, target.dims, device_of(device), target.checkpoint, target.averaged)
+        if mesh.built_for.is_gpu:
+            chosen = choose_attention(mesh.built_for, config, target.dims)
             if chosen.missed and dist.get_rank() == 0:
                 sys.stderr.write(f"warning: {chosen.feature}: {chosen.missed[0].why}\n")
         seq_len = config.training.seq_len

@@ -19,6 +19,7 @@ from titanlite import recipes
 from titanlite.config.build import show
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.device import Device, device_of
 from titanlite.errors import ConfigError
 from titanlite.float8.matmul import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
@@ -68,7 +69,7 @@ def measured(checked: CheckedRun) -> str:
         raise ConfigError.of(
             "titanlite recipes float8", "--measure", "", want, "run it on a machine like those that will train"
         )
-    device, config = torch.device("cuda"), checked.config
+    device, config = device_of(torch.device("cuda")), checked.config
     names = dict.fromkeys(recipes.names("float8", config.job.recipe_dirs))
     if checked.float8 is not None:  # it may be a path
         names[config.float8.recipe] = None
@@ -82,7 +83,7 @@ def measured(checked: CheckedRun) -> str:
         device,
         config.compile.enable,
     )
-    return report(timed, torch.cuda.get_device_name(device), config.training.mixed_precision_param, emulated)
+    return report(timed, device.name, config.training.mixed_precision_param, emulated)
 
 
 def layers(checked: CheckedRun) -> list[Layer]:
@@ -106,7 +107,7 @@ def time_all(
     sizes: list[Layer],
     float8: Mapping[str, Float8Recipe],
     dtype: torch.dtype,
-    device: torch.device,
+    device: Device,
     compile: bool,
     milliseconds: Timer | None = None,
 ) -> list[Timed]:
@@ -120,7 +121,7 @@ def time_all(
         compile: compile each layer, as `compile.enable` does.
         milliseconds: the clock; that of the GPU if not given.
     """
-    clock = milliseconds or median_milliseconds
+    clock, on = milliseconds or median_milliseconds, device.of_tensors
     timed = []
     for layer in sizes:
         convertible = {
@@ -128,10 +129,8 @@ def time_all(
             for name, recipe in float8.items()
             if not any(n % recipe.dim_multiple for n in (layer.M, layer.N, layer.K))
         }
-        plain = clock(_layer_call(layer, F.linear, dtype, device, compile))
-        times = {
-            name: clock(_layer_call(layer, matmul, dtype, device, compile)) for name, matmul in convertible.items()
-        }
+        plain = clock(_layer_call(layer, F.linear, dtype, on, compile))
+        times = {name: clock(_layer_call(layer, matmul, dtype, on, compile)) for name, matmul in convertible.items()}
         timed.append(Timed(layer, plain, times))
     return timed
 

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from titanlite.checkpoint import publish, store
@@ -12,6 +11,7 @@ from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism
+from titanlite.device import Device
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.find import build_model
@@ -21,14 +21,14 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 
 
 def load_model(
-    config: Config, dims: ModelDims, device: torch.device, checkpoint: Path | None = None, averaged: bool = False
+    config: Config, dims: ModelDims, device: Device, checkpoint: Path | None = None, averaged: bool = False
 ) -> tuple[nn.Module, Mesh]:
     """Build the model of a config over all processes, each of which holds a part, and load its weights; collective.
 
     Args:
         config: `model`, and of `training` the sequence length and the dtypes; its layout is not looked at.
         dims: the model's dimensions.
-        device: this process's; the process group exists.
+        device: this process's own; the process group exists.
         checkpoint: of a run; None: the folder `checkpoint.initial_load_path`.
         averaged: whether to take the average of weights in the checkpoint.
 
@@ -39,7 +39,7 @@ def load_model(
     mesh = build_mesh(config.parallelism, device)
     model = build_model(config.model, dims, config.training.seq_len)
     apply_fsdp(model, config, mesh)
-    model.to_empty(device=device)
+    model.to_empty(device=mesh.device)
     fill_buffers(model)
     finalize(model, config, mesh)
     named = dict(model.named_parameters())

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.config.build import show
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe
+from titanlite.device import Device
 from titanlite.errors import Problem, RecipeError, describe
 from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups
 from titanlite.float8.experts import Float8Experts
@@ -77,7 +77,7 @@ def apply_float8(
     model: nn.Module,
     recipe: Float8Recipe,
     filter_fqns: tuple[str, ...],
-    device: torch.device,
+    device: Device,
     tokens: int,
     shards: int,
     expert_shards: int | None = None,

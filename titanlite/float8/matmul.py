@@ -8,10 +8,10 @@ same numbers, none of the speed.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
+from titanlite.device import Device
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8
@@ -33,7 +33,7 @@ class Lowering(NamedTuple):
     why: str | None
 
 
-def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
+def lowering_of(recipe: Float8Recipe, device: Device) -> Lowering:
     """Choose the implementation of a recipe: the first that can carry it out.
 
     Args:
@@ -41,7 +41,7 @@ def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
         device: to train on.
     """
     unfused = obstacle(recipe)
-    if unfused is None and device.type != "cuda":
+    if unfused is None and not device.is_gpu:
         return Lowering("definition", None)
     if why := _why_emulated(recipe, device):
         return Lowering("emulated", why)
@@ -50,11 +50,11 @@ def lowering_of(recipe: Float8Recipe, device: torch.device) -> Lowering:
     return Lowering("block scaled" if recipe.has_blocks else "torchao", unfused)
 
 
-def _why_emulated(recipe: Float8Recipe, device: torch.device) -> str | None:
+def _why_emulated(recipe: Float8Recipe, device: Device) -> str | None:
     """Return why a device has no tensor cores for a recipe, or None."""
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    capability = device.capability or (0, 0)
     if capability[0] + capability[1] / 10 < recipe.min_compute_capability:
-        has = f"this GPU has {capability[0]}.{capability[1]}" if device.type == "cuda" else "this device is no GPU"
+        has = f"this GPU has {capability[0]}.{capability[1]}" if device.is_gpu else "this device is no GPU"
         return f"it needs compute capability {recipe.min_compute_capability}, {has}"
     if not recipe.has_blocks:
         return None
@@ -69,7 +69,7 @@ class Float8Matmul:
 
     Args:
         recipe: the arithmetic.
-        device: that the operands will be on.
+        device: that is built for.
         over: the ranks that hold the rest of the operands, for a recipe with `reduce_amax`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Float8Matmul:
         unfused: why there is no such thing, or None: the lowering is then titanlite's own products.
     """
 
-    def __init__(self, recipe: Float8Recipe, device: torch.device, over: AmaxGroups = ALL_HERE) -> None:
+    def __init__(self, recipe: Float8Recipe, device: Device, over: AmaxGroups = ALL_HERE) -> None:
         self.recipe, self.over, self.lowering = recipe, over, lowering_of(recipe, device)
         self.unfused, self.fused = obstacle(recipe), FusedFloat8(recipe, over)
         if self.lowering.why is None:
@@ -88,7 +88,7 @@ class Float8Matmul:
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            multiplies = self.lowering.name == "block scaled" or device.type == "cpu"  # there by definition
+            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # there by definition
             by_blocks = multiplies and is_by_blocks_of_128(recipe)
             self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"

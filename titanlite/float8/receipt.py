@@ -1,19 +1,17 @@
 """The receipt of float8: which layers compute in it, and what each of the others is left out for."""
 
-import torch
 from torch import nn
 
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.config.schema import Config
+from titanlite.device import Device
 from titanlite.float8.convert import Conversion
 from titanlite.float8.scope import odd_sizes
 from titanlite.models.experts import Router
 from titanlite.receipt import Entry, Skipped
 
 
-def float8_entry(
-    model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: torch.device
-) -> Entry:
+def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: Device) -> Entry:
     """The receipt's entry of a conversion.
 
     A definition is all that CPUs have; on a GPU it is no gain in speed, and missed if the recipe's file promises one.
@@ -58,9 +56,9 @@ def _routers(model: nn.Module) -> dict[str, str]:
     return dict.fromkeys(routers, "a router's logits are of float32")
 
 
-def emulation_cost(done: Conversion, device: torch.device) -> str | None:
+def emulation_cost(done: Conversion, device: Device) -> str | None:
     """Say that a GPU emulates the recipe, and why; None on a CPU, and where kernels run."""
-    is_emulated = done.lowering.name == "emulated" and device.type == "cuda"
+    is_emulated = done.lowering.name == "emulated" and device.is_gpu
     return f"emulated: slower than bf16; {done.lowering.why}" if is_emulated else None
 
 

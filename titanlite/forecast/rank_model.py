@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Model
+from titanlite.device import CPU
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts
@@ -97,7 +98,7 @@ def rank_model(
         return RankModel(made, None)
     recipe = replace(float8, min_compute_capability=0)  # as on a device that has what the recipe needs
     of_experts = max(1, shards * t // mesh.expert_parallel_degree)
-    converted = apply_float8(made, recipe, config.float8.filter_fqns, torch.device("cpu"), tokens, shards, of_experts)
+    converted = apply_float8(made, recipe, config.float8.filter_fqns, CPU, tokens, shards, of_experts)
     return RankModel(made, converted)
 
 

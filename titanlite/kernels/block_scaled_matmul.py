@@ -14,17 +14,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.device import Device
 from titanlite.kernels.float8_scales import BLOCK
 from titanlite.kernels.operators import operator
 
 
-def block_scaling_unsupported_reason(device: torch.device) -> str | None:
+def block_scaling_unsupported_reason(device: Device) -> str | None:
     """Return why a device has no such product, or None."""
-    if device.type != "cuda":
+    if device.capability is None:
         return "the device is no GPU"
-    capability = torch.cuda.get_device_capability(device)
-    if capability[0] != 9:
+    if (capability := device.capability)[0] != 9:
         return f"blocks of {BLOCK} need compute capability 9.x, this GPU has {capability[0]}.{capability[1]}"
+    if device.is_named:
+        return None
     cuda = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
     if cuda < (12, 9):
         return f"blocks of {BLOCK} need CUDA 12.9, this torch was built with {torch.version.cuda}"

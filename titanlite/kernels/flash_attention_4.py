@@ -28,14 +28,14 @@ _served: tuple[int, ...] = ()
 
 
 def serve(widths: tuple[int, ...]) -> None:
-    """Let heads of these widths be attended to by the package, in this process."""
+    """Let heads of these widths be attended to by the package, in this process: none, unless its device is a GPU."""
     global _served
     _served = widths
 
 
 def serves(q: Tensor) -> bool:
     """Return whether the package attends to queries like these, […, E]."""
-    return q.is_cuda and q.dtype in DTYPES and q.shape[-1] in _served
+    return q.dtype in DTYPES and q.shape[-1] in _served
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor | None, longest: int, window: int) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ Rows behind the last group are nobody's. What a product has there is undefined; 
 finite numbers there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.device import Device, device_of
 from titanlite.kernels.operators import device_code, operator
 from titanlite.kernels.products import FLOAT8
 
@@ -24,28 +25,29 @@ _multiply_scaled = device_code("grouped_matmul.launch_scaled_grouped_matmul")
 _scaled_gradient = device_code("grouped_gradient.launch_scaled_grouped_gradient")
 
 
-def grouped_kernel(a: Tensor, weight: Tensor) -> str:
+def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) -> str:
     """Name what multiplies: "grouped_matmul" on Hopper, "loop" (a product for each group, which waits for the GPU to
     know the groups) on other devices and for what the former does not take.
 
     Args:
-        a: [R, K].
-        weight: [G, N, K].
+        device: that is built for.
+        dtype: of operands.
+        widths: N and K.
     """
-    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
-        return "loop"
-    is_hopper = torch.cuda.get_device_capability(a.device) == (9, 0)
-    return "grouped_matmul" if is_hopper and not any(n % 128 for n in weight.shape[1:]) else "loop"
+    is_taken = dtype in (torch.bfloat16, torch.float16, *FLOAT8) and not any(n % 128 for n in widths)
+    return "grouped_matmul" if is_taken and device.capability == (9, 0) else "loop"
+
+
+def _is_loop(a: Tensor, N: int) -> bool:
+    return grouped_kernel(device_of(a.device), a.dtype, (N, a.shape[1])) == "loop"
 
 
 def _multiply_groups(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    is_slow = grouped_kernel(a, weight) == "loop"
-    return (grouped_matmul.definition if is_slow else _multiply)(a, weight, offsets)
+    return (grouped_matmul.definition if _is_loop(a, weight.shape[1]) else _multiply)(a, weight, offsets)
 
 
 def _weight_gradient_of_groups(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    shape = x.new_empty(1, grad.shape[1], x.shape[1], device="meta")
-    is_slow = grouped_kernel(x, shape) == "loop"
+    is_slow = _is_loop(x, grad.shape[1])
     return (grouped_weight_gradient.definition if is_slow else _weight_gradient)(grad, x, offsets)
 
 
@@ -86,7 +88,7 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _multiply_scaled_groups(a: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    is_slow = grouped_kernel(a, weight) == "loop"
+    is_slow = _is_loop(a, weight.shape[1])
     return (scaled_grouped_matmul.definition if is_slow else _multiply_scaled)(a, weight, *others)
 
 
@@ -122,8 +124,7 @@ def scaled_grouped_matmul(
 
 
 def _scaled_gradient_of_groups(grad: Tensor, x: Tensor, *others: Any) -> Tensor:
-    shape = x.new_empty(1, len(grad), len(x), device="meta", dtype=torch.uint8)
-    is_slow = grouped_kernel(x, shape) == "loop" or x.shape[1] % 16
+    is_slow = grouped_kernel(device_of(x.device), x.dtype, (len(grad), len(x))) == "loop" or x.shape[1] % 16
     return (scaled_grouped_gradient.definition if is_slow else _scaled_gradient)(grad, x, *others)
 
 

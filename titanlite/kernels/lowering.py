@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from titanlite.device import Device
 from titanlite.kernels.collectives import named_group
 from titanlite.kernels.operators import differentiate, operator
 from titanlite.kernels.products import EXPECTED, NOTHING, GatherCall, ScatterCall
@@ -174,7 +175,7 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
     return gathered
 
 
-def no_shared_memory(group: str, operator: int, n_slots: int) -> str | None:
+def no_shared_memory(group: str, operator: int, n_slots: int, device: Device | None = None) -> str | None:
     """Return why the ranks of a group cannot share memory for a use, or None; found out together, once.
 
     If nothing else is in the way they try to, which the system may not allow.
@@ -182,7 +183,11 @@ def no_shared_memory(group: str, operator: int, n_slots: int) -> str | None:
     Args:
         group: its name.
         operator, n_slots: as of `device.channel.channel`.
+        device: that is built for; None: this process's own.
     """
+    if device is not None and device.is_named:
+        process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        return device.obstacle_between(dist.get_process_group_ranks(process_group))
     if why := no_peer_access(group):
         return why
     from titanlite.kernels.device.channel import channel  # slow to import, and needs Triton

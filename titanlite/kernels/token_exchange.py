@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titanlite.device import Device
 from titanlite.kernels.collectives import Group, all_gather, exchange, named_group
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.operators import device_code, operator
@@ -24,15 +25,16 @@ from titanlite.kernels.products import EXPERTS, MAX_RANKS
 from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, spread_rows
 
 
-def no_token_exchange(group: str) -> str | None:
+def no_token_exchange(group: str, device: Device | None = None) -> str | None:
     """Return why NCCL moves tokens among the GPUs of a group, or None; a collective of its ranks, once.
 
     Args:
         group: name of the process group.
+        device: that is built for; None: this process's own.
     """
     if (ranks := named_group(group).size) > MAX_RANKS:
         return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
-    return no_shared_memory(group, EXPERTS, n_slots=1)
+    return no_shared_memory(group, EXPERTS, n_slots=1, device=device)
 
 
 _gather = device_code("token_exchange.launch_gather")

@@ -26,9 +26,9 @@ def no_copy_engines(mesh: Mesh) -> str | None:
 
     If nothing else is in the way, the ranks try to share memory, which the system may not allow.
     """
-    if mesh.device.type != "cuda":
+    if not mesh.built_for.is_gpu:
         return "there are none without GPUs"
-    return _first_reason(no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=2))
+    return _first_reason(no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=2, device=mesh.built_for))
 
 
 def _first_reason(why: str | None) -> str | None:

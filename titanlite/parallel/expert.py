@@ -82,9 +82,9 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
             part = distribute_tensor(projection.weight.data, mesh.experts["ep"], [Shard(0)])
             projection.weight = nn.Parameter(part)
     each = [*dict.fromkeys(layer.of.n_experts // group.size for layer in layers.values())]
-    is_cuda = mesh.device.type == "cuda"
-    why = no_token_exchange(group.name) if is_cuda else "there are no GPUs"
-    missed = (Skipped("exchange of tokens", why),) if is_cuda and why else ()
+    on = mesh.built_for
+    why = no_token_exchange(group.name, on) if on.is_gpu else "there are no GPUs"
+    missed = (Skipped("exchange of tokens", why),) if on.is_gpu and why else ()
     applied = {
         "layers": len(layers),
         "experts of a rank": each[0] if len(each) == 1 else each,

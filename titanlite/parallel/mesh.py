@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.schema import Parallelism
+from titanlite.device import Device
 from titanlite.kernels.collectives import Group
 from titanlite.receipt import Entry
 
@@ -30,7 +31,8 @@ from titanlite.receipt import Entry
 class Mesh:
     """The mesh and this process's place in it."""
 
-    device: torch.device
+    built_for: Device
+    device: torch.device  # of this process's tensors
     all: DeviceMesh
     fsdp: DeviceMesh  # 1-D, or 2-D with replicas
     tp: DeviceMesh
@@ -109,12 +111,12 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
     return Entry("parallelism", requested, layout, count=mesh.dp_size * mesh.tp_size)
 
 
-def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = False) -> Mesh:
+def build_mesh(config: Parallelism, device: Device, has_experts: bool = False) -> Mesh:
     """Arrange all processes of the job.
 
     Args:
         config: degrees, already checked against the number of processes.
-        device: this process's device.
+        device: that is built for.
         has_experts: whether the model has mixtures of experts.
 
     Returns:
@@ -122,21 +124,22 @@ def build_mesh(config: Parallelism, device: torch.device, has_experts: bool = Fa
     """
     replicas, tp = config.data_parallel_replicate_degree, config.tensor_parallel_degree
     shards = dist.get_world_size() // (replicas * tp)
-    names = ("dp_replicate", "dp_shard", "tp")
-    mesh = init_device_mesh(device.type, (replicas, shards, tp), mesh_dim_names=names)
+    names, kind = ("dp_replicate", "dp_shard", "tp"), device.of_tensors.type
+    mesh = init_device_mesh(kind, (replicas, shards, tp), mesh_dim_names=names)
     experts, ep = None, config.expert_parallel_degree
     if ep > 1 or (has_experts and tp > 1):
         names = ("dp_replicate", "dp_shard", "ep")
-        experts = init_device_mesh(device.type, (replicas, shards * tp // ep, ep), mesh_dim_names=names)
+        experts = init_device_mesh(kind, (replicas, shards * tp // ep, ep), mesh_dim_names=names)
     context, sharers, cp = None, None, config.context_parallel_degree
     if cp > 1:
         names = ("dp_replicate", "dp_shard", "cp", "tp")
-        of_tokens = init_device_mesh(device.type, (replicas, shards // cp, cp, tp), mesh_dim_names=names)
+        of_tokens = init_device_mesh(kind, (replicas, shards // cp, cp, tp), mesh_dim_names=names)
         context = of_tokens["cp"]
         sharers = of_tokens["cp", "tp"]._flatten() if has_experts and tp > 1 else context
     replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
     return Mesh(
-        device=device,
+        built_for=device,
+        device=device.of_tensors,
         all=mesh,
         fsdp=mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"],
         tp=mesh["tp"],

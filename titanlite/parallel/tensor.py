@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
+from titanlite.device import Device
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
@@ -265,7 +266,7 @@ def split_layers(
             module.asynchronous = asynchronous
 
 
-def fused_layers_entry(model: nn.Module, device: torch.device) -> Entry:
+def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
     """The receipt's entry of layers that were to be fused with their collectives, once they have run.
 
     On GPUs it has the operators that were, as a shape may stand in the way.
@@ -281,7 +282,7 @@ def fused_layers_entry(model: nn.Module, device: torch.device) -> Entry:
     skipped += [Skipped(name, m.unfused) for name, m in layers.items() if m.unfused and m.asynchronous]
     count = sum(layer.fused is not None for layer in layers.values())
     applied: dict[str, object] = {"layers": count, "lowering": "definition"}
-    if device.type == "cuda":
+    if device.is_gpu:
         each = {f"{call.op} {call.shapes}": n for call, n in lowered.items() if call.reason is None}
         fused = sum(each.values())
         applied = {"layers": count, "fused": fused, "plain": lowered.total() - fused, "lowering": "fused kernels"}

@@ -19,6 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.schema import Config
+from titanlite.device import Device
 from titanlite.durable import write_durably
 from titanlite.json_file import MALFORMED, parse_json
 from titanlite.kernels import flash_attention_4
@@ -45,30 +48,30 @@ def torch_order() -> AbstractContextManager[object]:
     return sdpa_kernel(order, set_priority=True)
 
 
-def choose_attention(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> Entry:
+def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
     """Let FlashAttention-4 attend in this process if it can, on all ranks or on none; a collective.
 
     Args:
-        device: of this process, a GPU.
-        dtype: of queries, keys and values.
-        width: of heads, E.
-        heads_of_key: heads of queries to one of keys.
+        device: that is built for, a GPU. Of one that is only named, the package is taken to be installed.
+        config: `training.mixed_precision_param`, the dtype of queries, keys and values.
+        dims: the model's dimensions.
 
     Returns:
         The receipt's entry. A device or model that it does not serve is a reason, and so is that it is not installed;
         what is installed and does not work is missed.
     """
-    name, served = "flash_attention_4", flash_attention_4.WIDTHS.get(torch.cuda.get_device_capability(device)[0], ())
+    name, served = "flash_attention_4", flash_attention_4.WIDTHS.get((device.capability or (0, 0))[0], ())
     flash_attention_4.serve(())
+    dtype, width = getattr(torch, config.training.mixed_precision_param), dims.head_width
     versions, broken, why = "", "", ""
     if not served or dtype not in flash_attention_4.DTYPES:
-        why = f"it serves Hopper and Blackwell in 16 bits, not {torch.cuda.get_device_name(device)} in {dtype}"
+        why = f"it serves Hopper and Blackwell in 16 bits, not {device.name} in {dtype}"
     elif width not in served:
         why = f"it serves heads of {', '.join(map(str, served))}, not of {width}"
-    else:
+    elif not device.is_named:
         try:
             versions = ", ".join(f"{each} {importlib.metadata.version(each)}" for each in flash_attention_4.PACKAGES)
-            broken = _wrong_with(versions, device, dtype, width, heads_of_key)
+            broken = _wrong_with(versions, device, dtype, width, dims.n_heads // dims.n_kv_heads)
         except importlib.metadata.PackageNotFoundError as error:
             why = f"{error.name} is not installed, and documents and windows attend at half the rate: {_INSTALL}"
     of_ranks = [(why, broken)] * dist.get_world_size()
@@ -82,16 +85,16 @@ def choose_attention(device: torch.device, dtype: torch.dtype, width: int, heads
     return Entry(name, None, versions, count=1)
 
 
-def _wrong_with(versions: str, device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
+def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
     """Return what is wrong with an installation, "" for nothing; computed, unless it was before."""
-    on, heads = f"torch {torch.__version__}, {torch.cuda.get_device_name(device)}", f"{heads_of_key} × {width}"
+    on, heads = f"torch {torch.__version__}, {device.name}", f"{heads_of_key} × {width}"
     of = f"{versions}, {on}, {dtype}, {heads}"
     path, passed = _PASSED.expanduser(), list[str]()
     with suppress(OSError, *MALFORMED):
         passed = [str(each) for each in parse_json(path.read_bytes())]
     try:
         flash_attention_4.package()
-        wrong = "" if of in passed else _wrong(device, dtype, width, heads_of_key)
+        wrong = "" if of in passed else _wrong(device.of_tensors, dtype, width, heads_of_key)
     except Exception as error:  # an installation that does not work raises anything
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if wrong:

@@ -28,6 +28,7 @@ from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage, longest_seq_len
+from titanlite.device import Device
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.float8.numerics import measurable
@@ -110,7 +111,7 @@ def build(
     save_list: SaveList | None,
     float8: Float8Recipe | None,
     rules: OptimizerRecipe,
-    device: torch.device,
+    device: Device,
 ) -> Run:
     """Assemble a run with fresh weights.
 
@@ -120,7 +121,8 @@ def build(
         save_list: which activations are kept; None: the fastest list within `activation_checkpoint.budget_gib`.
         float8: arithmetic of the linear layers, or None.
         rules: how each parameter is updated.
-        device: this process's; the process group exists.
+        device: that is built for; the process group exists. For one that is only named weights stay without values, and
+            nothing is compiled.
 
     Returns:
         The run.
@@ -133,9 +135,8 @@ def build(
     has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts)
     receipt.add(Entry("environment", None, _environment(device), count=1))
-    if device.type == "cuda":
-        dtype = getattr(torch, config.training.mixed_precision_param)
-        receipt.add(choose_attention(device, dtype, dims.head_width, dims.n_heads // dims.n_kv_heads))
+    if device.is_gpu:
+        receipt.add(choose_attention(device, config, dims))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
 
     if mesh.tp_group is not None:
@@ -163,17 +164,18 @@ def build(
         chosen = _choose_save_list(model, config, memory, mesh)
         save_list = chosen.save_list
     save_list_use = apply_activation_checkpoint(model, save_list)
-    if config.compile.enable:
+    if config.compile.enable and not device.is_named:
         apply_compile(model)
-    predicted = _peak(memory, save_list)
+    predicted = None if device.is_named else _peak(memory, save_list)
     apply_fsdp(model, config, mesh, memory.gradients_follow, memory.copy_engines)
     is_insisted = config.parallelism.fsdp_copy_engines == "always"
-    if (is_insisted or device.type == "cuda") and (memory.copy_engines or obstacle):
+    if (is_insisted or device.is_gpu) and (memory.copy_engines or obstacle):
         receipt.add_later(partial(copy_engines_entry, model, is_insisted, obstacle))
 
-    model.to_empty(device=device)
-    fill_buffers(model)
-    initialise(model, config.training.seed)
+    model.to_empty(device=mesh.device)
+    if not device.is_named:
+        fill_buffers(model)
+        initialise(model, config.training.seed)
     # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
     seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
     finalize(model, config, mesh)  # before the optimizer, which must see where shards end up
@@ -197,7 +199,7 @@ def build(
         parameters=parameters,
         loss=CrossEntropy(
             mesh.tp_group,
-            compile=config.compile.enable,
+            compile=config.compile.enable and not device.is_named,
             softcap=dims.logit_softcap,
             z_loss=config.training.z_loss,
         ),
@@ -211,14 +213,13 @@ def build(
     )
 
 
-def _environment(device: torch.device) -> dict[str, str]:
+def _environment(device: Device) -> dict[str, str]:
     """Return the versions and the device that the run computes with."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     return {
         "titanlite": titanlite.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": name,
+        "device": device.name,
     }
 
 
@@ -246,11 +247,11 @@ def _apply_float8(
     """Convert the linear layers of a model; return warnings."""
     tokens, shards = tokens_of_rank(config), mesh.fsdp.size(-1)
     of_experts = None if mesh.experts is None else mesh.expert_shards.size(-1)
-    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.device, tokens, shards, of_experts)
-    receipt.add(float8_entry(model, done, recipe, config, mesh.device))
+    done = apply_float8(model, recipe, config.float8.filter_fqns, mesh.built_for, tokens, shards, of_experts)
+    receipt.add(float8_entry(model, done, recipe, config, mesh.built_for))
     if freq := config.metrics.float8_numerics_freq:
         n = len(measurable(model))
         key = "metrics.float8_numerics_freq"
         receipt.add(Entry("float8_numerics", freq, {"layers": n}, count=n, key=key))
-    cost = emulation_cost(done, mesh.device)
+    cost = emulation_cost(done, mesh.built_for)
     return (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()

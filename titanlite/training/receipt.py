@@ -137,7 +137,7 @@ def _dtype_names(tensors: list[Tensor]) -> str:
 def _attention_entry(run: Run, is_masked: bool) -> Entry:
     """The kernel that is chosen for this run's shapes and dtype; on a CPU its definition is as good as any."""
     backend, dtype = _attention_backend(run, is_masked), run.config.training.mixed_precision_param
-    fused, skipped = "math" not in backend or run.mesh.device.type == "cpu", ()
+    fused, skipped = "math" not in backend or not run.mesh.built_for.is_gpu, ()
     if not fused and dtype == "float32":
         skipped = (Skipped("attention", "no fused kernel supports float32 with grouped-query heads or a window"),)
     if not backend:
@@ -148,13 +148,12 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
 
 def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
     """The kernel that multiplies rows of experts: a loop over them is all that CPUs have, and on a GPU it is slow."""
-    device, (first, *_) = run.mesh.device, mixtures
+    device, (first, *_) = run.mesh.built_for, mixtures
     dtype = getattr(torch, run.config.training.mixed_precision_param)
-    rows = torch.empty(0, 0, dtype=dtype, device=device)
     shapes = [projection.shape_of_expert for projection in (first.w13, first.w2)]
-    kernels = {grouped_kernel(rows, torch.empty(1, *shape, device="meta")) for shape in shapes}
+    kernels = {grouped_kernel(device, dtype, shape) for shape in shapes}
     is_slow, why = "loop" in kernels, "a product for each expert, for which the host waits: wants a Hopper GPU, 16 bits"
-    skipped = (Skipped("products", f"{why}, and widths of 128"),) if is_slow and device.type == "cuda" else ()
+    skipped = (Skipped("products", f"{why}, and widths of 128"),) if is_slow and device.is_gpu else ()
     applied: dict[str, object] = {"kernel": "loop" if is_slow else "grouped_matmul"}
     applied |= {key: value for key in ROUTER_TRAINING if (value := getattr(first.of, key))}
     return Entry("experts", "grouped_matmul", applied, count=len(mixtures), skipped=skipped, key="model.flavor")

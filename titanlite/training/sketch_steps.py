@@ -27,6 +27,7 @@ from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.data.batches import Batch, TrainBatches
 from titanlite.data.order import mix
 from titanlite.data.stages import stage_table
+from titanlite.device import device_of
 from titanlite.exit_code import exit_code, leave
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.peak_flops import windows_of
@@ -53,7 +54,7 @@ def main() -> None:
     data = open_data(asked, progress=False)
     device = start_process_group(asked.config.comm)
     with torch_order():
-        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
+        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device_of(device))
         take_first_weights(run)
         batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0, windows_of(run.model))
         with closing(data), closing(batches):

@@ -18,6 +18,7 @@ from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
 from titanlite.data.mixture import many_epochs
 from titanlite.data.stages import StageTable, stage_table
+from titanlite.device import device_of
 from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import LEAST
@@ -196,7 +197,7 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
         return MemoryModel(largest, asked.dims, asked.float8, asked.optimizer, world, host=host)
 
     with explained(memory, asked.save_list or LEAST, device):
-        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device)
+        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device_of(device))
     if text := foreseen(run.memory, asked.save_list, measure(device)):
         console.warning(text)
     for text in run.warnings:

@@ -12,12 +12,12 @@ from tests.cli.commands.conftest import Call
 from titanlite import recipes
 from titanlite.commands.measure_float8 import Layer, Timed, layers, report, slower, time_all
 from titanlite.config.toml_file import shipped_folder
+from titanlite.device import CPU
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
 DEBUG = ["--config", str(shipped_folder("configs") / "debug.toml")]
-CPU = torch.device("cpu")
 
 
 def debug(*flags: str) -> CheckedRun:

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.cli.commands.conftest import Call
 from tests.support.fake_ranks import ranks_that_move_nothing
@@ -17,6 +16,7 @@ from titanlite.commands.collective_table import collective_rows, collective_tabl
 from titanlite.commands.planned_run import plan_run
 from titanlite.commands.sharding_table import weight_rows, why
 from titanlite.config.toml_file import shipped_folder
+from titanlite.device import CPU
 from titanlite.errors import TitanliteError
 from titanlite.forecast import rank_model
 from titanlite.models import llama3
@@ -197,7 +197,7 @@ def test_what_the_trainer_refuses_is_refused_in_its_words(
         flags += ["--activation_checkpoint.recipe", str(tmp_path / "odd.toml")]
     asked = checked_run(["--config", DEBUG, *flags], world_size=2)
     with ranks_that_move_nothing(2), pytest.raises(TitanliteError) as refused:
-        build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, torch.device("cpu"))
+        build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, CPU)
     assert main(["plan", DEBUG, *flags, "--world", "2"]) == 2
     words = str(refused.value)
     if bad == "a filter without a layer":

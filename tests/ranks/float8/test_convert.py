@@ -16,6 +16,7 @@ from tests.support.short_run import assemble, checked, take_steps, train
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Float8, Training
+from titanlite.device import CPU, Device
 from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, apply_float8
@@ -27,7 +28,6 @@ from titanlite.receipt import Entry, Receipt
 from titanlite.training import build
 from titanlite.training.build import Run
 
-CPU = torch.device("cpu")
 SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
 BLOCK = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 ALL = tuple(f"layers.0.{layer}" for layer in BLOCK)
@@ -158,11 +158,10 @@ def test_a_forward_of_ones_own_is_refused_unless_it_is_left_out(kind: type[Linea
 )
 def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeypatch):
     """Weights are gathered in float8, and feed-forwards are joined, by titanlite's own products alone."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, dim=128, vocab_size=128), 16)
-    device = torch.device("cuda") if capability else CPU
+    device = Device(CPU.of_tensors, "", capability)
     done = apply_float8(model, recipes.load("float8", name), (), device, tokens=128, shards=1)
     own = lowering in ("fused", "definition")
     assert done.lowering.name == model.output.matmul.lowering.name == lowering
@@ -191,7 +190,7 @@ def test_the_receipt_says_of_each_layer_what_became_of_it(ranks: int, weight: st
     config = dataclasses.replace(
         Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)), training=TOKENS_32
     )
-    mesh = SimpleNamespace(device=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks), experts=None)
+    mesh = SimpleNamespace(built_for=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks), experts=None)
     receipt = Receipt()
     build._apply_float8(model, config, recipes.load("float8", "rowwise"), mesh, receipt)  # type: ignore[arg-type]
     joined = "one function with the rest of its feed-forward"
@@ -212,11 +211,11 @@ def test_the_receipt_says_of_each_layer_what_became_of_it(ranks: int, weight: st
 @pytest.mark.parametrize(("name", "is_error"), [("rowwise", True), ("mxfp8", False)])
 def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     """What promised tensor cores and has none ends a strict run; what promised none is said."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with torch.device("meta"):
         model = Llama3(SIZES, 16)
     config = dataclasses.replace(Config(), float8=Float8(recipe=name), training=TOKENS_32)
-    mesh = SimpleNamespace(device=torch.device("cuda"), fsdp=SimpleNamespace(size=lambda dim: 1), experts=None)
+    old, fsdp = Device(CPU.of_tensors, "A100", (8, 0)), SimpleNamespace(size=lambda dim: 1)
+    mesh = SimpleNamespace(built_for=old, fsdp=fsdp, experts=None)
     receipt, recipe = Receipt(), recipes.load("float8", name)
     (said,) = build._apply_float8(model, config, recipe, mesh, receipt)  # type: ignore[arg-type]
     assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')

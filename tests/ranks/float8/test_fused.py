@@ -13,6 +13,7 @@ from tests.support.ranks import run_ranks
 from tests.support.sqnr import sqnr
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.device import CPU
 from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul
@@ -21,7 +22,6 @@ from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.swiglu import swiglu
 
-CPU = torch.device("cpu")
 RECIPES = ("rowwise", "tensorwise")
 M, K, N = 128, 64, 96
 

@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps
 from titanlite import recipes
 from titanlite.config.recipe_schema import Granularity
+from titanlite.device import CPU
 from titanlite.float8 import emulated, fused, numerics, weight
 from titanlite.float8.emulated import Cast
 from titanlite.float8.matmul import Float8Matmul
@@ -190,7 +191,7 @@ def test_nothing_in_float8_is_not_measurable() -> None:
 def test_a_layer_that_is_called_twice_is_measured_twice() -> None:
     layer = Linear(128, {"w": 128}, std=0.1)
     nn.init.normal_(layer.weight)
-    matmul = Float8Matmul(recipes.load("float8", "rowwise"), torch.device("cpu"))
+    matmul = Float8Matmul(recipes.load("float8", "rowwise"), CPU)
     look = numerics._Look(matmul, layer.weight, None)  # type: ignore[arg-type]
     one, other = torch.randn(2, 64, 128).unbind()
     look(one, layer.weight)

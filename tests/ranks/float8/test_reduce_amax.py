@@ -28,6 +28,7 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import whole
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
+from titanlite.device import CPU, Device
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight
@@ -38,7 +39,6 @@ from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import ColumnParallelLinear, LayerPlan, RowParallelLinear, apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
 
-CPU = torch.device("cpu")
 M, K, N, S = 64, 96, 128, 32
 SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=256, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
@@ -151,7 +151,7 @@ def a_layer(
     group: Group | None,
     asynchronous: bool = False,
     is_compiled: bool = False,
-    device: torch.device = CPU,
+    device: Device = CPU,
 ) -> Ran:
     """One linear layer, of one process or of a rank of two.
 
@@ -225,8 +225,7 @@ def a_block(
 
 def test_a_rank_has_the_bytes_and_scales_of_one_process(seen, tmp_path, monkeypatch):
     """Layers and blocks, their collectives beside and inside of their matmuls, compiled, emulated, and gathered."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    old = torch.device("cuda")  # which emulates
+    old = Device(CPU.of_tensors, "A100", (8, 0))  # which emulates
     pow2 = replace(WHOLE, scale_rounding="pow2_floor")
     alone = {kind: a_layer(kind, WHOLE, seen, None) for kind in (ColumnParallelLinear, RowParallelLinear)}
     emulated = {kind: a_layer(kind, WHOLE, seen, None, device=old) for kind in alone}

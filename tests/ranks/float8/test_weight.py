@@ -26,6 +26,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Compile, Config, Float8, Optimizer, Parallelism, Training
 from titanlite.data.batches import Batch
+from titanlite.device import CPU
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
@@ -39,7 +40,6 @@ from titanlite.training.build import Run, build
 from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.step import train_step, validation_loss
 
-CPU = torch.device("cpu")
 S, V, LR = 32, 64, 1e-2
 SIZES = ModelDims("", 2, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=V, rope_theta=1e4, norm_eps=1e-5)
 LEFT_ALONE = ("layers.0.attention.wo",)  # in bfloat16, in one unit with weights in float8; the head is in float8
@@ -70,12 +70,12 @@ def alone(float8: Float8Recipe, ranks: int) -> Truth:
         model = Llama3(SIZES, S)
     done = apply_float8(model, float8, LEFT_ALONE, CPU, S, shards=1)
     assert len(done.converted) == 4 * SIZES.n_layers
-    model.to_empty(device=CPU)
+    model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
     masters = {name: nn.Parameter(local_data(p)) for name, p in model.named_parameters()}
     loss, truth = CrossEntropy(), Truth(weights={name: local_data(p) for name, p in masters.items()})
-    mesh: Any = SimpleNamespace(device=CPU, tp_size=1)
+    mesh: Any = SimpleNamespace(device=CPU.of_tensors, tp_size=1)
     optimizer = ShardedOptimizer(masters, OPTIMIZER, recipes.load("optimizer", "adamw"), mesh, {})
 
     def used(name: str) -> Tensor:

@@ -15,6 +15,7 @@ from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Compile, Config, Model, Parallelism, Training
+from titanlite.device import device_of
 from titanlite.float8.convert import apply_float8
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.time_activations import time_block
@@ -65,7 +66,7 @@ def parameters_on_cpus() -> list[torch.nn.Parameter]:
 def test_every_part_is_timed_and_nothing_stays(float8: str | None, itemsize: int) -> None:
     model = meta_model()
     if float8:
-        apply_float8(model, recipes.load("float8", float8), ("output",), CPU, 128, shards=1)
+        apply_float8(model, recipes.load("float8", float8), ("output",), device_of(CPU), 128, shards=1)
     of = traced(model, float8=float8, itemsize=itemsize)
     before = dict(model.layers[0].named_parameters())
     others = parameters_on_cpus()  # that earlier tests have left; held, so that their ids stay theirs

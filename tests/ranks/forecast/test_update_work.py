@@ -14,6 +14,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked
 from titanlite.config.schema import Parallelism
+from titanlite.device import CPU
 from titanlite.forecast.update_work import share
 from titanlite.kernels import orthogonalise
 from titanlite.models.matrices import Matrix
@@ -93,7 +94,7 @@ def test_the_memory_of_an_update_is_what_is_predicted(
     most = 2 * 384 * 128
 
     def body() -> None:
-        mesh, rule = build_mesh(Parallelism(), torch.device("cpu")), MuonRule(bucket=most)
+        mesh, rule = build_mesh(Parallelism(), CPU), MuonRule(bucket=most)
         sharded = (distribute_tensor(torch.zeros(shape), mesh.fsdp, [Shard(0)]) for shape in shapes)
         parameters = {str(i): nn.Parameter(weight) for i, weight in enumerate(sharded)}
         matrices = {n: [Matrix(n, n, torch.arange(len(p)), p.shape[1])] for n, p in parameters.items()}

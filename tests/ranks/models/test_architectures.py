@@ -38,6 +38,7 @@ from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Trai
 from titanlite.config.write import to_toml
 from titanlite.data.batches import sequences_of_samples
 from titanlite.data.context_split import ContextGroup
+from titanlite.device import CPU
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
@@ -466,7 +467,7 @@ def compute(case: str, layout: str, plan: dict[str, LayerPlan], truth: dict[str,
     shards, ranks = LAYOUTS[layout]
     training = Training(seq_len=S, mixed_precision_param="float64", mixed_precision_reduce="float64")  # type: ignore[arg-type]
     config = Config(training=training, parallelism=Parallelism(tensor_parallel_degree=ranks))
-    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    mesh = build_mesh(config.parallelism, CPU)
     assert mesh.tp_group is not None
     model = on_meta(case).double()
     apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group)

@@ -19,6 +19,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps, whole
 from titanlite.config.check import _MOST_PEERS
+from titanlite.device import CPU, Device
 from titanlite.forecast.memory import MemoryModel
 from titanlite.kernels import lowering
 from titanlite.kernels.device import channel
@@ -208,7 +209,7 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1's, which is another than rank 0's."""
-    mesh: Any = SimpleNamespace(device=torch.device("cuda"), experts=None)
+    mesh: Any = SimpleNamespace(built_for=Device(CPU.of_tensors, "H100", (9, 0)), experts=None)
 
     def body() -> None:
         refuses = dist.get_rank() == 1

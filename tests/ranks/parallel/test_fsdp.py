@@ -21,6 +21,7 @@ from tests.support.short_run import assemble, checked
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.config.schema import Model as ModelConfig
+from titanlite.device import CPU
 from titanlite.float8.weight import local_data
 from titanlite.models.find import build_model
 from titanlite.models.layers import Embedding
@@ -56,7 +57,7 @@ def sharded(
     with torch.device("meta"):
         model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
         change(model)
-    mesh = build_mesh(config.parallelism, torch.device("cpu"))
+    mesh = build_mesh(config.parallelism, CPU)
     apply_fsdp(model, config, mesh, follow)
     model.to_empty(device="cpu")
     model.fill_buffers()
@@ -376,7 +377,7 @@ def test_experts_that_ranks_share_out_are_units_of_their_own(tmp_path) -> None:
     def body() -> None:
         dims, config = load("model", "qwen3_moe-debug"), Parallelism(expert_parallel_degree=2)
         model = build_model(ModelConfig(name="qwen3_moe"), dims, S)
-        mesh = build_mesh(config, torch.device("cpu"))
+        mesh = build_mesh(config, CPU)
         apply_expert_parallel(model, mesh, S)
         units = fsdp_units(model, Config(parallelism=config), mesh)
         blocks = list(model.layers)  # type: ignore[arg-type]
@@ -392,7 +393,7 @@ def test_units_hold_each_parameter_once_and_the_model_comes_last(tied: bool, nam
     def body() -> None:
         with torch.device("meta"):
             model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
-        mesh = build_mesh(Parallelism(), torch.device("cpu"))
+        mesh = build_mesh(Parallelism(), CPU)
         *units, whole = fsdp_units(model, Config(), mesh)
         of_module = {module: name for name, module in model.named_modules()}
         blocks = [f"layers.{n}" for n in range(len(model.layers))]

@@ -15,6 +15,7 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config, Float8, Training
+from titanlite.device import CPU
 from titanlite.float8.convert import apply_float8, precompute_scales
 from titanlite.forecast.activation_cost import held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
@@ -26,7 +27,6 @@ from titanlite.parallel.mesh import build_mesh
 
 D, H, K, F, S = 64, 4, 2, 512, 48
 SIZES = ModelDims("", 1, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
-CPU = torch.device("cpu")
 
 
 def trained(name: str, float8: Float8Recipe) -> tuple[list[Tensor], list[Tensor]]:
@@ -39,7 +39,7 @@ def trained(name: str, float8: Float8Recipe) -> tuple[list[Tensor], list[Tensor]
     block = model.layers[0]
     graphs = Compiled(block)
     apply_fsdp(model, Config(), build_mesh(Config().parallelism, CPU))
-    model.to_empty(device=CPU)
+    model.to_empty(device="cpu")
     model.fill_buffers()
     initialise(model, seed=0)
     for module in model.modules():

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.support.ranks import run_ranks
 from titanlite.config.schema import Parallelism
+from titanlite.device import CPU
 from titanlite.parallel.mesh import build_mesh
 
 # Tensor-parallel ranks are neighbours; data-parallel ranks count replica by replica.
@@ -26,7 +26,7 @@ def test_coordinates(replicas, tp, tmp_path):
     degrees = Parallelism(data_parallel_replicate_degree=replicas, tensor_parallel_degree=tp)
 
     def body() -> None:
-        mesh = build_mesh(degrees, torch.device("cpu"))
+        mesh = build_mesh(degrees, CPU)
         group = mesh.tp_group
         assert (mesh.replicas, mesh.tp_size, mesh.dp_size) == (replicas, tp, 4 // tp)
         assert mesh.all.shape == (replicas, 4 // (replicas * tp), tp)

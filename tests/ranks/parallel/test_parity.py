@@ -15,6 +15,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
 from titanlite.config.schema import Config, Job, Parallelism, Training
+from titanlite.device import CPU
 from titanlite.errors import ShardingError
 from titanlite.kernels.rms_norm import rms_norm
 from titanlite.models.layers import Sequences
@@ -303,7 +304,7 @@ def said(change: Callable[[Mine], None], layers: Mapping[str, LayerPlan], strict
     model = changed(change)
     held = dict(model.named_parameters())
     config = Config(training=Training(seq_len=TOKENS // 2, local_batch_size=2), job=Job(strict=strict))
-    mesh = build_mesh(Parallelism(tensor_parallel_degree=RANKS), torch.device("cpu"))
+    mesh = build_mesh(Parallelism(tensor_parallel_degree=RANKS), CPU)
     try:
         entry = require_parity(model, layers, mesh, config)
     except ShardingError as error:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import Tensor
 
 from tests.support.documents import bounds_of, starts_of
 from tests.support.ranks import run_ranks
+from titanlite import recipes
+from titanlite.config.schema import Config, Training
 from titanlite.data.context_split import _rank_runs
+from titanlite.device import CPU, Device
 from titanlite.errors import StrictError
 from titanlite.kernels import attention as kernels
 from titanlite.kernels import flash_attention_4
@@ -20,7 +24,7 @@ from titanlite.kernels.attention import _attention, _attention_grad
 from titanlite.receipt import Entry, Receipt
 from titanlite.training import attention as file
 
-CPU, BF16 = torch.device("cpu"), torch.bfloat16
+BF16 = torch.bfloat16
 
 
 def package(factor: float = 1.0, of_samples: float = 1.0) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -56,8 +60,6 @@ def package(factor: float = 1.0, of_samples: float = 1.0) -> tuple[Callable[...,
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A host with the package, and nothing known of it."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1")
     monkeypatch.setattr(flash_attention_4, "package", package)
     monkeypatch.setattr(file, "_PASSED", tmp_path / "cache" / "attention.json")
@@ -68,13 +70,24 @@ def broken() -> None:
     raise OSError("libcudart.so.13: cannot open shared object file")
 
 
-def chosen(tmp_path: Path, width: int = 16, dtype: torch.dtype = BF16, world: int = 1, before: Any = None) -> Entry:
+def chosen(
+    tmp_path: Path,
+    width: int = 16,
+    dtype: str = "bfloat16",
+    major: int = 9,
+    world: int = 1,
+    before: Any = None,
+) -> Entry:
     """Choose, in processes of their own; return the entry of one, which all have."""
 
     def body() -> None:
         if before is not None:
             before()
-        entry = file.choose_attention(CPU, dtype, width, 2)
+        device = Device(CPU.of_tensors, "H200", (major, 0))
+        config = Config(training=Training(mixed_precision_param=dtype))
+        entry = file.choose_attention(
+            device, config, replace(recipes.load("model", "llama3-debug"), head_dim=width, n_heads=4, n_kv_heads=2)
+        )
         assert bool(flash_attention_4._served) == bool(entry.count)
         torch.save(entry, tmp_path / f"{dist.get_rank()}.pt")
 
@@ -132,21 +145,18 @@ def absent(name: str) -> str:
 @pytest.mark.parametrize(
     ("change", "given", "why"),
     [
-        (
-            (importlib.metadata, "version", absent),
-            {},
-            "flash-attn-4 is not installed, and documents and windows",
-        ),
-        ((torch.cuda, "get_device_capability", lambda device: (8, 0)), {}, "it serves Hopper and Blackwell in 16 bits"),
-        ((torch.cuda, "get_device_name", lambda device: "H200"), {"dtype": torch.float32}, "not H200 in torch.float32"),
-        ((torch.cuda, "get_device_name", lambda device: "H200"), {"width": 40}, "it serves heads of 16, not of 40"),
+        ({"version": absent}, {}, "flash-attn-4 is not installed, and documents and windows"),
+        ({}, {"major": 8}, "it serves Hopper and Blackwell in 16 bits"),
+        ({}, {"dtype": "float32"}, "not H200 in torch.float32"),
+        ({}, {"width": 40}, "it serves heads of 16, not of 40"),
     ],
     ids=["not installed", "another GPU", "32 bits", "another width"],
 )
 def test_what_it_does_not_serve_is_a_reason(
-    change: tuple, given: dict[str, Any], why: str, on_hopper: pytest.MonkeyPatch, tmp_path: Path
+    change: dict[str, Any], given: dict[str, Any], why: str, on_hopper: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    on_hopper.setattr(*change)
+    for name, value in change.items():
+        on_hopper.setattr(importlib.metadata, name, value)
     entry = chosen(tmp_path, **given)
     assert why in entry.summary()
     receipt = Receipt()

@@ -16,6 +16,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import whole
 from titanlite.config.schema import Parallelism
+from titanlite.device import CPU
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear
@@ -174,7 +175,7 @@ def test_updates_are_those_of_whole_matrices(layout, tmp_path):
     world, degrees = LAYOUTS[layout]
 
     def body() -> None:
-        mesh = build_mesh(degrees, torch.device("cpu"), has_experts=True)
+        mesh = build_mesh(degrees, CPU, has_experts=True)
         found = errors(after_steps(mesh, EXACT))
         assert max(found.values()) <= 1, found
 
@@ -182,7 +183,7 @@ def test_updates_are_those_of_whole_matrices(layout, tmp_path):
 
 
 def alone(body: Callable[[Mesh], None], folder: Path) -> None:
-    run_ranks(lambda: body(build_mesh(Parallelism(), torch.device("cpu"), has_experts=True)), folder, 1)
+    run_ranks(lambda: body(build_mesh(Parallelism(), CPU, has_experts=True)), folder, 1)
 
 
 @pytest.mark.parametrize("change", [{"nesterov": False}, {"polynomials": ITERATIONS["newton_schulz"]}, {"bucket": 1}])
@@ -332,7 +333,7 @@ def test_replicas_have_the_same_bits(tmp_path):
     """In the dtype that travels, with matrices that two ranks of a replica have halves of."""
 
     def body() -> None:
-        mesh = build_mesh(Parallelism(data_parallel_replicate_degree=2), torch.device("cpu"), has_experts=True)
+        mesh = build_mesh(Parallelism(data_parallel_replicate_degree=2), CPU, has_experts=True)
         named = dict(sharded(mesh).named_parameters())
         ours = Muon(named, mesh, matrices_of(Layers()), MuonRule(bucket=4000), PACES)
         ours.step({n: local_slice(normal(n, p.shape, 1), p).clone() for n, p in named.items()}, LR, ONE, ZERO)

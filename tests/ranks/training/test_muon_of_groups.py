@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.support.ranks import run_ranks
 from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer, Parallelism
+from titanlite.device import CPU
 from titanlite.kernels.orthogonalise import orthogonalise_flops
 from titanlite.models.layers import Linear
 from titanlite.models.matrices import matrices_of
@@ -17,7 +18,7 @@ from titanlite.training.optimizers.sharded import ShardedOptimizer
 
 def test_the_receipt_says_who_orthogonalises_how_much_and_what_travels(tmp_path: Path) -> None:
     def body() -> None:
-        mesh = build_mesh(Parallelism(), torch.device("cpu"))
+        mesh = build_mesh(Parallelism(), CPU)
         model = torch.nn.ModuleDict(
             {
                 "large": Linear(1024, {"a": 512}, std=1),

@@ -28,6 +28,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import whole
 from titanlite.config.schema import Parallelism
+from titanlite.device import CPU
 from titanlite.models.matrices import matrices_of
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import build_mesh
@@ -77,7 +78,7 @@ def test_every_layout_is_the_plain_one(world: int, degrees: dict[str, int], tmp_
     assert all(pace.weight_decay >= DECAY for pace in PACES.values())
 
     def body() -> None:
-        mesh = build_mesh(Parallelism(**degrees), torch.device("cpu"), has_experts=True)  # type: ignore[arg-type]
+        mesh = build_mesh(Parallelism(**degrees), CPU, has_experts=True)  # type: ignore[arg-type]
         model = sharded(mesh)
         named = dict(model.named_parameters())
         ours = NorMuon(named, mesh, matrices_of(model), replace(EXACT, beta2=BETA2), PACES)
@@ -98,7 +99,7 @@ def test_a_matrix_that_has_no_gradient_stays(tmp_path: Path) -> None:
     """Nothing is divided by the size of nothing."""
 
     def body() -> None:
-        mesh = build_mesh(Parallelism(), torch.device("cpu"))
+        mesh = build_mesh(Parallelism(), CPU)
         model = sharded(mesh)
         named, paces = (
             dict(model.named_parameters()),

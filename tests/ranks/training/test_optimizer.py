@@ -18,6 +18,7 @@ from tests.support.short_run import assemble, batches_of, checked, take_steps, w
 from titanlite.config.optimizers import optimizer_cost
 from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer, Parallelism
+from titanlite.device import CPU
 from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
@@ -51,7 +52,7 @@ def alone(test: Callable[[Callable[..., ShardedOptimizer]], None], folder: Path)
     """Run a test body on one rank; it gets a maker of optimizers."""
 
     def body() -> None:
-        mesh = build_mesh(Parallelism(), torch.device("cpu"))
+        mesh = build_mesh(Parallelism(), CPU)
         test(lambda recipe=ADAMW, **options: ShardedOptimizer(parameters(), Optimizer(**options), recipe, mesh, {}))
 
     run_ranks(body, folder, 1)
@@ -218,7 +219,7 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
 
     def body() -> None:
         degrees = Parallelism(data_parallel_replicate_degree=replicas, tensor_parallel_degree=tp)
-        mesh = build_mesh(degrees, torch.device("cpu"))
+        mesh = build_mesh(degrees, CPU)
         over_tp = {"sharded": Shard(1), "norm.weight": Replicate(), "short": Shard(1)}
         laid_out = {
             name: distribute_tensor(tensor, mesh.all, [Replicate(), Shard(0), over_tp[name]])

@@ -30,6 +30,7 @@ from titanlite.config.recipe_schema import SaveRule
 from titanlite.config.schema import Config, Training
 from titanlite.data.prepare import data_warnings
 from titanlite.data.shards import Meta
+from titanlite.device import CPU, Device
 from titanlite.errors import RecipeError, StrictError
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.layers import CausalAttention
@@ -39,6 +40,7 @@ from titanlite.receipt import Entry, Receipt, Skipped
 from titanlite.training.build import Run
 from titanlite.training.data import data_entry
 
+H100 = Device(CPU.of_tensors, "H100", (9, 0))
 BALANCED = ["save attention", "save communication", "save matmul wqkv w1*"]
 
 
@@ -180,19 +182,19 @@ def test_kernels_of_attention_are_those_of_the_shapes_that_layers_give_it(monkey
 @pytest.mark.parametrize(
     ("backend", "device", "dtype", "skipped", "refused"),
     [
-        ("flash_attention", "cuda", "bfloat16", 0, False),
-        ("cudnn_attention, math", "cuda", "bfloat16", 0, True),
-        ("math", "cuda", "float32", 1, False),
-        ("math", "cpu", "float32", 0, False),
-        ("", "cuda", "bfloat16", 1, False),  # a model file's own
+        ("flash_attention", H100, "bfloat16", 0, False),
+        ("cudnn_attention, math", H100, "bfloat16", 0, True),
+        ("math", H100, "float32", 1, False),
+        ("math", CPU, "float32", 0, False),
+        ("", H100, "bfloat16", 1, False),  # a model file's own
     ],
 )
 def test_attention_without_a_kernel_ends_a_run_on_gpus(
-    backend: str, device: str, dtype: str, skipped: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, device: Device, dtype: str, skipped: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(training_receipt, "_attention_backend", lambda run, is_masked: backend)
     config = Config(training=Training(mixed_precision_param=dtype))
-    run, receipt = SimpleNamespace(config=config, mesh=SimpleNamespace(device=torch.device(device))), Receipt()
+    run, receipt = SimpleNamespace(config=config, mesh=SimpleNamespace(built_for=device)), Receipt()
     run.model = SimpleNamespace(layers=range(2))
     entry = training_receipt._attention_entry(cast(Run, run), False)
     receipt.add(entry)
@@ -397,7 +399,7 @@ def test_fused_operators_are_counted_where_kernels_run(monkeypatch: pytest.Monke
     ):
         monkeypatch.setattr(tensor, "lowered", Counter(ran))
         receipt = Receipt()
-        receipt.add(tensor.fused_layers_entry(model, torch.device("cuda")))
+        receipt.add(tensor.fused_layers_entry(model, H100))
         each = {"matmul_reduce_scatter 8×6, 6×3": 4} if fused in ran else {}
         assert receipt.entries[0].applied == applied | {"lowering": "fused kernels", "each": each}
         if problem is None:

@@ -105,7 +105,7 @@ def test_a_bias_is_saved_and_loaded_under_another_number_of_ranks(tmp_path: Path
         saved = torch.load(tmp_path / "bias.pt")
         assert all(bias.abs().max() > 0 for bias in saved)
         of = asked[1]
-        evaluated, _ = load_model(of.config, of.dims, run.mesh.device, step_folder(folder, 2))
+        evaluated, _ = load_model(of.config, of.dims, run.mesh.built_for, step_folder(folder, 2))
         for layers in (layers_of(run), [m for m in evaluated.modules() if isinstance(m, MixtureOfExperts)]):
             for layer, bias in zip(layers, saved, strict=True):
                 torch.testing.assert_close(layer.bias, bias, rtol=0, atol=0)

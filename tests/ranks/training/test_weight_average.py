@@ -22,6 +22,7 @@ from titanlite.config.optimizers import average_cost, optimizer_cost
 from titanlite.config.read import read_config
 from titanlite.data.batches import ValidationBatches
 from titanlite.data.prepare import prepare
+from titanlite.device import CPU
 from titanlite.errors import CheckpointError
 from titanlite.evaluation.load import load_model
 from titanlite.kernels.cross_entropy import CrossEntropy
@@ -176,7 +177,7 @@ def loss_of(folder: Path, run: Ended) -> float:
 
     def body() -> None:
         device = torch.device("cpu")
-        model, mesh = load_model(config, model_dims(config), device)
+        model, mesh = load_model(config, model_dims(config), CPU)
         batches = ValidationBatches(
             shards,
             device=device,

@@ -27,6 +27,7 @@ from titanlite.activation_checkpoint.rules import BlockRules, kernels
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Config, Model
+from titanlite.device import CPU
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
 from titanlite.forecast.activation_cost import rule_costs
@@ -335,7 +336,7 @@ def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs(recipe, runs)
         model, listed = Llama3(dims, tokens), save_list(ATTENTION, SaveRule(op, "save"))
         if recipe != "none":
             float8 = recipes.load("float8", recipe)
-            done = apply_float8(model, float8, ("output",), torch.device("cpu"), tokens, shards=1)
+            done = apply_float8(model, float8, ("output",), CPU, tokens, shards=1)
             assert len(done.converted) == 4 * LAYERS
         if op == runs:
             assert apply_activation_checkpoint(model, listed).blocks == LAYERS

@@ -8,6 +8,7 @@ from tests.support.sqnr import sqnr
 from tests.unit.kernels.test_experts import choices_of, one_by_one, random
 from titanlite import recipes
 from titanlite.config.schema import Config, Float8
+from titanlite.device import CPU
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.experts import Float8Experts
 from titanlite.float8.receipt import float8_entry
@@ -99,9 +100,9 @@ def test_the_receipt_says_what_is_gathered_of_experts_and_of_all_else(
     recipe = recipes.load("float8", "rowwise")
     with torch.device("meta"):
         model = Qwen3MoE(recipes.load("model", "qwen3_moe-debug"), 64)
-    done = apply_float8(model, recipe, ("output",), torch.device("cpu"), 128, shards, of_experts)
+    done = apply_float8(model, recipe, ("output",), CPU, 128, shards, of_experts)
     config = Config(float8=Float8(recipe="rowwise", filter_fqns=("output",)))
-    applied = float8_entry(model, done, recipe, config, torch.device("cpu")).applied
+    applied = float8_entry(model, done, recipe, config, CPU).applied
     assert str(applied["fsdp_all_gather"]).startswith(summary)
     said = applied["each"]
     assert [said[f"layers.0.{name}"].split(", ")[-1] for name in ("attention.wqkv", "experts.w13")] == [*each]
@@ -115,7 +116,7 @@ def test_a_recipe_converts_both_projections_or_neither() -> None:
     def converted(name: str, filters: tuple[str, ...]) -> tuple[MixtureOfExperts, Conversion]:
         with torch.device("meta"):
             model = Qwen3MoE(dims, 64)
-        done = apply_float8(model, recipes.load("float8", name), ("output", *filters), torch.device("cpu"), 128, 2)
+        done = apply_float8(model, recipes.load("float8", name), ("output", *filters), CPU, 128, 2)
         return model.layers[0].experts, done
 
     layer, done = converted("rowwise", ())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from titanlite import recipes
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe, Granularity
+from titanlite.device import device_of
 from titanlite.float8 import emulated, fused
 from titanlite.float8.emulated import EmulatedFloat8, cast
 from titanlite.float8.fused import FusedFloat8
@@ -151,7 +152,7 @@ def test_own_products_are_as_exact_as_the_definition(name, data):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
 def test_accuracy_on_tensor_cores(name):
-    recipe, device = recipes.load("float8", name), torch.device("cuda")
+    recipe, device = recipes.load("float8", name), device_of(torch.device("cuda"))
     lowering = lowering_of(recipe, device)
     if lowering.name == "emulated":
         pytest.skip(str(lowering.why))

@@ -13,6 +13,7 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
+from titanlite.device import CPU
 from titanlite.float8.convert import apply_float8
 from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, WeightShard
@@ -335,7 +336,7 @@ def test_the_head_holds_what_is_predicted(recipe: str, tied: bool, tokens: int, 
     with torch.device("meta"):
         model = Llama3(dims, tokens)
     if float8:
-        apply_float8(model, float8, (), torch.device("cpu"), tokens, shards=1)
+        apply_float8(model, float8, (), CPU, tokens, shards=1)
     weight = inner = torch.randn(V, D).bfloat16()
     if float8 and isinstance(model.output.weight.data, WeightShard):
         inner, unit = cast(weight, float8.weight.output, float8.weight.dtype, float8.scale_rounding)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.sqnr import sqnr
+from titanlite.device import CPU, Device, device_of
 from titanlite.kernels.block_scaled_matmul import (
     as_cublas_has_it,
     block_scaled_matmul,
@@ -85,7 +86,7 @@ def test_floating_point_operations_are_counted() -> None:
 
 
 def test_no_gpu_is_unsupported() -> None:
-    assert block_scaling_unsupported_reason(torch.device("cpu")) == "the device is no GPU"
+    assert block_scaling_unsupported_reason(CPU) == "the device is no GPU"
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,8 @@ def test_no_gpu_is_unsupported() -> None:
     [((10, 0), "12.9", "this GPU has 10.0"), ((9, 0), "12.8", "built with 12.8"), ((9, 0), "13.0", None)],
 )
 def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    said = block_scaling_unsupported_reason(torch.device("cuda"))
+    said = block_scaling_unsupported_reason(Device(CPU.of_tensors, "", capability))
     assert said is None if why is None else why in str(said)
 
 
@@ -104,7 +104,7 @@ def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("R", "C", "S"), [*SHAPES, (4096, 14336, 4096)])
 @pytest.mark.parametrize(("left_of", "right_of"), PAIRS)
 def test_tensor_cores_against_the_definition(left_of, right_of, R: int, C: int, S: int, compiled: bool) -> None:
-    if why := block_scaling_unsupported_reason(torch.device("cuda")):
+    if why := block_scaling_unsupported_reason(device_of(torch.device("cuda"))):
         pytest.skip(why)
     left, right = operand(R, C, left_of, 0, "cuda"), operand(S, C, right_of, 1, "cuda")
     truth = numbers(*left, left_of) @ numbers(*right, right_of).t()

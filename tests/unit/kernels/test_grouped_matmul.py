@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import DEVICES
+from titanlite.device import device_of
 from titanlite.kernels.float8_cast import cast_rows, cast_transpose
 from titanlite.kernels.grouped_matmul import (
     grouped_kernel,
@@ -92,7 +93,7 @@ def test_the_kernel_of_hopper_multiplies_as_the_definition(counts: list[int], N:
     a = random(R, K, seed=0, device="cuda", dtype=torch.bfloat16)
     weight = random(G, N, K, seed=1, device="cuda", dtype=torch.bfloat16)
     weight = weight.mT.contiguous().mT if transposed else weight
-    assert grouped_kernel(a, weight) == "grouped_matmul"
+    assert grouped_kernel(device_of(a.device), a.dtype, (N, K)) == "grouped_matmul"
     offsets = offsets_of(counts, "cuda")
     got = grouped_matmul(a, weight, offsets)
     truth = torch.cat([a[i:j].double() @ w.double().t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)])
