@@ -1,17 +1,20 @@
 """The device that a run is built for: this process's own, or one that is only named, as for a forecast.
 
 What decides a lowering, an attention kernel, copy engines or symmetric memory asks it, and not the tensors: those of a
-run that is only recorded are fake ones of a CPU.
+device that is only named are fake ones of a CPU, with shapes and no memory.
 """
 
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Device:
     """A device that a run is built for.
 
@@ -19,13 +22,15 @@ class Device:
         of_tensors: where this process's tensors are.
         name: as torch has it, "NVIDIA H100 80GB HBM3"; of a CPU the machine's architecture.
         capability: compute capability of a GPU; None: it is a CPU.
-        host: GPUs of one host, if the run is only recorded; None: it is this process's own device.
+        fake: makes the tensors of a device that is only named; None: it is this process's own.
+        host: GPUs of one host, where peers cannot be asked.
     """
 
     of_tensors: torch.device
     name: str
     capability: tuple[int, int] | None = None
-    host: int | None = None
+    fake: FakeTensorMode | None = None
+    host: int = 8
 
     @property
     def is_gpu(self) -> bool:
@@ -34,16 +39,19 @@ class Device:
 
     @property
     def is_named(self) -> bool:
-        """Return whether nothing is computed: no peer can be asked, and none has memory."""
-        return self.host is not None
+        """Return whether it is only named: nothing is computed, and no peer can be asked."""
+        return self.fake is not None
+
+    def tensors(self) -> AbstractContextManager[object]:
+        """Make new tensors here, within a context."""
+        return self.fake or nullcontext()
 
     def obstacle_between(self, ranks: list[int]) -> str | None:
         """Return why GPUs that are only named cannot read each other's memory, or None.
 
         Args:
-            ranks: of the group, by their numbers in the job, each host with `host` in succession.
+            ranks: of the group, by their numbers in the job, of which each host has `host` in succession.
         """
-        assert self.host is not None  # noqa: S101
         if self.capability != (9, 0):
             return f"compute capability {'.'.join(map(str, self.capability or (0, 0)))}, not 9.0, on rank 0"
         return "ranks on several hosts" if len({rank // self.host for rank in ranks}) > 1 else None
@@ -63,3 +71,11 @@ def device_of(process: torch.device) -> Device:
 
 CPU = device_of(torch.device("cpu"))
 """Of this machine."""
+
+host_tensors = unset_fake_temporarily
+"""Within this context tensors are of the host and have numbers, as tables must that the host reads."""
+
+
+def has_memory(x: Tensor) -> bool:
+    """Return whether a tensor has numbers: those of a device that is only named have none."""
+    return not isinstance(x, FakeTensor)

@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "titanlite"
 # From top to bottom. A module may import from its own row and from those below.
 ROWS = (
     {"train", "__main__"},
-    {"training", "commands"},
+    {"recorder", "training", "commands"},
     {"comparison", "explain"},
     {"preflight"},
     {"forecast"},
@@ -19,7 +19,7 @@ ROWS = (
     {"float8", "observe"},
     {"models", "data", "update_rules"},
     {"kernels", "recipes"},
-    {"config", "receipt", "exit_code"},
+    {"config", "receipt", "exit_code", "device"},
     {"errors", "durable", "redact", "text_table", "byte_size", "json_file", "streams"},
 )
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}

@@ -132,7 +132,7 @@ class TrainBatches:
         n_micro = asked.sequences // (asked.local_batch_size * self._size)
         sources = np.zeros(asked.local_batch_size, np.int64) if self.names else None
         shape = asked.local_batch_size, asked.seq_len
-        return [_padding(shape, self._device, self.is_masked, self._context, sources)] * n_micro
+        return [padding_of(shape, self._device, self.is_masked, self._context, sources)] * n_micro
 
     def close(self) -> None:
         """End the thread."""
@@ -323,10 +323,10 @@ class ValidationBatches:
     def padding(self) -> Batch:
         """Return a batch without a target, as `TrainBatches.padding`."""
         shape = self._turns.shape[1], self._samples.seq_len
-        return _padding(shape, self._device, self._separator is not None, self._context)
+        return padding_of(shape, self._device, self._separator is not None, self._context)
 
 
-def _padding(
+def padding_of(
     shape: tuple[int, int],
     device: torch.device,
     is_masked: bool,

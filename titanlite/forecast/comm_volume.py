@@ -168,7 +168,7 @@ def of_experts(memory: MemoryModel, blocks: Sequence[BlockCost]) -> list[Traffic
     found, repeated = list[Traffic](), {n: block.recomputed for n, block in enumerate(blocks)}
     if n_experts and run.context_parallel > 1:  # for the losses of routers
         what, n = "targets of micro-batches", memory.micro_steps
-        found.append(Traffic("all_reduce", "forward", "", (n,), what, run.context_parallel, 8 * n, 1))
+        found.append(Traffic("all_reduce", "update", "", (n,), what, run.context_parallel, 8 * n, 1))
     for n, block in enumerate(run.blocks):
         passes: dict[Pass, Sequence[Operation | Activation]] = {
             "forward": block.forward,

@@ -13,15 +13,16 @@ Source: the gathers in the place of a ring: Llama Team 2024, "The Llama 3 Herd o
 """
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.device import Device, host_tensors
 from titanlite.kernels.attention import Bounds, attention_flops, attention_grad_flops, gradient_shapes
-from titanlite.kernels.operators import Split, operator
+from titanlite.kernels.operators import Sent, Split, operator
 
 exchanged = Counter[int]()
 """How often this process has exchanged keys, by the window."""
@@ -66,8 +67,27 @@ def context_attention(
     return _context_attention(q, k, v, starts, *bounds, places, *exchange, group, longest, window)[0]
 
 
+def _sent_keys(_device: Device, q: Tensor, k: Tensor, *others: Any) -> list[Sent]:
+    exchanged[others[-1]] += 1
+    return [Sent("all_to_all", _bytes_of_chunks(k, 0, *others[2:-2]))]
+
+
+def _sent_for_gradients(_device: Device, grad: Tensor, q: Tensor, k: Tensor, *others: Any) -> list[Sent]:
+    given = k, *others[4:-2]
+    return [Sent("all_to_all", _bytes_of_chunks(given[0], direction, *given[1:])) for direction in (0, 1)]
+
+
+def _bytes_of_chunks(
+    k: Tensor, direction: int, _bounds: Tensor, _runs: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, *_: Any
+) -> int:
+    """Return the bytes of keys and values of the chunks for other ranks, or of the gradients for those they are of."""
+    with host_tensors():
+        n = int(counts[direction].sum())
+    return 2 * n * _tokens_of_chunk(places, chunks, counts) * k[0].numel() * k.itemsize
+
+
 # By heads, as attention without ranks.
-@operator("context_attention", None, splits=(Split((1, 1, 1, *(None,) * 6), 1),))
+@operator("context_attention", None, splits=(Split((1, 1, 1, *(None,) * 6), 1),), sends=_sent_keys)
 def _context_attention(
     q: Tensor,
     k: Tensor,
@@ -88,7 +108,7 @@ def _context_attention(
     return torch.ops.titanlite.attention(q, whole_k, whole_v, starts, bounds, runs, places, longest, window)
 
 
-@operator("context_attention_grad", None, splits=(Split((*(1,) * 6, *(None,) * 6), 1),))
+@operator("context_attention_grad", None, splits=(Split((*(1,) * 6, *(None,) * 6), 1),), sends=_sent_for_gradients)
 def _context_attention_grad(
     grad: Tensor,
     q: Tensor,

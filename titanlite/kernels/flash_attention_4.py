@@ -27,10 +27,12 @@ DTYPES = torch.bfloat16, torch.float16
 _served: tuple[int, ...] = ()
 
 
-def serve(widths: tuple[int, ...]) -> None:
-    """Let heads of these widths be attended to by the package, in this process: none, unless its device is a GPU."""
+def serve(widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Let heads of these widths be attended to by the package, in this process: none, unless its device is a GPU. Return those
+    before."""
     global _served
-    _served = widths
+    before, _served = _served, widths
+    return before
 
 
 def serves(q: Tensor) -> bool:

@@ -24,8 +24,25 @@ class Operator(Protocol[P, R]):
 
     definition: Callable[P, R]  # what the device code is held against
     on_gpus: Callable[..., R]
+    sends: "Sends | None"
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R: ...  # noqa: D102
+
+
+class Sent(NamedTuple):
+    """What a rank sends in one collective inside an operator.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        n_bytes: to other ranks.
+    """
+
+    kind: str
+    n_bytes: int
+
+
+Sends = Callable[..., "list[Sent] | None"]
+"""(device that is built for, *arguments of an operator with a group) → what it sends; None: what its definition does."""
 
 
 class Split(NamedTuple):
@@ -47,7 +64,11 @@ SPLITS: dict[torch._ops.OpOverload, tuple[Split, ...]] = {}
 
 
 def operator(
-    name: str, on_gpus: str | Callable[..., Any] | None, schema: str = "", splits: tuple[Split, ...] = ()
+    name: str,
+    on_gpus: str | Callable[..., Any] | None,
+    schema: str = "",
+    splits: tuple[Split, ...] = (),
+    sends: Sends | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make an operator `torch.ops.titanlite.<name>` of a function.
 
@@ -57,6 +78,7 @@ def operator(
             call because it needs Triton; None: the definition too.
         schema: the operator's signature; the definition's if empty.
         splits: its sharding rules.
+        sends: what it sends where that is not what its definition does, or depends on numbers.
     """
 
     def register(definition: Callable[P, R]) -> Operator[P, R]:
@@ -66,7 +88,7 @@ def operator(
         torch.library.impl(f"titanlite::{name}", "default")(definition)
         torch.library.impl(f"titanlite::{name}", "cuda")(launch)
         op = getattr(torch.ops.titanlite, name).default
-        op.definition, op.on_gpus = definition, launch
+        op.definition, op.on_gpus, op.sends = definition, launch, sends
         if splits:
             SPLITS[op] = splits
         return cast("Operator[P, R]", op)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from titanlite.device import has_memory
+
 NOWHERE = -1
 """The place of a row that does not travel."""
 
@@ -72,7 +74,7 @@ def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
         if t.dtype != first.dtype or not t.is_contiguous():
             found = f"{t.dtype}, {list(t.shape)} with strides {t.stride()}"
             raise ValueError(f"rows: {kind} {i} is {found}; it must be {first.dtype} and contiguous")
-    found = [t.data_ptr() for t in tensors]
+    found = [t.data_ptr() if has_memory(t) else 0 for t in tensors]
     there = torch.tensor(found, pin_memory=first.is_cuda).to(first.device, non_blocking=True)
     return TensorTable(tensors, there, not any(a % 16 for a in found))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from titanlite.device import has_memory
 from titanlite.kernels.operators import device_code
 from titanlite.kernels.row_table import NOWHERE, RowTable, TensorTable
 
@@ -45,6 +46,8 @@ def put_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
 def _move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
     if tensor.is_cuda:
         return _launch_move(rows, tensor, flat, out)
+    if not has_memory(flat):
+        return None
     for _, _, at, place in _rows_alike(rows):
         if out:
             flat[place] = tensor.view(-1)[at]
@@ -79,6 +82,8 @@ def momentum_rows(
     """
     if flat.is_cuda:
         return _launch_momentum(rows, gradients, momenta, flat, divisor, skip, momentum, nesterov)
+    if not has_memory(flat):
+        return None
     for number, chosen, at, place in _rows_alike(rows):
         g, kept = gradients.tensors[number].view(-1)[at] / divisor, momenta.tensors[number].view(-1)
         new = torch.lerp(kept[at].to(g.dtype), g, 1 - momentum)
@@ -120,6 +125,8 @@ def update_rows(
     if flat.is_cuda:
         return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure, decay_factor)
     squares = parameters.tensors[0].new_empty(2, len(rows)) if measure else None
+    if not has_memory(flat):
+        return squares
     for number, chosen, at, place in _rows_alike(rows):
         whole = parameters.tensors[number].view(-1)
         old, scale, decay = whole[at], scales[chosen, None].to(whole.dtype), decays[chosen, None].to(whole.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from titanlite.device import Device
 from titanlite.kernels.collectives import Group, all_gather, exchange, named_group
 from titanlite.kernels.lowering import no_shared_memory
-from titanlite.kernels.operators import device_code, operator
+from titanlite.kernels.operators import Sent, device_code, operator
 from titanlite.kernels.products import EXPERTS, MAX_RANKS
 from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, spread_rows
 
@@ -60,11 +60,21 @@ def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
     return [all_gather(as_bytes(x), named_group(group)).view(x.dtype) for x in own]
 
 
+def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
+    """Stores to peers: each slot's row once, and what a collective exchanges of weights, where they have gradients."""
+    of = named_group(others[-1])
+    if not device.is_gpu or no_token_exchange(of.name, device):
+        return None
+    weights = others[0] if len(others[0]) > len(choices) else None  # of all ranks: gradients
+    each = o.shape[1] * o.itemsize + (0 if weights is None else weights.itemsize)
+    return [Sent("all_to_all", choices.numel() * (of.size - 1) // of.size * each)]
+
+
 def _combine_on_gpus(o: Tensor, *others: Any) -> Tensor:
     return (combine_at_owners.definition if no_token_exchange(others[-1]) else _combine)(o, *others)
 
 
-@operator("combine_at_owners", _combine_on_gpus)
+@operator("combine_at_owners", _combine_on_gpus, sends=_sent_to_owners)
 def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str) -> Tensor:
     """Send rows to the ranks whose tokens they are of, and add up those of each token as `combine` does.
 
@@ -86,7 +96,7 @@ def _gradients_on_gpus(o: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return (gradients_at_owners.definition if no_token_exchange(others[-1]) else _gradients)(o, *others)
 
 
-@operator("gradients_at_owners", _gradients_on_gpus)
+@operator("gradients_at_owners", _gradients_on_gpus, sends=_sent_to_owners)
 def gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
 
+from titanlite.kernels.collectives import all_gather, named_group, reduce_scatter
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.products import FSDP_GATHER
 from titanlite.models.experts import MixtureOfExperts
@@ -41,6 +42,39 @@ def _first_reason(why: str | None) -> str | None:
 def shard_group(mesh: Mesh) -> str:
     """The name of the group of ranks that share each parameter."""
     return mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
+
+
+class _NamedExchange:
+    """The exchange of a device that is only named: torch's collectives, which move as many bytes.
+
+    Args:
+        mesh: the mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._device, self._group = mesh.device, named_group(shard_group(mesh))
+
+    def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=self._device)
+
+    def prepare(self, size: int, dtype: torch.dtype) -> None:
+        pass
+
+    def __call__(self, whole_or_own: Tensor, own: Tensor | None = None) -> None:
+        (all_gather if own is None else reduce_scatter)(whole_or_own, self._group)
+
+
+def exchanges(mesh: Mesh) -> tuple[Any, Any]:
+    """Return what gathers and what reduces shards by copy engines.
+
+    Args:
+        mesh: the mesh.
+    """
+    if mesh.built_for.is_named:
+        return _NamedExchange(mesh), _NamedExchange(mesh)
+    from titanlite.kernels.device import shard_exchange
+
+    return shard_exchange.AllGather(shard_group(mesh)), shard_exchange.ReduceScatter(shard_group(mesh))
 
 
 class PushedAllGather(AllGather):

@@ -4,7 +4,6 @@ Gradients are summed, not averaged, over the data-parallel ranks: the step divid
 targets before backward.
 """
 
-import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -24,7 +23,7 @@ from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Embedding
-from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, shard_group
+from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, exchanges
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.param_group import param_group
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
@@ -143,12 +142,10 @@ def apply_fsdp(
             if follow and mesh.dp_size > 1 and (group := param_group(module)) is not None:
                 group._reduce_scatter_comm = _ReduceScatter()
     if by_copy_engines:
-        from titanlite.kernels.device import shard_exchange
-
-        group = shard_group(mesh)
-        gather = PushedAllGather(shard_exchange.AllGather(group))
+        gathers, reduces = exchanges(mesh)
+        gather = PushedAllGather(gathers)
         memory = _ReduceScatter() if follow else DefaultReduceScatter()
-        reduce = PushedReduceScatter(shard_exchange.ReduceScatter(group), memory)
+        reduce = PushedReduceScatter(reduces, memory)
         for block in model.layers:  # type: ignore[union-attr]
             block.set_custom_all_gather(gather)
             block.set_custom_reduce_scatter(reduce)
@@ -179,11 +176,13 @@ class _ReduceScatter(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP asks for the input, and on its own stream for the sum."""
-        is_cuda = device.type == "cuda"
+        is_cuda, settings = device.type == "cuda", torch.utils.deterministic
+        # Deterministic kernels would fill it, on this stream, while FSDP's writes the sum.
+        fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         with torch.cuda.stream(torch.cuda.default_stream(device)) if is_cuda else nullcontext():
-            # Not `torch.empty`: with deterministic kernels that fills it, on this stream, while FSDP's writes the sum.
-            memory = torch.UntypedStorage(math.prod(size) * dtype.itemsize, device=device)
-        return torch.tensor([], dtype=dtype, device=device).set_(memory).view(*size)  # type: ignore[call-overload]
+            memory = torch.empty(*size, dtype=dtype, device=device)
+        settings.fill_uninitialized_memory = fills
+        return memory
 
 
 def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:

@@ -6,7 +6,7 @@ model, 405B, takes about a second on one GPU, and no seed checkpoint has to be w
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -104,24 +104,26 @@ def _normal(name: str, shape: tuple[int, ...], std: float, device: torch.device,
     return torch.empty(shape, device=device).normal_(0, std, generator=generator)
 
 
-def local_slice(full: Tensor, parameter: Tensor) -> Tensor:
-    """This rank's part of a whole tensor that is laid out like `parameter`.
+def local_slice(full: Tensor, parameter: Tensor, place: Sequence[int] | None = None) -> Tensor:
+    """A rank's part of a whole tensor that is laid out like `parameter`.
 
     Args:
         full: the shape of `parameter`.
         parameter: a plain tensor or a DTensor.
+        place: of the rank in the mesh of the parameter; None: this one's.
 
     Returns:
         A view of `full`.
     """
     if not isinstance(parameter, DTensor):
         return full
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or []
+    mesh = parameter.device_mesh
+    coordinate = place or mesh.get_coordinate() or []
     # FSDP splits what tensor parallelism left: the innermost axis comes first.
     for axis in reversed(range(mesh.ndim)):
         dim = getattr(parameter.placements[axis], "dim", None)
         if dim is not None:
             chunks = full.chunk(mesh.size(axis), dim)
-            place = coordinate[axis]
-            full = chunks[place] if place < len(chunks) else full.narrow(dim, 0, 0)
+            at = coordinate[axis]
+            full = chunks[at] if at < len(chunks) else full.narrow(dim, 0, 0)
     return full

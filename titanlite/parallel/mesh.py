@@ -83,6 +83,18 @@ class Mesh:
         return None if self.tp_size == 1 else _ranks_of(self.tp)
 
 
+def place_of_each_rank(mesh: DeviceMesh) -> list[list[int]]:
+    """Return the coordinates of each rank of the job in its mesh of these dimensions.
+
+    Args:
+        mesh: of this rank, a part of a mesh of all of them.
+    """
+    root, names = mesh._get_root_mesh(), mesh.mesh_dim_names or ()
+    axes = [(root.mesh_dim_names or ()).index(name) for name in names]
+    at = [(root.mesh == rank).nonzero()[0].tolist() for rank in range(root.size())]
+    return [[place[axis] for axis in axes] for place in at]
+
+
 def _ranks_of(mesh: DeviceMesh) -> Group:
     """Return the ranks of a mesh of one dimension."""
     return Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())

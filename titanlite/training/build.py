@@ -141,7 +141,7 @@ def build(
 
     if mesh.tp_group is not None:
         plan = sharding_plan(largest, dims).layers
-        if config.model.file:
+        if config.model.file and not device.is_named:
             receipt.add(require_parity(model, plan, mesh, config))
         is_asynchronous = config.parallelism.async_tensor_parallel
         split = apply_tensor_parallel(model, plan, mesh.tp, mesh.tp_group, is_asynchronous)
@@ -172,19 +172,21 @@ def build(
     if (is_insisted or device.is_gpu) and (memory.copy_engines or obstacle):
         receipt.add_later(partial(copy_engines_entry, model, is_insisted, obstacle))
 
-    model.to_empty(device=mesh.device)
-    if not device.is_named:
-        fill_buffers(model)
-        initialise(model, config.training.seed)
-    # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, and in every run.
-    seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
-    finalize(model, config, mesh)  # before the optimizer, which must see where shards end up
-    named = dict(model.named_parameters())
-    parameters = list(named.values())
-    precompute_scales(parameters, mesh.fsdp)
-    optimizer = ShardedOptimizer(named, config.optimizer, rules, mesh, matrices_of(model))
+    matrices, decay = matrices_of(model), config.optimizer.ema_decay
+    with device.tensors():
+        model.to_empty(device=mesh.device)
+        if not device.is_named:
+            fill_buffers(model)
+            initialise(model, config.training.seed)
+            # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, in every run.
+            seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
+        finalize(model, config, mesh)  # before the optimizer, which must see where shards end up
+        named = dict(model.named_parameters())
+        parameters = list(named.values())
+        precompute_scales(parameters, mesh.fsdp)
+        optimizer = ShardedOptimizer(named, config.optimizer, rules, mesh, matrices)
+        average = WeightAverage(named, optimizer.locals, decay, mesh) if decay else None
     receipt.add(optimizer.entry())
-    decay = config.optimizer.ema_decay
     return Run(
         config=config,
         dims=dims,
@@ -208,7 +210,7 @@ def build(
         kept_state=state_of(model, save_list_use.checkpointed),
         receipt=receipt,
         routers=routers_of(model),
-        average=WeightAverage(named, optimizer.locals, decay, mesh) if decay else None,
+        average=average,
         warnings=warnings,
     )
 

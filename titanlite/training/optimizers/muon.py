@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.device import host_tensors
 from titanlite.float8.weight import local_data
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise
 from titanlite.kernels.row_table import NOWHERE, RowTable, TensorTable, table, tensor_table
@@ -89,16 +90,17 @@ class Muon:
         self.kept = {"momentum": zeros}
         self._momenta = tensor_table("momentum", [*zeros.values()])
         self._parameters = tensor_table("parameter", [*self.locals.values()])
-        for name, parameter in parameters.items():
-            rows = torch.cat([m.rows for m in matrices.get(name, ())] or [torch.empty(0, dtype=torch.int64)])
-            if not torch.equal(rows.sort().values, torch.arange(len(parameter))):
-                raise ValueError(f"Muon: the matrices of {name} do not have each of its {len(parameter)} rows once")
-        ordered = [matrix for name in parameters for matrix in matrices[name]]
-        held, rank = held_by_each_rank(parameters), dist.get_rank()
-        stacks = assign(ordered, len(held), len(rule.polynomials), rule.bucket)
-        self.buckets = [schedule(each, held, rank, mesh.replicas) for each in stacks]
-        numbers = {name: i for i, name in enumerate(self.locals)}
-        self._tables = [self._tables_of(bucket, numbers) for bucket in self.buckets]
+        with host_tensors():
+            for name, parameter in parameters.items():
+                rows = torch.cat([m.rows for m in matrices.get(name, ())] or [torch.empty(0, dtype=torch.int64)])
+                if not torch.equal(rows.sort().values, torch.arange(len(parameter))):
+                    raise ValueError(f"Muon: the matrices of {name} do not have each of its {len(parameter)} rows once")
+            ordered = [matrix for name in parameters for matrix in matrices[name]]
+            held, rank = held_by_each_rank(parameters), dist.get_rank()
+            stacks = assign(ordered, len(held), len(rule.polynomials), rule.bucket)
+            self.buckets = [schedule(each, held, rank, mesh.replicas) for each in stacks]
+            numbers = {name: i for i, name in enumerate(self.locals)}
+            self._tables = [self._tables_of(bucket, numbers) for bucket in self.buckets]
 
     @torch.no_grad()
     def step(

@@ -15,9 +15,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.models.matrices import Matrix
 from titanlite.parallel.initialise import local_slice
+from titanlite.parallel.mesh import place_of_each_rank
 from titanlite.parallel.share_matrices import share_matrices
 
 
@@ -94,16 +97,22 @@ class Bucket:
 
 
 def held_by_each_rank(parameters: Mapping[str, Tensor]) -> list[dict[str, Rectangle]]:
-    """Return what each rank has of each parameter. Collective, over all ranks."""
-    mine = {name: _rectangle(parameter) for name, parameter in parameters.items()}
-    everyone: list[dict[str, Rectangle]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    """Return what each rank has of each parameter."""
+    places = dict[DeviceMesh | None, list[list[int]]]()
+    places[None] = [[]] * dist.get_world_size()  # a plain parameter is whole on all of them
+    held = [dict[str, Rectangle]() for _ in places[None]]
+    for name, parameter in parameters.items():
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh is not None and mesh not in places:
+            places[mesh] = place_of_each_rank(mesh)
+        for of_rank, place in zip(held, places[mesh], strict=True):
+            of_rank[name] = _rectangle(parameter, place)
+    return held
 
 
-def _rectangle(parameter: Tensor) -> Rectangle:
+def _rectangle(parameter: Tensor, place: list[int]) -> Rectangle:
     rows, columns = parameter.shape
-    part = local_slice(torch.empty(rows, columns, device="meta"), parameter)
+    part = local_slice(torch.empty(rows, columns, device="meta"), parameter, place)
     return Rectangle(*divmod(int(part.storage_offset()), columns), *part.shape)
 
 

@@ -1,0 +1,161 @@
+"""Watch a step: every collective that it calls, what it computes, and what forward leaves for backward.
+
+Operators of titanlite that have a group say themselves what they send (`kernels/operators.py`), or are watched as their
+definition runs; whatever they call inside counts as one.
+"""
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from titanlite.device import Device
+from titanlite.kernels.lowering import Lowered, MatmulOperator, lowered
+from titanlite.kernels.products import EXPECTED
+from titanlite.sharding.sent_bytes import sent_bytes
+
+_KINDS = {
+    "all_gather": re.compile("_?all_?gather"),
+    "reduce_scatter": re.compile("_?reduce_scatter"),
+    "all_reduce": re.compile("all_?reduce"),
+    "all_to_all": re.compile("all_?to_?all"),
+}
+
+
+class Collective(NamedTuple):
+    """A collective that a step calls.
+
+    Attributes:
+        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
+        direction: "forward", "backward", "recomputation" or "update".
+        ranks: that take part.
+        sent_bytes: by this rank, to others.
+        operator: of titanlite that it is inside of; "" if none.
+    """
+
+    kind: str
+    direction: str
+    ranks: int
+    sent_bytes: int
+    operator: str = ""
+
+
+class Recorder(TorchDispatchMode):
+    """What a step calls, as long as it is the innermost mode.
+
+    Args:
+        device: that was built for.
+        model: its forward passes.
+
+    Attributes:
+        collectives: how often each was called.
+        flops: by direction.
+        kept: bytes that the forward pass of each micro-step left when backward began.
+    """
+
+    def __init__(self, device: Device, model: nn.Module) -> None:
+        super().__init__()
+        self.collectives, self.flops, self.kept = Counter[Collective](), Counter[str](), list[int]()
+        self._device, self._inside, self._sent = device, "", Counter[tuple[str, int, int]]()
+        self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
+        self._hook = model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
+
+    def close(self) -> None:
+        """Take its hook away from the model."""
+        self._hook.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what a call sends, computes and makes."""
+        kwargs = kwargs or {}
+        if self._phase == "forward" and _is_backward():
+            self._phase = "backward"
+            self.kept.append(self._alive())
+        if func.namespace == "titanlite" and (group := _group_of(func, args)):
+            out = self._of_operator(func, group, args, kwargs)
+        else:
+            out = func(*args, **kwargs)
+            if func.namespace in ("c10d", "_c10d_functional"):
+                self._note(func, args, out)
+        if formula := flop_registry.get(func._overloadpacket):
+            self.flops[self._direction()] += formula(*args, **kwargs, out_val=out)
+        if self._phase == "forward":
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor):
+                    storage = x.untyped_storage()
+                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def _of_operator(self, func: Any, group: str, args: Any, kwargs: Any) -> Any:
+        of = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        if self._device.is_gpu and isinstance(choice := getattr(func.on_gpus, "__self__", None), MatmulOperator):
+            call = choice.call(*args)
+            why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or choice.unsupported(call)
+            lowered[Lowered(choice.name, choice.shapes(call)[1], why, why in EXPECTED)] += 1
+        if func.sends is not None and (sends := func.sends(self._device, *args)) is not None:
+            for kind, n_bytes in sends:
+                self._add(kind, of.size(), n_bytes, func._opname)
+            return func(*args, **kwargs)
+        self._inside = func._opname
+        with self:
+            out = func.definition(*args, **kwargs)
+        self._inside = ""
+        for (kind, ranks, _), n_bytes in self._sent.items():
+            self._add(kind, ranks, n_bytes, func._opname)
+        self._sent.clear()
+        return out
+
+    def _note(self, func: Any, args: Any, out: Any) -> None:
+        kind = next((kind for kind, name in _KINDS.items() if name.match(func._opname)), None)
+        if kind is None:
+            return
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        if "group_name" in given:
+            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+        else:
+            group = dist.ProcessGroup.unbox(given["process_group"])
+        size, whole = group.size(), max(x.nbytes for x in tree_leaves((args, out)) if isinstance(x, Tensor))
+        n_bytes = sent_bytes(kind, whole, size)
+        if kind == "all_to_all":
+            to = given["input_split_sizes"] or [1] * size
+            n_bytes = given["input"].nbytes * (sum(to) - to[group.rank()]) // max(1, sum(to))
+        if self._inside:
+            self._sent[kind, size, 0] += n_bytes
+        else:
+            self._add(kind, size, n_bytes, "")
+
+    def _add(self, kind: str, ranks: int, n_bytes: int, operator: str) -> None:
+        if n_bytes == 0:
+            return
+        self.collectives[Collective(kind, self._direction(), ranks, n_bytes, operator)] += 1
+
+    def _direction(self) -> str:
+        if not _is_backward():
+            return "update" if self._phase == "backward" else self._phase
+        # torch's checkpointing collects again what was saved, by hooks.
+        is_again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        return "recomputation" if is_again else "backward"
+
+    def _begin(self, *_: Any) -> None:
+        if not _is_backward():
+            self._phase = "forward"
+            self._made.clear()
+
+    def _alive(self) -> int:
+        return sum(n_bytes for storage, n_bytes in self._made.values() if not storage.expired())
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _group_of(func: Any, args: Any) -> str | None:
+    """Return the group of an operator's call; None if it has none."""
+    names = [argument.name for argument in func._schema.arguments]
+    return args[names.index("group")] if "group" in names and names.index("group") < len(args) else None
