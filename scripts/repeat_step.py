@@ -28,7 +28,7 @@ def fingerprint(gradient: Tensor) -> Tensor:
     return torch.stack((bits, gradient.abs().sum(dtype=torch.float64).view(torch.int64)))
 
 
-def step(run: Run, micro_batches: list, lr: float, *others: Any, **named: Any) -> Tensor:
+def step(run: Run, micro_batches: list, lr: float, *others: Any, **named: Any) -> dict[str, Tensor]:
     """Take a step of the first batch, in the place of `train_step`."""
     if not batches:
         batches.extend(micro_batches)
@@ -41,7 +41,7 @@ def step(run: Run, micro_batches: list, lr: float, *others: Any, **named: Any) -
 
         run.optimizer.norm = look_then_norm
     out = train_step(run, batches, 0.0, *others, **named)
-    results.append(out[:2].clone())
+    results.append(torch.stack((out["loss"], out["grad_norm"])))
     return out
 
 

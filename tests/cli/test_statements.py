@@ -319,7 +319,7 @@ def _() -> Iterator[str]:
     table = (ROOT / "docs/tracking.md").read_text()
     for row in re.findall(r"^\| (`.*) \| (`.*) \|$", table, re.MULTILINE):
         keys, names = (re.findall("`([^`]+)`", cell) for cell in row)
-        assert names == [of("observe.metric_names:shown_name")(key) for key in keys]
+        assert names == [of("observe.metric_table:shown_name")(key) for key in keys]
         yield row[0]
 
 

@@ -2,14 +2,27 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titanlite.comparison.runs import RunRecord
-from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
+from titanlite.observe.metrics import MetricsFile
 
-STEP = StepRow(1, 5.0, 0.5, 3e-4, 1000, 0.5, 100.0, 0.1, 0.5, 1.5, 1.0, 0.25, 0.01)
+STEP = {
+    "step": 1,
+    "loss": 5.0,
+    "grad_norm": 0.5,
+    "lr": 3e-4,
+    "tokens": 1000,
+    "epoch": 0.5,
+    "tokens_per_second_per_gpu": 100.0,
+    "tflops_per_gpu": 0.1,
+    "mfu": 0.5,
+    "memory_gib": 1.5,
+    "memory_allocated_gib": 1.0,
+    "seconds": 0.25,
+    "data_wait_seconds": 0.01,
+}
 
 
 def make_run(
@@ -25,9 +38,9 @@ def make_run(
     """Write a run's folder of 1,000 tokens a step and sequence, and return its path."""
     file = MetricsFile(folder / "metrics.jsonl", 0)
     for step, loss in enumerate(losses, start=1):
-        file.write(replace(STEP, step=step, loss=loss, tokens=1000 * batch * step, **row))
+        file.write(STEP | {"step": step, "loss": loss, "tokens": 1000 * batch * step} | row)
     for step, loss in validations:
-        file.write(ValidationRow(step, 1000 * batch * step, loss))
+        file.write({"step": step, "tokens": 1000 * batch * step, "validation_loss": loss})
     file.close()
     exclude = '["*norm.weight", "[red]x"]'
     (folder / "config.toml").write_text(

@@ -108,10 +108,11 @@ def compute_in_float64() -> None:
 
 
 def take_steps(run: Run, steps: int = STEPS) -> Tensor:
-    """Train; returns [steps, 4], the results of each step."""
+    """Train; returns [steps, 2], loss and gradient norm of each step."""
     with closing(batches_of(run)) as batches, torch_order():
         rates = [learning_rate(step, run.config) for step in range(1, steps + 1)]
-        return torch.stack([train_step(run, batches.next(), lr, False) for lr in rates])
+        found = [train_step(run, batches.next(), lr, False) for lr in rates]
+        return torch.stack([torch.stack((result["loss"], result["grad_norm"])) for result in found])
 
 
 def count_graphs(file: Path) -> Callable[[Run], None]:

@@ -9,7 +9,6 @@ Time is that of training: the sum of the steps' `seconds`, in which validations 
 
 import base64
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.comparison.runs import RunRecord
-from titanlite.observe.metric_names import KNOWN
+from titanlite.observe.metric_table import METRICS
 
 Values = NDArray[np.float64]
 LONGEST = 4_000  # values of a line, up to which it is kept whole
@@ -60,8 +59,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Metric:
-    """One metric of all runs that have it.
+class Chart:
+    """The values of one metric of all runs that have it.
 
     Attributes:
         name: as in metrics.jsonl.
@@ -78,13 +77,14 @@ class Metric:
     lines: list[Curve]
 
 
-def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
+def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
     """Collect every metric that any run has logged, and the differences of the losses from those of the first run.
 
     Returns:
-        The metrics, the known ones first and in the order of their groups, others as they come in the files.
+        The metrics, declared ones first and in the order of their groups, others as they come in the files.
     """
-    in_order = [name for key in KNOWN for name in ((key, DIFFERENCE) if key == "loss" else (key,))]
+    grouped = [key for key, metric in METRICS.items() if metric.group]
+    in_order = [name for key in grouped for name in ((key, DIFFERENCE) if key == "loss" else (key,))]
     lines: dict[str, list[Curve]] = {name: [] for name in in_order}
     for run, record in enumerate(records):
         by_metric: dict[str, list[dict[str, Any]]] = {}
@@ -103,7 +103,7 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Metric]:
                 places[steps] = _places_of(rows, clock)
             lines.setdefault(key, []).append(Curve(run, places[steps], _values_of(rows, key)))
     lines[DIFFERENCE] = _from_the_first(lines["loss"])
-    return [_metric(name, found, records[0].name) for name, found in lines.items() if found]
+    return [_chart(name, found, records[0].name) for name, found in lines.items() if found]
 
 
 def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tuple[Values, Values]:
@@ -167,24 +167,15 @@ def _from_the_first(losses: Sequence[Curve]) -> list[Curve]:
     return [found for line in losses if line.run > 0 and (found := differences_from(line, first)) is not None]
 
 
-def _metric(name: str, lines: list[Curve], first: str) -> Metric:
+def _chart(name: str, lines: list[Curve], first: str) -> Chart:
     start, _, of = name.partition(".")
-    if known := KNOWN.get("loss" if name == DIFFERENCE else start):
-        about = f"difference in training loss from {first}" if name == DIFFERENCE else known.about
-        label = f"{of}: {about}" if of else about
-        return Metric(name, known.group, f"{label} ({known.unit})" if known.unit else label, known.is_noisy, lines)
-    return Metric(name, *_group_by_name(name), True, lines)
-
-
-def _group_by_name(name: str) -> tuple[str, str]:
-    """Group a metric that is not known: before a slash, "float8_<what>" of a layer, or all others."""
-    group, slash, rest = name.partition("/")
-    if slash:
-        return group, rest
-    float8 = re.match(r"float8_(\w+)\.(.+)", name)
-    if float8:
-        return f"float8: {float8[1].replace('_', ' ')}", float8[2]
-    return "Other", name
+    metric = METRICS.get("loss" if name == DIFFERENCE else start)
+    if metric is None or not metric.group:
+        group, slash, rest = name.partition("/")
+        return Chart(name, group if slash else "Other", rest if slash else name, True, lines)
+    about = f"difference in training loss from {first}" if name == DIFFERENCE else metric.about
+    label = ": ".join(filter(None, (of, about)))
+    return Chart(name, metric.group, f"{label} ({metric.unit})" if metric.unit else label, metric.is_noisy, lines)
 
 
 def _clock(record: RunRecord) -> tuple[Values, Values] | None:

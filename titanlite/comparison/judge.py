@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from titanlite.comparison.curves import paired_differences
 from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import NoiseBand, Verdict
-from titanlite.observe.metric_names import KNOWN
+from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import is_of_step
 
 Series = NDArray[np.float64]
@@ -30,7 +30,7 @@ BEYOND = 4.0  # times the drift of the nudged runs; docs/compare.md shows how fa
 _RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
 _NOTHING = "nothing"  # of a step without targets, its loss
 # Of the keys in rows, the beginnings of those that equal bits are claimed of.
-_JUDGED = {"grad_norm", *(key for key, known in KNOWN.items() if known.group in ("Loss", "Accuracy"))}
+_JUDGED = {"grad_norm", *(key for key, metric in METRICS.items() if metric.group in ("Loss", "Accuracy"))}
 _NOT_OF_SAMPLES = ("data.cache_dir",)  # of the keys of data, those that do not decide which samples a step sees
 _FEWEST = 20  # differences that an interval can be made of
 # Student's t that a share of 0.95 lies within, by degrees of freedom from 1 on; from 10 on the normal distribution's
@@ -162,7 +162,7 @@ def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int
     for at in (at for at in its if at in ours):
         (tokens, key), pair = at, (its[at], ours[at])
         start, _, of = key.partition(".")
-        name = KNOWN[start].about + (of and f" of {of}")
+        name = METRICS[start].about + (of and f" of {of}")
         if pair == (None, None) and start != "grad_norm":  # it is no number of a step that both have skipped
             return f"both have a {name} that is not finite, which equals nothing,", tokens
         if None in pair and pair != (None, None):

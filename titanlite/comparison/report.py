@@ -20,8 +20,8 @@ from titanlite.comparison.curves import (
     DASHES,
     DIFFERENCE,
     LONGEST,
+    Chart,
     Curve,
-    Metric,
     Places,
     Values,
     metrics_of,
@@ -113,7 +113,7 @@ def _size(verdict: Verdict, first: str) -> str:
     return f"{less}, {interval}, at {verdict.tokens:,} tokens"
 
 
-def _notes(records: Sequence[RunRecord], metrics: Sequence[Metric]) -> list[str]:
+def _notes(records: Sequence[RunRecord], metrics: Sequence[Chart]) -> list[str]:
     """Say what the charts do not show as it is in the files."""
 
     def names(runs: Iterable[int]) -> str:
@@ -139,7 +139,7 @@ def _notes(records: Sequence[RunRecord], metrics: Sequence[Metric]) -> list[str]
     return notes
 
 
-def _groups(metrics: Sequence[Metric], verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+def _groups(metrics: Sequence[Chart], verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for number, metric in enumerate(metrics):
         wide = {"loss": "first", DIFFERENCE: "second"}.get(metric.name, "")
@@ -149,7 +149,7 @@ def _groups(metrics: Sequence[Metric], verdicts: Sequence[Verdict]) -> list[dict
     return [{"name": name, "charts": charts, "is_open": len(charts) <= _OPEN} for name, charts in groups.items()]
 
 
-def _curves(records: Sequence[RunRecord], metrics: Sequence[Metric], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def _curves(records: Sequence[RunRecord], metrics: Sequence[Chart], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """Return what the page draws: columns of places, metrics with their lines, and the axes that there are."""
     columns: dict[str, int] = {}  # packed → its number
 
@@ -179,7 +179,7 @@ def _curves(records: Sequence[RunRecord], metrics: Sequence[Metric], verdicts: S
 
 
 def _bands(
-    metric: Metric, verdicts: Sequence[Verdict], records: Sequence[RunRecord], numbers: Any
+    metric: Chart, verdicts: Sequence[Verdict], records: Sequence[RunRecord], numbers: Any
 ) -> list[dict[str, Any]]:
     """Return the band of each verdict, placed on the axes by the run that it is about."""
     runs = {record.name: run for run, record in enumerate(records)}

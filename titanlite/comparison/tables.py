@@ -1,64 +1,46 @@
 """Make the tables of a comparison: results, speed and memory, and what configs and receipts do not have in common."""
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from titanlite.comparison.runs import RunRecord
+from titanlite.observe.metric_table import METRICS, Column
 from titanlite.preflight.same_run import dotted
 
-RESULTS = ("run", "steps", "final loss", "best validation", "tok/s/GPU", "MFU", "memory GiB")
-# Heading, metric, what of its values, format.
-_SPEED: tuple[tuple[str, str, Any, str], ...] = (
-    ("tok/s/GPU", "tokens_per_second_per_gpu", statistics.median, "{:,.0f}"),
-    ("TFLOP/s/GPU", "tflops_per_gpu", statistics.median, "{:.4g}"),
-    ("MFU", "mfu", statistics.median, "{:.1%}"),
-    ("step, s", "seconds", statistics.median, "{:.4g}"),
-    ("wait for data, s", "data_wait_seconds", statistics.median, "{:.2g}"),
-    ("reserved, GiB", "memory_gib", max, "{:.2f}"),
-    ("allocated, GiB", "memory_allocated_gib", max, "{:.2f}"),
-)
+_SPEED = {key: metric.column for key, metric in METRICS.items() if metric.column}
+_RESULTS = {
+    "loss": Column("final loss", lambda losses: losses[-1], "{:.4f}"),
+    "validation_loss": Column("best validation", min, "{:.4f}"),
+    **{key: _SPEED[key] for key in ("tokens_per_second_per_gpu", "mfu")},
+    "memory_gib": Column("memory GiB", max, "{:.1f}"),
+}
+RESULTS = ("run", "steps", *(column.heading for column in _RESULTS.values()))
 
 
 def results(record: RunRecord) -> list[str]:
     """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
-    steps = record.steps
-
-    def values(key: str, rows: list[dict[str, Any]] = steps) -> list[float]:
-        return [row[key] for row in rows if row.get(key) is not None]
-
-    def text(numbers: list[float], pick: Any, form: str) -> str:
-        return form.format(pick(numbers)) if numbers else "-"
-
-    return [
-        record.name,
-        f"{record.last_step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else ""),
-        text(values("loss"), lambda numbers: numbers[-1], "{:.4f}"),
-        text(values("validation_loss", record.validations), min, "{:.4f}"),
-        text(values("tokens_per_second_per_gpu"), statistics.median, "{:,.0f}"),
-        text(values("mfu"), statistics.median, "{:.1%}"),
-        text(values("memory_gib"), max, "{:.1f}"),
-    ]
+    steps = f"{record.last_step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else "")
+    rows = [*record.steps, *record.validations]
+    return [record.name, steps, *(column.text(_values(rows, key)) for key, column in _RESULTS.items())]
 
 
 def speed_table(records: Sequence[RunRecord]) -> list[list[str]]:
     """Return the table of speed and memory, medians over the steps and peaks, the headings first."""
-    rows = [["run", *(heading for heading, *_ in _SPEED)]]
-    rates: list[float | None] = []  # the first column's numbers
-    for record in records:
-        row, steps = [record.name], record.steps
-        for i, (_, key, pick, form) in enumerate(_SPEED):
-            values = [step[key] for step in steps if step.get(key) is not None]
-            number = pick(values) if values else None
-            row.append("-" if number is None else form.format(number))
-            rates += [number] * (i == 0)
-        rows.append(row)
+    rows = [["run", *(column.heading for column in _SPEED.values())]]
+    rows += [[r.name, *(column.text(_values(r.steps, key)) for key, column in _SPEED.items())] for r in records]
     if len(records) > 1:
+        speeds = [_values(record.steps, "tokens_per_second_per_gpu") for record in records]
+        rates = [median(of) if of else None for of in speeds]
         first = rates[0]
         shares = [f"{rate / first:.1%}" if rate is not None and first else "-" for rate in rates]
         rows = [[*row[:2], share, *row[2:]] for row, share in zip(rows, ("of the first's", *shares), strict=True)]
     return rows
+
+
+def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

@@ -24,7 +24,7 @@ import tomli
 
 from titanlite.errors import TitanliteError
 from titanlite.json_file import parse_json, read_json
-from titanlite.observe.metric_names import flat_key
+from titanlite.observe.metric_table import flat_key
 from titanlite.observe.metrics import RunError
 from titanlite.redact import redact
 

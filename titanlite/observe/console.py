@@ -13,6 +13,7 @@ pipe that nobody reads any more, does not end a run: the log says so, and goes o
 """
 
 import io
+import re
 import statistics
 import sys
 import textwrap
@@ -26,7 +27,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
-from titanlite.observe.metrics import EvaluationRow, Float8Row, Row, StepRow, ValidationRow
+from titanlite.observe.metric_table import METRICS
+from titanlite.observe.metrics import Row, is_of_step
 from titanlite.redact import redact
 from titanlite.streams import drawn, escaped
 
@@ -71,21 +73,18 @@ class Console:
 
     def write(self, row: Row) -> None:
         """Show one row in a line."""
-        if isinstance(row, StepRow):
-            self._seconds.append(row.seconds)
-            self._waits.append(row.data_wait_seconds)
-            self._paces.append(row.seconds / (self._work(row.step) - self._work(row.step - 1)))
-            left = self._work(self._total) - self._work(row.step)
+        step = int(row["step"])
+        if is_of_step(row):
+            self._seconds.append(row["seconds"])
+            self._waits.append(row["data_wait_seconds"])
+            self._paces.append(row["seconds"] / (self._work(step) - self._work(step - 1)))
+            left = self._work(self._total) - self._work(step)
             line = step_line(row, self._total, left * statistics.median(self._paces))
-        elif isinstance(row, Float8Row):
-            line = f"{_progress(row.step, self._total)}  {_float8(row)}"
-        elif isinstance(row, EvaluationRow):
-            line = f"{_progress(row.step, self._total)}  {_accuracies(row)}"
         else:
-            line = f"{_progress(row.step, self._total)}  {_validation(row)}"
+            line = f"{_progress(step, self._total)}  {_validation(row) or _accuracies(row) or _float8(row)}"
         self._log(line)
         if self._rank == 0:
-            self._show(line, done=row.step)
+            self._show(line, done=step)
             self._warn_of_wait()
 
     def measure_by(self, work: Callable[[int], float]) -> None:
@@ -158,7 +157,7 @@ class Console:
         console = self._bar[0].console if self._bar else rich.console.Console(file=drawn(stream))
         styled = Text(escaped(text), style)
         if done is not None:
-            styled.highlight_words(("step", "loss", "grad", "tok/s/gpu", "mfu", "GiB", "eta"), "dim")
+            styled.highlight_words(("step", *_labels(), "eta"), "dim")
             styled.highlight_regex(r"(?<=loss) +\S+", "bold cyan")
         console.print(styled, soft_wrap=True)
         if self._bar and done is not None:
@@ -194,7 +193,7 @@ def _fold_long(text: str) -> str:
     return "\n".join(lines)
 
 
-def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
+def step_line(row: Row, total_steps: int, seconds_left: float) -> str:
     """Format one step as one line of aligned fields, two blanks apart, that a program can split again.
 
     Args:
@@ -205,20 +204,15 @@ def step_line(row: StepRow, total_steps: int, seconds_left: float) -> str:
     Returns:
         The line, in ASCII, without a newline.
     """
-    of_targets = ("no token with a target",)
-    if row.loss is not None and row.grad_norm is not None:
-        decimals = 3 if row.grad_norm < 100 else 1
-        of_targets = f"loss {row.loss:7.4f}", f"grad {row.grad_norm:6.{decimals}f}"
-    return "  ".join(
-        (
-            _progress(row.step, total_steps),
-            *of_targets,
-            f"{row.tokens_per_second_per_gpu:7,.0f} tok/s/gpu",
-            f"mfu {100 * row.mfu:4.1f}%",
-            f"{row.memory_gib:5.1f} GiB",
-            f"eta {_rough(seconds_left)}",
-        )
-    )
+    shown = [metric.console(row[key]) for key, metric in METRICS.items() if metric.console and key in row]
+    none = () if "loss" in row else ("no token with a target",)
+    return "  ".join((_progress(int(row["step"]), total_steps), *none, *shown, f"eta {_rough(seconds_left)}"))
+
+
+def _labels() -> list[str]:
+    """Return the words beside the numbers of a step's line."""
+    shown = " ".join(metric.console(0.0) for metric in METRICS.values() if metric.console)
+    return re.findall(r"[^\W\d][\w/]*", shown)
 
 
 def duration(seconds: float) -> str:
@@ -242,35 +236,31 @@ def _rough(seconds: float) -> str:
 _LOSSES = {"validation_loss": "validation loss", "validation_loss_ema": "validation loss of the average"}
 
 
-def _validation(row: ValidationRow) -> str:
-    """Say the loss of each held-out source, and its bits per byte where they are known."""
-    numbers = {"validation_loss": row.validation_loss, **row.sources}
+def _validation(row: Row) -> str:
+    """Say the loss of each held-out source, and its bits per byte where they are known; "" of another row."""
     texts: list[str] = []
-    for key, loss in numbers.items():
+    for key, loss in row.items():
         kind, _, name = key.partition(".")
-        if kind not in _LOSSES or loss is None:
+        if kind not in _LOSSES:
             continue
-        bits = numbers.get(key.replace("_loss", "_bits_per_byte", 1))
+        bits = row.get(key.replace("_loss", "_bits_per_byte", 1))
         texts.append(f"{name or _LOSSES[kind]} {loss:.4f}" + ("" if bits is None else f" ({bits:.4f} bits/byte)"))
     return "  ".join(texts)
 
 
-def _accuracies(row: EvaluationRow) -> str:
-    """Say what share of each task's questions was answered right, and by the choices' bytes."""
-    tasks = [key.partition(".")[2] for key in row.scores if key.startswith("accuracy.")]
-    of_tasks = [
-        f"{name} {row.scores[f'accuracy.{name}']:.2%} (norm {row.scores[f'accuracy_norm.{name}']:.2%})"
-        for name in tasks
-    ]
-    return f"accuracy {'  '.join(of_tasks)}"
+def _accuracies(row: Row) -> str:
+    """Say what share of each task's questions was answered right, and by the choices' bytes; "" of another row."""
+    tasks = [key.partition(".")[2] for key in row if key.startswith("accuracy.")]
+    of_tasks = [f"{name} {row[f'accuracy.{name}']:.2%} (norm {row[f'accuracy_norm.{name}']:.2%})" for name in tasks]
+    return f"accuracy {'  '.join(of_tasks)}" if tasks else ""
 
 
-def _float8(row: Float8Row) -> str:
+def _float8(row: Row) -> str:
     """The layer whose product is the least exact, and the most that a layer clamps and loses."""
-    sqnr = {key: number for key, number in row.layers.items() if key.startswith("float8_output_sqnr_db.")}
+    sqnr = {key: number for key, number in row.items() if key.startswith("float8_output_sqnr_db.")}
     worst = min(sqnr, key=sqnr.__getitem__)
     clamped, lost = (
-        max(number for key, number in row.layers.items() if f"_{what}." in key) for what in ("saturated", "flushed")
+        max(number for key, number in row.items() if f"_{what}." in key) for what in ("saturated", "flushed")
     )
     line = f"float8 at least {sqnr[worst]:.1f} dB, {worst.partition('.')[2]}; "
     return line + f"at most {clamped:.2%} beyond the range, {lost:.2%} became zero"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.metrics import MetricsFile, Row, RunError, StepRow, read_metrics
+from titanlite.observe.metrics import MetricsFile, RunError, read_metrics
 
 ROWS = 300
 
@@ -40,11 +40,6 @@ class ExpertsFile(MetricsFile):
         self._steps, self._since = steps, resume_step
         self._last: tuple[int, int] | None = None  # step and tokens of the last that is not in the file
         self._sums: Mapping[str, Sequence[int]] = {}
-
-    def write(self, row: Row) -> None:
-        """Add the tokens of a step's row to those that are to be written, and write them when it is time."""
-        if isinstance(row, StepRow):
-            self.add(row.step, row.tokens, row.experts)
 
     def add(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
         """Add the tokens of the steps since the last call.

@@ -1,8 +1,9 @@
 """Write metrics.jsonl: the record of a run, one JSON object per line, from which all else that is shown can be derived.
 
-Four kinds of rows, told apart by their keys. `StepRow` is a logged training step; `ValidationRow` is a validation,
-`EvaluationRow` an evaluation of tasks and `Float8Row` a look at float8's numerics after that step, in rows of their own
-because each has an interval of its own.
+A row is of a training step that is logged, of a validation, of an evaluation of tasks or of a look at float8's numerics
+after that step; each of these has an interval of its own. Its numbers have the keys of `metric_table.py`. Rates and
+times of a step's row, and what routers have seen, are of the steps since the row before, or since a validation, a
+checkpoint or a trace came in between, this step included; losses and norms are of this step.
 
 A number that is NaN or infinite is `null`, so that each line is strict JSON and a column stays numeric for
 whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in the log line of that step.
@@ -24,93 +25,23 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from titanlite.durable import LOOK_S, append_plain, earlier, is_at, open_plain, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import MALFORMED, as_type, parse_json
-from titanlite.observe.metric_names import AXES, KNOWN
+from titanlite.observe.metric_table import AXES, METRICS
 
-_READ = {*AXES, *KNOWN, "targets"}  # each alone, or before a dot; under any other key may stand what is no number
+_READ = {*AXES, *METRICS}  # each alone, or before a dot; under any other key may stand what is no number
 
 
 class RunError(TitanliteError):
     """A run's folder is missing, is not one, or holds a damaged file."""
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """One logged step. Rates and times are means over the steps since the previous log line, this one included.
-
-    If validation, a checkpoint or a trace came in between, they are means over the steps since then.
-    """
-
-    step: int  # optimizer steps done
-    loss: float | None  # mean over the targets of this step, all ranks; None: there is none
-    grad_norm: float | None  # global L2 norm before clipping; likewise
-    lr: float
-    tokens: int  # trained on since step 1, all ranks
-    epoch: float  # how often the source has been gone through: 1.5 in the middle of the second time
-    tokens_per_second_per_gpu: float
-    tflops_per_gpu: float  # model FLOPs, without recomputation
-    mfu: float  # share of the device's dense bf16 peak, or of the measured one where that is not known, 0 to 1
-    memory_gib: float  # peak reserved on this device
-    memory_allocated_gib: float  # peak allocated
-    seconds: float  # wall time per step
-    data_wait_seconds: float  # of these, waiting for data
-    # Of each source of a mixture: "epoch.<name>", and "share.<name>" of the tokens since step 1.
-    sources: Mapping[str, float] = field(default_factory=dict)
-    # Of this step: "loss.<name>" of the targets of each source of a mixture, if it has any; with a z-loss "z_loss",
-    # before its coefficient; and of each group of the optimizer's recipe "grad_norm.<group>", before clipping,
-    # "weight_norm.<group>" before the update, and "update_ratio.<group>", the norm of what it changes over the latter.
-    # Of a step without a target, which changes nothing, "targets": 0 alone.
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    # Of each mixture of experts "experts_<what>.<layer>", as of `titanlite.training.routers`: like rates, of the steps
-    # since the previous log line.
-    layers: Mapping[str, float] = field(default_factory=dict)
-    # Of each mixture of experts the tokens of each expert, likewise: for `titanlite.observe.experts_file` alone.
-    experts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ValidationRow:
-    """One validation.
-
-    Bits per byte count the separators among the tokens, and no byte for them: the end of a document costs bits, too.
-    """
-
-    step: int
-    tokens: int
-    # Mean over all targets of `validation.source`, nats per token; None: only the average of weights was validated.
-    validation_loss: float | None = None
-    # Its "validation_bits_per_byte", if the bytes of its text are known; of each further source
-    # "validation_loss.<name>" and "validation_bits_per_byte.<name>"; and of the average of weights all these as
-    # "validation_loss_ema", "validation_loss_ema.<name>" and so on.
-    sources: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class EvaluationRow:
-    """One evaluation of multiple-choice tasks."""
-
-    step: int
-    tokens: int
-    evaluation_seconds: float  # that it took
-    scores: Mapping[str, float]  # "accuracy.<task>" and "accuracy_norm.<task>" → share of the questions
-
-
-@dataclass(frozen=True)
-class Float8Row:
-    """Report what float8 did to each layer on the first micro-batches of a step, all ranks."""
-
-    step: int
-    tokens: int
-    layers: Mapping[str, float]  # "float8_<what>.<layer>" → number, as of `titanlite.float8.numerics`
-
-
-Row = StepRow | ValidationRow | EvaluationRow | Float8Row
+Row = Mapping[str, float]
+"""What is logged at once, by key: a step, the tokens trained on until then, and numbers that may be NaN or infinite."""
 
 
 class Observer(Protocol):
@@ -223,13 +154,9 @@ class MetricsFile:
         return self._rows.read()
 
 
-def json_row(row: Row) -> dict[str, int | float | None]:
-    """Give a row as a dict whose numbers are finite or None."""
-    given = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "experts"}
-    for several in ("layers", "sources", "numbers", "scores"):
-        given |= given.pop(several, {})
-    found = {key: value for key, value in given.items() if value is not None}
-    return {key: value if math.isfinite(value) else None for key, value in found.items()}
+def json_row(row: Row) -> dict[str, float | None]:
+    """Return a row with None for each number that is not finite."""
+    return {key: value if math.isfinite(value) else None for key, value in row.items()}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

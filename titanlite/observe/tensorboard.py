@@ -21,7 +21,7 @@ import tomli_w
 from titanlite.config.schema import Config
 from titanlite.config.write import toml_table
 from titanlite.durable import open_plain, read_plain
-from titanlite.observe.metric_names import AXES, shown_name
+from titanlite.observe.metric_table import AXES, shown_name
 from titanlite.observe.metrics import Row, json_row, read_metrics
 from titanlite.receipt import Entry, Skipped
 from titanlite.redact import redact, redact_tree

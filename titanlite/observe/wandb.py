@@ -32,7 +32,7 @@ import tomli_w
 from titanlite.config.schema import Config
 from titanlite.config.write import toml_table
 from titanlite.durable import open_plain, read_plain, write_durably
-from titanlite.observe.metric_names import AXES, NAMES, PREFIXES
+from titanlite.observe.metric_table import AXES, METRICS
 from titanlite.observe.metrics import Row
 from titanlite.redact import redact, redact_tree
 
@@ -86,8 +86,7 @@ class WandbRun:
                 "config_toml": tomli_w.dumps(redact_tree(toml_table(config))),
                 "tags": [redact(tag) for tag in tags],
                 "files": _FILES,
-                "names": dict(NAMES),
-                "prefixes": dict(PREFIXES),
+                "names": {key: metric.name for key, metric in METRICS.items()},
                 "axes": AXES,
                 "metrics": str(metrics.resolve()),
                 "kept_bytes": metrics.stat().st_size,

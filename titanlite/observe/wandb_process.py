@@ -18,7 +18,7 @@ wandb is given as little as needed: the config (without its secrets), the receip
 rows, at the end a mixture's heat map, and the machine's load (each start's over that of former ones). Not the command
 line, the environment, the git remote (which may hold a token), the source or the installed packages.
 
-A row's numbers have the names that `metric_names.py` gives them. wandb has no number that is none: the keys of those
+A row's numbers have the names that `metric_table.py` gives them. wandb has no number that is none: the keys of those
 that were not finite stand in the row's `_null`, so that the row can be read back as it was.
 """
 
@@ -126,12 +126,9 @@ def _row(line: bytes, sent_at: float, work: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name_shown(key: str, work: dict[str, Any]) -> str:
-    """Return the name of a number on wandb's page, as `metric_names.shown_name`, which is not imported here."""
-    if key in work["names"]:
-        return work["names"][key]
-    return next(
-        (name + key.removeprefix(start) for start, name in work["prefixes"].items() if key.startswith(start)), key
-    )
+    """Return the name of a number on wandb's page, as `metric_table.shown_name`, which is not imported here."""
+    start, dot, of = key.partition(".")
+    return work["names"].get(start, start) + dot + of
 
 
 def _remove_older(run: "wandb.Run", work: dict[str, Any]) -> None:

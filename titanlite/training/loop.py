@@ -34,7 +34,6 @@ from titanlite.training.build import Run
 from titanlite.training.data import Corpora, HeldOut
 from titanlite.training.data_check import DataCheck
 from titanlite.training.data_wait import DataWait
-from titanlite.training.optimizers.group_norms import KINDS
 from titanlite.training.receipt import complete_receipt
 from titanlite.training.report import InFlight, Report
 from titanlite.training.schedule import learning_rate
@@ -86,9 +85,6 @@ class Loop:
         """
         run, config, report = self.run, self.run.config, self.report
         last, table = last_step(config), report.position.table
-        names, z_loss = self.batches.names, ["z_loss"] if config.training.z_loss else []
-        keys = [*z_loss, *(f"loss.{name}" for name in names)]
-        of_groups = [f"{kind}.{group}" for kind in KINDS for group in run.optimizer.groups]
         in_flight: deque[InFlight] = deque()
         windows = windows_of(run.model)
         stopping, step, done, no_more = False, start, start, None
@@ -104,13 +100,10 @@ class Loop:
             self.profiler.begin(step)
             micro_batches, lr = self._next_batches(step), learning_rate(step, config, table)
             asks, attended = self._asks_to_stop(), mean_attended(windows, self.batches.lengths)
-            is_due, given = report.is_due(step), (attended, len(names), self._lacks_data)
+            is_due, given = report.is_due(step), (attended, self.batches.names, self._lacks_data)
             result = train_step(run, micro_batches, lr, asks, *given, logged=is_due)
             routers = run.routers if is_due else None
-            if routers is not None:
-                result = torch.cat((result, routers.seen()))
-            of_step = [*keys, *(of_groups if is_due else ())]
-            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, of_step, routers))
+            in_flight.append(InFlight(step, lr, result, self.batches.wait_seconds, routers))
             self.profiler.end(step)
 
             measures = self.measures(step)
@@ -205,8 +198,7 @@ class Loop:
                     numbers |= self._losses(step, "_ema")
         self.run.model.train()
         self.data_check.tell()
-        if numbers:
-            self.report.validation(step, numbers)
+        self.report.log(step, numbers)
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
         """Return the metrics of each held-out source, by keys that say whose weights they are of."""
@@ -226,7 +218,7 @@ class Loop:
         self._limit(self.run.config.comm.init_timeout_seconds)
         with span(NUMERICS):
             given = batch.tokens, self.run.mesh.fsdp, batch.sequences, batch.is_counted
-            self.report.float8(step, float8_numerics(self.run.model, *given))
+            self.report.log(step, float8_numerics(self.run.model, *given))
 
     def _next_batches(self, step: int) -> list[Batch]:
         """Return those of a step; padding if there are none in time, and in all that follow: the others do not know."""

@@ -21,10 +21,11 @@ from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
 from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.metrics import EvaluationRow, Float8Row, Observer, Row, StepRow, ValidationRow
+from titanlite.observe.metrics import Observer, Row
 from titanlite.observe.peak_flops import TokenFlops, peak_flops
 from titanlite.observe.status import Status
 from titanlite.training.routers import Routers, SeenRouting
+from titanlite.training.step import NONE
 
 MAX_SKIPPED_IN_A_ROW = 10
 
@@ -62,37 +63,48 @@ class InFlight:
     Args:
         step: the step.
         lr: its learning rate.
-        result: [7 + keys], as `train_step` returns it.
+        result: as `train_step` returns it; here alone its numbers have positions.
         data_wait_s: seconds that the host waited for its batches.
-        keys: of metrics.jsonl, of the numbers behind the first seven.
-        routers: of a mixture of experts, where what they have seen is behind that.
+        routers: of a mixture of experts, where they are asked for what they have seen, which is collective.
     """
 
     def __init__(
         self,
         step: int,
         lr: float,
-        result: Tensor,
+        result: Mapping[str, Tensor],
         data_wait_s: float,
-        keys: Sequence[str] = (),
         routers: Routers | None = None,
     ) -> None:
-        self.step, self.lr, self.data_wait_s, self.keys, self.routers = step, lr, data_wait_s, keys, routers
-        self._host = result
-        if result.is_cuda:
-            self._host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-            self._host.copy_(result, non_blocking=True)
-        self._done = Moment(result.device)
+        self.step, self.lr, self.data_wait_s, self.routers = step, lr, data_wait_s, routers
+        self._names, packed = [*result], torch.stack([*result.values()])
+        if routers is not None:
+            packed = torch.cat((packed, routers.seen()))
+        self._host = packed
+        if packed.is_cuda:
+            self._host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+        self._done = Moment(packed.device)
 
     def read(self) -> "Outcome":
         """Wait until the step is done on the device."""
         self._done.wait()
-        loss, norm, skipped, asked, attended, lacking, targets, *more = self._host.tolist()
-        named = zip(self.keys, more[: len(self.keys)], strict=True) if targets else [("targets", 0)]
-        routing = self.routers.read(more[len(self.keys) :]) if self.routers else SeenRouting()
-        numbers = {key: number for key, number in named if not number < 0}  # NaN is one
-        flags = targets > 0, skipped > 0, asked > 0, lacking > 0
-        return Outcome(self.step, self.lr, loss, norm, *flags, attended, self.data_wait_s, self._done, numbers, routing)
+        values = self._host.tolist()
+        found = dict(zip(self._names, values, strict=False))
+        routing = self.routers.read(values[len(found) :]) if self.routers else SeenRouting()
+        flags = {name: found.pop(name) > 0 for name in ("skipped", "stop_asked", "lacked_data")}
+        attended, targets = found.pop("attended"), found.pop("targets")
+        numbers = {key: number for key, number in found.items() if number != NONE} if targets else {"targets": 0}
+        return Outcome(
+            step=self.step,
+            lr=self.lr,
+            numbers=numbers,
+            attended=attended,
+            data_wait_s=self.data_wait_s,
+            done=self._done,
+            routing=routing,
+            **flags,
+        )
 
 
 @dataclass(frozen=True)
@@ -101,16 +113,13 @@ class Outcome:
 
     step: int
     lr: float
-    loss: float
-    grad_norm: float
-    has_targets: bool  # else nothing was changed, and the loss is a mean of nothing
+    numbers: Mapping[str, float]  # by their keys in metrics.jsonl; of a step without a target, "targets": 0 alone
     skipped: bool  # the update was left out
     stop_asked: bool  # some rank received a signal
     lacked_data: bool  # some rank had none: the step was not taken
     attended: float  # as `mean_attended` counts it, of all ranks
     data_wait_s: float
     done: Moment
-    numbers: Mapping[str, float] = field(default_factory=dict[str, float])  # others, by their keys in metrics.jsonl
     routing: SeenRouting = field(default_factory=SeenRouting)  # since the last step that is logged
 
 
@@ -168,6 +177,7 @@ class Report:
         console: of this rank, also for what is no row.
         status: told each step.
         observers: given each row.
+        experts: given the tokens of experts, on the rank that has the file.
     """
 
     def __init__(
@@ -179,10 +189,11 @@ class Report:
         console: Console,
         status: Status,
         observers: Sequence[Observer],
+        experts: ExpertsFile | None = None,
     ) -> None:
         self.config, self.position, self.device = config, position, device
         self.console, self.status, self.observers = console, status, observers
-        self._flops = flops
+        self._flops, self._experts = flops, experts
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
         tflops = self._peak / 1e12
@@ -219,56 +230,53 @@ class Report:
         self._step_s = seconds = elapsed / self._steps
         flops = self._flops_done / elapsed / at.world
         reserved, allocated = memory_gib(self.device)
-        row = StepRow(
-            step=step,
-            loss=outcome.loss if outcome.has_targets else None,
-            grad_norm=outcome.grad_norm if outcome.has_targets else None,
-            lr=outcome.lr,
-            tokens=at.tokens(step),
-            epoch=at.epoch(step),
-            tokens_per_second_per_gpu=self._tokens / elapsed / at.world,
-            tflops_per_gpu=flops / 1e12,
-            mfu=flops / self._peak,
-            memory_gib=reserved,
-            memory_allocated_gib=allocated,
-            seconds=seconds,
-            data_wait_seconds=self._waited / self._steps,
-            sources=at.of_sources(step),
-            numbers=outcome.numbers,
-            layers=outcome.routing.numbers,
-            experts=outcome.routing.tokens,
-        )
+        numbers = outcome.numbers
+        row = {
+            "step": step,
+            **{key: numbers[key] for key in ("loss", "grad_norm") if key in numbers},  # the file's first columns
+            "lr": outcome.lr,
+            "tokens": at.tokens(step),
+            "epoch": at.epoch(step),
+            "tokens_per_second_per_gpu": self._tokens / elapsed / at.world,
+            "tflops_per_gpu": flops / 1e12,
+            "mfu": flops / self._peak,
+            "memory_gib": reserved,
+            "memory_allocated_gib": allocated,
+            "seconds": seconds,
+            "data_wait_seconds": self._waited / self._steps,
+            **outcome.routing.numbers,
+            **at.of_sources(step),
+            **numbers,
+        }
         self._start_clock(outcome.done)
         self._write(row)
+        self.experts(step, outcome.routing.tokens)
 
     def is_due(self, step: int) -> bool:
         """Check whether a step is to be logged."""
         return step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
 
     def experts(self, step: int, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Keep the tokens of experts in the steps since the last one that is logged, before a checkpoint of this one.
+        """Keep the tokens of experts in the steps since the last call, at a step that is logged or saved.
 
         Args:
             step: the last of these.
             tokens: of each layer those of each expert.
         """
-        for observer in self.observers:
-            if isinstance(observer, ExpertsFile):
-                observer.add(step, self.position.tokens(step), tokens)
+        if self._experts is not None:
+            self._experts.add(step, self.position.tokens(step), tokens)
 
-    def validation(self, step: int, numbers: dict[str, float]) -> None:
-        """Log one validation, of all held-out sources: `validation_loss` of the first, and what else there is."""
-        more = {key: number for key, number in numbers.items() if key != "validation_loss"}
-        tokens, loss = self.position.tokens(step), numbers.get("validation_loss")
-        self._write(ValidationRow(step=step, tokens=tokens, validation_loss=loss, sources=more))
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Log what was measured after a step in a row of its own, by keys of metrics.jsonl, if there is anything."""
+        if numbers:
+            self._write({"step": step, "tokens": self.position.tokens(step), **numbers})
 
     def evaluation(self, step: int, scores: Sequence[Score], seconds: float, freq: int) -> None:
         """Log one evaluation, and at the first one say what share of the time it takes."""
-        found: dict[str, float] = {}
+        found = {"evaluation_seconds": seconds}
         for score in scores:
             found |= {f"accuracy.{score.task}": score.accuracy, f"accuracy_norm.{score.task}": score.accuracy_norm}
-        tokens = self.position.tokens(step)
-        self._write(EvaluationRow(step=step, tokens=tokens, evaluation_seconds=seconds, scores=found))
+        self.log(step, found)
         if self._step_s and not self._told_share:
             self._told_share = True
             share = seconds / (seconds + freq * self._step_s)
@@ -278,17 +286,12 @@ class Report:
                 f"{n:,} questions took {seconds:.2f} s: {share:.2%} of the time at evaluation.freq = {freq}{less}"
             )
 
-    def float8(self, step: int, layers: dict[str, float]) -> None:
-        """Log what float8 did to each layer; see `titanlite.float8.numerics`."""
-        if layers:  # else the receipt has said so
-            self._write(Float8Row(step=step, tokens=self.position.tokens(step), layers=layers))
-
     def _write(self, row: Row) -> None:
         for observer in self.observers:
             observer.write(row)
 
     def _check_finite(self, outcome: Outcome) -> None:
-        if not outcome.has_targets:
+        if "loss" not in outcome.numbers:
             if not self._told_of_no_targets:
                 self._told_of_no_targets = True
                 what = "no token of it has a target, so it changed nothing"
@@ -299,15 +302,15 @@ class Report:
             return
         self.skipped_in_a_row += 1
         first, end = (self.position.table.samples(step) for step in (outcome.step - 1, outcome.step))
+        loss, norm = outcome.numbers["loss"], outcome.numbers["grad_norm"]
         seen = (
-            f"step {outcome.step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}, on samples {first} to "
-            f"{end - 1} of the data order"
+            f"step {outcome.step}: loss {loss}, gradient norm {norm}, on samples {first} to {end - 1} of the data order"
         )
         skips = self.config.training.on_nonfinite == "skip"
         if skips and self.skipped_in_a_row < MAX_SKIPPED_IN_A_ROW:
             self.console.warning(f"{seen}; not finite, so this update was skipped")
             return
-        source = "the loss" if not math.isfinite(outcome.loss) else "a gradient"
+        source = "the loss" if not math.isfinite(loss) else "a gradient"
         fix = "inspect that data, lower optimizer.lr or raise lr_scheduler.warmup_steps"
         if skips:
             seen += f", the {self.skipped_in_a_row}th such step in a row"

@@ -1,11 +1,11 @@
 """One optimizer step, top to bottom.
 
-Nothing here waits for the device: the results stay there until the loop reads them, one step later, and whether the
-update is applied is decided there too.
+Nothing here waits for the device: the results stay there until the loop reads them, one step later and in one copy, and
+whether the update is applied is decided there too. What is to be logged of a step is one entry more of its result.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from titanlite.data.batches import Batch
     from titanlite.training.build import Run
 
+NONE = -1.0
+"""The number of what a step has none of, which is not logged: the mean loss of a source without targets."""
+
 
 def train_step(
     run: "Run",
@@ -32,11 +35,11 @@ def train_step(
     lr: float,
     stop_requested: bool,
     attended: float = 0.0,
-    n_sources: int = 0,
+    sources: Sequence[str] = (),
     lacks_data: bool = False,
     *,
     logged: bool = False,
-) -> Tensor:
+) -> dict[str, Tensor]:
     """Take one optimizer step, or none if the loss or a gradient is not finite, no token has a target, or a rank has no
     data for it.
 
@@ -46,16 +49,17 @@ def train_step(
         lr: learning rate.
         stop_requested: whether this process was asked to stop; every rank learns of it.
         attended: tokens that those of the batches see, as `mean_attended` counts them.
-        n_sources: that losses are told apart by; 0: they are not.
+        sources: their names, in the order of their numbers in batches, if losses are told apart by them.
         lacks_data: whether the batches of this rank are padding.
         logged: whether norms of the optimizer's groups are measured.
 
     Returns:
-        [7] float32 on the device, equal on every rank: mean loss over the global batch's targets, global gradient norm
-        before clipping, 1 if the update was left out, number of ranks that were asked to stop, mean of `attended`,
-        number of ranks that had no data, number of targets. With a z-loss its mean follows, without its coefficient.
-        Where batches say which source each sequence is from, the mean loss of each over its targets of the global batch
-        follows, -1 if it has none. If it is `logged`, the numbers of `GroupNorms` are last.
+        [] float32 each on the device, equal on every rank, by name. For the loop: `skipped`, 1 if the update was left
+        out; `stop_asked` and `lacked_data`, numbers of ranks that were asked to stop and that had no data; the mean
+        `attended`; and the number of `targets`. All others are logged, under their names: `loss`, the mean over the
+        global batch's targets; `grad_norm`, of all gradients before clipping; with a z-loss its mean `z_loss`, without
+        its coefficient; `loss.<source>`, over the targets of each, `NONE` if it has none; and if the step is `logged`
+        those of `GroupNorms`.
 
     Raises:
         ConfigError: the model's logits are not one for each token and number of the vocabulary.
@@ -69,20 +73,22 @@ def train_step(
     if run.routers is not None and run.mesh.context is not None:
         dist.all_reduce(of_batches, group=run.mesh.context.get_group())
 
-    means, by_source = _forward_backward(run, batches, divided_by, of_batches / divided_by, n_sources)
+    means, by_source = _forward_backward(run, batches, divided_by, of_batches / divided_by, len(sources))
     gradients = run.optimizer.gradients()
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norms = run.optimizer.group_norms() if logged else None
     norm = run.optimizer.norm(gradients, norms)
-    of_rank = float(stop_requested), attended / dist.get_world_size(), float(lacks_data)
-    loss, *z_loss = (mean / run.mesh.tp_size for mean in means)
-    totals = torch.stack((loss, *(torch.full_like(loss, number) for number in of_rank), *z_loss))
+    loss = means["loss"]
+    of_rank = {"stop_asked": stop_requested, "attended": attended / dist.get_world_size(), "lacked_data": lacks_data}
+    own = {"loss": loss} | {name: torch.full_like(loss, number) for name, number in of_rank.items()} | means
+    totals = torch.stack([*own.values()])
     dist.all_reduce(totals)
-    if n_sources:
+    found = dict(zip(own, totals.unbind(), strict=True))
+    if sources:
         dist.all_reduce(by_source)
 
     # All are reduced values, so every rank takes the same decision.
-    skip = (~torch.isfinite(totals[0] + norm) | (totals[3] > 0) | (targets == 0)).float()
+    skip = (~torch.isfinite(found["loss"] + norm) | (found["lacked_data"] > 0) | (targets == 0)).float()
     max_norm = run.config.training.max_norm
     divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     with span(OPTIMIZER):
@@ -93,18 +99,17 @@ def train_step(
         precompute_scales(run.parameters, run.mesh.fsdp)
         if run.routers is not None:
             run.routers.balance(skip)
-    parts = [torch.stack((totals[0], norm, skip, *totals[1:4], targets, *totals[4:]))]
-    if n_sources:
+    found |= {"grad_norm": norm, "skipped": skip, "targets": targets}
+    if sources:
         total, count = by_source
-        parts.append(torch.where(count > 0, total / count, -1.0).float())
-    if norms is not None:
-        parts.append(norms.numbers())
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+        of_sources = torch.where(count > 0, total / count, NONE).float().unbind()
+        found |= {f"loss.{name}": mean for name, mean in zip(sources, of_sources, strict=True)}
+    return found if norms is None else found | norms.numbers()
 
 
 def _forward_backward(
     run: "Run", batches: "list[Batch]", targets: Tensor, shares: Tensor, n_sources: int
-) -> tuple[list[Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor]:
     """Fill the gradients.
 
     Args:
@@ -115,8 +120,8 @@ def _forward_backward(
         n_sources: whose losses are asked for.
 
     Returns:
-        This rank's parts of the mean loss and, if there is one, of the mean z-loss, [] float32 each; and sums of losses
-        and targets of each source, [2, sources] float64.
+        This rank's parts of the means by their names, `loss` and, if there is one, `z_loss`, [] float32 each, which add
+        up over all ranks; and sums of losses and targets of each source, [2, sources] float64.
     """
     loss = torch.zeros((), device=run.mesh.device)
     squares = torch.zeros_like(loss) if run.config.training.z_loss else None  # of what the z-loss is the mean of
@@ -135,7 +140,8 @@ def _forward_backward(
         del logits  # the largest tensor alive: backward frees it as soon as it can
         part.backward()
         loss += part.detach()
-    return [loss, *(() if squares is None else (squares / targets,))], by_source
+    means = {"loss": loss} if squares is None else {"loss": loss, "z_loss": squares / targets}
+    return {name: mean / run.mesh.tp_size for name, mean in means.items()}, by_source
 
 
 def _of_rank(is_counted: Tensor | None, mesh: Mesh) -> Tensor | None:

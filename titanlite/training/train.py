@@ -140,10 +140,12 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     for file in files:
         cleanup.callback(file.close)
     status.progress(start)
-    observers: list[Observer] = [console, *files, *_open_pages(bool(files), run, session, cleanup)]
+    experts = next((file for file in files if isinstance(file, ExpertsFile)), None)
+    of_rows = [file for file in files if file is not experts]
+    observers: list[Observer] = [console, *of_rows, *_open_pages(bool(files), run, session, cleanup)]
     console.measure_by(table.tokens)
     flops = token_flops_of(run.model, run.dims)
-    report = Report(config, position, flops, device, console, status, observers)
+    report = Report(config, position, flops, device, console, status, observers, experts)
     report.skipped_in_a_row = state.skipped_in_a_row
     if session.rank == 0:
         for line in first_lines(run, data.train, position, folder):

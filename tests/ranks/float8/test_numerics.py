@@ -114,7 +114,7 @@ def test_training_does_not_notice(tmp_path) -> None:
             matmuls = [module.matmul for module in run.model.modules() if isinstance(module, Linear)]
             with closing(batches_of(run)) as batches, torch_order():
                 for _ in range(2):
-                    steps.append(train_step(run, batches.next(), 1e-3, stop_requested=False))
+                    steps += train_step(run, batches.next(), 1e-3, stop_requested=False).values()
                     drawn.append(torch.get_rng_state())
                     if looks:
                         look(run)

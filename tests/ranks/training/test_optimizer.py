@@ -282,7 +282,8 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
             for step in range(1, 11):
                 (batch,) = batches.next()
                 lr = learning_rate(step, run.config)
-                loss, norm, skipped, *_ = train_step(run, [batch], lr, False)
+                found = train_step(run, [batch], lr, False)
+                loss, norm, skipped = found["loss"], found["grad_norm"], found["skipped"]
                 truth = F.cross_entropy(model(batch.tokens), batch.targets)
                 truth.backward()
                 true_norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm or float("inf"))
@@ -328,7 +329,8 @@ def test_with_torchtitans_keys_twenty_steps_are_its_optimizer_and_schedule(tmp_p
                 micro_batches = batches.next()
                 rate = learning_rate(step, run.config)
                 assert abs(rate - schedule.get_last_lr()[0]) <= 1e-15
-                loss, _, skipped, *_ = train_step(run, micro_batches, rate, False)
+                found = train_step(run, micro_batches, rate, False)
+                loss, skipped = found["loss"], found["skipped"]
                 n_tokens = sum(batch.targets.numel() for batch in micro_batches)
                 truth = 0.0
                 for batch in micro_batches:

@@ -36,7 +36,7 @@ from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
 from titanlite.observe import console, metrics, status, watchdog
-from titanlite.observe.metrics import MetricsFile, StepRow, read_metrics
+from titanlite.observe.metrics import MetricsFile, Row, read_metrics
 from titanlite.observe.profiler import Profiler
 from titanlite.recipes import load
 from titanlite.training import data, loop, train
@@ -606,8 +606,8 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
         if os.environ["RANK"] == "0":
             write = MetricsFile.write
 
-            def limited(self: MetricsFile, row: StepRow) -> None:
-                if row.step == 3:  # as if the file could grow no further
+            def limited(self: MetricsFile, row: Row) -> None:
+                if row["step"] == 3:  # as if the file could grow no further
                     size = os.fstat(self._file.fileno()).st_size
                     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
                     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))

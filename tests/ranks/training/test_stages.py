@@ -10,6 +10,7 @@ import tomli_w
 
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands import main
+from titanlite.observe.metric_table import AXES, METRICS
 
 if TYPE_CHECKING:
     from tests.support.launched import Desk, Ended
@@ -99,6 +100,7 @@ def test_validate_says_what_each_stage_takes(desk: "Desk", ramp: "Ended", capsys
 
 def test_losses_of_sources_make_the_loss(ramp: "Ended") -> None:
     """In a step of 8 samples, 6 of one source: the document mask leaves no target out of these texts."""
+    assert {key.partition(".")[0] for row in ramp.rows for key in row} <= {*AXES, *METRICS}  # all are declared
     for row in ramp.steps[:4]:
         assert (6 * row["loss.args"] + 2 * row["loss.diff"]) / 8 == pytest.approx(row["loss"], rel=1e-5)
 

@@ -22,7 +22,13 @@ def differences(*runs: RunRecord) -> list[Curve]:
 def test_every_number_of_a_row_is_a_metric_and_stands_in_its_group() -> None:
     rows = [
         {"step": 1, "tokens": 10, "loss": 5.0, "lr": 1e-3, "expert_balance": 0.5},
-        {"step": 1, "tokens": 10, "float8_sqnr_db.layers.0.wqkv": 30.0, "moe/dropped": None, "note": "no number"},
+        {
+            "step": 1,
+            "tokens": 10,
+            "float8_output_sqnr_db.layers.0.wqkv": 30.0,
+            "moe/dropped": None,
+            "note": "no number",
+        },
         {"step": 1, "tokens": 10, "validation_loss.code": 3.0, "validation_bits_per_byte.code": 4.0},
         {"step": 1, "tokens": 10, "accuracy.piqa": 0.5, "accuracy_norm.piqa": 0.6},
     ]
@@ -31,7 +37,7 @@ def test_every_number_of_a_row_is_a_metric_and_stands_in_its_group() -> None:
         ("Loss", "loss"),
         ("Optimization", "lr"),
         ("Other", "expert_balance"),
-        ("float8: sqnr db", "float8_sqnr_db.layers.0.wqkv"),
+        ("float8: output sqnr db", "float8_output_sqnr_db.layers.0.wqkv"),
         ("moe", "moe/dropped"),
         ("Loss", "validation_loss.code"),
         ("Loss", "validation_bits_per_byte.code"),

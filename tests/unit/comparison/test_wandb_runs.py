@@ -19,7 +19,7 @@ import json, sys
 from pathlib import Path
 from titanlite.config.schema import Config, Job, Metrics, Training
 from titanlite.observe import wandb as module
-from titanlite.observe.metrics import Float8Row, MetricsFile, StepRow, ValidationRow
+from titanlite.observe.metrics import MetricsFile
 folder = Path(sys.argv[1])
 module._INIT_TIMEOUT_S, module._END_S["offline"] = 100.0, 100.0
 config = Config(job=Job(name="mine"), training=Training(steps=40), metrics=Metrics(wandb="offline"))
@@ -31,12 +31,12 @@ nan, inf = float("nan"), float("inf")
 def rows():
     for step in range(1, 41):
         loss = nan if step == 7 else 10 / 3 / step
-        norm, lr = inf if step == 7 else 0.1, 1e-3 / step
-        yield StepRow(step, loss, norm, lr, 1000 * step, step / 7, 1e5 / 3, 3.0, nan, 1.0, 1.0, 0.1, 0.0)
+        at, of_step = {"step": step, "tokens": 1000 * step}, {"loss": loss, "grad_norm": inf if step == 7 else 0.1}
+        yield at | of_step | {"lr": 1e-3 / step, "epoch": step / 7, "mfu": nan, "memory_gib": 1.0, "seconds": 0.1}
         if step % 10 == 0:
-            yield ValidationRow(step, 1000 * step, nan if step == 10 else 2.25)
+            yield at | {"validation_loss": nan if step == 10 else 2.25}
             layers = {f"layers.{i}.attention.{name}": 1 / (3 + i) for i in range(40) for name in ("wo", "wqkv")}
-            yield Float8Row(step, 1000 * step, {f"float8_output_sqnr_db.{layer}": at for layer, at in layers.items()})
+            yield at | {f"float8_output_sqnr_db.{layer}": sqnr for layer, sqnr in layers.items()}
 for row in rows():
     metrics.write(row)
     run.write(row)

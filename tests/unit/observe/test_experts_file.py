@@ -1,12 +1,10 @@
 """experts.jsonl: no token is lost, the file stays short, and what is drawn of it is how uneven use is."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from tests.support.run_folder import STEP
 from titanlite.observe.experts_file import ROWS, ExpertsFile
 from titanlite.observe.heat_map import draw_heat_map, loads
 from titanlite.observe.metrics import read_metrics
@@ -16,7 +14,7 @@ def write_steps(path: Path, steps: Iterable[int], resume_step: int, last: int, s
     """Write rows of steps in which expert 0 has one token and expert 1 as many as the step's number."""
     file = ExpertsFile(path, resume_step, last)
     for step in steps:
-        file.write(replace(STEP, step=step, tokens=1000 * step, experts={"layers.0": [1, step]}))
+        file.add(step, 1000 * step, {"layers.0": [1, step]})
         if step == saves:
             file.sync()
     file.close()

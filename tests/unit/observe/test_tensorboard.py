@@ -6,17 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_folder import STEP
 from titanlite.config.schema import Config, Data
 from titanlite.observe import tensorboard as module
-from titanlite.observe.metrics import Float8Row, MetricsFile, Row, StepRow, ValidationRow
+from titanlite.observe.metrics import MetricsFile, Row
 from titanlite.observe.tensorboard import TensorBoardFile, tensorboard_entry
 from titanlite.receipt import Receipt
 
 pytest.importorskip("tensorboard")
 
 
-def step_row(step: int, loss: float, mfu: float = 0.5) -> StepRow:
-    return StepRow(step, loss, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, mfu, 1.0, 1.0, 1.0, 0.0)
+def step_row(step: int, loss: float, mfu: float = 0.5) -> Row:
+    return STEP | {"step": step, "loss": loss, "tokens": 1000 * step, "mfu": mfu}
 
 
 STARTS: list["Start"] = []
@@ -64,8 +65,8 @@ def steps(folder: Path, name: str = "train/loss") -> list[tuple[int, float]]:
 
 def test_names_are_those_of_wandb_and_steps_the_axis(tmp_path: Path) -> None:
     start = Start(tmp_path, 0)
-    layers = {"float8_output_sqnr_db.layers.0.wo": 30.0}
-    start.write(step_row(1, 2.0, mfu=math.nan), ValidationRow(1, 1000, 2.25), Float8Row(1, 1000, layers))
+    measured = {"validation_loss": 2.25}, {"float8_output_sqnr_db.layers.0.wo": 30.0}
+    start.write(step_row(1, 2.0, mfu=math.nan), *({"step": 1, "tokens": 1000, **more} for more in measured))
     found = read(tmp_path)  # while the run goes on
     names = set(found.Tags()["scalars"])
     assert {"train/loss", "optim/lr", "perf/memory_gib", "val/loss", "float8/output_sqnr_db.layers.0.wo"} <= names

@@ -16,7 +16,7 @@ from tests.support.needs import slow
 from titanlite.comparison.wandb_runs import wandb_records
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
-from titanlite.observe.metrics import MetricsFile, ValidationRow
+from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.wandb import WandbRun, has_login
 
 RUN = """
@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from titanlite.config.schema import Config, Job, Metrics
 from titanlite.observe import wandb as module
-from titanlite.observe.metrics import MetricsFile, StepRow, ValidationRow
+from titanlite.observe.metrics import MetricsFile
 folder, mode, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 module._INIT_TIMEOUT_S, module._END_S["offline"] = 5.0 if mode == "online" else 100.0, 100.0
 config = Config(job=Job(name="mine"), metrics=Metrics(wandb=mode, wandb_group="sweep", wandb_project="proj"))
@@ -32,12 +32,16 @@ path = folder / "metrics.jsonl"
 metrics = MetricsFile(path, first - 1)
 facts = dict(facts={"world_size": 2}, tags=["found by"])
 run = module.WandbRun(config, folder, path, lambda text: print("WARN", text), **facts)
+def step_row(step, loss, **more):
+    at = {"step": step, "loss": loss, "grad_norm": 0.5, "lr": 1e-3, "tokens": 1000 * step, "epoch": 0.5}
+    speed = {"tokens_per_second_per_gpu": 1.0, "tflops_per_gpu": 1.0, "mfu": float("nan"), "seconds": 1.0}
+    return at | speed | {"memory_gib": 1.0, "memory_allocated_gib": 1.0, "data_wait_seconds": 0.0} | more
 def write(row):
     metrics.write(row)
     run.write(row)
 for step in range(first, last + 1):
-    write(StepRow(step, 2.0, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, float("nan"), 1.0, 1.0, 1.0, 0.0))
-write(ValidationRow(last, 1000 * last, 2.25))
+    write(step_row(step, 2.0))
+write({"step": last, "tokens": 1000 * last, "validation_loss": 2.25})
 assert "wandb" not in sys.modules
 """
 FINISH = "run.finish()"
@@ -127,7 +131,7 @@ def all_taken(rows):
         time.sleep(0.02)
 all_taken(4)
 {how}
-write(StepRow(4, 2.0, 0.5, 1e-3, 4000, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0))
+write(step_row(4, 2.0, mfu=1.0))
 all_taken(5)
 run.finish()
 """
@@ -175,7 +179,7 @@ while run._taken == 0:
 core = core_of(run._process.pid)
 os.kill(core, signal.SIGSTOP)
 for step in range(5000):
-    write(StepRow(10 + step, 2.0, 0.5, 1e-3, 1000 * step, 0.5, 1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 0.0))
+    write(step_row(10 + step, 2.0, mfu=0.5, tokens=1000 * step))
 module._END_S["offline"] = 2.0
 run.finish(1)
 os.kill(core, signal.SIGKILL)
@@ -246,7 +250,7 @@ def run_with(tmp_path, monkeypatch, warned):
         config = Config(job=Job(name="x"), metrics=Metrics(wandb=mode))
         run = WandbRun(config, path.parent, path, warned.append)
         for step in range(3):
-            row = ValidationRow(step, step, 1.0)
+            row = {"step": step, "tokens": step, "validation_loss": 1.0}
             metrics.write(row)
             run.write(row)
         while run._taken < taken:
@@ -359,7 +363,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning_and_shows_no_secret(monk
     (tmp_path / "not-a-folder").write_text("")
     config = Config(job=Job(name="x"), metrics=Metrics(wandb="offline"))
     run = WandbRun(config, tmp_path / "not-a-folder/run", tmp_path / "metrics.jsonl", warned.append)
-    run.write(ValidationRow(1, 1, 1.0))
+    run.write({"step": 1, "tokens": 1, "validation_loss": 1.0})
     run.finish()
     assert len(warned) == 1
     assert "wandb: cannot start (" in warned[0]

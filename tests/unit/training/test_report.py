@@ -1,9 +1,11 @@
 """The numbers of a logged step, from moments that are given instead of measured."""
 
 import io
+import math
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,16 +16,21 @@ from torch import Tensor
 
 import titanlite.training.report as training_report
 from titanlite import recipes
+from titanlite.comparison.curves import metrics_of
+from titanlite.comparison.runs import RunRecord
 from titanlite.config.schema import Config, Metrics, Training
 from titanlite.data.mixture import Mixture
 from titanlite.data.stages import Past, StageRow, stage_table
 from titanlite.models.llama3 import Llama3
 from titanlite.observe.console import Console
+from titanlite.observe.metric_table import METRICS, Metric
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 from titanlite.observe.status import Status
+from titanlite.observe.tensorboard import TensorBoardFile
 from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
 from titanlite.training.routers import Routers, SeenRouting
+from titanlite.training.step import NONE
 
 SIZES = recipes.load("model", "llama3-debug")
 CPU, S, BATCH, WORLD, EPOCH = torch.device("cpu"), 64, 8, 2, 44
@@ -63,9 +70,7 @@ def outcome(step: int, seconds: float, wait: float, attended: float = ATTENDED) 
     return Outcome(
         step,
         lr=1e-3,
-        loss=2.5,
-        grad_norm=0.5,
-        has_targets=True,
+        numbers={"loss": 2.5, "grad_norm": 0.5},
         skipped=False,
         stop_asked=False,
         lacked_data=False,
@@ -81,6 +86,9 @@ def test_a_row_is_the_mean_since_the_row_before(tmp_path: Path) -> None:
         for step, seconds, wait in ((11, 5.0, 0.5), (12, 6.0, 0.25), (13, 6.5, 0.0), (14, 7.0, 0.25)):
             logged.step(outcome(step, seconds, wait))
     first, second = read_metrics(tmp_path / "metrics.jsonl")
+    keys = """step loss grad_norm lr tokens epoch tokens_per_second_per_gpu tflops_per_gpu mfu
+        memory_gib memory_allocated_gib seconds data_wait_seconds"""
+    assert [*first] == [*second] == keys.split()
     assert [row["step"] for row in (first, second)] == [12, 14]
     assert [row["seconds"] for row in (first, second)] == [3.0, 0.5]
     assert [row["data_wait_seconds"] for row in (first, second)] == [0.375, 0.125]
@@ -118,9 +126,8 @@ def test_what_is_logged_is_shown_and_a_look_at_no_layer_is_not(tmp_path: Path) -
     numbers = {f"float8_{what}.w": 0.0 for what in ("output_sqnr_db", "input_saturated", "input_flushed")}
     with report(tmp_path, log_freq=2, samples_before=0, start=10) as logged:
         logged.step(outcome(12, 1.0, 0.0))
-        logged.validation(12, {"validation_loss": 3.5})
-        for layers in ({}, numbers):
-            logged.float8(12, layers)
+        for measured in ({"validation_loss": 3.5}, {}, numbers):
+            logged.log(12, measured)
     lines = (tmp_path / "rank0.log").read_text().splitlines()
     shown = [line.partition("12/100  ")[2].split()[0] for line in lines[1:]]  # the first has the peak
     assert shown == ["loss", "validation", "float8"]
@@ -159,26 +166,61 @@ def test_a_moment_is_of_the_devices_clock(monkeypatch: pytest.MonkeyPatch) -> No
     assert later.seconds_since(earlier) == 0.125
 
 
+RESULT = {"loss": 2.5, "stop_asked": 1.0, "attended": 7.0, "lacked_data": 0.0, "grad_norm": 0.5, "skipped": 0.0}
+RESULT |= {"targets": 64.0, "loss.wiki": 2.25, "loss.code": NONE, "grad_norm.matrices": math.nan}
+
+
 def test_results_are_read_when_the_device_is_done() -> None:
     class Arrival(At):
         def wait(self) -> None:
-            result.copy_(Tensor([2.5, 0.5, 0.0, 1.0, 7.0, 0.0, 64.0]))
+            in_flight._host.copy_(Tensor([*RESULT.values()]))
 
-    result = torch.zeros(7)
-    in_flight = InFlight(11, 1e-3, result, 0.25)
+    in_flight = InFlight(11, 1e-3, dict.fromkeys(RESULT, torch.zeros(())), 0.25)
     in_flight._done = done = Arrival(1.0)
-    assert in_flight.read() == Outcome(11, 1e-3, 2.5, 0.5, True, False, True, False, 7.0, 0.25, done)
+    found = in_flight.read()
+    assert math.isnan(found.numbers["grad_norm.matrices"])
+    numbers = {"loss": 2.5, "grad_norm": 0.5, "loss.wiki": 2.25, "grad_norm.matrices": math.inf}
+    found = replace(found, numbers={**found.numbers, "grad_norm.matrices": math.inf})
+    assert found == Outcome(11, 1e-3, numbers, False, True, False, 7.0, 0.25, done)
 
 
-def test_what_is_behind_a_result_is_of_sources_and_of_routers() -> None:
+def test_what_is_behind_a_result_is_of_routers() -> None:
     class Reader(Routers):
         def __init__(self) -> None:
             pass
 
+        def seen(self) -> Tensor:
+            return torch.tensor([1.5, 3.0], dtype=torch.float64)
+
         def read(self, seen: Sequence[float]) -> SeenRouting:
             return SeenRouting({"experts_fullest.layers.0": seen[0]}, {"layers.0": [int(seen[1])]})
 
-    result = Tensor([2.5, 0.5, 0.0, 0.0, 7.0, 0.0, 64.0, 2.25, -1.0, 1.5, 3.0])
-    outcome = InFlight(11, 1e-3, result, 0.25, ["loss.wiki", "loss.code"], Reader()).read()
-    assert outcome.numbers == {"loss.wiki": 2.25}
+    result = {name: torch.tensor(number) for name, number in RESULT.items()} | {"targets": torch.tensor(0.0)}
+    outcome = InFlight(11, 1e-3, result, 0.25, Reader()).read()
+    assert outcome.numbers == {"targets": 0}
     assert outcome.routing == SeenRouting({"experts_fullest.layers.0": 1.5}, {"layers.0": [3]})
+
+
+def test_a_metric_is_one_declaration_and_one_number_of_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spread = Metric("spread", "train/spread", "Loss", "spread of losses", "nats", console="spread {:4.2f}".format)
+    monkeypatch.setitem(METRICS, spread.key, spread)
+    result = {name: torch.tensor(number) for name, number in (RESULT | {"spread": 0.25}).items()}
+    in_flight = InFlight(12, 1e-3, result, 0.25)
+    in_flight._done = At(1.0)
+    with report(tmp_path, log_freq=2, samples_before=0, start=10) as logged:
+        shown = TensorBoardFile(tmp_path / "tensorboard", tmp_path / "metrics.jsonl", logged.console.warning)
+        logged.observers = [*logged.observers, shown]
+        logged.step(in_flight.read())
+        shown.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [row["spread"] for row in rows] == [0.25]
+    line = (tmp_path / "rank0.log").read_text().splitlines()[-1]
+    assert re.search(r"loss  2\.5000  grad  0\.500 .* GiB  spread 0\.25  eta", line)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/spread")] == [(12, 0.25)]
+    (chart,) = (chart for chart in metrics_of([RunRecord("a", rows, {}, "", None)]) if chart.name == "spread")
+    assert (chart.group, chart.label) == ("Loss", "spread of losses (nats)")

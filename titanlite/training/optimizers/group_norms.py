@@ -33,7 +33,7 @@ class GroupNorms:
     """
 
     def __init__(self, groups: Sequence[str], places: Mapping[str, tuple[int, bool]], mesh: Mesh) -> None:
-        self._places, self._mesh, self._groups = places, mesh, len(groups)
+        self._places, self._mesh, self._groups = places, mesh, groups
         self._gradients, self._updates = _Sums(), _Sums()
 
     def add_gradients(self, names: Sequence[str], norms: Sequence[Tensor]) -> None:
@@ -60,8 +60,8 @@ class GroupNorms:
         for of, rows in zip(alike, squares.split([sum(n for _, n in of) for of in alike], dim=1), strict=True):
             self.add_update(of[0][0], rows.sum(1))
 
-    def numbers(self) -> Tensor:
-        """Return the numbers of each kind in turn, [kinds · groups] float32, equal on every rank; collective."""
+    def numbers(self) -> dict[str, Tensor]:
+        """Return "<kind>.<group>" → [] float32, equal on every rank, of each kind in turn; collective."""
         zeros = torch.zeros(2, device=self._mesh.device)
 
         def total(sums: _Sums, group: int, none: Tensor) -> Tensor:
@@ -71,13 +71,14 @@ class GroupNorms:
 
         of_groups = (
             part
-            for group in range(self._groups)
+            for group in range(len(self._groups))
             for part in (total(self._gradients, group, zeros[:1]), total(self._updates, group, zeros))
         )
         squares = torch.cat([*of_groups])
         dist.all_reduce(squares)
-        gradient, weight, change = (squares / self._mesh.replicas).sqrt().view(-1, len(KINDS)).T
-        return torch.cat((gradient, weight, change / weight))
+        gradient, weight, change = (squares / self._mesh.replicas).sqrt().view(-1, len(KINDS)).unbind(1)
+        keys = [f"{kind}.{group}" for kind in KINDS for group in self._groups]
+        return dict(zip(keys, torch.cat((gradient, weight, change / weight)).unbind(), strict=True))
 
 
 @contextmanager

@@ -1,21 +1,10 @@
-from dataclasses import fields
-
 import pytest
 
-from titanlite.observe.metric_names import AXES, KNOWN, NAMES, PREFIXES, flat_key, shown_name
-from titanlite.observe.metrics import StepRow, ValidationRow
+from titanlite.observe.metric_table import METRICS, flat_key, shown_name
+from titanlite.training.optimizers.group_norms import KINDS
+from titanlite.training.routers import SEEN
 
 OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"
-
-
-def test_every_number_of_a_step_is_in_a_group() -> None:
-    keys = {field.name for field in fields(StepRow)} - {*AXES, "sources", "layers", "numbers", "experts"}
-    assert set(NAMES) == keys | {
-        "z_loss",
-        "weight_norm",
-        "update_ratio",
-    }  # which are among `numbers`, the latter of groups
-    assert {name.partition("/")[0] for name in NAMES.values()} == {"train", "perf", "optim"}
 
 
 @pytest.mark.parametrize(
@@ -23,16 +12,20 @@ def test_every_number_of_a_step_is_in_a_group() -> None:
     [
         ("loss", "train/loss"),
         ("z_loss", "train/z_loss"),
+        ("epoch.wiki", "train/epoch.wiki"),
+        ("share.wiki", "data/share.wiki"),
         ("grad_norm.matrices", "train/grad_norm.matrices"),
         ("weight_norm.matrices", "optim/weight_norm.matrices"),
         ("update_ratio.matrices", "optim/update_ratio.matrices"),
         ("validation_loss", "val/loss"),
+        ("validation_loss_ema.wiki", "val/loss_ema.wiki"),
         ("validation_bits_per_byte.wiki", "val/bits_per_byte.wiki"),
         ("accuracy.hellaswag", "eval/accuracy.hellaswag"),
         ("accuracy_norm.hellaswag", "eval/accuracy_norm.hellaswag"),
         ("evaluation_seconds", "eval/seconds"),
         (OF_LAYERS, "float8/output_sqnr_db.layers.0.attention.wo"),
         ("experts_fullest.layers.0", "experts/fullest.layers.0"),
+        ("targets", "targets"),
         ("tokens", "tokens"),
         ("of_a_later_version", "of_a_later_version"),
     ],
@@ -43,7 +36,9 @@ def test_names_lead_back(key: str, name: str) -> None:
 
 
 def test_names_are_unique() -> None:
-    keys = {field.name for row in (StepRow, ValidationRow) for field in fields(row)}
-    assert len({shown_name(key) for key in keys}) == len(keys)
-    assert {key: shown_name(key) for key in KNOWN} == {key: known.name for key, known in KNOWN.items()}
-    assert not [name for name in NAMES.values() if name.startswith(tuple(PREFIXES.values()))]
+    assert len({metric.name for metric in METRICS.values()}) == len(METRICS)
+    assert not [key for key, metric in METRICS.items() if "." in key + metric.name]
+
+
+def test_what_is_of_groups_and_of_routers_is_declared() -> None:
+    assert {*KINDS, *(f"experts_{what}" for what in (*SEEN, "bias_range"))} <= METRICS.keys()
