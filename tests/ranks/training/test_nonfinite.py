@@ -37,7 +37,7 @@ def faulty(
     def plant() -> None:
         take, now = loop.train_step, [0]
 
-        def counted(run: Run, *args: object, **more: object) -> Tensor:
+        def counted(run: Run, *args: object, **more: object) -> dict[str, Tensor]:
             now[0] += 1
             if now[0] == 1 and os.environ["RANK"] == "1":
                 spoil(run)

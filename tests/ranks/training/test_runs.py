@@ -261,7 +261,7 @@ def test_every_generator_follows_from_the_seed_and_goes_on_where_it_was(desk: De
             seed(time.monotonic_ns() % 2**32)
         take = loop.train_step
 
-        def draws(*args: Any, **more: Any) -> torch.Tensor:
+        def draws(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             print("drew", random.random(), np.random.rand(), torch.rand(()).item())
             return take(*args, **more)
 
@@ -792,7 +792,7 @@ def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
         slow_steps()
         take, taken = loop.train_step, list[int]()
 
-        def waits(*args: Any, **more: Any) -> torch.Tensor:
+        def waits(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             taken.append(1)
             while len(taken) == 18 and not go.exists():
                 time.sleep(0.05)
@@ -836,7 +836,7 @@ def test_a_folder_that_is_moved_away_or_deleted_ends_its_run_in_words(
     def plant() -> None:
         take = loop.train_step
 
-        def then_gone(*args: Any, **more: Any) -> torch.Tensor:
+        def then_gone(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             if os.environ["RANK"] == "0" and folder.exists() and len(rows(folder)) == 4:
                 gone(folder, tmp_path / "moved")
             return take(*args, **more)
@@ -859,7 +859,7 @@ def test_a_status_that_somebody_changes_in_mid_run_ends_nothing(desk: Desk, text
         status._RENEW_S = 0.0
         take = loop.train_step
 
-        def changed(*args: Any, **more: Any) -> torch.Tensor:
+        def changed(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             (desk.folder / "runs" / name / "status.json").write_text(text)
             return take(*args, **more)
 
@@ -912,7 +912,7 @@ def test_no_group_has_a_clock_of_its_own_that_a_suspended_job_would_run_out_of(d
     def plant() -> None:
         take = loop.train_step
 
-        def said(*args: Any, **more: Any) -> torch.Tensor:
+        def said(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             groups = [group._get_backend(torch.device("cpu")) for group in dist.distributed_c10d._world.pg_map]
             print("limits", {group.options._timeout.days for group in groups}, len(groups))
             return take(*args, **more)

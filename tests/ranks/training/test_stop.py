@@ -33,7 +33,7 @@ def at_step(step: int, act: Callable[[], object], rank: int = 0) -> Callable[[],
     def plant() -> None:
         take, now = loop.train_step, [0]
 
-        def counted(*args: Any, **more: Any) -> torch.Tensor:
+        def counted(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             now[0] += 1
             if now[0] == step and os.environ.get("RANK", "0") == str(rank):
                 act()

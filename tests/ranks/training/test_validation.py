@@ -77,7 +77,7 @@ def test_it_is_due_every_freq_steps_and_after_the_last(desk: Desk) -> None:
     def plant() -> None:
         take, validate = loop.train_step, loop.validation_loss
 
-        def in_training(run: Run, *args: Any, **more: Any) -> Tensor:
+        def in_training(run: Run, *args: Any, **more: Any) -> dict[str, Tensor]:
             assert run.model.training
             return take(run, *args, **more)
 
