@@ -87,12 +87,15 @@ class SaveListUse:
         return [i for i, rule in enumerate(self.rules) if not self.matches[i] and not rule.optional]
 
 
-def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveListUse:
+def apply_activation_checkpoint(
+    model: nn.Module, save_list: SaveList, of_blocks: Sequence[frozenset[int]] | None = None
+) -> SaveListUse:
     """Wrap each block of a model, in place, but for those that the list keeps whole.
 
     Args:
         model: has `layers`.
         save_list: the rules.
+        of_blocks: numbers of those of each block; None: as `SaveList.active` has it.
 
     Returns:
         Counts that fill up as the model runs.
@@ -105,7 +108,7 @@ def apply_activation_checkpoint(model: nn.Module, save_list: SaveList) -> SaveLi
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
     check_names(save_list, layers_of(blocks))
     kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
-    for n, (block, rules) in enumerate(zip(blocks, save_list.active(len(blocks)), strict=True)):
+    for n, (block, rules) in enumerate(zip(blocks, of_blocks or save_list.active(len(blocks)), strict=True)):
         layers = product_names(block)
         windows = tuple(module.window for module in block.modules() if isinstance(module, CausalAttention))
         key = rules, type(block), layers, windows  # a model file may have blocks of several classes

@@ -28,8 +28,11 @@ _served: tuple[int, ...] = ()
 
 
 def serve(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Let heads of these widths be attended to by the package, in this process: none, unless its device is a GPU. Return those
-    before."""
+    """Let heads of these widths be attended to by the package, in this process; none where none has a GPU.
+
+    Returns:
+        Those that were before.
+    """
     global _served
     before, _served = _served, widths
     return before

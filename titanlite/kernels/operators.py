@@ -42,7 +42,7 @@ class Sent(NamedTuple):
 
 
 Sends = Callable[..., "list[Sent] | None"]
-"""(device that is built for, *arguments of an operator with a group) → what it sends; None: what its definition does."""
+"""(device that is built for, *arguments of the operator) → what it sends; None: what its definition does."""
 
 
 class Split(NamedTuple):

@@ -1,11 +1,21 @@
-"""Record a step: build the run for one rank of any world, and take its first step, on tensors without memory."""
+"""Record a step: build the run for one rank of any world, and take its first step, on tensors without memory.
 
-from dataclasses import dataclass
+Blocks of one kind do the same. So the first and the last are recorded with one of each other kind, then once more with
+another one of a kind: what that adds, all others of the kind add, too. What is reduced for all blocks at once, in the
+update, grows in bytes instead of calls. Where matrices are shared out over ranks, who has which depends on all of them,
+and all blocks are recorded.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from titanlite.data.batches import padding_of
 from titanlite.kernels.lowering import Lowered, lowered
+from titanlite.models.find import build_model
+from titanlite.models.layers import CausalAttention
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.context import token_group
 from titanlite.preflight.checked_run import CheckedRun
@@ -14,6 +24,8 @@ from titanlite.recorder.fake_world import fake_world
 from titanlite.recorder.recorder import Collective, Recorder
 from titanlite.training.build import build
 from titanlite.training.step import train_step
+
+_SHARING_RULES = {"muon", "normuon"}
 
 
 @dataclass(frozen=True)
@@ -25,17 +37,50 @@ class Recording:
         flops: by direction.
         kept: bytes that the forward pass of a micro-step leaves for backward.
         fused: how often collective matmuls ran, and how.
-        entries: of the receipt, as far as they are known after a step.
+        entries: of the receipt, of the blocks that were built.
     """
 
-    collectives: dict[Collective, int]
-    flops: dict[str, int]
+    collectives: Mapping[Collective, int]
+    flops: Mapping[str, int]
     kept: int
-    fused: dict[Lowered, int]
+    fused: Mapping[Lowered, int]
     entries: list[Entry]
 
 
-def record(checked: CheckedRun, world: int, device: str | None = None, rank: int = 0) -> Recording:
+@dataclass(frozen=True)
+class _Step:
+    """What a rank does in a step with some of the blocks."""
+
+    calls: Counter[Collective]  # but for those of the update
+    update: list[Collective]
+    flops: Counter[str]
+    kept: int
+    fused: Counter[Lowered]
+    entries: list[Entry]
+
+    def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
+        """Add n times what one step has that another has not."""
+
+        def summed(own: Counter, with_one: Counter, without: Counter) -> Counter:
+            return Counter({key: own[key] + n * (with_one[key] - without[key]) for key in {*own, *with_one}})
+
+        update = [
+            own._replace(n_bytes=own.n_bytes + n * (a.n_bytes - b.n_bytes))
+            for own, a, b in zip(self.update, one.update, none.update, strict=True)
+        ]
+        return replace(
+            self,
+            calls=summed(self.calls, one.calls, none.calls),
+            update=update,
+            flops=summed(self.flops, one.flops, none.flops),
+            kept=self.kept + n * (one.kept - none.kept),
+            fused=summed(self.fused, one.fused, none.fused),
+        )
+
+
+def record(
+    checked: CheckedRun, world: int, device: str | None = None, rank: int = 0, *, all_blocks: bool = False
+) -> Recording:
     """Record the first step of a run.
 
     Args:
@@ -43,11 +88,39 @@ def record(checked: CheckedRun, world: int, device: str | None = None, rank: int
         world: number of processes.
         device: one of `forecast.device_specs.DEVICES`; None: a CPU.
         rank: the one that is recorded.
+        all_blocks: record every block, also those of one kind.
     """
-    config = checked.config
+    n_layers, kinds = checked.dims.n_layers, _kinds(checked)
+    chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
+    if all_blocks or _SHARING_RULES & {group.rule for group in checked.optimizer.groups.values()}:
+        chosen = {*range(n_layers)}
+    found = none = _step(checked, world, device, rank, chosen)
+    for numbers in kinds:
+        if others := [n for n in numbers if n not in chosen]:
+            found = found.plus(len(others), _step(checked, world, device, rank, {*chosen, others[0]}), none)
+    collectives = +(found.calls + Counter(found.update))
+    return Recording(collectives, +found.flops, found.kept, +found.fused, found.entries)
+
+
+def _kinds(checked: CheckedRun) -> list[list[int]]:
+    """Numbers of blocks that do the same."""
+    config, dims = checked.config, checked.dims
     assert checked.save_list is not None  # noqa: S101
+    rules, kinds = checked.save_list.active(dims.n_layers), defaultdict[object, list[int]](list)
+    for n, block in enumerate(build_model(config.model, dims, config.training.seq_len).layers):  # type: ignore[arg-type]
+        parts = [(name, type(part)) for name, part in block.named_modules()]
+        shapes = [(name, p.shape) for name, p in block.named_parameters()]
+        windows = [part.window for part in block.modules() if isinstance(part, CausalAttention)]
+        left = [name for name, _ in parts if any(f in f"layers.{n}.{name}" for f in config.float8.filter_fqns)]
+        kinds[repr((parts, shapes, windows, left)), rules[n]].append(n)
+    return [*kinds.values()]
+
+
+def _step(checked: CheckedRun, world: int, device: str | None, rank: int, blocks: set[int]) -> _Step:
+    config = checked.config
     with fake_world(device, rank, world) as named:
-        run = build(config, checked.dims, checked.save_list, checked.float8, checked.optimizer, named)
+        given = config, checked.dims, checked.save_list, checked.float8, checked.optimizer
+        run = build(*given, named, sorted(blocks))
         shape = config.training.local_batch_size, config.training.seq_len
         group = token_group(run.mesh, windows_of(run.model))
         batch = padding_of(shape, torch.device("cpu"), config.data.document_mask, group)
@@ -56,10 +129,6 @@ def record(checked: CheckedRun, world: int, device: str | None = None, rank: int
             train_step(run, [batch] * run.memory.micro_steps, 1e-3, stop_requested=False)
         recorder.close()
         run.receipt.complete()
-        return Recording(
-            dict(recorder.collectives),
-            dict(recorder.flops),
-            max(recorder.kept),
-            dict(lowered),
-            run.receipt.entries,
-        )
+        update = [each for each in recorder.collectives if each.direction == "update"]
+        calls = Counter(each for each in recorder.collectives if each.direction != "update")
+        return _Step(calls, update, recorder.flops, max(recorder.kept), Counter(lowered), run.receipt.entries)

@@ -36,15 +36,21 @@ class Collective(NamedTuple):
         kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         direction: "forward", "backward", "recomputation" or "update".
         ranks: that take part.
-        sent_bytes: by this rank, to others.
+        n_bytes: of the whole of what it moves; of what this rank sends, for an all-to-all and inside an operator.
         operator: of titanlite that it is inside of; "" if none.
     """
 
     kind: str
     direction: str
     ranks: int
-    sent_bytes: int
+    n_bytes: int
     operator: str = ""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank sends."""
+        is_whole = self.kind != "all_to_all" and not self.operator
+        return sent_bytes(self.kind, self.n_bytes, self.ranks) if is_whole else self.n_bytes
 
 
 class Recorder(TorchDispatchMode):
@@ -55,14 +61,14 @@ class Recorder(TorchDispatchMode):
         model: its forward passes.
 
     Attributes:
-        collectives: how often each was called.
+        collectives: in order.
         flops: by direction.
         kept: bytes that the forward pass of each micro-step left when backward began.
     """
 
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__()
-        self.collectives, self.flops, self.kept = Counter[Collective](), Counter[str](), list[int]()
+        self.collectives, self.flops, self.kept = list[Collective](), Counter[str](), list[int]()
         self._device, self._inside, self._sent = device, "", Counter[tuple[str, int, int]]()
         self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
         self._hook = model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
@@ -121,7 +127,7 @@ class Recorder(TorchDispatchMode):
         else:
             group = dist.ProcessGroup.unbox(given["process_group"])
         size, whole = group.size(), max(x.nbytes for x in tree_leaves((args, out)) if isinstance(x, Tensor))
-        n_bytes = sent_bytes(kind, whole, size)
+        n_bytes = sent_bytes(kind, whole, size) if self._inside else whole
         if kind == "all_to_all":
             to = given["input_split_sizes"] or [1] * size
             n_bytes = given["input"].nbytes * (sum(to) - to[group.rank()]) // max(1, sum(to))
@@ -133,7 +139,7 @@ class Recorder(TorchDispatchMode):
     def _add(self, kind: str, ranks: int, n_bytes: int, operator: str) -> None:
         if n_bytes == 0:
             return
-        self.collectives[Collective(kind, self._direction(), ranks, n_bytes, operator)] += 1
+        self.collectives.append(Collective(kind, self._direction(), ranks, n_bytes, operator))
 
     def _direction(self) -> str:
         if not _is_backward():

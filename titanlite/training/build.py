@@ -10,7 +10,7 @@ checkpoint if there is one.
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -112,6 +112,7 @@ def build(
     float8: Float8Recipe | None,
     rules: OptimizerRecipe,
     device: Device,
+    blocks: Sequence[int] | None = None,
 ) -> Run:
     """Assemble a run with fresh weights.
 
@@ -123,6 +124,7 @@ def build(
         rules: how each parameter is updated.
         device: that is built for; the process group exists. For one that is only named weights stay without values, and
             nothing is compiled.
+        blocks: numbers of those that are built; None: all of the model's.
 
     Returns:
         The run.
@@ -132,6 +134,11 @@ def build(
         torch.use_deterministic_algorithms(True)
     largest = largest_stage(config)  # on which depends what has room
     model = build_model(config.model, dims, longest_seq_len(config))
+    of_blocks = save_list and save_list.active(dims.n_layers)
+    if blocks is not None:
+        for n in {*range(dims.n_layers)}.difference(blocks):
+            del model.layers._modules[str(n)]  # the others keep their names
+        of_blocks = of_blocks and [of_blocks[n] for n in blocks]
     has_experts = any(isinstance(module, MixtureOfExperts) for module in model.modules())
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts)
     receipt.add(Entry("environment", None, _environment(device), count=1))
@@ -163,7 +170,7 @@ def build(
     if save_list is None:
         chosen = _choose_save_list(model, config, memory, mesh)
         save_list = chosen.save_list
-    save_list_use = apply_activation_checkpoint(model, save_list)
+    save_list_use = apply_activation_checkpoint(model, save_list, of_blocks)
     if config.compile.enable and not device.is_named:
         apply_compile(model)
     predicted = None if device.is_named else _peak(memory, save_list)
@@ -207,7 +214,7 @@ def build(
         ),
         optimizer=optimizer,
         save_list_use=save_list_use,
-        kept_state=state_of(model, save_list_use.checkpointed),
+        kept_state={} if device.is_named else state_of(model, save_list_use.checkpointed),
         receipt=receipt,
         routers=routers_of(model),
         average=average,
