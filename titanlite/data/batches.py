@@ -332,12 +332,23 @@ def padding_of(
     is_masked: bool,
     context: ContextGroup | None,
     sources: np.ndarray | None = None,
+    starts: np.ndarray | None = None,
 ) -> Batch:
-    """Make a batch of [B, S] tokens without a target."""
+    """Make a batch of [B, S] tokens without a target.
+
+    Args:
+        shape: B and S.
+        device: of its tensors.
+        is_masked: whether attention keeps to documents.
+        context: the ranks that share tokens out, or None.
+        sources: [B] int64, or None.
+        starts: [B·S] int32, of each token the place at which its document begins; None: each sample is one.
+    """
     pair = np.zeros((2, 1, *shape), np.int64)
     pair[1] = IGNORE_INDEX
-    starts = documents_of_samples(shape[0] * shape[1], shape[1]).reshape(1, *shape) if is_masked else None
-    read = _read_of(pair, starts, None if sources is None else sources[None], context)
+    documents = documents_of_samples(shape[0] * shape[1], shape[1]) if starts is None else starts
+    of_micro_step = documents.reshape(1, *shape) if is_masked else None
+    read = _read_of(pair, of_micro_step, None if sources is None else sources[None], context)
     return _only_batch(read, shape[1], context, device)
 
 

@@ -41,7 +41,7 @@ class AttendedShare:
         return mean_attended([window], self.lengths) / mean_attended([window], np.array([self.seq_len]))
 
     def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
-        """Return where the document of each token begins in some micro-batches of such samples, [N] int32 each.
+        """Return where the document of each token begins in micro-batches spread over the samples, [N] int32 each.
 
         Args:
             tokens: N, a multiple of S.
@@ -51,8 +51,9 @@ class AttendedShare:
         starts = np.repeat(lengths.cumsum() - lengths, lengths)
         places = np.arange(len(starts))
         starts = np.maximum(starts, places - places % self.seq_len)
-        firsts = range(0, min(len(starts) // tokens, batches) * tokens, tokens)
-        return [(starts[first : first + tokens] - first).astype(np.int32) for first in firsts]
+        n = len(starts) // tokens
+        firsts = np.linspace(0, n, min(n, batches), endpoint=False).astype(int) * tokens  # samples are in corpus order
+        return [(starts[first : first + tokens] - first).astype(np.int32) for first in firsts.tolist()]
 
 
 def attended_share(config: Config, table: StageTable, shards: Mapping[str, TokenShards]) -> AttendedShare | None:

@@ -7,9 +7,12 @@ and all blocks are recorded.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle, islice
 
+import numpy as np
 import torch
 
 from titanlite.data.batches import padding_of
@@ -79,7 +82,13 @@ class _Step:
 
 
 def record(
-    checked: CheckedRun, world: int, device: str | None = None, rank: int = 0, *, all_blocks: bool = False
+    checked: CheckedRun,
+    world: int,
+    device: str | None = None,
+    rank: int = 0,
+    documents: Sequence[np.ndarray] = (),
+    *,
+    all_blocks: bool = False,
 ) -> Recording:
     """Record the first step of a run.
 
@@ -88,16 +97,19 @@ def record(
         world: number of processes.
         device: one of `forecast.device_specs.DEVICES`; None: a CPU.
         rank: the one that is recorded.
+        documents: of micro-batches, [N] int32 each, of each token the place at which its document begins; micro-steps
+            have them in turn. Without any, each sample is one.
         all_blocks: record every block, also those of one kind.
     """
     n_layers, kinds = checked.dims.n_layers, _kinds(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
     if all_blocks or _SHARING_RULES & {group.rule for group in checked.optimizer.groups.values()}:
         chosen = {*range(n_layers)}
-    found = none = _step(checked, world, device, rank, chosen)
+    given = checked, world, device, rank, documents
+    found = none = _step(*given, chosen)
     for numbers in kinds:
         if others := [n for n in numbers if n not in chosen]:
-            found = found.plus(len(others), _step(checked, world, device, rank, {*chosen, others[0]}), none)
+            found = found.plus(len(others), _step(*given, {*chosen, others[0]}), none)
     collectives = +(found.calls + Counter(found.update))
     return Recording(collectives, +found.flops, found.kept, +found.fused, found.entries)
 
@@ -116,17 +128,20 @@ def _kinds(checked: CheckedRun) -> list[list[int]]:
     return [*kinds.values()]
 
 
-def _step(checked: CheckedRun, world: int, device: str | None, rank: int, blocks: set[int]) -> _Step:
+def _step(
+    checked: CheckedRun, world: int, device: str | None, rank: int, documents: Sequence[np.ndarray], blocks: set[int]
+) -> _Step:
     config = checked.config
     with fake_world(device, rank, world) as named:
         given = config, checked.dims, checked.save_list, checked.float8, checked.optimizer
         run = build(*given, named, sorted(blocks))
         shape = config.training.local_batch_size, config.training.seq_len
         group = token_group(run.mesh, windows_of(run.model))
-        batch = padding_of(shape, torch.device("cpu"), config.data.document_mask, group)
+        batch = partial(padding_of, shape, torch.device("cpu"), config.data.document_mask, group)
+        batches = [batch(starts=starts) for starts in documents or (None,)]
         recorder = Recorder(named, run.model)
         with named.tensors(), recorder:
-            train_step(run, [batch] * run.memory.micro_steps, 1e-3, stop_requested=False)
+            train_step(run, [*islice(cycle(batches), run.memory.micro_steps)], 1e-3, stop_requested=False)
         recorder.close()
         run.receipt.complete()
         update = [each for each in recorder.collectives if each.direction == "update"]

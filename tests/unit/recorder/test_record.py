@@ -1,0 +1,156 @@
+"""The recorded step calls the collectives that the forecast derives, on every layout, and repeats for blocks alike."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from tests.support.needs import slow
+from titanlite.commands.planned_run import plan_run
+from titanlite.config.toml_file import shipped_folder
+from titanlite.forecast.comm_volume import Traffic
+from titanlite.forecast.exchanged_keys import ExchangedKeys
+from titanlite.forecast.memory import MemoryModel
+from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.recorder.record import Recording, record
+from titanlite.recorder.recorder import Collective
+
+WORLD = 4
+LAYOUTS = {
+    "FSDP": {},
+    "HSDP": {"data_parallel_replicate_degree": 2},
+    "FSDP × TP": {"tensor_parallel_degree": 2},
+    "TP async": {"tensor_parallel_degree": 2, "async_tensor_parallel": True},
+    "CP": {"context_parallel_degree": 2},
+    "EP": {"expert_parallel_degree": 4},
+}
+ARITHMETIC = {"bf16": [], "rowwise": ["--float8.recipe=rowwise"]}
+MODELS = "llama3", "qwen3", "gemma3", "gpt2", "qwen3_moe", "mixtral"
+EXPERTS = "qwen3_moe", "mixtral"
+DEFAULT = [
+    ("llama3", "FSDP", "bf16"),
+    ("llama3", "HSDP", "bf16"),
+    ("llama3", "TP async", "rowwise"),
+    ("gemma3", "CP", "bf16"),
+    ("qwen3_moe", "EP", "rowwise"),
+]
+OTHERS = [
+    case
+    for model in MODELS
+    for layout in LAYOUTS
+    for how in ARITHMETIC
+    if (case := (model, layout, how)) not in DEFAULT and (layout != "EP" or model in EXPERTS)
+]
+
+
+def run_of(model: str, layout: str, *flags: str, world: int = WORLD) -> CheckedRun:
+    given = [f"--parallelism.{key}={str(value).lower()}" for key, value in LAYOUTS[layout].items()]
+    given += ["--data.document_mask=true"] if layout == "CP" else []
+    of_model = [f"--model.name={model}", "--model.flavor=debug", "--training.mixed_precision_param=bfloat16"]
+    return checked_run(["--config", str(shipped_folder("configs") / "debug.toml"), *of_model, *given, *flags], world)
+
+
+def as_planned(traffic: Iterable[Traffic]) -> Counter:
+    found = Counter[tuple[str, str, int, int]]()
+    for each in traffic:
+        found[each.kind, each.direction, each.ranks, each.sent_bytes] += each.times
+    return found
+
+
+def as_recorded(recording: Recording) -> Counter:
+    found = Counter[tuple[str, str, int, int]]()
+    for each, times in recording.collectives.items():
+        found[each.kind, each.direction, each.ranks, each.sent_bytes] += times
+    return found
+
+
+@pytest.mark.parametrize(("model", "layout", "how"), [*DEFAULT, *slow(*OTHERS)])
+def test_collectives_are_those_that_are_planned(model: str, layout: str, how: str) -> None:
+    run = run_of(model, layout, *ARITHMETIC[how])
+    planned = as_planned(plan_run(run, "", WORLD, "h100").traffic)
+    assert as_recorded(record(run, WORLD, "h100")) == planned
+    assert planned.total() > 8
+
+
+@pytest.mark.parametrize("save_list", ["full", *slow("balanced")])
+def test_what_backward_computes_again_it_sends_again(save_list: str) -> None:
+    run = run_of("llama3", "FSDP × TP", f"--activation_checkpoint.recipe={save_list}")
+    recording = record(run, WORLD, "h100")
+    assert as_recorded(recording) == as_planned(plan_run(run, "", WORLD, "h100").traffic)
+    again = {each.direction for each in recording.collectives}
+    assert ("recomputation" in again) == (save_list == "full")
+    assert recording.flops["recomputation"] > 0
+
+
+def test_keys_of_documents_are_exchanged_as_the_formula_has_them_in_the_mean_of_ranks() -> None:
+    run = run_of(
+        "llama3", "FSDP", "--parallelism.context_parallel_degree=4", "--data.document_mask=true", "--model.n_layers=1"
+    )
+    S, random = 256, np.random.default_rng(0)
+    cuts = [np.sort(random.choice(np.arange(1, 2 * S), 3, replace=False)) for _ in range(4)]
+    documents = [np.repeat([0, *at], np.diff([0, *at, 2 * S])).astype(np.int32) for at in cuts]
+    documents = [np.maximum(starts, np.arange(2 * S) // S * S).astype(np.int32) for starts in documents]
+
+    class Known:
+        def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
+            assert tokens == 2 * S
+            return documents[:batches]
+
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, WORLD)
+    formula = ExchangedKeys(memory.run, Known())  # type: ignore[arg-type]
+    (each, *_) = [op for op in memory.run.blocks[0].forward if op.op == "titanlite.context_attention.default"]
+    share = formula._shares[0]
+    sent = [sum(sent_of_keys(record(run, WORLD, "h100", rank, documents))) for rank in range(WORLD)]
+    M, K, E = each.call[1][1].size
+    of_micro_steps = memory.micro_steps * run.dims.n_layers * 3  # forward, and backward twice
+    assert sum(sent) / WORLD == pytest.approx(of_micro_steps * share * M * WORLD * 2 * K * E * 2)
+    assert share > 0
+
+
+def sent_of_keys(recording: Recording) -> list[int]:
+    found = recording.collectives.items()
+    return [each.sent_bytes * times for each, times in found if "context_attention" in each.operator]
+
+
+def test_matrices_travel_as_they_are_shared_out_and_the_forecast_has_the_busiest_rank() -> None:
+    run = run_of("llama3", "FSDP", "--optimizer.recipe=muon", "--training.mixed_precision_param=float32")
+    of_ranks = [as_recorded(record(run, WORLD, "h100", rank)) for rank in range(WORLD)]
+    (planned,) = {key[3] for key in as_planned(plan_run(run, "", WORLD, "h100").traffic) if key[0] == "all_to_all"}
+    sent = [sum(key[3] * n for key, n in rank.items() if key[0] == "all_to_all") for rank in of_ranks]
+    assert max(sent) == 2 * planned  # there and back
+    assert sum(sent) / WORLD == pytest.approx(2 * planned, rel=0.06)
+
+
+ALIKE = [
+    ("llama3", "FSDP × TP", ["--activation_checkpoint.recipe=full", "--model.n_layers=4"]),
+    *slow(
+        ("llama3", "FSDP × TP", ["--activation_checkpoint.recipe=full", "--float8.recipe=rowwise"]),
+        ("gemma3", "CP", ["--model.n_layers=7"]),
+        ("qwen3_moe", "TP async", ["--activation_checkpoint.recipe=balanced"]),
+        ("llama3", "FSDP", ["--float8.recipe=rowwise", "--float8.filter_fqns=output,layers.2."]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "layout", "flags"), ALIKE)
+def test_blocks_of_one_kind_are_recorded_once(model: str, layout: str, flags: list[str]) -> None:
+    run = run_of(model, layout, *([] if "n_layers" in str(flags) else ["--model.n_layers=6"]), *flags)
+    one, each = (record(run, WORLD, "h100", all_blocks=every) for every in (False, True))
+    assert (one.collectives, one.flops, one.fused) == (each.collectives, each.flops, each.fused)
+    assert one.kept == each.kept
+
+
+def test_a_run_of_a_cpu_sends_what_its_definitions_do() -> None:
+    run = run_of("qwen3_moe", "EP")
+    on_gpus, here = (record(run, WORLD, device) for device in ("h100", None))
+    name = "combine_at_owners"
+    (stored,) = {each.sent_bytes for each in on_gpus.collectives if each.operator == name}
+    (moved,) = {each.sent_bytes for each in here.collectives if each.operator == name}
+    assert moved == WORLD * stored  # a collective moves a row for each slot of each rank
+
+
+def test_bytes_of_an_operator_are_what_a_rank_sends() -> None:
+    assert Collective("all_gather", "forward", 4, 400).sent_bytes == 300
+    assert Collective("all_gather", "forward", 4, 300, "all_gather_matmul").sent_bytes == 300
+    assert Collective("all_to_all", "update", 4, 300).sent_bytes == 300
