@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +177,7 @@ class _ReduceScatter(DefaultReduceScatter):
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP asks for the input, and on its own stream for the sum."""
-        is_cuda, settings = device.type == "cuda", torch.utils.deterministic
+        is_cuda, settings = device.type == "cuda", cast(Any, torch.utils.deterministic)
         # Deterministic kernels would fill it, on this stream, while FSDP's writes the sum.
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         with torch.cuda.stream(torch.cuda.default_stream(device)) if is_cuda else nullcontext():

@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode):
         if not _is_backward():
             return "update" if self._phase == "backward" else self._phase
         # torch's checkpointing collects again what was saved, by hooks.
-        is_again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        is_again = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # type: ignore[attr-defined]
         return "recomputation" if is_again else "backward"
 
     def _begin(self, *_: Any) -> None:
