@@ -76,6 +76,17 @@ def test_a_file_with_another_name_is_a_file(outside: Path) -> None:
     assert (outside.read_text(), Path("file").read_text()) == ("untouched, but for this", "text")
 
 
+def test_a_text_takes_the_old_ones_place_whole_and_once_it_is_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("file")
+    path.write_text("old")
+    synced: list[tuple[int, str]] = []  # the file that is waited for, and what stands in its place meanwhile
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append((os.fstat(file).st_ino, path.read_text())))
+    with path.open() as before:
+        write_durably(path, "new")
+        assert (before.read(), path.read_text()) == ("old", "new")  # the old one was not written to
+    assert synced == [(path.stat().st_ino, "old")]
+
+
 def test_a_path_is_known_to_be_another_file_or_none() -> None:
     path = Path("file")
     with append_plain(path) as file:

@@ -1,0 +1,34 @@
+"""scripts/mutants.py: its table fits the code, and it says which entry does not."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "mutants.py"
+SPEC = importlib.util.spec_from_file_location("mutants", SCRIPT)
+assert SPEC is not None
+assert SPEC.loader is not None
+mutants = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(mutants)
+
+
+def test_each_entry_fits_the_code() -> None:
+    assert mutants.misfits(mutants.entries()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"old": "no such text"}, "has its `old` 0 times"),
+        ({"old": "import "}, "times; want once"),
+        ({"file": "titanlite/none.py"}, "has its `old` 0 times"),
+        ({"tests": ["tests/none.py::test_it"]}, "there is no tests/none.py::test_it"),
+        ({"tests": []}, "a test"),
+        ({"more": ""}, "want file, name, new, old, tests"),
+    ],
+)
+def test_an_entry_that_does_not_fit_is_named(change: dict[str, object], said: str) -> None:
+    (wrong,) = mutants.misfits([mutants.entries()[0] | change])
+    assert mutants.entries()[0]["name"] in wrong
+    assert said in wrong
