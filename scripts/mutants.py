@@ -14,6 +14,7 @@ import sys
 import tempfile
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -32,7 +33,7 @@ def entries() -> list[Entry]:
 
 
 def misfits(table: list[Entry]) -> list[str]:
-    """Say which entries do not fit the code: keys, names, texts that are not there once, files of tests."""
+    """Say which entries do not fit the code: keys, names, texts that are not there once, tests that are not."""
     wrong, names = list[str](), [entry.get("name") for entry in table]
     for n, entry in enumerate(table, 1):
         where = f"{TABLE.name}, entry {n} ({entry.get('name')})"
@@ -43,9 +44,16 @@ def misfits(table: list[Entry]) -> list[str]:
         times = file.read_text(encoding="utf-8").count(entry["old"]) if file.is_file() else 0
         if times != 1:
             wrong.append(f"{where}: {entry['file']} has its `old` {times} times; want once: move it with the code")
-        lost = [test for test in entry["tests"] if not (HERE / test.partition("::")[0]).is_file()]
+        lost = [test for test in entry["tests"] if not is_there(test)]
         wrong += [f"{where}: there is no {test}; name the test that is nearest now" for test in lost]
     return wrong
+
+
+def is_there(test: str) -> bool:
+    """Return whether a file of tests, or a test in one, exists."""
+    path, _, name = test.partition("::")
+    file, function = HERE / path, name.partition("[")[0]
+    return file.is_file() and (not name or f"def {function}(" in file.read_text(encoding="utf-8"))
 
 
 def copied(to: Path) -> Path:
@@ -58,35 +66,37 @@ def copied(to: Path) -> Path:
 
 
 def tested(tree: Path, tests: list[str]) -> tuple[int, str]:
-    """Run tests up to the first that fails; return pytest's exit code and its output."""
+    """Run tests up to the first that fails; return pytest's exit code and its output, or -1 where there is no end."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-o", f"timeout={TEST_S}", *tests]
-    env = {**os.environ, "PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "500"}
-    done = subprocess.run(
-        command, cwd=tree, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
-    )
-    return done.returncode, done.stdout
-
-
-def verdict(tree: Path, entry: Entry) -> tuple[bool, str]:
-    """Return whether an entry's tests notice, and in words which one does."""
-    file = tree / entry["file"]
-    before = file.read_text(encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(tree), "CUDA_VISIBLE_DEVICES": ""}
     try:
+        done = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return -1, f"no end within {LIMIT_S} s"
+    return done.returncode, done.stdout + done.stderr
+
+
+def verdict(free: "SimpleQueue[Path]", entry: Entry) -> tuple[bool, str]:
+    """Return whether an entry's tests notice, in a copy that is free, and in words which one does."""
+    tree = free.get()
+    try:
+        file = tree / entry["file"]
+        before = file.read_text(encoding="utf-8")
         file.write_text(before.replace(entry["old"], entry["new"]), encoding="utf-8")
         code, output = tested(tree, entry["tests"])
-    except subprocess.TimeoutExpired:
-        return False, f"NOT CAUGHT: no end of its tests within {LIMIT_S} s"
-    finally:
         file.write_text(before, encoding="utf-8")
-    if code == 0:
-        return False, "NOT CAUGHT"
-    failed = [line.split(" ", 1)[1].partition(" - ")[0] for line in output.splitlines() if line.startswith("FAILED ")]
-    if code != 1 or not failed:
-        return False, f"NOT CAUGHT: its tests did not run, pytest ended with {code}\n{output[-2000:]}"
-    code, output = tested(tree, failed[:1])
-    if code:
-        return False, f"NOT CAUGHT: {failed[0]} fails with the protection, too\n{output[-2000:]}"
-    return True, f"caught by {failed[0]}"
+        if code == 0:
+            return False, "NOT CAUGHT"
+        lines = [line for line in output.splitlines() if line.startswith("FAILED ")]
+        if code != 1 or not lines:
+            return False, f"NOT CAUGHT: its tests did not run, pytest ended with {code}\n{output[-2000:]}"
+        test = lines[0].removeprefix("FAILED ").partition(" - ")[0]
+        code, output = tested(tree, [test])
+        if code:
+            return False, f"NOT CAUGHT: {test} fails with the protection, too\n{output[-2000:]}"
+        return True, f"caught by {test}"
+    finally:
+        free.put(tree)
 
 
 def main() -> int:
@@ -104,20 +114,12 @@ def main() -> int:
         free = SimpleQueue[Path]()
         for n in range(given.jobs):
             free.put(copied(Path(scratch) / f"{n}"))
-
-        def judged(entry: Entry) -> tuple[bool, str]:
-            tree = free.get()
-            try:
-                return verdict(tree, entry)
-            finally:
-                free.put(tree)
-
         caught = 0
-        for entry, (is_caught, text) in zip(chosen, pool.map(judged, chosen), strict=True):
+        for entry, (is_caught, text) in zip(chosen, pool.map(partial(verdict, free), chosen), strict=True):
             print(f"{entry['name']}: {text}", flush=True)
             caught += is_caught
     print(f"{caught} of {len(chosen)} caught")
-    return int(caught < len(chosen))
+    return int(caught < max(1, len(chosen)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def test_each_entry_fits_the_code() -> None:
         ({"old": "import "}, "times; want once"),
         ({"file": "titanlite/none.py"}, "has its `old` 0 times"),
         ({"tests": ["tests/none.py::test_it"]}, "there is no tests/none.py::test_it"),
+        ({"tests": ["tests/cli/test_mutants.py::test_none[1]"]}, "there is no tests/cli/test_mutants.py::test_none[1]"),
         ({"tests": []}, "a test"),
         ({"more": ""}, "want file, name, new, old, tests"),
     ],

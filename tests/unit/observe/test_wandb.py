@@ -22,12 +22,14 @@ from titanlite.observe.wandb import WandbRun, has_login
 RUN = """
 import sys
 from pathlib import Path
-from titanlite.config.schema import Config, Job, Metrics
+from titanlite.config.schema import Config, Data, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile
 folder, mode, first, last = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 module._INIT_TIMEOUT_S, module._END_S["offline"] = 5.0 if mode == "online" else 100.0, 100.0
-config = Config(job=Job(name="mine"), metrics=Metrics(wandb=mode, wandb_group="sweep", wandb_project="proj"))
+data = Data(source="https://me:urlsecret@host/text.jsonl")
+shown = Metrics(wandb=mode, wandb_group="sweep", wandb_project="proj")
+config = Config(job=Job(name="mine"), data=data, metrics=shown)
 path = folder / "metrics.jsonl"
 metrics = MetricsFile(path, first - 1)
 facts = dict(facts={"world_size": 2}, tags=["found by"])
@@ -115,7 +117,7 @@ def test_offline_for_real_and_again_after_a_resume(tmp_path):
     assert (file.parent / "files" / heat_map["path"]).stat().st_size == heat_map["size"] > 0
 
     for path in produced(folder):
-        for secret in (*SECRETS.values(), "argvsecret", "remotesecret"):
+        for secret in (*SECRETS.values(), "argvsecret", "remotesecret", "urlsecret"):
             assert secret.encode() not in path.read_bytes(), f"{secret} in {path}"
         assert path.suffix not in (".patch", ".py"), path
         assert path.name != "requirements.txt"
