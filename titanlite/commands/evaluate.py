@@ -126,6 +126,10 @@ def _find_target(path: Path, step: str | None, tokenizer: str | None, averaged: 
         if step is not None:
             raise ConfigError.of("command line", "--step", step, f"{path} alone, which has its step", "leave it out")
         return _target_of_run(RunFolder(above), path.name.removeprefix("step-"), tokenizer, averaged)
+    if not path.exists():
+        want = "the folder of a run, a checkpoint, or a model in Hugging Face's layout; there is none of this name"
+        fix = "correct the path; a model of the hub is fetched by `hf download NAME --local-dir FOLDER`"
+        raise ConfigError.of(_WHERE, "TARGET", show(str(path)), want, fix)
     target = _target_of_folder(path, tokenizer)
     if averaged:
         want, fix = "a run, or a checkpoint of one: a folder of weights has no second ones", "leave it out"

@@ -144,7 +144,8 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
     decided: set[str] = set()  # ops that an earlier rule matches without exception
     for n, rule in enumerate(recipe.rules):
         where, is_class, is_block = f"rules[{n}]", rule.op in OP_CLASSES, rule.op == "block"
-        if not is_class and not is_block and "." not in rule.op:
+        is_known = is_class or is_block or "." in rule.op
+        if not is_known:
             choices = (*OP_CLASSES, "block")
             near = nearest(rule.op, choices)
             fix = f'did you mean "{near}"?' if near else "name a class, or one op"
@@ -162,7 +163,7 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
         if rule.every < 1 or (rule.every > 1 and not is_class):
             want = "at least 1, and 1 for a rule that names one op"
             problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
-        if rule.module and rule.op not in _OF_LAYERS:
+        if rule.module and is_known and rule.op not in _OF_LAYERS:
             want = f"no modules: a rule chooses by linear layer among {', '.join(_OF_LAYERS)}"
             problems.add(f"{where}.module", show(rule.module), want, "remove module")
         try:

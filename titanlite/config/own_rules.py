@@ -59,7 +59,7 @@ def rules_of_file(file: str, origin: Origin | None = None) -> dict[str, OwnRule]
             found[node.name] = _rule(node, OwnRule(node.name, file, sha256, node.lineno, (), {}), above, wrong)
     if not found:
         want, fix = f"a class that derives from {BASE}", f"class Mine({BASE}), as in docs/how_to/own_optimizer.md"
-        wrong.append(Problem("optimizer.file", "no rule", want, fix))
+        wrong.append(Problem("optimizer.file", f"{show(file)}, with no rule", want, fix))
     if wrong:
         raise ConfigError(describe(file, wrong))
     return found

@@ -106,7 +106,7 @@ def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: O
     for unused in (f for f in filter_fqns if not any(f in name for name in layers)):
         near = nearest_layer(unused, layers)
         want = f"part of the name of a linear layer: {', '.join(last_names)}, …"
-        fix = f"did you mean {show(near)}?" if near else "remove it"
+        fix = f"did you mean {show(near)}?" if near else "name one of these, or remove it"
         problems.add("float8.filter_fqns", show(unused), want, fix)
     problems.raise_all(RecipeError)
 

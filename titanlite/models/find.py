@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.problems import show
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
@@ -55,7 +56,8 @@ def model_class(model: Model) -> type[Any]:
         fix = "leave one in the file" if found else "def fill_buffers(self) -> None, empty if there are no buffers"
         meant = [nearest_method(c, "fill_buffers") for c in classes if issubclass(c, nn.Module) and not found]
         problems = [of_function(f, file, "", want, f"fill_buffers in place of {f.__name__}") for f in meant if f]
-        raise ConfigError(describe(model.file, problems or [Problem("model.file", names, want, fix)]))
+        saw = f"{show(model.file)}, with {names}"
+        raise ConfigError(describe(model.file, problems or [Problem("model.file", saw, want, fix)]))
     return found[0]
 
 

@@ -135,6 +135,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))
     dims = attempt(lambda: _dims_of_run(config, origin), "model", "job.recipe_dirs")
+    attempt(lambda: check_config(config, dims, world_size, origin, unread))
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
@@ -147,7 +148,6 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         attempt(lambda: _check_groups_take(config, dims, optimizer, origin), "optimizer", "model")
     if float8 is not None and dims is not None:
         attempt(lambda: check_filters(config, dims, origin), "float8.filter_fqns", "model")
-    attempt(lambda: check_config(config, dims, world_size, origin, unread))
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
     if table is not None and config.training.tokens:

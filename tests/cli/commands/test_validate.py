@@ -124,6 +124,11 @@ def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str,
     )
 
 
+def test_no_heads_are_refused_before_anything_is_divided_by_them(file: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.n_heads = 0\n +want: a whole number, at least 1"):
+        checked_run([file, "--model.n_heads", "0"])
+
+
 def test_a_folder_of_weights_without_a_config(file: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r'initial_load_path = ".*/empty", which has no config.json\n'):
@@ -1020,7 +1025,7 @@ def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path
         ),
         ('["attention.wk"]', 'line 9  float8.filter_fqns = "attention.wk"|did you mean "attention.wqkv"?'),
         ('["w3"]', 'line 9  float8.filter_fqns = "w3"|did you mean "w13"?'),
-        ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|remove it'),
+        ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|name one of these, or remove it'),
         ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: at least one linear layer to convert'),
     ],
 )

@@ -53,7 +53,7 @@ WRONG_FILES = {
         "        return direction\n\n\nclass Slow(Lion):\n    beta1 = 0.8",
         "line 22  Slow.beta1 = 0.8\n    want: the key with its type",
     ),
-    "no class": (RULE, "class Lion:", "optimizer.file = no rule\n    want: a class that derives from ElementwiseRule"),
+    "no class": (RULE, "class Lion:", 'lion.py", with no rule\n    want: a class that derives from ElementwiseRule'),
     "no Python": (RULE, "class Lion(ElementwiseRule:", "line 8  class Lion(ElementwiseRule: = SyntaxError: "),
     "a shipped rule's name": (
         RULE,
