@@ -17,6 +17,7 @@ from titanlite.errors import Problem, TitanliteError
 
 FILE = Path(__file__).parents[1] / "data" / "refusals.toml"
 CONFIG = "run.toml"  # the file that an entry's `config` is
+ARGV = f"validate {CONFIG}"  # what is carried out, unless an entry has another
 
 
 @contextlib.contextmanager
@@ -44,8 +45,9 @@ def write_files(files: Mapping[str, str], folder: Path) -> None:
 
 def input_of(entry: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """Return the command line of an entry of the file, and its files."""
-    config = {CONFIG: entry.get("config", "")} if CONFIG in entry["argv"] else {}
-    return entry["argv"], {**config, **entry.get("files", {})}
+    argv = entry.get("argv", ARGV)
+    config = {CONFIG: entry.get("config", "")} if CONFIG in argv else {}
+    return argv, {**config, **entry.get("files", {})}
 
 
 def problems_of(argv: str, files: Mapping[str, str], folder: Path) -> list[Problem]:
