@@ -30,10 +30,14 @@ sys.path.insert(0, str(HERE))
 
 from tests.support import record_refusals  # noqa: E402
 from tests.support.refusals import ARGV, CONFIG, FILE, input_of, problems_of  # noqa: E402
+from titanlite.config.read import schema_keys  # noqa: E402
 
-COMMANDS = ("validate", "plan", "convert", "recipes", "schema", "compare", "explain", "data", "completion", "new")
-OF_A_LINE = 60  # keys of one line of code, as of the loop over all ranges
-LONGEST = 40  # lines of an entry's files
+COMMANDS = (  # but for those that start others
+    *("validate", "plan", "convert", "recipes", "schema", "compare", "explain", "data", "completion", "new"),
+    *("export", "evaluate", "prepare"),
+)
+OF_A_LINE = 12  # keys that are none of the schema, of one line of code: paths, and keys of torchtitan's
+LONGEST = 24  # lines of an entry's files
 LONGEST_S = 5.0  # of the processor, for one input
 
 MOST_KEYS = 6  # of a function, for what cannot be repeated
@@ -110,6 +114,8 @@ def shrunk(given: Input, refuses: Callable[[Input], bool]) -> Input:
                     start += size
             size = size // 2
         files = {**files, name: "".join(lines)}
+        bare = {**files, name: files[name].strip("\n")}
+        files = bare if refuses((argv, bare)) else files
     flat = {**files, CONFIG: with_dotted_keys(files.get(CONFIG, ""))}
     return argv, flat if CONFIG in files and refuses((argv, flat)) else files
 
@@ -117,7 +123,7 @@ def shrunk(given: Input, refuses: Callable[[Input], bool]) -> Input:
 def with_dotted_keys(text: str) -> str:
     """Write `section.key = value` for keys of one line; a text with others, as of a list of tables, stays as it is."""
     section, lines = "", list[str]()
-    for line in text.splitlines():
+    for line in re.sub(r"\[\n +(.*),\n\]", r"[\1]", text).splitlines():
         if header := re.fullmatch(r"\[([\w.]+)\]", line.strip()):
             section = f"{header[1]}."
         elif re.match(r"[\w.]+ *= *[^ ]", line) and line.count("[") == line.count("]"):
@@ -131,7 +137,7 @@ def is_fit(given: Input) -> bool:
     """Return whether an input is short, of a command that needs nothing else, and the same on any machine."""
     argv, files = given
     text, is_whole = "\n".join([argv, *files, *files.values()]), CONFIG in files or CONFIG not in argv
-    is_short = sum(each.count("\n") + 1 for each in files.values()) <= LONGEST and len(text) < 4000
+    is_short = len(text.splitlines()) <= LONGEST and len(text) < 4000 and f"{argv}{[*files]}".isprintable()
     return is_whole and is_short and not re.search(rf"/tmp/|{HERE}|[\ud800-\udfff]", text)
 
 
@@ -153,7 +159,7 @@ def merge(old: dict[str, Any], rows: list[dict[str, Any]], trials: Trials) -> di
     elsewhere = {place: {*keys} for place, keys in old.get("elsewhere", {}).items()}
     for (at, key), inputs in recorded.items():
         refuses, where = partial(trials.refuses, at, key), at.rpartition(":")[0]
-        if (at, key) in known or of_line[at] == OF_A_LINE:
+        if (at, key) in known or (of_line[at] >= OF_A_LINE and key not in schema_keys()):
             continue
         inputs.sort(key=lambda each: (not each[0].startswith("validate"), sum(map(len, each[1].values()))))
         given = next(filter(refuses, inputs), None)
@@ -193,6 +199,8 @@ def quoted(text: str) -> str:
     """Write a text as TOML does, in lines of its own if it has several."""
     if "\n" in text and "'''" not in text and not re.search(r"[^\n\t -\ud7ff\ue000-\uffff]|\x7f", text):
         return f"'''\n{text}'''"
+    if '"' in text and text.isprintable() and "'" not in text:
+        return f"'{text}'"
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -23,6 +23,7 @@ import titanlite
 from tests.support.refusals import CONFIG
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.read import sections
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
 from titanlite.config.schema import Config, Model
 from titanlite.config.toml_file import shipped_folder
@@ -35,6 +36,7 @@ _PASSED_ON = ("errors.py", "config/problems.py", "preflight/checked_run.py:attem
 _EACH = 4  # records of one place and key, since not every input can be carried out again
 _MOST_FILES, _LARGEST = 12, 6_000  # of a test's folder, and bytes of each: what is more is not recorded
 _places = dict[tuple[str, str, str], str]()
+_asked = list[str]()  # the last command line in which something was wrong
 _seen = Counter[tuple[str, str]]()
 _test, _folder = "", Path()
 
@@ -68,6 +70,9 @@ def watch() -> None:
     def made(cls: type[Problem], *args: Any, **kwargs: Any) -> Problem:
         problem = make(cls, *args, **kwargs)
         _places.setdefault((problem.where.removeprefix("--"), problem.saw, problem.want), place())
+        for name, frame in _stack(inspect.currentframe()):
+            if name == "config/command_line.py:parse_what_is_right":  # whose caller raises them
+                _asked[:] = frame.f_locals["argv"]
         return problem
 
     Problem.__new__ = made
@@ -76,6 +81,7 @@ def watch() -> None:
 def forget() -> None:
     """Forget where problems were made, before another test makes equal ones elsewhere."""
     _places.clear()
+    _asked.clear()
 
 
 def pytest_configure() -> None:
@@ -120,6 +126,7 @@ def _inputs(frame: FrameType | None) -> Iterator[dict[str, Any]]:
     """Yield what may be the input, the likeliest first: `argv` of the command titanlite, and `files`."""
     files = _files_of_test()
     words, config, path, named, world, dims, held = None, None, None, None, None, None, dict[type, Any]()
+    parts = dict[type, Any]()
     commands = list[list[str]]()
     for name, each in _stack(frame):
         known = each.f_locals
@@ -132,16 +139,20 @@ def _inputs(frame: FrameType | None) -> Iterator[dict[str, Any]]:
         elif name.startswith("commands/") and name.endswith(".py:run") and isinstance(known.get("argv"), list):
             command = name.removeprefix("commands/").partition(".")[0].replace("_", "-")
             commands.append([command, *known["argv"]])
-        elif name == "config/read.py:read_what_is_right":
+        elif name in ("config/read.py:read_what_is_right", "config/read.py:read_config"):
             path = known["path"]
         elif name == "recipes.py:load":
             named = known["kind"], known["name_or_path"], known["extra_dirs"]
         for value in known.values():
             config = value if isinstance(value, Config) else config
             dims = value if isinstance(value, ModelDims) else dims
+            parts |= {type(value): value} if isinstance(value, tuple(sections().values())) else {}
             held |= {type(value): value} if isinstance(value, SaveList | Float8Recipe | OptimizerRecipe) else {}
         given = next((known[n] for n in ("world_size", "world") if isinstance(known.get(n), int)), None)
         world = given or world
+    if config is None and parts:
+        config = Config(**{name: parts[kind] for name, kind in sections().items() if kind in parts})
+    words = words if words is not None else [*_asked] or None
     of_world = ["--world", str(world)] if world else []
     lines = [["validate", *words, *of_world]] if words is not None else []
     lines += commands + ([["validate", str(path), *of_world]] if path is not None else [])
