@@ -26,6 +26,7 @@ from titanlite.receipt import Entry
 from titanlite.recorder.fake_world import fake_world
 from titanlite.recorder.recorder import Collective, Recorder
 from titanlite.training.build import build
+from titanlite.training.receipt import add_entries
 from titanlite.training.step import train_step
 
 _SHARING_RULES = {"muon", "normuon"}
@@ -40,7 +41,7 @@ class Recording:
         flops: by direction.
         kept: bytes that the forward pass of a micro-step leaves for backward.
         fused: how often collective matmuls ran, and how.
-        entries: of the receipt, of the blocks that were built.
+        entries: of the receipt, but those of compiling and of memory; of the blocks that were recorded.
     """
 
     collectives: Mapping[Collective, int]
@@ -143,7 +144,8 @@ def _step(
         with named.tensors(), recorder:
             train_step(run, [*islice(cycle(batches), run.memory.micro_steps)], 1e-3, stop_requested=False)
         recorder.close()
-        run.receipt.complete()
+        with named.tensors():
+            add_entries(run, config.data.document_mask)
         update = [each for each in recorder.collectives if each.direction == "update"]
         calls = Counter(each for each in recorder.collectives if each.direction != "update")
         return _Step(calls, update, recorder.flops, max(recorder.kept), Counter(lowered), run.receipt.entries)

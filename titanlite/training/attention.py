@@ -63,7 +63,7 @@ def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
     name, served = "flash_attention_4", flash_attention_4.WIDTHS.get((device.capability or (0, 0))[0], ())
     flash_attention_4.serve(())
     dtype, width = getattr(torch, config.training.mixed_precision_param), dims.head_width
-    versions, broken, why = "", "", ""
+    versions, broken, why = "taken to be installed", "", ""
     if not served or dtype not in flash_attention_4.DTYPES:
         why = f"it serves Hopper and Blackwell in 16 bits, not {device.name} in {dtype}"
     elif width not in served:

@@ -129,7 +129,7 @@ def build(
     Returns:
         The run.
     """
-    if config.training.deterministic:  # saying no, too, would load the compiler
+    if config.training.deterministic and not device.is_named:  # saying no, too, would load the compiler
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
     largest = largest_stage(config)  # on which depends what has room
@@ -166,7 +166,8 @@ def build(
     # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if obstacle else config.parallelism
     as_it_is = replace(largest, parallelism=parallelism)
-    memory, chosen = MemoryModel(as_it_is, dims, float8, rules, dist.get_world_size(), model, ranks_of_a_host()), None
+    host = device.host if device.is_named else ranks_of_a_host()
+    memory, chosen = MemoryModel(as_it_is, dims, float8, rules, dist.get_world_size(), model, host), None
     if save_list is None:
         chosen = _choose_save_list(model, config, memory, mesh)
         save_list = chosen.save_list

@@ -47,13 +47,7 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
     after, file = state_of(run.model, use.checkpointed), config.model.file or config.model.name
     if error := use.refused or written(run.kept_state, after, file):
         raise error
-    receipt.complete()
-    receipt.add(_dtypes(run))
-    receipt.add(_attention_entry(run, is_masked))
-    if mixtures := [m for m in run.model.modules() if isinstance(m, MixtureOfExperts)]:
-        receipt.add(_experts_entry(run, mixtures))
-    receipt.add(compile_entry(run.model, config.compile.enable))
-    receipt.add(_save_list_entry(run))
+    add_entries(run, is_masked)
     memory, over_budget = _memory(run)
     receipt.add(memory)
     if dist.get_rank() == 0:
@@ -67,6 +61,24 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
         if config.job.strict:
             raise StrictError(message)
         console.warning(message)
+
+
+def add_entries(run: Run, is_masked: bool) -> None:
+    """Add to the receipt what the first step showed of how the run is built.
+
+    Args:
+        run: after that step.
+        is_masked: whether attention ended with documents in it.
+    """
+    receipt = run.receipt
+    receipt.complete()
+    receipt.add(_dtypes(run))
+    receipt.add(_attention_entry(run, is_masked))
+    if mixtures := [m for m in run.model.modules() if isinstance(m, MixtureOfExperts)]:
+        receipt.add(_experts_entry(run, mixtures))
+    if not run.mesh.built_for.is_named:  # whose blocks are never compiled
+        receipt.add(compile_entry(run.model, run.config.compile.enable))
+    receipt.add(_save_list_entry(run))
 
 
 def _save_list_entry(run: Run) -> Entry:
