@@ -70,7 +70,7 @@ def device_of(process: torch.device) -> Device:
 
 
 CPU = device_of(torch.device("cpu"))
-"""Of this machine."""
+"""A process without a GPU, on this machine."""
 
 host_tensors = unset_fake_temporarily
 """Within this context tensors are of the host and have numbers, as tables must that the host reads."""

@@ -23,15 +23,15 @@ def results(record: RunRecord) -> list[str]:
     """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
     steps = f"{record.last_step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else "")
     rows = [*record.steps, *record.validations]
-    return [record.name, steps, *(column.text(_values(rows, key)) for key, column in _RESULTS.items())]
+    return [record.name, steps, *(column.text(_column_of(rows, key)) for key, column in _RESULTS.items())]
 
 
 def speed_table(records: Sequence[RunRecord]) -> list[list[str]]:
     """Return the table of speed and memory, medians over the steps and peaks, the headings first."""
     rows = [["run", *(column.heading for column in _SPEED.values())]]
-    rows += [[r.name, *(column.text(_values(r.steps, key)) for key, column in _SPEED.items())] for r in records]
+    rows += [[r.name, *(column.text(_column_of(r.steps, key)) for key, column in _SPEED.items())] for r in records]
     if len(records) > 1:
-        speeds = [_values(record.steps, "tokens_per_second_per_gpu") for record in records]
+        speeds = [_column_of(record.steps, "tokens_per_second_per_gpu") for record in records]
         rates = [median(of) if of else None for of in speeds]
         first = rates[0]
         shares = [f"{rate / first:.1%}" if rate is not None and first else "-" for rate in rates]
@@ -39,7 +39,7 @@ def speed_table(records: Sequence[RunRecord]) -> list[list[str]]:
     return rows
 
 
-def _values(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def _column_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [row[key] for row in rows if row.get(key) is not None]
 
 

@@ -30,7 +30,7 @@ class Operator(Protocol[P, R]):
 
 
 class Sent(NamedTuple):
-    """What a rank sends in one collective inside an operator.
+    """The bytes that a rank sends in one collective inside an operator.
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".

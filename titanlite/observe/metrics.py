@@ -41,7 +41,7 @@ class RunError(TitanliteError):
 
 
 Row = Mapping[str, float]
-"""What is logged at once, by key: a step, the tokens trained on until then, and numbers that may be NaN or infinite."""
+"""Numbers that are logged at once, by key: a step, the tokens until then, and others, some of them NaN or infinite."""
 
 
 class Observer(Protocol):

@@ -42,7 +42,7 @@ def fake_world(device: str | None, rank: int, world: int) -> Generator[Device]:
         torch.set_num_threads(1)
         for of, name, function in before[:2]:
             setattr(of, name, _on_host(function))
-        dist.all_gather_object = _of_all
+        dist.all_gather_object = _as_this_one
         yield named
     finally:
         for of, name, function in before:
@@ -61,5 +61,5 @@ def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _of_all(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
+def _as_this_one(found: list[Any], own: Any, group: dist.ProcessGroup | None = None) -> None:
     found[:] = [own] * len(found)

@@ -4,6 +4,13 @@ Blocks of one kind do the same. So the first and the last are recorded with one 
 another one of a kind: what that adds, all others of the kind add, too. What is reduced for all blocks at once, in the
 update, grows in bytes instead of calls. Where matrices are shared out over ranks, who has which depends on all of them,
 and all blocks are recorded.
+
+What one rank cannot show stays a formula:
+
+    the mean over ranks, and the busiest    keys that are exchanged (`forecast/exchanged_keys.py`), matrices that are
+                                            shared out (`forecast/update_work.py`)
+    working set, slack, symmetric memory    `forecast/memory.py`
+    the rates of everything                 `forecast/devices`
 """
 
 from collections import Counter, defaultdict
@@ -24,17 +31,18 @@ from titanlite.parallel.context import token_group
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.recorder.fake_world import fake_world
-from titanlite.recorder.recorder import Collective, Recorder
+from titanlite.recorder.recorder import Recorded, Recorder
 from titanlite.training.build import build
+from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
+from titanlite.training.optimizers.rule import UpdateRule
+from titanlite.training.optimizers.sharded import RULES
 from titanlite.training.receipt import add_entries
 from titanlite.training.step import train_step
-
-_SHARING_RULES = {"muon", "normuon"}
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank does in a step.
+    """The work of one rank in a step.
 
     Attributes:
         collectives: how often it calls each.
@@ -44,7 +52,7 @@ class Recording:
         entries: of the receipt, but those of compiling and of memory; of the blocks that were recorded.
     """
 
-    collectives: Mapping[Collective, int]
+    collectives: Mapping[Recorded, int]
     flops: Mapping[str, int]
     kept: int
     fused: Mapping[Lowered, int]
@@ -53,10 +61,10 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Step:
-    """What a rank does in a step with some of the blocks."""
+    """The work of a rank in a step with some of the blocks."""
 
-    calls: Counter[Collective]  # but for those of the update
-    update: list[Collective]
+    calls: Counter[Recorded]  # but for those of the update
+    update: list[Recorded]
     flops: Counter[str]
     kept: int
     fused: Counter[Lowered]
@@ -102,9 +110,10 @@ def record(
             have them in turn. Without any, each sample is one.
         all_blocks: record every block, also those of one kind.
     """
-    n_layers, kinds = checked.dims.n_layers, _kinds(checked)
+    n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
-    if all_blocks or _SHARING_RULES & {group.rule for group in checked.optimizer.groups.values()}:
+    rules = [RULES.get(group.rule, UpdateRule) for group in checked.optimizer.groups.values()]
+    if all_blocks or any(issubclass(rule, MuonOfGroups) for rule in rules):
         chosen = {*range(n_layers)}
     given = checked, world, device, rank, documents
     found = none = _step(*given, chosen)
@@ -115,7 +124,7 @@ def record(
     return Recording(collectives, +found.flops, found.kept, +found.fused, found.entries)
 
 
-def _kinds(checked: CheckedRun) -> list[list[int]]:
+def _blocks_alike(checked: CheckedRun) -> list[list[int]]:
     """Numbers of blocks that do the same."""
     config, dims = checked.config, checked.dims
     assert checked.save_list is not None  # noqa: S101

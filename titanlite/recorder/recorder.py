@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 
-class Collective(NamedTuple):
+class Recorded(NamedTuple):
     """A collective that a step calls.
 
     Attributes:
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """What a step calls, as long as it is the innermost mode.
+    """Note every collective, FLOP and byte of a step, as the innermost mode.
 
     Args:
         device: that was built for.
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__()
-        self.collectives, self.flops, self.kept = list[Collective](), Counter[str](), list[int]()
+        self.collectives, self.flops, self.kept = list[Recorded](), Counter[str](), list[int]()
         self._device, self._inside, self._sent = device, "", Counter[tuple[str, int, int]]()
         self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
         self._hook = model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
@@ -83,7 +83,7 @@ class Recorder(TorchDispatchMode):
         if self._phase == "forward" and _is_backward():
             self._phase = "backward"
             self.kept.append(self._alive())
-        if func.namespace == "titanlite" and (group := _group_of(func, args)):
+        if func.namespace == "titanlite" and (group := _named_in(func, args)):
             out = self._of_operator(func, group, args, kwargs)
         else:
             out = func(*args, **kwargs)
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
     def _add(self, kind: str, ranks: int, n_bytes: int, operator: str) -> None:
         if n_bytes == 0:
             return
-        self.collectives.append(Collective(kind, self._direction(), ranks, n_bytes, operator))
+        self.collectives.append(Recorded(kind, self._direction(), ranks, n_bytes, operator))
 
     def _direction(self) -> str:
         if not _is_backward():
@@ -161,7 +161,7 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _group_of(func: Any, args: Any) -> str | None:
+def _named_in(func: Any, args: Any) -> str | None:
     """Return the group of an operator's call; None if it has none."""
     names = [argument.name for argument in func._schema.arguments]
     return args[names.index("group")] if "group" in names and names.index("group") < len(args) else None

@@ -309,8 +309,8 @@ def test_attention_that_turns_out_to_be_recomputed_without_its_inputs_ends_the_r
     def plant() -> None:
         apply = build.apply_activation_checkpoint
 
-        def refused(model, save_list):
-            use = apply(model, save_list)
+        def refused(*given):
+            use = apply(*given)
             use.refused = RecipeError("attention without its q, k and v")
             return use
 

@@ -12,9 +12,11 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.comm_volume import Traffic
 from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
+from titanlite.models.find import build_model
+from titanlite.observe.peak_flops import token_flops_of
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recorder.record import Recording, record
-from titanlite.recorder.recorder import Collective
+from titanlite.recorder.recorder import Recorded
 
 WORLD = 4
 LAYOUTS = {
@@ -151,6 +153,32 @@ def test_a_run_of_a_cpu_sends_what_its_definitions_do() -> None:
 
 
 def test_bytes_of_an_operator_are_what_a_rank_sends() -> None:
-    assert Collective("all_gather", "forward", 4, 400).sent_bytes == 300
-    assert Collective("all_gather", "forward", 4, 300, "all_gather_matmul").sent_bytes == 300
-    assert Collective("all_to_all", "update", 4, 300).sent_bytes == 300
+    assert Recorded("all_gather", "forward", 4, 400).sent_bytes == 300
+    assert Recorded("all_gather", "forward", 4, 300, "all_gather_matmul").sent_bytes == 300
+    assert Recorded("all_to_all", "update", 4, 300).sent_bytes == 300
+
+
+@pytest.mark.parametrize("save_list", ["none", "full"])
+def test_flops_are_those_that_a_token_costs(save_list: str) -> None:
+    run = run_of("llama3", "FSDP", f"--activation_checkpoint.recipe={save_list}")
+    flops, S = record(run, WORLD, "h100").flops, run.config.training.seq_len
+    tokens = S * run.config.training.local_batch_size
+    per_token = token_flops_of(build_model(run.config.model, run.dims, S), run.dims)
+    attended = per_token.per_attended * run.dims.n_layers * (S + 1) / 3  # of forward, with all of its own
+    assert flops["forward"] == tokens * (per_token.matmul / 3 + attended)
+    # Attention's backward computes the scores again: five products for two.
+    assert flops["backward"] == tokens * (per_token.matmul * 2 / 3 + attended * 5 / 2)
+    assert (flops["recomputation"] > 0) == (save_list == "full")
+
+
+def test_what_a_save_list_spares_is_what_it_is_priced_at() -> None:
+    kept, priced = [], []
+    for save_list in ("none", "full"):
+        run = run_of("llama3", "FSDP", f"--activation_checkpoint.recipe={save_list}")
+        assert run.save_list is not None
+        kept.append(record(run, WORLD, "h100").kept)
+        memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, WORLD)
+        priced.append(memory.peak_under(run.save_list).activations)
+    # The forecast looks at the worst moment of backward, where the input of a block is there once more.
+    assert priced[0] - priced[1] - (kept[0] - kept[1]) == 2 * 256 * run.dims.dim * 2
+    assert kept[0] > 2 * kept[1]
