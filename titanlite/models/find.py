@@ -90,14 +90,16 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
     try:
         with torch.device("meta"):
             made = made_by(dims, seq_len)
+        mixtures = [module for module in made.modules() if isinstance(module, MixtureOfExperts)]
     except Exception as error:
         if not model.file:
             raise
         want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
         fix = "change that line; what depends on values belongs in fill_buffers"
+        if "'_modules'" in str(error):
+            fix = "call super().__init__() first, in the __init__ of that class"
         problem = mistake(error, inspect.getfile(made_by), want, fix, made_by.__init__)
         raise ConfigError(describe(model.file, [problem])) from error
-    mixtures = [module for module in made.modules() if isinstance(module, MixtureOfExperts)]
     for mixture in mixtures:
         mixture.n_layers = len(mixtures)
     if model.file:

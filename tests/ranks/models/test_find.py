@@ -147,6 +147,20 @@ def test_what_no_run_can_train_is_refused(mine: list[str], tmp_path: Path) -> No
     assert "\n  layers.0.attention_norm.weight = requires_grad = False\n" in str(refused.value)
 
 
+def test_a_module_that_is_not_made_by_torch_is_refused(mine: list[str], tmp_path: Path) -> None:
+    """Which is seen where the model is walked, behind the line that made it."""
+    with (tmp_path / "mine.py").open("a") as file:
+        file.write("\nclass Bare(torch.nn.Module):\n    def __init__(self):\n        pass\n")
+    text = (tmp_path / "mine.py").read_text()
+    line = next(line for line in text.splitlines() if "self.layers = nn.ModuleList(" in line)
+    indented = line[: len(line) - len(line.lstrip())]
+    (tmp_path / "mine.py").write_text(text.replace(line, f"{line}\n{indented}self.layers[0].bare = Bare()"))
+    with pytest.raises(ConfigError) as refused:
+        plan([DEBUG, *mine, *TP_2])
+    assert "'Bare' object has no attribute '_modules'" in str(refused.value)
+    assert "fix:  call super().__init__() first" in str(refused.value)
+
+
 def test_a_key_of_a_recipe_that_its_architecture_makes_nothing_of(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     shipped = (Path(__file__).parents[3] / "recipes" / "model" / "llama3-debug.toml").read_text()
