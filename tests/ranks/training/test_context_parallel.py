@@ -75,7 +75,7 @@ def one_process(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> Ca
     @cache
     def of(name: str, *, wide: bool, steps: int = 1) -> Trained:
         folder = tmp_path_factory.mktemp("one")
-        return train(folder, 1, [*data, *of_model(name)], steps=steps, wide=wide)
+        return train(folder, 1, [*data, *of_model(name)], steps=steps, wide=wide, timeout_s=120)
 
     return of
 
