@@ -342,13 +342,15 @@ def padding_of(
         is_masked: whether attention keeps to documents.
         context: the ranks that share tokens out, or None.
         sources: [B] int64, or None.
-        starts: [B·S] int32, of each token the place at which its document begins; None: each sample is one.
+        starts: [B·S] int32, of each token the place at which its document begins; None: each
+            sample is one. Only with `is_masked`.
     """
     pair = np.zeros((2, 1, *shape), np.int64)
     pair[1] = IGNORE_INDEX
-    documents = documents_of_samples(shape[0] * shape[1], shape[1]) if starts is None else starts
-    of_micro_step = documents.reshape(1, *shape) if is_masked else None
-    read = _read_of(pair, of_micro_step, None if sources is None else sources[None], context)
+    if is_masked:
+        starts = documents_of_samples(shape[0] * shape[1], shape[1]) if starts is None else starts
+        starts = starts.reshape(1, *shape)
+    read = _read_of(pair, starts, None if sources is None else sources[None], context)
     return _only_batch(read, shape[1], context, device)
 
 

@@ -103,17 +103,21 @@ class MatmulOperator(Generic[C]):
         lowered[row] += 1
         return run(call)
 
+    def lowered_as(self, call: C, reason: str | None) -> Lowered:
+        """Return what the receipt counts of a call that is not fused for a reason, or is."""
+        return Lowered(self.name, self.shapes(call)[1], reason, reason in EXPECTED)
+
     def _choose(self, call: C) -> tuple[Lowered, Callable[[C], Any]]:
         """Validate a call that is new, and choose with all ranks what runs it; one warns if it should be fused."""
         self.check(call)
-        own, shapes = self.shapes(call)
+        own, _ = self.shapes(call)
         reason = no_peer_access(call.group) or self.unsupported(call)
         reason = agree(self.name, call.group, self.in_words(call), own, reason)
-        row = Lowered(self.name, shapes, reason, reason in EXPECTED)
+        row = self.lowered_as(call, reason)
         if reason is None:
             return row, self.fused(call)
         if not row.expected and named_group(call.group).rank == 0:
-            _logger.warning("%s of %s is not fused: %s", self.name, shapes, reason)
+            _logger.warning("%s of %s is not fused: %s", self.name, row.shapes, reason)
         return row, self.plain
 
 

@@ -32,7 +32,6 @@ class Mesh:
     """The mesh and this process's place in it."""
 
     built_for: Device
-    device: torch.device  # of this process's tensors
     all: DeviceMesh
     fsdp: DeviceMesh  # 1-D, or 2-D with replicas
     tp: DeviceMesh
@@ -43,6 +42,11 @@ class Mesh:
     experts: DeviceMesh | None = None  # 3-D; None: there are none, or FSDP splits them as all else
     context: DeviceMesh | None = None  # 1-D, the ranks that share the tokens of a sequence out; None: each has them all
     sharers: DeviceMesh | None = None  # 1-D, these and the tensor-parallel ranks of each
+
+    @property
+    def device(self) -> torch.device:
+        """Give the place of this process's tensors."""
+        return self.built_for.of_tensors
 
     @property
     def context_group(self) -> Group | None:
@@ -151,7 +155,6 @@ def build_mesh(config: Parallelism, device: Device, has_experts: bool = False) -
     replicate_rank, shard_rank, _ = mesh.get_coordinate() or (0, 0, 0)
     return Mesh(
         built_for=device,
-        device=device.of_tensors,
         all=mesh,
         fsdp=mesh["dp_replicate", "dp_shard"] if replicas > 1 else mesh["dp_shard"],
         tp=mesh["tp"],

@@ -152,7 +152,6 @@ def _step(
         recorder = Recorder(named, run.model)
         with named.tensors(), recorder:
             train_step(run, [*islice(cycle(batches), run.memory.micro_steps)], 1e-3, stop_requested=False)
-        recorder.close()
         with named.tensors():
             add_entries(run, config.data.document_mask)
         update = [each for each in recorder.collectives if each.direction == "update"]

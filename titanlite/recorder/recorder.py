@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.device import Device
-from titanlite.kernels.lowering import Lowered, MatmulOperator, lowered
-from titanlite.kernels.products import EXPECTED
+from titanlite.kernels.lowering import MatmulOperator, lowered
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _KINDS = {
@@ -58,7 +57,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         device: that was built for.
-        model: its forward passes.
+        model: that is recorded, and then no longer needed: it keeps a hook.
 
     Attributes:
         collectives: in order.
@@ -69,13 +68,9 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__()
         self.collectives, self.flops, self.kept = list[Recorded](), Counter[str](), list[int]()
-        self._device, self._inside, self._sent = device, "", Counter[tuple[str, int, int]]()
+        self._device, self._inside, self._sent = device, "", Counter[tuple[str, int]]()
         self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
-        self._hook = model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
-
-    def close(self) -> None:
-        """Take its hook away from the model."""
-        self._hook.remove()
+        model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what a call sends, computes and makes."""
@@ -103,7 +98,7 @@ class Recorder(TorchDispatchMode):
         if self._device.is_gpu and isinstance(choice := getattr(func.on_gpus, "__self__", None), MatmulOperator):
             call = choice.call(*args)
             why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or choice.unsupported(call)
-            lowered[Lowered(choice.name, choice.shapes(call)[1], why, why in EXPECTED)] += 1
+            lowered[choice.lowered_as(call, why)] += 1
         if func.sends is not None and (sends := func.sends(self._device, *args)) is not None:
             for kind, n_bytes in sends:
                 self._add(kind, of.size(), n_bytes, func._opname)
@@ -112,7 +107,7 @@ class Recorder(TorchDispatchMode):
         with self:
             out = func.definition(*args, **kwargs)
         self._inside = ""
-        for (kind, ranks, _), n_bytes in self._sent.items():
+        for (kind, ranks), n_bytes in self._sent.items():
             self._add(kind, ranks, n_bytes, func._opname)
         self._sent.clear()
         return out
@@ -132,7 +127,7 @@ class Recorder(TorchDispatchMode):
             to = given["input_split_sizes"] or [1] * size
             n_bytes = given["input"].nbytes * (sum(to) - to[group.rank()]) // max(1, sum(to))
         if self._inside:
-            self._sent[kind, size, 0] += n_bytes
+            self._sent[kind, size] += n_bytes
         else:
             self._add(kind, size, n_bytes, "")
 
