@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite.training.step as step
 from tests.support.short_run import train
+from titanlite.comparison.judge import FLOORS
 from titanlite.comparison.runs import RunRecord
 from titanlite.float8.convert import precompute_scales
 from titanlite.training.build import Run
@@ -68,6 +69,11 @@ class Pair:
     change: Change = nothing
     base_world: int = 1
 
+    @property
+    def in_words(self) -> str:
+        """The arithmetic's name."""
+        return {FLOAT32: "float32", BFLOAT16: "bfloat16"}.get(self.arithmetic, "float8")
+
 
 FLOAT32 = ""
 BFLOAT16 = "--training.mixed_precision_param bfloat16"
@@ -105,7 +111,7 @@ CHANGED: Mapping[str, Pair] = {
     "learning rate x 1.05": Pair(flags="--optimizer.lr 2.1e-3"),
     "learning rate x 1.05, tp 2": Pair(world=2, flags=f"--optimizer.lr 2.1e-3 {TP}"),
     "bfloat16, learning rate x 1.05": Pair(BFLOAT16, flags="--optimizer.lr 2.1e-3"),
-    "rowwise, learning rate x 1.05": Pair(ROWWISE, flags="--optimizer.lr 2.1e-3"),
+    "rowwise, learning rate x 1.1": Pair(ROWWISE, flags="--optimizer.lr 2.2e-3"),
     "sign of attention 0": Pair(change=turn_sign("layers.0.attention")),
     "sign of attention 1": Pair(change=turn_sign("layers.1.attention")),
     "sign of feed-forward 0": Pair(change=turn_sign("layers.0.feed_forward")),
@@ -131,10 +137,11 @@ class Runs:
     Args:
         folder: for what they write.
         steps: of each run.
+        floors: nudged runs of each first run.
     """
 
-    def __init__(self, folder: Path, steps: int = STEPS) -> None:
-        self._folder, self._steps = folder, steps
+    def __init__(self, folder: Path, steps: int = STEPS, floors: int = FLOORS) -> None:
+        self._folder, self._steps, self._floors = folder, steps, floors
 
     @functools.cache  # noqa: B019  # as long as the tests
     def record(self, world: int, flags: str, change: Change = nothing) -> RunRecord:
@@ -153,5 +160,6 @@ class Runs:
         """Return the first run, the other, and the first's nudged ones."""
         first = self.record(pair.base_world, pair.arithmetic)
         other = self.record(pair.world, f"{pair.arithmetic} {pair.flags}", pair.change)
-        nudged = [self.record(pair.base_world, f"{pair.arithmetic} --training.nudge {seed}") for seed in (1, 2)]
+        seeds = range(1, self._floors + 1)
+        nudged = [self.record(pair.base_world, f"{pair.arithmetic} --training.nudge {seed}") for seed in seeds]
         return first, other, nudged

@@ -2,11 +2,12 @@
 
 The verdict stands first: "equal bits", "within rounding", "within seed noise", or "differs" with the mean difference of
 the loss over the last fifth of the steps. If a run differs, or has ended before the last step of its config, the exit
-code is 1. What rounding does is known from a run of the first's config whose weights were nudged; --floor trains it,
-into FIRST-nudged beside FIRST, where it is found again. Of mixtures of experts there is a second picture, beside the
-first: the tokens of each expert over time. Apart from --floor and --layers, only run folders are read (`metrics.jsonl`,
-`experts.jsonl`, `config.toml`, `status.json`, `receipt.json`), or what wandb has of a run, so runs can be compared that
-are still going, were copied from elsewhere or made by another version.
+code is 1. What rounding does is known from runs of the first's config whose weights were nudged; --floor trains one,
+and up to four if it takes these to tell, into FIRST-nudged, FIRST-nudged-2 … beside FIRST, where they are found again.
+Of mixtures of experts there is a second picture, beside the first: the tokens of each expert over time. Apart from
+--floor and --layers, only run folders are read (`metrics.jsonl`, `experts.jsonl`, `config.toml`, `status.json`,
+`receipt.json`), or what wandb has of a run, so runs can be compared that are still going, were copied from elsewhere or
+made by another version.
 """
 
 import os
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from titanlite.commands.arguments import Command
-from titanlite.comparison.judge import judge, tokens_to_equal_loss
+from titanlite.comparison.judge import FLOORS, is_open, judge, tokens_to_equal_loss
 from titanlite.comparison.layers import Parting
 from titanlite.comparison.picture import draw_losses
 from titanlite.comparison.report import write_report
@@ -43,7 +44,7 @@ _COMMAND = Command(
     __doc__ or "",
     {
         "RUN": "run folder, <dump_folder>/<name>; wandb's offline-run-… folder; or entity/project/run_id",
-        "--floor": "train the first run's config once more, nudged by one rounding, if that has not been done",
+        "--floor": "train the first run's config once more, nudged by one rounding, up to four times if need be",
         "--seeds RUN,RUN,...": "runs of the first's config with other seeds; two or more show what is chance",
         "--tolerance NATS": "difference of the loss that is accepted, the whole interval within it",
         "--layers K": "take K steps of each config once more, and name the first layer and tensor that differ",
@@ -86,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
         fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"
         raise RunError.of("titanlite compare", "RUN", words[0], "a second run, to be judged against the first", fix)
     seeds = _seeds(records[0], given["--seeds"]) if "--seeds" in given else []
-    nudged = _floor(folders[0], records[0], "--floor" in given) if len(records) > 1 and records[0].steps else []
+    nudged = _floors(folders[0], records, "--floor" in given) if len(records) > 1 and records[0].steps else []
     judged = [judge(records[0], record, nudged, seeds, tolerance) for record in records[1:]]
     verdicts = [verdict for verdict in judged if verdict is not None]
     for record, verdict in zip(records[1:], judged, strict=True):
@@ -137,23 +138,26 @@ def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number |
     return number
 
 
-def _floor(folder: Path, record: RunRecord, is_asked: bool) -> list[RunRecord]:
-    """Return the nudged run beside the first, trained now if that is asked for and it is not there as a whole."""
-    floor, why = floor_of(folder), _useless(folder, record)
-    if why and is_asked:
-        measure_floor(folder, record)
-        why = _useless(folder, record)
-        if why:
-            want = f"the config of {folder}, nudged, to step {record.last_step:,}"
-            raise RunError.of("titanlite compare", str(floor), why, want, "delete the folder, and compare again")
-    elif why and floor.is_dir():
-        sys.stdout.write(f"{floor} is not used as the floor: {why}; --floor trains it again\n")
-    return [] if why else read_runs([floor])
+def _floors(folder: Path, records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
+    """Return the nudged runs beside the first; if asked for, train as many as it takes to tell of each other run."""
+    first, nudged = records[0], list[RunRecord]()
+    for seed in range(1, FLOORS + 1):
+        floor = floor_of(folder, seed)
+        why = _useless(floor, folder, first)
+        if why and is_asked and any(is_open(first, other, nudged) for other in records[1:]):
+            measure_floor(folder, first, seed)
+            if why := _useless(floor, folder, first):
+                want = f"the config of {folder}, nudged, to step {first.last_step:,}"
+                raise RunError.of("titanlite compare", str(floor), why, want, "delete the folder, and compare again")
+        elif why and not is_asked and floor.is_dir():
+            sys.stdout.write(f"{floor} is not used as the floor: {why}; --floor trains it again\n")
+        if not why:
+            nudged += read_runs([floor])
+    return nudged
 
 
-def _useless(folder: Path, record: RunRecord) -> str:
-    """Return why what is beside a run's folder is not its floor; "" if it is."""
-    floor = floor_of(folder)
+def _useless(floor: Path, folder: Path, record: RunRecord) -> str:
+    """Return why a folder has no nudged run of the run of another; "" if it has."""
     if not os.path.isfile(floor / "metrics.jsonl") or not os.path.isfile(floor / "config.toml"):
         return "nothing was logged there"
     (nudged,) = read_runs([floor])

@@ -4,7 +4,7 @@ Two runs with one seed see the same samples under any layout, so their losses ar
 what the samples do to a loss cancels. What is left is what the runs do differently, and rounding, which grows: two runs
 that differ in the last bit of their weights drift apart. How far is measured, by runs of the first config whose initial
 weights were nudged by one rounding (`training.nudge`); what stays near their drift is within rounding. The first steps
-say most, because rounding is still small there.
+say most, because rounding is still small there. Later one nudged run alone may by chance have drifted little.
 
 Where runs differ, the size is the mean of the paired differences over the last fifth of the steps, with an interval by
 a block bootstrap, because the differences of neighbouring steps are alike. Runs of other seeds say how much is chance.
@@ -26,7 +26,12 @@ from titanlite.observe.metrics import is_of_step
 
 Series = NDArray[np.float64]
 
-BEYOND = 4.0  # times the drift of the nudged runs; docs/compare.md shows how far the two kinds of pairs are from it
+# A run that drifts more times as far as nudged runs differs; by the number of nudged runs. Rounding grows along one
+# direction, so how far it carries a run is one number, normally distributed, and the ratio to the root mean square of k
+# others follows Student's t with k degrees of freedom. One in 1,000 is beyond each limit by chance, of the last 8.
+_LIMITS = (640.0, 32.0, 13.0, 5.0)
+BEYOND = _LIMITS[-1]
+FLOORS = len(_LIMITS)  # nudged runs, at most
 _RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
 _NOTHING = "nothing"  # of a step without targets, its loss
 # Of the keys in rows, the beginnings of those that equal bits are claimed of.
@@ -51,7 +56,7 @@ def judge(
     Args:
         first: the baseline.
         other: the run in question.
-        nudged: runs of the first's config with `training.nudge` set.
+        nudged: runs of the first's config with other values of `training.nudge`, at most `FLOORS`.
         seeds: runs of the first's config with other seeds.
         tolerance: largest difference of the final loss that is accepted, in nats per token.
 
@@ -71,7 +76,7 @@ def judge(
     differ = _other_samples(first, other)
     if is_equal:
         kind, low, high = "equal bits", 0.0, 0.0
-    elif nudged and not differ and max(drift_ratios(first, other, nudged).values()) <= BEYOND:
+    elif nudged and not differ and max(drift_ratios(first, other, nudged).values()) <= _LIMITS[len(nudged) - 1]:
         kind = "within rounding"
     elif seeds and abs(mean) < _spread(first, seeds, tokens[last]):
         kind = "within seed noise"
@@ -92,10 +97,21 @@ def judge(
     if not is_equal and (differ or not nudged):
         samples = f"other samples: {', '.join(differ)} differs"
         doubts.insert(0, samples if differ else "rounding not measured: --floor")
+    elif not is_equal and is_open(first, other, nudged):
+        doubts.insert(0, f"too far for {len(nudged)} nudged run{'s' * (len(nudged) > 1)} to tell: --floor")
     is_all = not unfinished and len(tokens) == len(first.steps) == len(other.steps)
     among = "" if is_all else f" in the {len(tokens):,} step{'s' * (len(tokens) > 1)} that both have"
     line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), among, doubts)
     return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged), is_short)
+
+
+def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> bool:
+    """Return whether another nudged run may change what is said of rounding."""
+    if not nudged:
+        return True
+    if len(nudged) == FLOORS or _other_samples(first, other):
+        return False
+    return BEYOND < max(drift_ratios(first, other, nudged).values()) <= _LIMITS[len(nudged) - 1]
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
@@ -105,9 +121,7 @@ def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]
         tokens, drift = paired_differences(other, first, metric)
         values = {row["tokens"]: row.get(metric, math.nan) for row in first.steps}
         resolution = _RESOLUTION[metric] * np.array([abs(values[t]) for t in tokens.tolist()])
-        floor = np.maximum.reduce(
-            [resolution, *(_envelope(tokens, *paired_differences(n, first, metric)) for n in nudged)]
-        )
+        floor = np.maximum(resolution, _envelope(tokens, first, nudged, metric))
         ratios[metric] = max(
             (_rms(drift[window]) / _rms(floor[window]) for window in _windows(len(tokens))), default=0.0
         )
@@ -190,12 +204,14 @@ def _windows(n: int) -> list[slice]:
     return [slice(i, j) for i, j in pairwise(ends) if i < j <= n]
 
 
-def _envelope(tokens: Series, at: Series, drift: Series) -> Series:
-    """Return the largest drift so far of a nudged run, at the given tokens."""
-    if not len(at):
-        return np.zeros_like(tokens)
-    largest = np.maximum.accumulate(np.abs(drift))
-    return largest[np.clip(np.searchsorted(at, tokens, side="right") - 1, 0, None)]
+def _envelope(tokens: Series, first: RunRecord, nudged: Sequence[RunRecord], metric: str) -> Series:
+    """Return the largest drift so far of nudged runs, their root mean square, at the given tokens."""
+    found = [np.zeros_like(tokens, dtype=np.float64)]
+    for at, drift in (paired_differences(run, first, metric) for run in nudged):
+        if len(at):
+            largest = np.maximum.accumulate(np.abs(drift))
+            found.append(largest[np.clip(np.searchsorted(at, tokens, side="right") - 1, 0, None)] ** 2)
+    return np.sqrt(sum(found) / max(1, len(nudged)))
 
 
 def _rms(x: Series) -> float:
@@ -247,7 +263,7 @@ def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> NoiseBand | None:
     if not nudged:
         return None
     tokens = np.array([row["tokens"] for row in first.steps], dtype=np.float64)
-    limit = BEYOND * np.maximum.reduce([_envelope(tokens, *paired_differences(run, first, "loss")) for run in nudged])
+    limit = BEYOND * _envelope(tokens, first, nudged, "loss")
     return NoiseBand(tokens.astype(int).tolist(), (-limit).tolist(), limit.tolist())
 
 

@@ -23,26 +23,26 @@ _ALONE = (
 )
 
 
-def floor_of(folder: Path) -> Path:
-    """Return where the nudged run of a run's folder is, or is to be."""
+def floor_of(folder: Path, seed: int) -> Path:
+    """Return the folder of the run beside `folder` whose `training.nudge` is `seed`, from 1 on."""
     folder = folder.resolve()
-    return folder.with_name(f"{folder.name}-nudged")
+    return folder.with_name(f"{folder.name}-nudged{f'-{seed}' * (seed > 1)}")
 
 
-def measure_floor(folder: Path, record: RunRecord) -> None:
+def measure_floor(folder: Path, record: RunRecord, seed: int) -> None:
     """Train a run once more with its initial weights nudged, into a folder beside it, with as many processes.
 
     Raises:
         RunError: it failed, or the folder does not say how many processes the run had.
     """
-    nudged, last = floor_of(folder), record.last_step
+    nudged, last = floor_of(folder, seed), record.last_step
     log = nudged / "logs" / "rank0.log"
     sys.stdout.write(
         f"{nudged}: training {last:,} steps once more, nudged by one rounding; {log} shows how far it is\n"
     )
     sys.stdout.flush()
     over = [f"--job.dump_folder={nudged.parent}", f"--job.name={nudged.name}", f"--job.stop_after={last}"]
-    over.append("--training.nudge=1")
+    over.append(f"--training.nudge={seed}")
     _run("titanlite.train", [*_config_flags(folder), *_ALONE, *over], folder, record)
 
 

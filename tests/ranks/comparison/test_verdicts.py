@@ -14,7 +14,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.fixture(scope="module")
 def short_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("short_runs"), steps=8)
+    return Runs(tmp_path_factory.mktemp("short_runs"), steps=8, floors=2)
 
 
 def kind(pair: Pair, runs: Runs) -> str:
@@ -36,10 +36,12 @@ def test_a_planted_change_is_called_different(short_runs: Runs) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2700)  # it trains some 60 runs
-def test_of_twenty_pairs_each_at_most_one_is_judged_wrongly(runs: Runs) -> None:
+@pytest.mark.timeout(1800)  # it trains up to 29 runs
+@pytest.mark.parametrize("arithmetic", ["float32", "bfloat16", "float8"])
+def test_of_twenty_pairs_each_one_change_is_missed(arithmetic: str, runs: Runs) -> None:
     assert len(EQUAL) == len(CHANGED) == 20
-    wrong = [name for name, pair in EQUAL.items() if kind(pair, runs) == "differs"]
-    missed = [name for name, pair in CHANGED.items() if kind(pair, runs) != "differs"]
-    assert len(wrong) <= 1, wrong
-    assert len(missed) <= 1, missed
+    kinds = [{n: kind(p, runs) for n, p in pairs.items() if p.in_words == arithmetic} for pairs in (EQUAL, CHANGED)]
+    wrong = [name for name, found in kinds[0].items() if found == "differs"]
+    missed = [name for name, found in kinds[1].items() if found != "differs"]
+    assert not wrong
+    assert missed == ["bfloat16, missing reduction"] * (arithmetic == "bfloat16")  # it is less than rounding

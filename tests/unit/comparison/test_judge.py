@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.needs import slow
-from titanlite.comparison.judge import BEYOND, drift_ratios, judge, tokens_to_equal_loss
+from titanlite.comparison.judge import _LIMITS, BEYOND, drift_ratios, is_open, judge, tokens_to_equal_loss
 from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import Verdict
 
@@ -244,3 +244,32 @@ def test_runs_without_a_step_in_common_have_no_verdict() -> None:
     for row in other.rows:
         row["tokens"] += 1
     assert judge(BASE, other) is None
+
+
+def carried(size: float) -> np.ndarray:
+    """Where rounding carries a run along one direction: how far is `size`, the way is every run's."""
+    return curve() + size * 1e-7 * np.exp(np.arange(STEPS) / 30)
+
+
+def test_one_nudged_run_that_drifted_little_by_chance_does_not_make_others_differ() -> None:
+    sizes = (0.05, -0.1, 1.2, -0.8)
+    nudged = [record(carried(size)) for size in sizes]
+    other = record(carried(1.5), "other")
+    lines = [judge(BASE, other, nudged[:k]).line for k in (1, 2, 3, 4)]  # type: ignore[union-attr]
+    assert all(line.startswith("within rounding: ") for line in lines)
+    assert [is_open(BASE, other, nudged[:k]) for k in range(5)] == [True, True, True, False, False]
+    assert "too far for 1 nudged run to tell: --floor" in lines[0]
+    assert "--floor" not in lines[2]
+    far = record(carried(10), "far")
+    assert [judge(BASE, far, nudged[:k]).kind for k in (1, 4)] == ["within rounding", "differs"]  # type: ignore[union-attr]
+    assert is_open(BASE, far, nudged[:1])
+
+
+def test_as_many_runs_are_called_different_by_chance_as_the_limits_say() -> None:
+    """A limit for fewer runs is one that another run, as far in the same direction by chance, is beyond as rarely."""
+    sizes = np.random.default_rng(1).normal(size=(200_000, 5))
+    shares = []
+    for k, limit in enumerate(_LIMITS, start=1):
+        floor = np.sqrt((sizes[:, :k] ** 2).mean(axis=1))
+        shares.append(float((np.abs(sizes[:, 4]) > limit * floor).mean()))
+    assert shares == pytest.approx([0.001, 0.001, 0.001, 0.0075], rel=0.2)
