@@ -69,6 +69,19 @@ def device_of(process: torch.device) -> Device:
     return Device(process, torch.cuda.get_device_name(process), torch.cuda.get_device_capability(process))
 
 
+def named_device(gpu: str | None = None, host: int = 8) -> Device:
+    """Return a device to build for that need not be there; its tensors have no memory.
+
+    Args:
+        gpu: as in "h100"; None: a CPU.
+        host: GPUs of one host.
+    """
+    of_tensors, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
+    if gpu is None:
+        return Device(of_tensors, "CPU", fake=fake, host=host)
+    return Device(of_tensors, f"NVIDIA {gpu.upper()}", (9, 0), fake, host)
+
+
 CPU = device_of(torch.device("cpu"))
 """A process without a GPU, on this machine."""
 

@@ -13,13 +13,12 @@ from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
-from titanlite.preflight.check_with_torch import check_same_optimizer, check_with_torch
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.preflight.start import check_start
+from titanlite.preflight.start import changed_optimizer, check_start, newest_state
 
 
 def main() -> None:
@@ -42,7 +41,11 @@ def main() -> None:
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
-    check_same_optimizer(run, check_with_torch(run, world).model)
+    from titanlite.training.assemble import try_assembly  # torch is imported here, not before
+
+    rules = try_assembly(run, world)
+    if (found := newest_state(run.config)) is not None:  # refuse the state of another optimizer
+        changed_optimizer(*found, run.config, rules, run.optimizer)
     notices, warnings = [*run.port.count(), *run.hints], [*run.warnings]
     notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
     if is_first:
@@ -53,7 +56,7 @@ def main() -> None:
             warnings += [lack] if lack else []
         warnings += filter(None, [no_login(run.config)])
 
-    from titanlite.training.train import train  # torch is imported here, not before
+    from titanlite.training.train import train
 
     watched = launcher if run.config.job.stop_with_launcher else None
     train(run, folder, notices, warnings, watched)

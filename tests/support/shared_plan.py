@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from titanlite.config.stages import largest_stage
 from titanlite.errors import TitanliteError
-from titanlite.forecast.rank_model import sharding_plan
 from titanlite.forecast.traced_run import traced_run
 from titanlite.preflight.checked_run import CheckedRun
+from titanlite.sharding.split import sharding_plan
 
 
 def plan_for_all_ranks(asked: CheckedRun) -> None:

@@ -25,6 +25,7 @@ from titanlite.parallel import fsdp
 from titanlite.parallel.context import token_group
 from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.training import assemble as assemble_file
 from titanlite.training import build as build_file
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
@@ -69,7 +70,7 @@ def checked(folder: Path, world: int, flags: Sequence[str] = ()) -> CheckedRun:
 
 def assemble(asked: CheckedRun) -> Run:
     """The run, on this rank."""
-    run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, CPU)
+    run = build(asked, CPU)
     take_first_weights(run)
     return run
 
@@ -94,14 +95,14 @@ def batches_of(run: Run) -> TrainBatches:
 
 def compute_in_float64() -> None:
     """Let this process assemble runs whose weights, activations and gradients are float64, and whose update is none."""
-    model, policy, last = build_file.build_model, fsdp.MixedPrecisionPolicy, build_file.finalize
+    model, policy, last = assemble_file.build_model, fsdp.MixedPrecisionPolicy, build_file.finalize
 
     def finalize_wide(model: nn.Module, config: Config, mesh: Mesh) -> None:
         last(model, replace(config, training=replace(config.training, mixed_precision_reduce="float64")), mesh)  # type: ignore[arg-type]
 
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign,assignment]
-    build_file.build_model = lambda *given: model(*given).double()
+    assemble_file.build_model = lambda *given: model(*given).double()
     fsdp.MixedPrecisionPolicy = lambda **_: policy(cast_forward_inputs=False)  # type: ignore[assignment,misc]
     build_file.finalize = finalize_wide
     ShardedOptimizer.step = lambda *_: None  # type: ignore[method-assign,assignment]

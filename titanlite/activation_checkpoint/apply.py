@@ -8,7 +8,7 @@ Whether a rule was used is counted: a rule that matched nothing is reported, and
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
@@ -101,12 +101,10 @@ def apply_activation_checkpoint(
         Counts that fill up as the model runs.
 
     Raises:
-        RecipeError: a rule names an operation or a layer that does not exist, or keeps an elementwise operation; or
-            attention is kept without the matmuls that its q, k and v come from.
+        RecipeError: attention is kept without the matmuls that its q, k and v come from.
     """
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
-    check_names(save_list, layers_of(blocks))
     kinds: dict[object, tuple[KindUse, type[nn.Module] | None]] = {}  # blocks of one kind share one class
     for n, (block, rules) in enumerate(zip(blocks, of_blocks or save_list.active(len(blocks)), strict=True)):
         layers = product_names(block)
@@ -165,15 +163,6 @@ def _changes_what_it_is_given(block: type[nn.Module]) -> RecipeError:
     return RecipeError(describe(inspect.getfile(block), [problem]))
 
 
-def layers_of(blocks: Iterable[nn.Module]) -> list[str]:
-    """Names of the linear layers of blocks, each once: a model file may have blocks of several classes.
-
-    Args:
-        blocks: of a model.
-    """
-    return list(dict.fromkeys(name for block in blocks for name in product_names(block)))
-
-
 def _contexts(save_list: SaveList, kind: KindUse, matmuls: tuple[str, ...], use: SaveListUse):
     """Fresh contexts for one forward pass of one block, and its recomputation."""
     return create_selective_checkpoint_contexts(_policy(save_list, kind, matmuls, use))
@@ -216,12 +205,13 @@ def _draws_of_two_kinds(save_list: SaveList, drew: dict[str, str]) -> RecipeErro
     return problems.error(RecipeError)
 
 
-def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
-    """Refuse rules that name no operation of torch or no layer of a block, or keep what is cheaper to recompute.
+def check_names(save_list: SaveList, layers: Sequence[str], n_layers: int | None = None) -> None:
+    """Refuse rules that name no operation, no layer or no block of a model, or keep what is cheaper to recompute.
 
     Args:
         save_list: the list.
-        layers: dotted names of the block's linear layers.
+        layers: dotted names of the linear layers of blocks.
+        n_layers: blocks of the model; None: rules that are for no block are let pass.
 
     Raises:
         RecipeError: there are such rules.
@@ -231,7 +221,12 @@ def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
     problems = Problems(save_list.origin)
     add_mistakes(save_list, layers, problems)
     for i, rule in enumerate(save_list.rules):
-        if rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
+        if rule.op.startswith("titanlite.") and rule.op not in ops.OPERATIONS:
+            own = [op for op in ops.OPERATIONS if op.startswith("titanlite.")]
+            near = nearest(rule.op, own)
+            fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', f"an operation of forward: {', '.join(own)}", fix)
+        elif rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
             default = f"{rule.op}.default"
             near = default if default in known else nearest(rule.op, known)
             fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
@@ -240,6 +235,9 @@ def check_names(save_list: SaveList, layers: Sequence[str]) -> None:
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
             want = "no elementwise operation: it costs less to recompute than to store and load"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule")
+        elif n_layers is not None and not rule.optional and not rule.blocks(n_layers):
+            want = f"some of the model's {n_layers} blocks"
+            problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule, or set optional = true")
     problems.raise_all(RecipeError)
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 from titanlite.commands.arguments import Command
 from titanlite.config.check import check_config
 from titanlite.config.convert_torchtitan import convert_torchtitan
-from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError
-from titanlite.preflight.checked_run import check_filters
 from titanlite.recipes import model_dims
 
 _COMMAND = Command(
@@ -63,11 +61,9 @@ def run(argv: list[str]) -> int:
 
 def _to_change(config: Config, dims: ModelDims) -> list[str]:
     """Say in a line each what no run takes together."""
-    lines: list[str] = []
-    for check in (lambda: check_config(config, dims, None), lambda: check_filters(config, dims, Origin(""))):
-        try:
-            check()
-        except ConfigError as error:
-            found = [problem for report in error.args for problem in report.problems]
-            lines += [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in found]
-    return lines
+    try:
+        check_config(config, dims, None)
+    except ConfigError as error:
+        found = [problem for report in error.args for problem in report.problems]
+        return [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in found]
+    return []

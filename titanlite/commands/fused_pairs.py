@@ -4,6 +4,7 @@ Nothing is decided here. The layers are those that the trainer builds. Each says
 fused, and runs forward and backward; the kernels are asked about every operator that it calls.
 """
 
+import copy
 import importlib.util
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.float8.weight import local_data
+from titanlite.forecast.traced_run import gathered_for_compute
 from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 from titanlite.sharding.plan import Kind
 
@@ -38,7 +41,7 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Colle
     """Ask every tensor-parallel linear layer of a run about its collectives.
 
     Args:
-        model: as `titanlite.forecast.rank_model.rank_model` makes it, of a run with async tensor parallelism.
+        model: as `titanlite.training.assemble.assemble` makes it, of a run with async tensor parallelism.
         tokens: M of a micro-step.
         dtype: that it computes in.
 
@@ -50,7 +53,7 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Colle
     for name, layer in model.named_modules():
         if not isinstance(layer, ParallelLinear):
             continue
-        kind = (type(layer), layer.weight.shape, id(layer.matmul))
+        kind = (type(layer), local_data(layer.weight).shape, id(layer.matmul))
         if kind not in known:
             known[kind] = [layer.unfused] * 2 if layer.unfused else _answers(layer, tokens, dtype)
         forward, backward = known[kind]
@@ -63,9 +66,13 @@ def fused_pairs(model: nn.Module, tokens: int, dtype: torch.dtype) -> list[Colle
 def _answers(layer: ParallelLinear, tokens: int, dtype: torch.dtype) -> list[str | None]:
     """Return what the kernels say of the collectives of one layer, forward and backward."""
     rows = tokens // layer.group.size if isinstance(layer, ColumnParallelLinear) else tokens
-    x = torch.empty(rows, layer.weight.shape[1], dtype=dtype, device="meta", requires_grad=True)
+    x = torch.empty(rows, local_data(layer.weight).shape[1], dtype=dtype, device="meta", requires_grad=True)
+    asked = copy.copy(layer)
+    own = [(name, p) for name, p in layer._parameters.items() if p is not None]
+    weights = {"bias": None} | {name: nn.Parameter(gathered_for_compute(p, dtype)) for name, p in own}
+    asked._parameters = weights  # type: ignore[assignment]
     with _Asking(layer.group.size) as asking:
-        layer(x).sum().backward()
+        asked(x).sum().backward()
     return asking.answers
 
 

@@ -62,10 +62,10 @@ def run(argv: list[str]) -> int:
     if _PRICES in given:
         with at_work(_AT_WORK):
             from titanlite.commands.price_list import price_list
-            from titanlite.preflight.check_with_torch import check_with_torch
+            from titanlite.training.assemble import assembled
 
-            check_with_torch(checked, world)
-            text = price_list(checked, arguments.file, world)
+            with assembled(checked, world, device) as made:
+                text = price_list(made, arguments.file, world)
         sys.stdout.write(folded(text, terminal_width()))
         return 0
     with at_work(_AT_WORK):

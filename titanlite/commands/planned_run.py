@@ -23,9 +23,8 @@ from titanlite.forecast.comm_volume import (
     of_update,
     of_weights,
 )
-from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
+from titanlite.forecast.device_specs import DEFAULT_DEVICE, Rates, measured_rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from titanlite.commands.fused_pairs import CollectiveMatmul
     from titanlite.float8.convert import Maximum
     from titanlite.sharding.representative_blocks import PlannedLayers
+    from titanlite.training.assemble import Assembly
 
 
 @dataclass(frozen=True)
@@ -83,24 +83,27 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         can_split = only_tensor_parallel_degree(config, checked.dims) is None
         fix = f"--world 2, or {'--parallelism.tensor_parallel_degree 2, or ' * can_split}{price}"
         raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
-    rank = check_with_torch(checked, world)
-    cp = mesh.context_parallel_degree
-    fewest = t * cp * mesh.data_parallel_replicate_degree * max(1, mesh.data_parallel_shard_degree)  # -1: those left
-    of_run = checked.dims, checked.float8, checked.optimizer
-    memory = MemoryModel(config, *of_run, world or fewest, host=measured_rates(device).host)
+    from titanlite.training.assemble import assembled
+
+    with assembled(checked, world, device) as made:
+        return _plan(made, world, measured_rates(device))
+
+
+def _plan(made: "Assembly", world: int | None, rates: Rates) -> PlannedRun:
+    """Plan an assembled run."""
+    checked, memory = made.asked, made.memory
+    config, t, cp = memory.config, memory.run.tensor_parallel, memory.run.context_parallel
     each, shards = memory.run.tokens, memory.shards
     tokens = each * memory.micro_steps * memory.replicas * shards
     predicted, attended = None, None
     if config.data.document_mask and (world or cp > 1):
         attended = attended_share(memory.config, checked.table, checked.inputs.shards)
     if world:
-        predicted = _of_stages(
-            forecast(memory, checked.save_list, measured_rates(device), attended), checked.table, tokens, config
-        )
+        predicted = _of_stages(forecast(memory, checked.save_list, rates, attended), checked.table, tokens, config)
     blocks, unknown = _block_prices(memory, checked.save_list or (predicted and predicted.save_list))
     exchanged = (*of_experts(memory, blocks), *of_keys(memory, blocks, attended))
     if t == 1:
-        others, notes, is_complete = _traffic(checked, rank.model, memory, world)
+        others, notes, is_complete = _traffic(checked, made.model, memory, world)
         if memory.run.expert_parallel == cp == 1:
             unknown = ()  # backward repeats no collective
         traffic, notes = (*exchanged, *others), (*_stages_in_words(checked), *unknown, *notes)
@@ -110,19 +113,19 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
 
     from titanlite.commands.fused_pairs import NOT_ASKED, fused_pairs
     from titanlite.commands.sharding_table import token_traffic, whole_gradients
-    from titanlite.forecast.rank_model import sharding_plan
     from titanlite.parallel.tensor import ParallelLinear
+    from titanlite.sharding.split import sharding_plan
 
     sharding, dtype = sharding_plan(config, checked.dims), getattr(torch, config.training.mixed_precision_param)
-    pairs = fused_pairs(rank.model, each, dtype) if mesh.async_tensor_parallel else ()
-    layers = {name: layer for name, layer in rank.model.named_modules() if isinstance(layer, ParallelLinear)}
+    pairs = fused_pairs(made.model, each, dtype) if config.parallelism.async_tensor_parallel else ()
+    layers = {name: layer for name, layer in made.model.named_modules() if isinstance(layer, ParallelLinear)}
     in_float8 = [name for name, layer in layers.items() if layer.fused is not None and layer.matmul is not F.linear]
-    maxima = rank.float8.maxima if rank.float8 is not None else ()
+    maxima = made.float8.maxima if made.float8 is not None else ()
     repeated = [again(block) for block in blocks]
     of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps, cp)
     of_tokens.append(of_loss(each, t, memory.micro_steps))
     replicated = -(-whole_gradients(sharding) // shards)
-    others, notes, is_complete = _traffic(checked, rank.model, memory, world, replicated)
+    others, notes, is_complete = _traffic(checked, made.model, memory, world, replicated)
     if any(pair.obstacle == NOT_ASKED for pair in pairs):
         note = "what is fused is not known without Triton (pip install triton); a predicted time has all of them fused"
         notes = (*notes, note)

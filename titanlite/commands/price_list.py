@@ -4,6 +4,7 @@ All is read off the traced blocks (`titanlite/forecast/activation_cost.py`, `mem
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
@@ -13,9 +14,12 @@ from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.forecast.activation_cost import RuleCost, block_costs, rule_costs
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.traced_run import TracedRun, traced_run
+from titanlite.forecast.traced_run import TracedRun
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.text_table import columns
+
+if TYPE_CHECKING:
+    from titanlite.training.assemble import Assembly
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -44,19 +48,19 @@ def totals(run: TracedRun, save_list: SaveList) -> Totals:
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
 
-def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
+def price_list(made: "Assembly", file: str, world: int | None = None) -> str:
     """Format the prices of a run's save-list, and the totals of all lists.
 
     Args:
-        checked: the run.
+        made: the run, assembled.
         file: its config, for the first line.
         world: number of processes; None if it is not known, then the peak of the run is not either.
 
     Raises:
         RecipeError: the list cannot work here, or has no price.
     """
+    checked, run = made.asked, made.memory.run
     config, dims, save_list = checked.config, checked.dims, checked.save_list
-    run = traced_run(config, dims, checked.float8)
     if run.no_trace_reason:
         raise RecipeError(describe(file, [run.no_trace_reason]))
     name = config.activation_checkpoint.recipe
@@ -68,7 +72,7 @@ def price_list(checked: CheckedRun, file: str, world: int | None = None) -> str:
             f"{'compiled' if run.compiled else 'eager'}\n\nsave-list {name}",
             *(_of_rules(run, save_list) if save_list else [_chosen_later(checked)]),
             "\nall layers, on one rank: what is kept, and what is recomputed in a micro-step:\n",
-            _of_all_lists(checked, run, world),
+            _of_all_lists(checked, made.memory, world is not None),
         ]
     )
 
@@ -91,17 +95,16 @@ def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
     return [introduction, columns(("rule", "layers", "MiB", "GFLOP", "MiB moved"), *rows)]
 
 
-def _of_all_lists(checked: CheckedRun, run: TracedRun, world: int | None) -> str:
+def _of_all_lists(checked: CheckedRun, model: MemoryModel, has_peak: bool) -> str:
     """The table of what each list keeps, the run's own first."""
-    config, dims = checked.config, checked.dims
-    model = MemoryModel(config, dims, checked.float8, checked.optimizer, world) if world else None
+    config = checked.config
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
     priced: dict[str, tuple[Totals, float | None] | None] = {}
     for name in dict.fromkeys([*own, *recipes.names("activation_checkpoint", config.job.recipe_dirs)]):
         try:
             save_list = recipes.load("activation_checkpoint", name, config.job.recipe_dirs)
-            sums = totals(run, save_list)
-            priced[name] = sums, model.peak_under(save_list).total if model else None
+            sums = totals(model.run, save_list)
+            priced[name] = sums, model.peak_under(save_list).total if has_peak else None
         except ConfigError:  # of another list than the config's: its file is broken, or it cannot work here
             priced[name] = None
     is_small = all(max(sums.held, sums.moved) < _GIB for sums, _ in filter(None, priced.values()))
@@ -109,12 +112,12 @@ def _of_all_lists(checked: CheckedRun, run: TracedRun, world: int | None) -> str
     rows: list[tuple[str, ...]] = []
     for name, price in priced.items():
         if price is None:
-            rows.append((name, "no price", "", "", *([""] if model else [])))
+            rows.append((name, "no price", "", "", *([""] if has_peak else [])))
             continue
         sums, peak = price
         amounts = f"{sums.held / unit:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / unit:,.2f}"
         rows.append((name, *amounts, *([] if peak is None else [byte_size(peak)])))
-    header = ["save-list", called, "TFLOP", f"{called} moved", *(["peak of the run"] if model else [])]
+    header = ["save-list", called, "TFLOP", f"{called} moved", *(["peak of the run"] if has_peak else [])]
     return columns(header, *rows)
 
 

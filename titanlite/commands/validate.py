@@ -1,13 +1,13 @@
 """Check a config, its recipes, its data and its run folder, and print what would run, without starting it.
 
-train.py runs the same checks before it starts. A config that passes with --world N also starts on N processes of this
-machine, except for what only the model itself can tell, for which torch is imported: whether rules of save-lists match
-something, and what float8 makes of its layers; of a model file also whether patterns of parameters do. `titanlite plan`
-says that. Nor does this look for damage inside a checkpoint's large files, or know for certain whether another job is
-using the run folder.
+train.py runs the same checks before it starts. What keys, types, ranges, paths and data can tell is said within a
+second; then the model is assembled, without memory, for what only it can tell. A config that passes with --world N also
+starts on N processes of this machine. This does not look for damage inside a checkpoint's large files, or know for
+certain whether another job is using the run folder.
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
@@ -16,6 +16,7 @@ from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import changed_average, check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
+from titanlite.commands.at_work import at_work
 from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.check import sequences_per_step
 from titanlite.config.stages import follows_ranks, source_keys
@@ -50,17 +51,20 @@ def run(argv: list[str]) -> int:
         check_cache(checked.inputs, checked.config.data)
     except TitanliteError as error:
         found.append(error)
-    try:
-        checked, step, samples = _foreseen(checked, given.world)
-    except TitanliteError as error:
-        found.append(error)
+    with at_work("assembling the model for what only it can tell"):
+        from titanlite.training.assemble import try_assembly
+
+        try:
+            checked, step, samples = _foreseen(checked, given.world, try_assembly(checked, given.world))
+        except TitanliteError as error:
+            found.append(error)
     if found:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
     sys.stdout.write(summary(checked, given.file, given.world, step, samples) + checked.port.to_paste())
     return 0
 
 
-def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int | None, int]:
+def _foreseen(checked: CheckedRun, world: int | None, rules: Mapping[str, str]) -> tuple[CheckedRun, int | None, int]:
     """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
@@ -84,11 +88,11 @@ def _foreseen(checked: CheckedRun, world: int | None) -> tuple[CheckedRun, int |
         change = change_of_rate(config, step, state.learning_rate, checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
         notices += [*changed_average(state, config, step), *changed_file(state, checked.optimizer.own_rules, step)]
-        notices += changed_optimizer(at, state, config, checked.dims, checked.optimizer)
+        notices += changed_optimizer(at, state, config, rules, checked.optimizer)
     elif branch := branch_of(config):
         at = step_folder(*branch)
         state = read_state(at, branch[1])
-        fresh = changed_optimizer(at, state, config, checked.dims, checked.optimizer)
+        fresh = changed_optimizer(at, state, config, rules, checked.optimizer)
         notices += [f"goes on from {at}: {taken_by_branch(bool(fresh))}", *fresh]
         change = change_of_rate(config, branch[1], state.learning_rate, checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]

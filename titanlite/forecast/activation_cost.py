@@ -271,3 +271,41 @@ def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
         RuleCost(rule, n, matches[i], held[i] / max(n, 1), flops[i] / max(n, 1), moved[i] / max(n, 1))
         for i, (rule, n) in enumerate(zip(rules, counts, strict=True))
     ]
+
+
+def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
+    """Refuse a list of which a rule matches nothing, or that keeps attention without its q, k and v.
+
+    Args:
+        save_list: the list.
+        run: of a rank.
+        strict: refuse rules that match nothing (`job.strict`).
+
+    Raises:
+        RecipeError: there is such a rule, and it is not optional.
+    """
+    if run.no_trace_reason is not None:
+        return
+    matched, problems = _matched(save_list, run), Problems(save_list.origin)
+    for i, rule in enumerate(save_list.rules):
+        is_known = rule.op in (BLOCK, *CLASSES) or (rule.op in OPERATIONS and run.float8 is None)
+        if strict and is_known and not rule.optional and i not in matched:
+            want = "what an operation of this run is; it matches nothing that no earlier rule does"
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule, or set optional = true")
+    problems.raise_all(RecipeError)
+
+
+def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
+    """Give the rules that match something, with one kernel of attention or another."""
+    found = set[int]()
+    kinds = {
+        (id(block), active): block for block, active in zip(run.blocks, save_list.active(len(run.blocks)), strict=True)
+    }
+    for (_, active), block in kinds.items():
+        if is_whole(save_list, active):
+            found |= {i for i in active if save_list.rules[i].op == BLOCK}
+            continue
+        for kernel in kernels(save_list):
+            for cost in costs(block, save_list, active, run.compiled, kernel):
+                found |= {*cost.decision.rules}
+    return found

@@ -13,7 +13,7 @@ from titanlite.byte_size import byte_size
 from titanlite.config.check import check_config, sequences_per_step
 from titanlite.config.check_mesh import data_ranks
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
+from titanlite.config.recipe_schema import SaveList
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.forecast.activation_cost import block_costs
@@ -226,31 +226,19 @@ def _priced(model: MemoryModel, config: Config, world: int, save_list: SaveList)
         return None
 
 
-def check_budget(
-    config: Config,
-    dims: ModelDims,
-    float8: Float8Recipe | None,
-    rules: OptimizerRecipe,
-    world: int,
-    origin: Origin | None = None,
-) -> None:
+def check_budget(model: MemoryModel, origin: Origin) -> None:
     """Refuse a budget that no save-list keeps to.
 
     Args:
-        config: with `activation_checkpoint.budget_gib`.
-        dims: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
-        rules: how each parameter is updated.
-        world: number of processes.
+        model: of the run.
         origin: where each key was given.
 
     Raises:
         ConfigError: the run would hold more although it computed everything again.
     """
-    budget = config.activation_checkpoint.budget_gib
+    budget = model.config.activation_checkpoint.budget_gib
     if budget is None:
         return
-    model = MemoryModel(config, dims, float8, rules, world)
     least = model.peak_under(LEAST).total
     if least <= usable(budget):
         return
@@ -262,7 +250,7 @@ def check_budget(
         f"{MARGIN:.1%} stay free as a margin for the prediction"
     )
     fix = f"{raised}, or" + "".join(f"\n          {flag}" for flag in flags) if flags else raised
-    problems = Problems(origin or Origin("config"))
+    problems = Problems(origin)
     problems.add("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
     problems.raise_all()
 

@@ -1,6 +1,6 @@
 """The model of a run as one of its ranks has it, on the meta device, and the trace of one block of each kind.
 
-It is the trainer's own model where there is one; else it is made by what makes the trainer's (`rank_model.py`). So
+It is the trainer's own model where there is one; else it is split as the trainer's is (`sharding/split.py`). So
 nothing is said here of what a block is made of, which layers compute in float8, or what is fused and gathered.
 """
 
@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,18 +22,23 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
+from titanlite.device import named_device
 from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
-from titanlite.forecast.rank_model import rank_model
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
 from titanlite.kernels.attention import Bounds
 from titanlite.kernels.context_attention import KeyChunks
 from titanlite.kernels.products import MAX_RANKS
 from titanlite.models.block_kinds import kind_of
-from titanlite.models.experts import GroupedProjection
+from titanlite.models.experts import GroupedProjection, has_experts
+from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
 from titanlite.observe.peak_flops import windows_of
+from titanlite.parallel.fake_world import fake_world
+from titanlite.parallel.mesh import build_mesh
+from titanlite.receipt import Receipt
+from titanlite.sharding.split import plan_of_any_degree, split_model
 
 HEAD = "output"
 """The linear layer behind the blocks."""
@@ -154,13 +159,29 @@ def traced_run(
     split = *degrees, mesh.async_tensor_parallel
     ranks = mesh.expert_parallel_degree
     experts = ExpertRanks(ranks, ranks > 1 and (experts_across_hosts or ranks > MAX_RANKS))
-    key = config.model, dims, float8, config.float8.filter_fqns, of_layout, split, masks_documents(config.data), experts
+    n_blocks = dims.n_layers if model is None else len(model.layers)  # type: ignore[arg-type]
+    of_model = config.model, dims, n_blocks, float8, config.float8.filter_fqns
+    key = of_model, of_layout, split, masks_documents(config.data), experts
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
     is_split = max(mesh.tensor_parallel_degree, mesh.expert_parallel_degree) > 1
     is_its_own = model is not None and (float8 is not None or is_split)
     if key not in _runs or is_its_own:
-        _runs[key] = _traced(config, dims, float8, model or rank_model(config, dims, float8).model, experts)
+        of_run = config, dims, float8
+        _runs[key] = _traced_alone(*of_run, experts) if model is None else _traced(*of_run, model, experts)
     return _runs[key]
+
+
+def _traced_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None, experts: ExpertRanks) -> TracedRun:
+    """Trace a run of which there is no rank: as the first of the fewest that there can be."""
+    mesh, model = config.parallelism, build_model(config.model, dims, config.training.seq_len)
+    t, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
+    plan = plan_of_any_degree(config, dims) if t > 1 else {}
+    # As on a device that has what the recipe needs.
+    recipe = replace(float8, min_compute_capability=0) if float8 else None
+    with fake_world(0, math.lcm(t * cp, mesh.expert_parallel_degree)):
+        placed = build_mesh(replace(mesh, data_parallel_replicate_degree=1), named_device(), has_experts(model))
+        split_model(model, config, recipe, placed, plan, Receipt())
+        return _traced(config, dims, float8, model, experts)
 
 
 def _traced(
@@ -261,8 +282,13 @@ def _part_of_rank(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make what FSDP makes of a parameter for compute."""
+def gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make what FSDP makes of a parameter for compute, on the meta device.
+
+    Args:
+        parameter: of a rank.
+        dtype: that a step computes in.
+    """
     local = _part_of_rank(parameter)
     if not isinstance(local, WeightShard):
         return torch.empty(local.shape, dtype=dtype, device="meta")
@@ -284,7 +310,7 @@ def _traces(
     for module in fewer.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                plain[id(parameter)] = nn.Parameter(_gathered_for_compute(parameter, dtype), parameter.requires_grad)
+                plain[id(parameter)] = nn.Parameter(gathered_for_compute(parameter, dtype), parameter.requires_grad)
         if isinstance(module, Linear):
             plain[id(module.matmul)] = module.matmul
     fewer = copy.deepcopy(fewer, plain)

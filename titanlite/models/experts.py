@@ -138,6 +138,11 @@ class MixtureOfExperts(nn.Module):
         return with_loss(weights, loss, self.share)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has mixtures of experts."""
+    return any(isinstance(module, MixtureOfExperts) for module in model.modules())
+
+
 def product_names(module: nn.Module) -> tuple[str, ...]:
     """Names of the layers that multiply by a weight but for routers, in the order in which they run: that of their
     definition. Save-lists know them by these.

@@ -1,6 +1,7 @@
 """The checks of a run before it starts, and what has passed them: a config, its recipes, its data and its folder.
 
-train.py and the commands that take a config begin here. It imports no torch; `check_with_torch.py` has what needs it.
+train.py and the commands that take a config begin here. It imports no torch; `training/assemble.py` finds what only
+the model can tell.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -8,17 +9,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
-from titanlite.activation_checkpoint.operations import CLASSES, FUSED, MATMUL
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import saved_dims
 from titanlite.checkpoint.saved_state import SavedState
-from titanlite.config.architectures import layers_of_block, parameter_shapes, parameters_of_matrices
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import FROM_CHECKPOINT, KEY
 from titanlite.config.own_rules import rules_of_file
-from titanlite.config.parameter_groups import update_settings
 from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.read import schema_keys
@@ -30,8 +28,6 @@ from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
-from titanlite.float8.scope import require_matches
-from titanlite.forecast.check_save_list import check_attention, check_names_of_list
 from titanlite.preflight.hints import (
     cut_schedule,
     experts_stay,
@@ -142,12 +138,6 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         attempt(lambda: _resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
     save_list, float8, optimizer = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
-    if save_list is not None and dims is not None:
-        attempt(lambda: _check_save_list(config, dims, save_list), "activation_checkpoint.recipe", "model")
-    if optimizer is not None and dims is not None:
-        attempt(lambda: _check_groups_take(config, dims, optimizer, origin), "optimizer", "model")
-    if float8 is not None and dims is not None:
-        attempt(lambda: check_filters(config, dims, origin), "float8.filter_fqns", "model")
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
     if table is not None and config.training.tokens:
@@ -222,34 +212,6 @@ def _optimizer(config: Config, own: Mapping[str, OwnRule], origin: Origin) -> Op
         problems.add("optimizer.file", show(config.optimizer.file), want, fix, against="optimizer.recipe")
         problems.raise_all()
     return found
-
-
-def _check_save_list(config: Config, dims: ModelDims, save_list: SaveList) -> None:
-    """Refuse what a save-list asks for that blocks do not have or that would change gradients, as far as it is known
-    without torch: what matches nothing is found by `check_with_torch`.
-    """
-    layers, is_plain = layers_of_block(config.model, dims), config.float8.recipe == "none"
-    check_names_of_list(save_list, layers, dims.n_layers, config.job.strict)
-    if layers is not None:
-        is_plain &= not config.parallelism.async_tensor_parallel
-        check_attention(save_list, layers, dims.n_layers, (MATMUL,) if is_plain else (*CLASSES["matmul"], *FUSED))
-
-
-def _check_groups_take(config: Config, dims: ModelDims, rules: OptimizerRecipe, origin: Origin) -> None:
-    """Refuse groups that take no parameter, or one that their rule is not for, if the model is known without torch."""
-    if (shapes := parameter_shapes(config.model, dims)) is not None:
-        update_settings(rules, config.optimizer, shapes, origin, parameters_of_matrices(shapes))
-
-
-def check_filters(config: Config, dims: ModelDims, origin: Origin) -> None:
-    """Refuse filters that name no layer of a model whose layers are known without torch.
-
-    Raises:
-        RecipeError: with all of them.
-    """
-    if config.float8.recipe != "none" and (layers := layers_of_block(config.model, dims)) is not None:
-        names = [f"layers.{n}.{layer}" for n in range(dims.n_layers) for layer in layers]
-        require_matches(config.float8.filter_fqns, [*names, "output"], origin)
 
 
 def _under_current_name(config: Config) -> tuple[Config, str | None]:

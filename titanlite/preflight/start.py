@@ -1,5 +1,6 @@
 """Find what a start goes on from, in no time, and make its stage table: before torch, and without the tensors."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from titanlite.checkpoint.branch import branch_point
@@ -7,10 +8,8 @@ from titanlite.checkpoint.optimizer_state import afresh, leaves_state
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import check_quickly, other_text, start_of, step_to_resume
 from titanlite.checkpoint.saved_state import SavedState, read_state
-from titanlite.config.architectures import parameter_shapes
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
-from titanlite.config.parameter_groups import update_settings
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config
@@ -76,17 +75,20 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
 
 
 def changed_optimizer(
-    folder: Path, state: SavedState, config: Config, dims: ModelDims, recipe: OptimizerRecipe
+    folder: Path, state: SavedState, config: Config, rules: Mapping[str, str], recipe: OptimizerRecipe
 ) -> list[str]:
-    """Say so where the optimizer's state is left in a checkpoint, if the parameters are known without torch.
+    """Say so where the optimizer's state is left in a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        state: what it says beside its tensors.
+        config: of the run.
+        rules: by parameter.
+        recipe: of the optimizer.
 
     Raises:
         CheckpointError: as `leaves_state` says.
     """
-    shapes = parameter_shapes(config.model, dims) or {}
-    rules = (
-        {name: own.rule for name, own in update_settings(recipe, config.optimizer, shapes).items()} if shapes else {}
-    )
     return [afresh(folder)] * leaves_state(folder, state, config.optimizer, rules, recipe.own_rules)
 
 

@@ -23,14 +23,16 @@ import numpy as np
 import torch
 
 from titanlite.data.batches import padding_of
+from titanlite.device import named_device
+from titanlite.forecast.device_specs import measured_rates
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.find import build_model
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.context import token_group
+from titanlite.parallel.fake_world import fake_world
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
-from titanlite.recorder.fake_world import fake_world
 from titanlite.recorder.recorder import Recorded, Recorder
 from titanlite.training.build import build
 from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
@@ -142,9 +144,9 @@ def _step(
     checked: CheckedRun, world: int, device: str | None, rank: int, documents: Sequence[np.ndarray], blocks: set[int]
 ) -> _Step:
     config = checked.config
-    with fake_world(device, rank, world) as named:
-        given = config, checked.dims, checked.save_list, checked.float8, checked.optimizer
-        run = build(*given, named, sorted(blocks))
+    named = named_device(device, measured_rates(device).host if device else 1)
+    with fake_world(rank, world):
+        run = build(checked, named, sorted(blocks))
         shape = config.training.local_batch_size, config.training.seq_len
         group = token_group(run.mesh, windows_of(run.model))
         batch = partial(padding_of, shape, torch.device("cpu"), config.data.document_mask, group)

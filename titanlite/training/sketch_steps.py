@@ -32,8 +32,8 @@ from titanlite.exit_code import exit_code, leave
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.process_group import start_process_group
-from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import checked_run
+from titanlite.training.assemble import try_assembly
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
 from titanlite.training.data import open_batches, open_data
@@ -50,11 +50,11 @@ def main() -> None:
     out, steps, *flags = sys.argv[1:]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     asked = checked_run(flags, world)
-    check_with_torch(asked, world)
+    try_assembly(asked, world)
     data = open_data(asked, progress=False)
     device = start_process_group(asked.config.comm)
     with torch_order():
-        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device_of(device))
+        run = build(asked, device_of(device))
         take_first_weights(run)
         batches, _ = open_batches(data, asked, run.mesh, stage_table(asked.config, world), 0, windows_of(run.model))
         with closing(data), closing(batches):

@@ -199,7 +199,7 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
         return MemoryModel(largest, asked.dims, asked.float8, asked.optimizer, world, host=host)
 
     with explained(memory, asked.save_list or LEAST, device):
-        run = build(asked.config, asked.dims, asked.save_list, asked.float8, asked.optimizer, device_of(device))
+        run = build(asked, device_of(device))
     if text := foreseen(run.memory, asked.save_list, measure(device)):
         console.warning(text)
     for text in run.warnings:

@@ -178,7 +178,7 @@ def test_a_start_that_is_refused_is_refused_by_each_command_before_its_work(
     before()
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
     if command == "train.py":
-        monkeypatch.setattr(titanlite.train, "check_with_torch", lambda *_: pytest.fail("began to build"))
+        monkeypatch.setattr("titanlite.training.assemble.assemble", lambda *_: pytest.fail("began to build"))
         code = start(["--config", "run.toml", *flags], monkeypatch)
     else:
         code = main([command, "run.toml", *flags, *(["--gpus=1"] if command == "train" else [])])

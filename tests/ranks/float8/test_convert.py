@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from titanlite.errors import RecipeError, StrictError
 from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.matmul import Lowering
+from titanlite.float8.receipt import emulation_cost
 from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.receipt import Entry, Receipt
-from titanlite.training import build
+from titanlite.sharding.split import split_model
 from titanlite.training.build import Run
 
 SIZES = ModelDims("", 1, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=64, rope_theta=1e4, norm_eps=1e-5)
@@ -177,6 +179,11 @@ def test_the_lowering_that_a_device_has(name, capability, lowering, why, monkeyp
 TOKENS_32 = Training(local_batch_size=1, seq_len=32)
 
 
+def mesh_of(device: Device, shards: int) -> Any:
+    fsdp = SimpleNamespace(size=lambda dim: shards)
+    return SimpleNamespace(built_for=device, fsdp=fsdp, experts=None, tp_group=None, context=None)
+
+
 @pytest.mark.parametrize(
     ("ranks", "weight", "gathered"),
     [
@@ -190,9 +197,9 @@ def test_the_receipt_says_of_each_layer_what_became_of_it(ranks: int, weight: st
     config = dataclasses.replace(
         Config(), float8=Float8(recipe="rowwise", filter_fqns=("attention.wo",)), training=TOKENS_32
     )
-    mesh = SimpleNamespace(built_for=CPU, fsdp=SimpleNamespace(size=lambda dim: ranks), experts=None)
+    mesh = mesh_of(CPU, ranks)
     receipt = Receipt()
-    build._apply_float8(model, config, recipes.load("float8", "rowwise"), mesh, receipt)  # type: ignore[arg-type]
+    split_model(model, config, recipes.load("float8", "rowwise"), mesh, {}, receipt)
     joined = "one function with the rest of its feed-forward"
     assert receipt.entries[0].applied == {
         "layers": 4,
@@ -214,11 +221,13 @@ def test_emulation_on_a_gpu_is_loud(name, is_error, monkeypatch):
     with torch.device("meta"):
         model = Llama3(SIZES, 16)
     config = dataclasses.replace(Config(), float8=Float8(recipe=name), training=TOKENS_32)
-    old, fsdp = Device(CPU.of_tensors, "A100", (8, 0)), SimpleNamespace(size=lambda dim: 1)
-    mesh = SimpleNamespace(built_for=old, fsdp=fsdp, experts=None)
+    old = Device(CPU.of_tensors, "A100", (8, 0))
     receipt, recipe = Receipt(), recipes.load("float8", name)
-    (said,) = build._apply_float8(model, config, recipe, mesh, receipt)  # type: ignore[arg-type]
-    assert said.startswith(f'float8.recipe = "{name}" is emulated: slower than bf16; it needs compute capability')
+    done = split_model(model, config, recipe, mesh_of(old, 1), {}, receipt)
+    assert done is not None
+    said = emulation_cost(done, old)
+    assert said is not None
+    assert said.startswith("emulated: slower than bf16; it needs compute capability")
     assert receipt.entries[0].applied["lowering"] in said
     gathered = "high_precision: emulated products take no weights in float8" if is_error else "high_precision"
     assert receipt.entries[0].applied["fsdp_all_gather"] == gathered

@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from titanlite import recipes
+from titanlite.config.parameter_groups import update_settings
+from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Compile, Config, Float8, Optimizer, Parallelism, Training
 from titanlite.data.batches import Batch
@@ -34,6 +36,7 @@ from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise, local_slice
+from titanlite.preflight.checked_run import CheckedRun
 from titanlite.training import step as train_step_file
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
@@ -76,7 +79,9 @@ def alone(float8: Float8Recipe, ranks: int) -> Truth:
     masters = {name: nn.Parameter(local_data(p)) for name, p in model.named_parameters()}
     loss, truth = CrossEntropy(), Truth(weights={name: local_data(p) for name, p in masters.items()})
     mesh: Any = SimpleNamespace(device=CPU.of_tensors, tp_size=1)
-    optimizer = ShardedOptimizer(masters, OPTIMIZER, recipes.load("optimizer", "adamw"), mesh, {})
+    recipe = recipes.load("optimizer", "adamw")
+    settings = update_settings(recipe, OPTIMIZER, {name: p.shape for name, p in masters.items()})
+    optimizer = ShardedOptimizer(masters, OPTIMIZER, recipe, settings, mesh, {})
 
     def used(name: str) -> Tensor:
         master, how = local_data(masters[name]), float8.weight
@@ -116,7 +121,10 @@ def differences(
         compile=Compile(enable=False),
     )
     save_list = recipes.load("activation_checkpoint", "none")
-    run = build(config, SIZES, save_list, recipes.load("float8", float8), recipes.load("optimizer", "adamw"), CPU)
+    loaded, optimizer = recipes.load("float8", float8), recipes.load("optimizer", "adamw")
+    nothing: Any = None
+    asked = CheckedRun(config, SIZES, save_list, loaded, optimizer, Origin("test"), nothing, nothing, nothing)
+    run = build(asked, CPU)
     shards = [p._local_tensor for p in run.parameters if isinstance(p, DTensor)]
     assert sum(isinstance(shard, WeightShard) for shard in shards) == 4 * SIZES.n_layers
     fault(run)

@@ -26,6 +26,7 @@ from tests.support.short_run import assemble, batches_of, checked, whole
 from titanlite.config.schema import Config
 from titanlite.data.batches import Batch
 from titanlite.data.document_starts import document_starts, mask_documents
+from titanlite.device import device_of
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 from titanlite.models import own_model
 from titanlite.models.find import build_model
@@ -252,7 +253,7 @@ def test_steps_neither_wait_for_the_gpu_nor_compile_again(tmp_path: Path) -> Non
     torch.cuda.set_device(device)  # as the trainer's own process group does
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        run = build.build(asked.config, asked.dims, asked.save_list, asked.float8, device)
+        run = build.build(asked, device_of(device))
         take_first_weights(run)
         with closing(batches_of(run)) as found, torch_order():
             for step in range(steps):

@@ -13,8 +13,8 @@ from titanlite.commands.plan import run as plan
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
 from titanlite.models.find import build_model
-from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.train import main as train_main
+from titanlite.training.assemble import try_assembly
 
 SIZES = recipes.load("model", "llama3-debug")
 
@@ -103,7 +103,7 @@ def test_blocks_of_two_classes_keep_their_own_forward_under_a_save_list(tmp_path
     )
     for name in ("full", str(tmp_path / "list.toml")):
         listed = [*flags, "--activation_checkpoint.recipe", name]
-        check_with_torch(checked(tmp_path, 1, listed))
+        try_assembly(checked(tmp_path, 1, listed), 1)
         got = train(tmp_path, 1, listed, steps=1)
         assert torch.equal(got.losses, truth.losses)
         for parameter, gradient in truth.gradients.items():

@@ -28,7 +28,6 @@ from titanlite.parallel import copy_engines
 from titanlite.parallel.copy_engines import copy_engines_entry
 from titanlite.parallel.fsdp import dtype_of_reduction
 from titanlite.receipt import Receipt
-from titanlite.training import build
 from titanlite.training.build import Run
 from titanlite.training.receipt import _dtypes
 
@@ -92,7 +91,7 @@ def in_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> set[torch.dtype]:
     monkeypatch.setattr(device, "channel", channel_of)
     monkeypatch.setattr(device, "ready", ready)
     monkeypatch.setattr(device.Exchange, "buffer", spoilt)
-    monkeypatch.setattr(build, "no_copy_engines", lambda mesh: None)
+    monkeypatch.setattr("titanlite.training.assemble.no_copy_engines", lambda mesh: None)
     return moved
 
 
@@ -178,7 +177,7 @@ def test_by_default_copy_engines_are_used_where_they_can(
 ) -> None:
     """And memory is predicted for what is used: of blocks neither the whole in flight nor float32 gradients."""
     in_files(tmp_path, monkeypatch)
-    monkeypatch.setattr(build, "no_copy_engines", lambda mesh: obstacle)
+    monkeypatch.setattr("titanlite.training.assemble.no_copy_engines", lambda mesh: obstacle)
     given = ["--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2"]
     asked = [checked(tmp_path, 2, [*given, f"--parallelism.fsdp_copy_engines={how}"]) for how in ("never", "always")]
     by_flags = checked(tmp_path, 2, [*given, *flags])

@@ -20,7 +20,6 @@ from tests.support.sharding.execute import compare_with_one_process
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.errors import ShardingError
-from titanlite.forecast.rank_model import sharding_plan
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.tensor import (
@@ -36,6 +35,7 @@ from titanlite.sharding.derive import derive, plan_model
 from titanlite.sharding.graph import Graph, export
 from titanlite.sharding.layers import plan_layers
 from titanlite.sharding.plan import REPLICATE, Plan, local_shape
+from titanlite.sharding.split import sharding_plan
 
 TOKENS = 512
 SIZES = ModelDims("", 2, dim=64, n_heads=8, n_kv_heads=4, ffn_dim=512, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)

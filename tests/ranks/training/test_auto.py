@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import titanlite.training.assemble as assemble
 import titanlite.training.build as build
 import titanlite.training.loop as loop
 import titanlite.training.receipt as training_receipt
@@ -62,7 +63,7 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
     """Each rank would choose another list, and prints the one that it was given; collectives of both match."""
 
     def plant() -> None:
-        choose, time_block = build.choose, build.time_block
+        choose, time_block = assemble.choose, assemble.time_block
 
         def time_differently(block, run, context, device):
             times = time_block(block, run, context, device)
@@ -70,16 +71,16 @@ def test_ranks_agree_though_their_times_do_not(desk: Desk) -> None:
             slow = {part: 1.0 if "w13" in part.layer and rank else 1e-9 for part in times.activations}
             return RecomputeTimes(slow, 1e-9)
 
-        build.time_block = time_differently
-        build.choose = lambda memory, times, _: choose(memory, times, least(memory))
+        assemble.time_block = time_differently
+        assemble.choose = lambda memory, times, _: choose(memory, times, least(memory))
 
-        apply = build.apply_activation_checkpoint
+        apply = assemble.apply_activation_checkpoint
 
         def say(model, save_list, *rest):
             print(f"given {save_list.rules}")
             return apply(model, save_list, *rest)
 
-        build.apply_activation_checkpoint = say
+        assemble.apply_activation_checkpoint = say
 
     run = desk.run("agree", 2, AUTO, budget(8), "--parallelism.tensor_parallel_degree=2", *TWO_STEPS, plant=plant)
     first, second = (part.partition("given ")[2].splitlines()[0] for part in run.output.split("--- rank ")[1:])
@@ -292,7 +293,7 @@ def test_auto_keeps_experts_that_ranks_share_out_within_a_budget(tmp_path: Path,
     """The exchange is timed among the ranks; halfway between nothing and all something is kept, and a step runs."""
     experts = ["--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2", "--training.global_batch_size=2"]
     asked = short_run.checked(tmp_path, 2, [*experts, AUTO, budget(8)])
-    monkeypatch.setattr(build, "choose", lambda memory, times, _: choose(memory, times, least(memory)))
+    monkeypatch.setattr(assemble, "choose", lambda memory, times, _: choose(memory, times, least(memory)))
 
     def body() -> None:
         run = short_run.assemble(asked)

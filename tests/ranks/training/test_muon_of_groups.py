@@ -6,6 +6,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import run_ranks
+from titanlite.config.parameter_groups import update_settings
 from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.device import CPU
@@ -30,7 +31,9 @@ def test_the_receipt_says_who_orthogonalises_how_much_and_what_travels(tmp_path:
         fast, slow = ParameterGroup("muon", ("large.*",)), ParameterGroup("muon", polynomials=((1.5, -0.5, 0.0),))
         recipe = OptimizerRecipe("two", {"fast": fast, "slow": slow})
         config = Optimizer(weight_decay_exclude=())
-        ours = ShardedOptimizer(dict(model.named_parameters()), config, recipe, mesh, matrices_of(model))
+        named, matrices = dict(model.named_parameters()), matrices_of(model)
+        settings = update_settings(recipe, config, {name: p.shape for name, p in named.items()}, of_matrices=matrices)
+        ours = ShardedOptimizer(named, config, recipe, settings, mesh, matrices)
         applied = ours.entry().applied
         assert isinstance(applied, dict)
         large, small = orthogonalise_flops(512, 1024, 5), orthogonalise_flops(128, 256, 1)

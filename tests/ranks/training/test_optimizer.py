@@ -16,13 +16,14 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, whole
 from titanlite.config.optimizers import optimizer_cost
+from titanlite.config.parameter_groups import update_settings
 from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.device import CPU
 from titanlite.errors import ConfigError, StepError
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
-from titanlite.parallel.mesh import build_mesh
+from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.recipes import load
 from titanlite.training.optimizers.sharded import ShardedOptimizer
@@ -48,12 +49,19 @@ def gradients(step: int) -> dict[str, Tensor]:
     return {name: normal(shape, 100 * step + i) for i, (name, shape) in enumerate(SHAPES.items())}
 
 
+def optimizer_of(
+    given: dict[str, nn.Parameter], config: Optimizer, recipe: OptimizerRecipe, mesh: Mesh
+) -> ShardedOptimizer:
+    settings = update_settings(recipe, config, {name: p.shape for name, p in given.items()})
+    return ShardedOptimizer(given, config, recipe, settings, mesh, {})
+
+
 def alone(test: Callable[[Callable[..., ShardedOptimizer]], None], folder: Path) -> None:
     """Run a test body on one rank; it gets a maker of optimizers."""
 
     def body() -> None:
         mesh = build_mesh(Parallelism(), CPU)
-        test(lambda recipe=ADAMW, **options: ShardedOptimizer(parameters(), Optimizer(**options), recipe, mesh, {}))
+        test(lambda recipe=ADAMW, **options: optimizer_of(parameters(), Optimizer(**options), recipe, mesh))
 
     run_ranks(body, folder, 1)
 
@@ -225,7 +233,7 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
             name: distribute_tensor(tensor, mesh.all, [Replicate(), Shard(0), over_tp[name]])
             for name, tensor in full.items()
         }
-        ours = ShardedOptimizer({n: nn.Parameter(t) for n, t in laid_out.items()}, Optimizer(), ADAMW, mesh, {})
+        ours = optimizer_of({n: nn.Parameter(t) for n, t in laid_out.items()}, Optimizer(), ADAMW, mesh)
         norm = ours.norm({name: tensor.to_local() for name, tensor in laid_out.items()})
         assert abs(norm.double() - truth) <= 4 * EPS * truth
         ours.step({name: tensor.to_local() for name, tensor in laid_out.items()}, LR, ONE, ZERO)

@@ -14,7 +14,7 @@ import titanlite.models.moe  # noqa: F401  # whose operators are there then
 from tests.support.needs import slow
 from titanlite import recipes
 from titanlite.activation_checkpoint import apply
-from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint
+from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint, check_names
 from titanlite.activation_checkpoint.operations import (
     CLASSES,
     EXCHANGES,
@@ -30,8 +30,7 @@ from titanlite.config.schema import Config, Model
 from titanlite.device import CPU
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import apply_float8
-from titanlite.forecast.activation_cost import rule_costs
-from titanlite.forecast.check_save_list import check_matches, check_names_of_list
+from titanlite.forecast.activation_cost import check_matches, rule_costs
 from titanlite.forecast.traced_run import traced_run
 from titanlite.models.find import model_class
 from titanlite.models.layers import Sequences
@@ -40,6 +39,7 @@ from titanlite.parallel.initialise import initialise
 
 D, H, K, F, S, LAYERS = 64, 4, 2, 384, 16, 2
 SIZES = ModelDims("", LAYERS, D, H, K, F, vocab_size=32, rope_theta=1e4, norm_eps=1e-5)
+NAMES = ["attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2"]
 FORWARD_SHAPES = {
     "wqkv": ([S, D], [D, D * (H + 2 * K) // H]),
     "wo": ([S, D], [D, D]),
@@ -204,7 +204,7 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
     dims = replace(recipes.model_dims(config), n_layers=6)
     run = traced_run(config, dims, None)
-    check_names_of_list(shipped, run.layers, 6, strict=True)
+    check_names(shipped, run.layers, 6)
     check_matches(shipped, run, strict=True)
     with torch.device("meta"):
         use = apply_activation_checkpoint(model_class(config.model)(dims, S), shipped)
@@ -224,14 +224,14 @@ def test_a_rule_that_matched_nothing_is_reported():
 @pytest.mark.parametrize("action", ["save", "recompute"])
 def test_an_unknown_op_is_an_error(action):
     with pytest.raises(RecipeError, match=r'did you mean "aten\.mm\.default"') as error:
-        apply_activation_checkpoint(Llama3(SIZES, S), save_list(SaveRule("aten.mmm.default", action)))
+        check_names(save_list(SaveRule("aten.mmm.default", action)), NAMES)
     assert 'rules[0].op = "aten.mmm.default"' in str(error.value)
 
 
 def test_saving_elementwise_work_is_an_error():
     rules = [SaveRule("aten.silu.default", "save"), matmul("w1")]
     with pytest.raises(RecipeError, match="less to recompute") as error:
-        apply_activation_checkpoint(Llama3(SIZES, S), save_list(*rules))
+        check_names(save_list(*rules), NAMES)
     assert "2 problems" in str(error.value)
     assert 'rules[1].module = "w1"' in str(error.value)
 
@@ -247,7 +247,7 @@ def test_recomputing_elementwise_work_is_not():
 def test_saving_a_conversion_or_a_magnitude_is_an_error_even_if_optional(op):
     rule = SaveRule(op, "save", optional=True)
     with pytest.raises(RecipeError, match="less to recompute"):
-        apply_activation_checkpoint(Llama3(SIZES, S), save_list(ATTENTION, rule))
+        check_names(save_list(ATTENTION, rule), NAMES)
 
 
 @pytest.mark.parametrize(
@@ -422,9 +422,9 @@ def test_routing_is_kept_whatever_a_list_says():
     for rules in ((), (matmul(),), (SaveRule(CLASSES["route"][1], "recompute"),)):
         assert decisions_of_experts(*rules)[:3] == "sss"
     for op in ("route", *CLASSES["route"]):
-        check_names_of_list(save_list(SaveRule(op, "save")), [], 1, strict=True)
+        check_names(save_list(SaveRule(op, "save")), [], 1)
         with pytest.raises(RecipeError, match='"save": where tokens go is always kept'):
-            check_names_of_list(save_list(SaveRule(op, "recompute")), [], 1, strict=True)
+            check_names(save_list(SaveRule(op, "recompute")), [], 1)
 
 
 def test_products_of_experts_are_matmuls_too():

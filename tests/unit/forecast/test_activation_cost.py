@@ -16,7 +16,6 @@ from tests.support.fake_ranks import ranks_that_move_nothing
 from tests.support.held_for_backward import Held, build, held_compiled, held_eager, stream
 from tests.support.needs import SCALES_BY_ROW, slow
 from titanlite import recipes
-from titanlite.activation_checkpoint import apply
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import Experts, ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Data, Float8, Model, Parallelism, Training
@@ -349,10 +348,8 @@ def test_a_recipe_that_is_torchaos(mode, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["eager", *slow("compiled")])
-def test_a_magnitude_too_many_is_seen(mode, monkeypatch):
-    """The trace and the guard each catch it alone: here the guard is off."""
+def test_a_magnitude_too_many_is_seen(mode):
     bad = recipes.load("activation_checkpoint", "attention")
     bad = replace(bad, rules=(SaveRule("aten.abs.default", "save"), *bad.rules))
-    monkeypatch.setattr(apply, "check_names", lambda *_: None)
     found, expected = measured(bad, mode, "rowwise")
     assert found.bytes > 1.2 * expected.bytes

@@ -9,8 +9,8 @@ from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.suggest_flags import LEAST, overrides_that_fit, processes_that_fit
-from titanlite.preflight.check_with_torch import check_with_torch
 from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.training.assemble import try_assembly
 
 FULL = ("--activation_checkpoint.recipe", "full")
 CONFIG = str(shipped_folder("configs") / "llama3_8b.toml")
@@ -124,7 +124,7 @@ def test_a_chosen_list_is_given_less() -> None:
 
 def test_a_budget_that_no_list_keeps_to_is_an_error_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match="1 problem") as error:
-        check_with_torch(checked(*AUTO, "37.3"), 4)
+        try_assembly(checked(*AUTO, "37.3"), 4)
     said = str(error.value)
     least = peak(checked("--activation_checkpoint.recipe", "full")) / GIB
     assert "activation_checkpoint.budget_gib = 37.3\n" in said
@@ -133,7 +133,7 @@ def test_a_budget_that_no_list_keeps_to_is_an_error_before_anything_is_built() -
     flags = [line.split("  frees")[0].split() for line in said.splitlines() if "frees" in line]
     assert len(flags) == 1  # a smaller batch does not: the peak is the end of backward, which has no activations
     for flag in [["--activation_checkpoint.budget_gib", "37.5"], *flags]:
-        check_with_torch(checked(*AUTO, "37.3", *flag), 4)
+        try_assembly(checked(*AUTO, "37.3", *flag), 4)
 
 
 def test_a_budget_of_an_unknown_number_of_processes_is_not_judged() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.checkpoint.optimizer_state import PREFIX
-from titanlite.config.parameter_groups import rows_of_groups, update_settings
+from titanlite.config.parameter_groups import UpdateSettings, rows_of_groups
 from titanlite.config.recipe_schema import OptimizerRecipe
 from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
@@ -37,6 +37,7 @@ class ShardedOptimizer:
         parameters: by name; after FSDP's lazy initialisation, which may move the shards.
         config: `[optimizer]`.
         recipe: the groups of parameters and their rules.
+        settings: how each parameter is updated, from `update_settings`.
         mesh: the mesh.
         matrices: that the parameters of projections are made of, from `matrices_of`.
 
@@ -44,11 +45,7 @@ class ShardedOptimizer:
         locals: this rank's shard of each parameter.
         updates: [] float32, steps applied so far.
         names: parameters of which this rank has a part: with more ranks than rows, a shard is empty.
-        settings: how each parameter is updated.
         rules: what updates them, by name, each those that are its.
-
-    Raises:
-        ConfigError: as `update_settings` says.
     """
 
     def __init__(
@@ -56,18 +53,17 @@ class ShardedOptimizer:
         parameters: dict[str, nn.Parameter],
         config: Optimizer,
         recipe: OptimizerRecipe,
+        settings: Mapping[str, UpdateSettings],
         mesh: Mesh,
         matrices: Mapping[str, Sequence[Matrix]],
     ) -> None:
-        self.config, self.recipe, self.mesh, self.parameters = config, recipe, mesh, parameters
+        self.config, self.recipe, self.settings, self.mesh, self.parameters = config, recipe, settings, mesh, parameters
         self.locals = {name: local_data(p) for name, p in parameters.items()}
         self.updates = torch.zeros((), device=mesh.device)
         self.names = [name for name, p in self.locals.items() if p.numel()]
         # Whole on every tensor-parallel rank: counted once in the norm.
         self._shared = [n for n in self.names if mesh.tp_size > 1 and is_replicated(parameters[n])]
         self._owned = [n for n in self.names if n not in set(self._shared)]
-        shapes = {name: p.shape for name, p in parameters.items()}
-        self.settings = update_settings(recipe, config, shapes, of_matrices=matrices)
         self.rules = {name: self._rule(name, matrices) for name in dict.fromkeys(self.rules_by_name.values())}
 
     def _rule(self, rule: str, matrices: Mapping[str, Sequence[Matrix]]) -> UpdateRule:

@@ -1,0 +1,263 @@
+"""Assemble a run as one of its ranks has it, up to its weights: for training, and for all that is asked of it before.
+
+    model on the meta device → what the config names of it → sharding plan, tensor and context parallelism, experts,
+    float8 (`sharding/split.py`) → memory → activation checkpointing
+
+What only the model can tell is found here and nowhere else: whether patterns, filters and rules name something of it,
+whether it can be split and converted, whether a save-list matches what it computes.
+"""
+
+import math
+import platform
+import re
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import titanlite
+from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint, check_names
+from titanlite.checkpoint.collective import on_rank_0
+from titanlite.config.build import show
+from titanlite.config.check import uses_copy_engines
+from titanlite.config.parameter_groups import UpdateSettings, update_settings
+from titanlite.config.problems import Problems
+from titanlite.config.recipe_schema import SaveList
+from titanlite.config.stages import largest_stage, longest_seq_len
+from titanlite.device import Device, named_device
+from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteError
+from titanlite.float8.convert import Conversion
+from titanlite.float8.numerics import measurable
+from titanlite.float8.receipt import emulation_cost
+from titanlite.float8.scope import obstacle, odd_sizes, require_matches
+from titanlite.forecast.activation_cost import check_matches
+from titanlite.forecast.choose_save_list import Choice, choose
+from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.suggest_flags import check_budget
+from titanlite.forecast.time_activations import time_block
+from titanlite.models.experts import GroupedProjection, has_experts, product_names
+from titanlite.models.find import build_model
+from titanlite.models.layers import Linear, Projection
+from titanlite.observe.peak_flops import windows_of
+from titanlite.parallel.context import token_group
+from titanlite.parallel.copy_engines import no_copy_engines
+from titanlite.parallel.fake_world import fake_world
+from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
+from titanlite.parallel.process_group import ranks_of_a_host
+from titanlite.preflight.checked_run import CheckedRun
+from titanlite.receipt import Entry, Receipt
+from titanlite.sharding.split import sharding_plan, split_model
+from titanlite.training.attention import choose_attention
+from titanlite.update_rules.find import try_rules
+
+
+@dataclass
+class Assembly:
+    """A run as one rank has it, without weights.
+
+    Attributes:
+        asked: the run.
+        model: on the meta device; this rank's part of each layer, under activation checkpointing.
+        mesh: of the run.
+        settings: how each parameter is updated.
+        float8: the outcome of its conversion, or None.
+        memory: what is known of the run's.
+        no_copy_engines: why they do not move blocks, although that was asked for or is the default; else None.
+        save_list: which activations are kept; None: a run on the device chooses, and this one is only named.
+        chosen: the save-list, if it was chosen here to keep to a budget.
+        save_list_use: counts of its rules; None without a save-list.
+        receipt: what was done.
+        warnings: to be said before the first step.
+    """
+
+    asked: CheckedRun
+    model: nn.Module
+    mesh: Mesh
+    settings: Mapping[str, UpdateSettings]
+    float8: Conversion | None
+    memory: MemoryModel
+    no_copy_engines: str | None
+    save_list: SaveList | None
+    chosen: Choice | None
+    save_list_use: SaveListUse | None
+    receipt: Receipt
+    warnings: tuple[str, ...] = ()
+
+
+def try_assembly(asked: CheckedRun, world: int | None) -> dict[str, str]:
+    """Assemble a run without memory, for what only its model can tell; return the rule of each parameter.
+
+    Args:
+        asked: the run.
+        world: number of processes; None: the fewest that it can have.
+
+    Raises:
+        TitanliteError: see `assembled`.
+    """
+    with assembled(asked, world) as made:
+        return {name: own.rule for name, own in made.settings.items()}
+
+
+@contextmanager
+def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> Generator[Assembly]:
+    """Assemble a run for the first rank of a world that need not be there, and be that rank within a context.
+
+    Args:
+        asked: the run.
+        world: number of processes; None: the fewest that it can have.
+        gpu: one of `forecast.device_specs.DEVICES`; None: the device is not known, and has what the recipes need.
+
+    Raises:
+        TitanliteError: see `assemble`; or no save-list keeps to the budget.
+    """
+    mesh = asked.config.parallelism
+    t, cp, shards = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.data_parallel_shard_degree
+    of_replica = math.lcm(t * cp, mesh.expert_parallel_degree) if shards == -1 else shards * t * cp
+    with fake_world(0, world or mesh.data_parallel_replicate_degree * of_replica):
+        able = asked.float8 and replace(asked.float8, min_compute_capability=0)
+        found = assemble(asked if gpu else replace(asked, float8=able), named_device(gpu))
+        if asked.save_list is None and world is not None:
+            check_budget(found.memory, asked.origin)
+        yield found
+
+
+def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Assembly:
+    """Assemble a run up to its weights.
+
+    Args:
+        asked: the run.
+        device: that is built for; the process group exists.
+        blocks: numbers of those that are built; None: all of the model's.
+
+    Raises:
+        TitanliteError: an update rule of the user's own fails where it is tried; the model cannot be built or split; a
+            pattern matches no parameter or no layer; a group of the optimizer's takes no parameter, none a parameter,
+            or one a parameter that its rule is not for; float8 converts no layer, not all that it is to, what is to be
+            fused, or what FSDP cannot gather; a save-list names an operation that torch has not, keeps an elementwise
+            one, or has a rule that matches nothing.
+    """
+    config, dims, float8 = asked.config, asked.dims, asked.float8
+    _try_own_rules(asked)
+    model = build_model(config.model, dims, longest_seq_len(config))
+    settings = _find_what_is_named(asked, model)
+    of_blocks = asked.save_list and asked.save_list.active(dims.n_layers)
+    if blocks is not None:
+        for n in {*range(dims.n_layers)}.difference(blocks):
+            del model.layers._modules[str(n)]  # the others keep their names
+        of_blocks = of_blocks and [of_blocks[n] for n in blocks]
+    receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts(model))
+    receipt.add(Entry("environment", None, _environment(device), count=1))
+    if device.is_gpu:
+        receipt.add(choose_attention(device, config, dims))
+    receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
+
+    largest = largest_stage(config)  # on which depends what has room
+    plan = sharding_plan(largest, dims).layers if mesh.tp_group is not None else {}
+    converted, warnings = split_model(model, largest, float8, mesh, plan, receipt), ()
+    if converted is not None:
+        if config.job.strict:
+            _check_converted(asked, converted)
+        if freq := config.metrics.float8_numerics_freq:
+            n, key = len(measurable(model)), "metrics.float8_numerics_freq"
+            receipt.add(Entry("float8_numerics", freq, {"layers": n}, count=n, key=key))
+        cost = emulation_cost(converted, device)
+        warnings = (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()
+    is_known = device.is_gpu or not device.is_named  # where nothing is known, nothing stands in the way
+    why = no_copy_engines(mesh) if is_known and uses_copy_engines(config, mesh.fsdp.size(-1)) else None
+    # What is predicted is what will run.
+    parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why else config.parallelism
+    as_it_is, host = replace(largest, parallelism=parallelism), device.host if device.is_named else ranks_of_a_host()
+    whole = model if blocks is None else None
+    memory = MemoryModel(as_it_is, dims, float8, asked.optimizer, dist.get_world_size(), whole, host)
+    save_list, chosen, use = asked.save_list, None, None
+    if save_list is None and not device.is_named:
+        chosen = _choose_save_list(asked, model, memory, mesh)
+        save_list = chosen.save_list
+    if save_list is not None:
+        use = apply_activation_checkpoint(model, save_list, of_blocks)
+        check_matches(save_list, memory.run, config.job.strict)
+    return Assembly(asked, model, mesh, settings, converted, memory, why, save_list, chosen, use, receipt, warnings)
+
+
+def _try_own_rules(asked: CheckedRun) -> None:
+    """Import the rules of the user's own file that the recipe's groups have, and try them."""
+    own = asked.optimizer.own_rules
+    groups = [group for group in asked.optimizer.groups.values() if group.rule in own]
+    try_rules((own[group.rule], {key: getattr(group, key) for key in group.own_keys}) for group in groups)
+
+
+def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, UpdateSettings]:
+    """Return how each parameter is updated; refuse patterns, filters and rules that name nothing of the model."""
+    config, origin, save_list = asked.config, asked.origin, asked.save_list
+    layers = [name for name, module in model.named_modules() if isinstance(module, Linear | GroupedProjection)]
+    in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
+    of_matrices = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Projection)}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    settings, reports = dict[str, UpdateSettings](), list[ErrorReport]()
+
+    def update() -> None:
+        settings.update(update_settings(asked.optimizer, config.optimizer, shapes, origin, of_matrices))
+
+    checks: list[Callable[[], None]] = [update]
+    if asked.float8 is not None:
+        checks.append(lambda: require_matches(config.float8.filter_fqns, layers, origin))
+    if save_list is not None:
+        names, n = [*dict.fromkeys(in_blocks)], asked.dims.n_layers
+        checks.append(lambda: check_names(save_list, names, n if config.job.strict else None))
+    for check in checks:
+        try:
+            check()
+        except TitanliteError as error:
+            reports += error.args
+    if reports:
+        raise ConfigError(*reports)
+    return settings
+
+
+def _check_converted(asked: CheckedRun, done: Conversion) -> None:
+    """Refuse a recipe that converts no layer, not all that the filters leave to it, or all that is to be fused."""
+    config, problems, why = asked.config, Problems(asked.origin), asked.float8 and obstacle(asked.float8)
+    filters, recipe = config.float8.filter_fqns, show(config.float8.recipe)
+    odd = odd_sizes(done.skipped, filters)
+    if not done.converted:
+        first, why = next(iter(done.skipped.items()))
+        want = f"at least one linear layer to convert; all are skipped, e.g. {first} ({why})"
+        fix = "change float8.recipe or what the reason names; job.strict = false trains without float8"
+        problems.add("float8.recipe", recipe, want, fix)
+    elif odd:
+        names = list(dict.fromkeys(re.sub(r"^layers\.\d+\.", "", name) for name in odd))
+        first, why = next(iter(odd.items()))
+        want = f"filters that name what float8.recipe = {recipe} leaves alone: {first} ({why})"
+        fix = f"filter_fqns = {show([*filters, *names])}; job.strict = false trains with what is converted"
+        problems.add("float8.filter_fqns", show(filters), want, fix, against="float8.recipe")
+    elif config.parallelism.async_tensor_parallel and why and not done.skipped:
+        want = f"false where all linear layers are in float8 and float8.recipe = {recipe} {why}"
+        fix = "async_tensor_parallel = false; job.strict = false trains with nothing fused"
+        problems.add("parallelism.async_tensor_parallel", "true", want, fix, against="float8.recipe")
+    problems.raise_all(RecipeError)
+
+
+def _environment(device: Device) -> dict[str, str]:
+    """Return the versions and the device that the run computes with."""
+    return {
+        "titanlite": titanlite.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": device.name,
+    }
+
+
+def _choose_save_list(asked: CheckedRun, model: nn.Module, memory: MemoryModel, mesh: Mesh) -> Choice:
+    """Time a block on every rank and let rank 0 choose for all."""
+    budget = asked.config.activation_checkpoint.budget_gib
+    assert budget is not None  # noqa: S101  # `config/check.py` sees to it
+    began = time.monotonic()
+    context = token_group(mesh, windows_of(model))
+    times = time_block(model.layers[0], memory.run, context, mesh.device)  # type: ignore[arg-type]
+    chosen = on_rank_0(lambda: choose(memory, times, budget))
+    return replace(chosen, prepared_s=time.monotonic() - began)
