@@ -44,7 +44,7 @@ LAYOUTS = {  # processes, and flags
     "TP 2": (2, (TP,)),
     "TP 2 async": (2, (TP, "parallelism.async_tensor_parallel")),
     "FSDP 2 × TP 2": (4, (TP,)),
-    "CP 2": (2, (CP,)),
+    "CP 2": (2, (CP, "training.seq_len=256")),  # whole runs of 128 tokens
     "EP 2": (2, (EP,)),
 }
 RECIPES = [("none", "bf16", "adamw"), ("full", "rowwise", "muon"), ("balanced", "tensorwise", "adamw")]

@@ -6,7 +6,6 @@ from titanlite.commands.collective_table import alike, as_dicts, collective_rows
 from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
 from titanlite.commands.update_table import update_as_dict, update_facts, update_table
-from titanlite.config.architectures import layers_of_block
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.text_table import columns
 
@@ -59,8 +58,7 @@ def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
     """Explain the placement of a tensor."""
     config, dims, key = planned.memory.config, planned.memory.dims, "parallelism.tensor_parallel_degree"
-    layers = layers_of_block(config.model, dims) or ()
-    if any(layer.startswith("experts.w") and f".{layer}." in f".{tensor}." for layer in layers):
+    if dims.experts is not None and ".experts.w" in f".{tensor}":
         shared = "each of parallelism.expert_parallel_degree ranks has whole experts of its own, whose rows FSDP splits"
         return (
             f"{tensor}: {shared} over the ranks that have the same experts\n  <- no tensor parallelism splits experts\n"

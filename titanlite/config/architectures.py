@@ -6,7 +6,7 @@ architecture is `titanlite/models/<name>.py`; a user's own is given by `model.fi
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,22 +79,6 @@ def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
     return nearest(name, [*last_names, *layers])
 
 
-def layers_of_block(model: Model, dims: ModelDims) -> tuple[str, ...] | None:
-    """Name the linear layers of a block, in the order in which they run; None of a file of the user's own.
-
-    Args:
-        model: `[model]`.
-        dims: its dimensions.
-    """
-    if model.file:
-        return None
-    shared = dims.experts is not None and dims.experts.shared > 0
-    widened = "w13" if ARCHITECTURES[model.name].projections == 3 else "w1"
-    feed_forward = "feed_forward" if dims.experts is None else "experts"
-    parts = (feed_forward, *(("experts.shared",) if shared else ()))
-    return ("attention.wqkv", "attention.wo", *(f"{part}.{name}" for part in parts for name in (widened, "w2")))
-
-
 def parameter_shapes(model: Model, dims: ModelDims) -> dict[str, tuple[int, ...]] | None:
     """Give the shape of each parameter by name; of tied ones the first. None of a file of the user's own.
 
@@ -111,11 +95,6 @@ def parameter_shapes(model: Model, dims: ModelDims) -> dict[str, tuple[int, ...]
     shapes |= {f"layers.{n}.{name}": shape for n in range(dims.n_layers) for name, shape in block.items()}
     shapes |= {f"norm.{kind}": (D,) for kind in ("weight", *(("bias",) if known.biases else ()))}
     return shapes if dims.tied_embeddings else {**shapes, "output.weight": (dims.vocab_size, D)}
-
-
-def parameters_of_matrices(shapes: Mapping[str, Sequence[int]]) -> set[str]:
-    """Name the parameters of `parameter_shapes` that linear layers, routers and experts have, but for biases."""
-    return {name for name, shape in shapes.items() if len(shape) == 2 and name not in _EMBEDDINGS}
 
 
 def _block_shapes(known: Architecture, dims: ModelDims) -> dict[str, tuple[int, ...]]:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titanlite.device import has_memory
 from titanlite.kernels.collectives import Group, all_gather
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
@@ -92,7 +93,7 @@ def overwrite_with_gradient(
 
 
 def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
-    """Let a pass over the logits take ROWS tokens at a time.
+    """Let a pass over the logits take ROWS tokens at a time; over those without memory, all.
 
     Args:
         function: `local_statistics` or `overwrite_with_gradient`.
@@ -103,9 +104,10 @@ def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[.
 
     def in_parts(logits: Tensor, *others: Any, **numbers: float) -> Any:
         parts = []
-        for m in range(0, len(logits) or 1, ROWS):
-            of_rows = (t[m : m + ROWS] if isinstance(t, Tensor) and t.ndim else t for t in others)
-            parts.append(function(logits[m : m + ROWS], *of_rows, **numbers))
+        rows = ROWS if has_memory(logits) else len(logits) or 1
+        for m in range(0, len(logits) or 1, rows):
+            of_rows = (t[m : m + rows] if isinstance(t, Tensor) and t.ndim else t for t in others)
+            parts.append(function(logits[m : m + rows], *of_rows, **numbers))
         return None if parts[0] is None else tuple(torch.cat(results) for results in zip(*parts, strict=True))
 
     return in_parts
