@@ -3,11 +3,15 @@
 torch's fake process group returns at once from a collective; fake tensors have shapes alone. What torch asks of ranks
 with tensors, their coordinates in a mesh, is asked of real ones; and what all ranks are to say, they say as this one.
 A process that has a process group keeps it, and is a rank of it again afterwards.
+
+torch keeps by mesh what it has worked out of placements, with the names of the mesh's groups, which are gone with their
+world. So the meshes of each fake world are equal to none of another: torch compares them by thread, too.
 """
 
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from titanlite.device import host_tensors
 from titanlite.kernels import flash_attention_4
 from titanlite.kernels.lowering import lowered
+
+_numbers = count(-1, -1)  # that no thread has
 
 
 @contextmanager
@@ -34,8 +40,9 @@ def fake_world(rank: int, world: int) -> Generator[None]:
     lowered.clear()
     try:
         torch.set_num_threads(1)
+        number = next(_numbers)
         for of, name, function in before[:2]:
-            setattr(of, name, _on_host(function))
+            setattr(of, name, _on_host(function, number))
         dist.all_gather_object = _as_this_one
         with _process_group(rank, world):
             yield
@@ -52,7 +59,7 @@ def fake_world(rank: int, world: int) -> Generator[None]:
 def _process_group(rank: int, world: int) -> Generator[None]:
     """Make a fake process group the default one; its groups have numbers that no other has, and are gone afterwards."""
     torchs = dist.distributed_c10d
-    real, known, count = torchs.GroupMember.WORLD, {*torchs._world.pg_names}, torchs._world.group_count
+    real, known, made = torchs.GroupMember.WORLD, {*torchs._world.pg_names}, torchs._world.group_count
     torchs._update_default_pg(None)
     try:
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
@@ -61,13 +68,15 @@ def _process_group(rank: int, world: int) -> Generator[None]:
         torchs._update_default_pg(real)
         for group in {*torchs._world.pg_names} - known:
             dist.destroy_process_group(group)
-        torchs._world.group_count = count
+        torchs._world.group_count = made
 
 
-def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _on_host(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    def call(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> Any:
         with host_tensors():
-            return function(*args, **kwargs)
+            found = function(mesh, *args, **kwargs)
+        mesh._thread_id = number
+        return found
 
     return call
 
