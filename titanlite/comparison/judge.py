@@ -74,9 +74,10 @@ def judge(
     last = slice(-max(1, round(len(loss) * _LAST)), None)
     mean, (low, high) = float(loss[last].mean()), _interval(loss[last])
     differ = _other_samples(first, other)
+    ratio = max(drift_ratios(first, other, nudged).values()) if nudged and not differ else math.inf
     if is_equal:
         kind, low, high = "equal bits", 0.0, 0.0
-    elif nudged and not differ and max(drift_ratios(first, other, nudged).values()) <= _LIMITS[len(nudged) - 1]:
+    elif nudged and ratio <= _LIMITS[len(nudged) - 1]:
         kind = "within rounding"
     elif seeds and abs(mean) < _spread(first, seeds, tokens[last]):
         kind = "within seed noise"
@@ -97,7 +98,7 @@ def judge(
     if not is_equal and (differ or not nudged):
         samples = f"other samples: {', '.join(differ)} differs"
         doubts.insert(0, samples if differ else "rounding not measured: --floor")
-    elif not is_equal and is_open(first, other, nudged):
+    elif not is_equal and _is_between(ratio, len(nudged)):
         doubts.insert(0, f"too far for {len(nudged)} nudged run{'s' * (len(nudged) > 1)} to tell: --floor")
     is_all = not unfinished and len(tokens) == len(first.steps) == len(other.steps)
     among = "" if is_all else f" in the {len(tokens):,} step{'s' * (len(tokens) > 1)} that both have"
@@ -109,9 +110,14 @@ def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> 
     """Return whether another nudged run may change what is said of rounding."""
     if not nudged:
         return True
-    if len(nudged) == FLOORS or _other_samples(first, other):
+    if _other_samples(first, other):
         return False
-    return BEYOND < max(drift_ratios(first, other, nudged).values()) <= _LIMITS[len(nudged) - 1]
+    return _is_between(max(drift_ratios(first, other, nudged).values()), len(nudged))
+
+
+def _is_between(ratio: float, n: int) -> bool:
+    """Return whether n nudged runs let pass what more of them may not: never where there are `FLOORS`."""
+    return BEYOND < ratio <= _LIMITS[n - 1]
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:

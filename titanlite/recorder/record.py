@@ -23,8 +23,6 @@ import numpy as np
 import torch
 
 from titanlite.data.batches import padding_of
-from titanlite.device import named_device
-from titanlite.forecast.device_specs import measured_rates
 from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.find import build_model
 from titanlite.models.layers import CausalAttention
@@ -34,6 +32,7 @@ from titanlite.parallel.fake_world import fake_world
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.recorder.recorder import Recorded, Recorder
+from titanlite.training.assemble import device_to_plan_for
 from titanlite.training.build import build
 from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
 from titanlite.training.optimizers.rule import UpdateRule
@@ -144,7 +143,7 @@ def _step(
     checked: CheckedRun, world: int, device: str | None, rank: int, documents: Sequence[np.ndarray], blocks: set[int]
 ) -> _Step:
     config = checked.config
-    named = named_device(device, measured_rates(device).host if device else 1)
+    named = device_to_plan_for(device)
     with fake_world(rank, world):
         run = build(checked, named, sorted(blocks))
         shape = config.training.local_batch_size, config.training.seq_len

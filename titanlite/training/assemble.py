@@ -37,6 +37,7 @@ from titanlite.float8.receipt import emulation_cost
 from titanlite.float8.scope import obstacle, odd_sizes, require_matches
 from titanlite.forecast.activation_cost import check_matches
 from titanlite.forecast.choose_save_list import Choice, choose
+from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import check_budget
 from titanlite.forecast.time_activations import time_block
@@ -103,6 +104,15 @@ def try_assembly(asked: CheckedRun, world: int | None) -> dict[str, str]:
         return {name: own.rule for name, own in made.settings.items()}
 
 
+def device_to_plan_for(gpu: str | None) -> Device:
+    """Return a device that need not be there.
+
+    Args:
+        gpu: one of `forecast.device_specs.DEVICES`; None: a CPU.
+    """
+    return named_device() if gpu is None else named_device(gpu, measured_rates(gpu).host)
+
+
 @contextmanager
 def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> Generator[Assembly]:
     """Assemble a run for the first rank of a world that need not be there, and be that rank within a context.
@@ -120,7 +130,7 @@ def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> G
     of_replica = math.lcm(t * cp, mesh.expert_parallel_degree) if shards == -1 else shards * t * cp
     with fake_world(0, world or mesh.data_parallel_replicate_degree * of_replica):
         able = asked.float8 and replace(asked.float8, min_compute_capability=0)
-        found = assemble(asked if gpu else replace(asked, float8=able), named_device(gpu))
+        found = assemble(asked if gpu else replace(asked, float8=able), device_to_plan_for(gpu))
         if asked.save_list is None and world is not None:
             check_budget(found.memory, asked.origin)
         yield found
