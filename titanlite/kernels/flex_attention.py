@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
+_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+"""With which operators are called outside of any mode. The first call of a compiled block checks operators' results in
+a mode that hides vmap and autograd from what they call, and FlexAttention needs both."""
 _MOST_SHAPES = 64
 """That are compiled for: of layers with and without a window, in training, evaluation and each stage of the data."""
 
@@ -32,9 +35,10 @@ def attend_flexibly(
 ) -> tuple[Tensor, Tensor]:
     """Attend as the operator of `kernels/attention.py` does."""
     n_rows, S = (longest, longest) if places is None else (len(q), len(k))
-    in_rows = [_in_rows(q, n_rows), _in_rows(k, S), _in_rows(v, S)]
-    mask = _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device)
-    out, aux = _flex(in_rows, mask, return_aux=AuxRequest(lse=True))
+    with torch._C._ForceDispatchKeyGuard(*_KEYS):
+        in_rows = [_in_rows(t.detach(), n) for t, n in ((q, n_rows), (k, S), (v, S))]
+        mask = _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device)
+        out, aux = _flex(in_rows, mask, return_aux=AuxRequest(lse=True))
     sums = aux.lse.contiguous() if starts is None else aux.lse.transpose(0, 1).flatten(1).t()
     return _packed_rows(out), sums
 
@@ -51,7 +55,7 @@ def flexible_grad(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of queries, keys and values; the result is computed again for it."""
     n_rows, S = (longest, longest) if places is None else (len(q), len(k))
-    with torch.enable_grad():
+    with torch._C._ForceDispatchKeyGuard(*_KEYS), torch.enable_grad():
         in_rows = [_in_rows(t.detach(), n).requires_grad_() for t, n in ((q, n_rows), (k, S), (v, S))]
         out = _flex(in_rows, _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device))
         d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, n_rows))

@@ -2,12 +2,16 @@
 
 import random
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.documents import bounds_of, sequences_of, starts_of
@@ -16,6 +20,7 @@ from titanlite.data.context_split import _rank_runs
 from titanlite.kernels import attention as file
 from titanlite.kernels import flash_attention_4, flex_attention
 from titanlite.kernels.attention import attention
+from titanlite.kernels.flex_attention import attend_flexibly, flexible_grad
 from titanlite.models.layers import CausalAttention, Sequences
 
 OPERATOR, GRADIENT = torch.ops.titanlite.attention, torch.ops.titanlite.attention_grad
@@ -239,6 +244,48 @@ def test_flex_attention_computes_the_definition(form: int, window: int, monkeypa
         assert (got - wanted).abs().max() <= 1e-5
 
 
+class Watched(TorchDispatchMode):
+    """As torch has one around the first call of a compiled block, to find results that share memory with inputs."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def densely(in_rows: list[Tensor], mask: BlockMask) -> Tensor:
+    """Attend as FlexAttention, which has no gradients on CPUs."""
+    q, k, v = in_rows
+    seen = create_mask(mask.mask_mod, len(q), None, q.shape[2], k.shape[2], "cpu")
+    return scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)
+
+
+@pytest.mark.parametrize("of_gradients", [False, True])
+def test_flex_attention_is_compiled_in_a_mode_that_hides_vmap(of_gradients: bool, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(flex_attention, "_compiled", cache(flex_attention._compiled.__wrapped__))
+    if of_gradients:
+        monkeypatch.setattr(flex_attention, "_flex", densely)
+    library = torch.library.Library("titanlite_test", "FRAGMENT")
+    library.define("flexibly(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor starts) -> Tensor[]")
+
+    def flexibly(grad: Tensor, *given: Tensor) -> list[Tensor]:
+        given = *given, None, 128, 0
+        found = flexible_grad(grad, *given) if of_gradients else attend_flexibly(*given)
+        assert not any(each.requires_grad for each in found)
+        return [*found]
+
+    library.impl("flexibly", flexibly, "CPU")
+    starts = starts_of([100, 28, 128], 128)
+    given = [heads(256, n, 8, seed).float().requires_grad_() for seed, n in enumerate((4, 2, 2))]
+    grad = heads(256, 4, 8, 3).float()
+    with Watched():
+        found = torch.ops.titanlite_test.flexibly(grad, *given, starts)
+    pieces = starts, *bounds_of(starts), None
+    wanted = OPERATOR(*given, *pieces, 128, 0)
+    wanted = GRADIENT(grad, *given, *wanted, *pieces, 128, 0) if of_gradients else wanted
+    for got, true in zip(found, wanted, strict=True):
+        assert (got - true).abs().max() <= 1e-5
+
+
 # --- on GPUs -----------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +364,23 @@ def test_kernels_of_ranks_compute_the_definition(kernel: str, H: int, K: int, E:
         given = [heads(N, n, E, seed, "cuda").to(torch.bfloat16) for seed, n in enumerate((H, K, K, H))]
         own = pieces[3]
         check(given[0][own], *given[1:3], given[3][own], pieces, N, window)
+
+
+@on_gpu
+@pytest.mark.parametrize("kernel", KERNELS, indirect=True)
+@pytest.mark.parametrize("window", [0, 100])
+def test_compiled_blocks_attend_to_documents(kernel: str, window: int) -> None:
+    """The first call of what is compiled is watched by torch."""
+    starts = starts_of([300, 5, 1, 1742], 1024).cuda()
+    given = [heads(2048, n, 64, seed, "cuda").to(torch.bfloat16).requires_grad_() for seed, n in enumerate((8, 2, 2))]
+    grad, pieces = heads(2048, 8, 64, 3, "cuda").to(torch.bfloat16), (starts, *bounds_of(starts), None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return OPERATOR(q, k, v, *pieces, 1024, window)[0] * 1.0
+
+    compiled, plain = (with_grads(each, given, grad) for each in (torch.compile(attend), attend))
+    for got, wanted in zip(compiled, plain, strict=True):
+        assert (got - wanted).norm() <= torch.finfo(torch.bfloat16).eps * wanted.norm()
 
 
 @on_gpu
