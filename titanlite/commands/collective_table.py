@@ -1,59 +1,51 @@
-"""Every collective of a step with its bytes, as text and for programs; no torch.
-
-Layers whose rows are equal are one row, as layers.0-31; where a layer differs, it has its own.
-"""
+"""Every collective of a step with its bytes, as text and for programs."""
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from titanlite.forecast.comm_volume import Traffic
 from titanlite.text_table import columns
+
+if TYPE_CHECKING:
+    from titanlite.recorder.recorder import Recorded
 
 T = TypeVar("T")
 _MIB = 2**20
 
 
-def together(listed: Sequence[Traffic]) -> list[Traffic]:
-    """Make those one that differ in nothing but the number of their layer; their times add up."""
-    rows = ((t.module, replace(t, module=""), t) for t in listed)
-    return [replace(t, module=name, times=t.times * count) for name, count, t in alike(rows)]
-
-
-def collective_rows(listed: Sequence[Traffic]) -> list[list[str]]:
-    """Rows of kind, pass, module, shape, move, ranks, count, MiB each and MiB a step."""
+def collective_rows(listed: "Mapping[Recorded, int]") -> list[list[str]]:
+    """Return rows of kind, pass, module, operator, ranks, count, MiB each and MiB a step."""
     rows: list[list[str]] = []
-    for t in together(listed):
-        mib = t.sent_bytes / _MIB
-        row = [t.kind, t.direction, t.module, "×".join(map(str, t.shape)), t.moves, str(t.ranks), str(t.times)]
-        rows.append([*row, f"{mib:,.3f}", f"{t.times * mib:,.1f}"])
+    for each, times in listed.items():
+        mib = each.sent_bytes / _MIB
+        row = [each.kind, each.direction, each.module, each.operator, str(each.ranks), str(times)]
+        rows.append([*row, f"{mib:,.3f}", f"{times * mib:,.1f}"])
     return rows
 
 
-def sent_mib(listed: Sequence[Traffic]) -> float:
-    """Return what a rank sends in a step, MiB."""
-    return sum(t.times * t.sent_bytes for t in listed) / _MIB
+def sent_mib(listed: "Mapping[Recorded, int]") -> float:
+    """Return the MiB that a rank sends in a step."""
+    return sum(times * each.sent_bytes for each, times in listed.items()) / _MIB
 
 
-def collective_table(listed: Sequence[Traffic], micro_steps: int, is_complete: bool = True) -> str:
-    """Format a list of collectives.
+def collective_table(listed: "Mapping[Recorded, int]", micro_steps: int, is_complete: bool = True) -> str:
+    """Format the collectives of a step.
 
     Args:
-        listed: of a step.
-        micro_steps: of it.
+        listed: how often each is called.
+        micro_steps: of the step.
         is_complete: whether these are all; their sum is not called the step's otherwise.
     """
-    header = ["collective", "pass", "at", "whole", "moves", "ranks", "times a step", "MiB each", "MiB a step"]
+    header = ["collective", "pass", "at", "inside", "ranks", "times a step", "MiB each", "MiB a step"]
     steps = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     total = f"{sent_mib(listed):,.1f} MiB a step of {steps}\n"
-    said = "each rank sends" if is_complete else "what each rank sends is not known; what is listed is"
+    said = "the first rank sends" if is_complete else "what a rank sends is not known; what is listed is"
     return (columns(header, *collective_rows(listed)) if listed else "") + f"{said} {total}"
 
 
-def as_dicts(listed: Sequence[Traffic]) -> list[dict[str, Any]]:
-    """The same in JSON's types."""
-    return [{**vars(t), "shape": list(t.shape), "sent_bytes": t.sent_bytes} for t in together(listed)]
+def as_dicts(listed: "Mapping[Recorded, int]") -> list[dict[str, Any]]:
+    """Return the same in JSON's types."""
+    return [{**each._asdict(), "times": times, "sent_bytes": each.sent_bytes} for each, times in listed.items()]
 
 
 def alike(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from titanlite.commands.collective_table import alike, as_dicts, collective_rows, collective_table, sent_mib
+from titanlite.commands.collective_table import as_dicts, collective_rows, collective_table, sent_mib
 from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
 from titanlite.commands.update_table import update_as_dict, update_facts, update_table
@@ -17,19 +17,15 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
         from titanlite.commands.sharding_table import sharding_table
 
         text = sharding_table(planned.sharding) + "\n"
-    if planned.traffic:
-        text += collective_table(planned.traffic, planned.memory.micro_steps, planned.is_complete)
+    if planned.collectives:
+        text += collective_table(planned.collectives, planned.memory.micro_steps, planned.is_complete)
     text += "".join(f"{note}\n" for note in planned.notes)
     if planned.sharding is not None:
         if planned.pairs:
-            rows = _pair_rows(planned)
-            text += f"\n{columns(('collective', 'pass', 'at', 'with its matmul'), *rows)}"
-        else:
+            header = ("collective", "pass", "at", "times a step", "with its matmul")
+            text += f"\n{columns(header, *_pair_rows(planned))}"
+        elif not planned.memory.config.parallelism.async_tensor_parallel:
             text += "\nno collective is fused with a matmul: parallelism.async_tensor_parallel is off\n"
-        if planned.maxima:
-            header = ("all_reduce of the maximum of", "pass", "at", "times a step")
-            text += f"\n{columns(header, *_maxima_rows(planned))}"
-            text += "one number each; those of forward are repeated where it is recomputed, and all weights share one\n"
     if planned.predicted is None:
         return text
     return (
@@ -38,21 +34,12 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
 
 
 def _pair_rows(planned: PlannedRun) -> list[list[str]]:
-    """Rows of collective, pass, module, and whether it is fused; layers that are alike are one."""
-    from titanlite.commands.fused_pairs import NOT_ASKED
-
-    rows = ((pair.module, (pair.kind, pair.direction, pair.obstacle), pair) for pair in planned.pairs)
-    verdicts = {None: "fused", NOT_ASKED: "not known"}
-    return [
-        [pair.kind, pair.direction, name, verdicts.get(pair.obstacle, f"not fused: it {pair.obstacle}")]
-        for name, _, pair in alike(rows)
-    ]
+    """Return rows of collective, pass, module, count, and whether it is one kernel with its matmul."""
+    return [[*pair[:3], str(times), _verdict(pair.obstacle)] for pair, times in planned.pairs.items()]
 
 
-def _maxima_rows(planned: PlannedRun) -> list[list[str]]:
-    """Rows of operand, pass, module and count; layers that are alike are one."""
-    rows = ((m.layer, (m.operand, m.direction), m) for m in planned.maxima)
-    return [[m.operand, m.direction, name, str(count * planned.memory.micro_steps)] for name, count, m in alike(rows)]
+def _verdict(obstacle: str | None) -> str:
+    return "fused" if obstacle is None else obstacle if obstacle.startswith("not known") else f"not fused: {obstacle}"
 
 
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
@@ -80,12 +67,13 @@ def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
     said: dict[str, Any] = {"world": world, "micro_steps": planned.memory.micro_steps}
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
-        said["pairs"] = [pair._asdict() for pair in planned.pairs]
-        said["maxima"] = [maximum._asdict() for maximum in planned.maxima]
+        said["pairs"] = [{**pair._asdict(), "times": times} for pair, times in planned.pairs.items()]
     said["step"] = {
         "tokens": planned.tokens,
-        "collectives": as_dicts(planned.traffic),
-        "sent_bytes": sum(t.times * t.sent_bytes for t in planned.traffic) if planned.is_complete else None,
+        "collectives": as_dicts(planned.collectives),
+        "sent_bytes": sum(n * each.sent_bytes for each, n in planned.collectives.items())
+        if planned.is_complete
+        else None,
         "not_listed": list(planned.notes),
     }
     if planned.predicted is not None:
@@ -102,16 +90,14 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
 
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
-    for kind, direction, name, _, moves, ranks, times, mib, _ in collective_rows(planned.traffic):
-        at = f"{kind} {direction} {name}".strip()  # what is reduced before the update is at no module
-        what, seen = f"{at}, {moves}", f"{times} of {mib} MiB over {ranks} ranks"
+    for kind, direction, name, inside, ranks, times, mib, _ in collective_rows(planned.collectives):
+        what = " ".join(filter(None, (kind, direction, name, inside)))  # what is reduced before the update is at none
+        seen = f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
-    facts["each rank sends, MiB a step"] = f"{sent_mib(planned.traffic):,.1f}" if planned.is_complete else "not known"
-    if planned.sharding is not None:
-        for kind, direction, name, verdict in _pair_rows(planned) if planned.pairs else ():
-            facts[f"{kind} {direction} {name}, with its matmul"] = verdict
-        for operand, direction, name, times in _maxima_rows(planned):
-            facts[f"all_reduce {direction} {name}, maximum of {operand}"] = times
+    sent = f"{sent_mib(planned.collectives):,.1f}" if planned.is_complete else "not known"
+    facts["the first rank sends, MiB a step"] = sent
+    for kind, direction, name, _, verdict in _pair_rows(planned):
+        facts[f"{kind} {direction} {name}, with its matmul"] = verdict
     if planned.predicted is not None:
         facts |= {f"memory: {name}": value for name, value in memory_rows(planned.predicted)}
         facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}

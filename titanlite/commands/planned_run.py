@@ -1,9 +1,12 @@
 """All that `titanlite plan` says of a run, put together."""
 
-from collections.abc import Sequence
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from titanlite import recipes
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.config.check import check_config
 from titanlite.config.recipe_schema import ModelDims, SaveList
@@ -11,27 +14,17 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.forecast.activation_cost import BlockCost, block_costs, no_cost_reasons
-from titanlite.forecast.attended import attended_share
-from titanlite.forecast.comm_volume import (
-    Traffic,
-    again,
-    of_experts,
-    of_keys,
-    of_loss,
-    of_matrices,
-    of_update,
-    of_weights,
-)
-from titanlite.forecast.device_specs import DEFAULT_DEVICE, Rates, measured_rates
+from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
+from titanlite.forecast.attended import AttendedShare, attended_share
+from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
+from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
 from titanlite.preflight.checked_run import CheckedRun
+from titanlite.receipt import Entry
+from titanlite.sharding.sent_bytes import sent_bytes
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from titanlite.commands.fused_pairs import CollectiveMatmul
-    from titanlite.float8.convert import Maximum
+    from titanlite.recorder.recorder import CollectiveMatmul, Recorded
     from titanlite.sharding.representative_blocks import PlannedLayers
     from titanlite.training.assemble import Assembly
 
@@ -44,23 +37,21 @@ class PlannedRun:
         memory: of its ranks; of the fewest that there can be, if the number of processes is not known.
         tokens: that a step trains on; of one data-parallel rank, if the number of processes is not known.
         sharding: None without tensor parallelism.
-        traffic: all collectives of a step that are known.
-        pairs: those of them that are to be fused with matmuls, or not and why.
-        maxima: that are reduced over the tensor-parallel ranks in a micro-step.
+        collectives: how often each is called in a step.
+        pairs: how often those with matmuls are, and whether as one kernel.
         predicted: None if the number of processes is not known.
-        notes: what `traffic` leaves out; a line each.
-        is_complete: whether `traffic` has all collectives of every step.
+        notes: what `collectives` leaves out; a line each.
+        is_complete: whether `collectives` has all of every step.
     """
 
     memory: MemoryModel
     tokens: int
     sharding: "PlannedLayers | None"
-    traffic: Sequence[Traffic]
-    pairs: "Sequence[CollectiveMatmul]"
-    maxima: "Sequence[Maximum]"
+    collectives: "Mapping[Recorded, int]"
+    pairs: "Mapping[CollectiveMatmul, int]"
     predicted: Forecast | None
-    notes: tuple[str, ...] = ()
-    is_complete: bool = True
+    notes: tuple[str, ...]
+    is_complete: bool
 
 
 def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE) -> PlannedRun:
@@ -86,52 +77,92 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     from titanlite.training.assemble import assembled
 
     with assembled(checked, world, device) as made:
-        return _plan(made, world, measured_rates(device))
+        return _plan(made, world, device)
 
 
-def _plan(made: "Assembly", world: int | None, rates: Rates) -> PlannedRun:
+def _plan(made: "Assembly", world: int | None, device: str) -> PlannedRun:
     """Plan an assembled run."""
-    checked, memory = made.asked, made.memory
-    config, t, cp = memory.config, memory.run.tensor_parallel, memory.run.context_parallel
-    each, shards = memory.run.tokens, memory.shards
-    tokens = each * memory.micro_steps * memory.replicas * shards
-    predicted, attended = None, None
-    if config.data.document_mask and (world or cp > 1):
-        attended = attended_share(memory.config, checked.table, checked.inputs.shards)
-    if world:
-        predicted = _of_stages(forecast(memory, checked.save_list, rates, attended), checked.table, tokens, config)
-    blocks, unknown = _block_prices(memory, checked.save_list or (predicted and predicted.save_list))
-    exchanged = (*of_experts(memory, blocks), *of_keys(memory, blocks, attended))
-    if t == 1:
-        others, notes, is_complete = _traffic(checked, made.model, memory, world)
-        if memory.run.expert_parallel == cp == 1:
-            unknown = ()  # backward repeats no collective
-        traffic, notes = (*exchanged, *others), (*_stages_in_words(checked), *unknown, *notes)
-        return PlannedRun(memory, tokens, None, traffic, (), (), predicted, notes, is_complete and not unknown)
-    import torch
-    import torch.nn.functional as F
-
-    from titanlite.commands.fused_pairs import NOT_ASKED, fused_pairs
-    from titanlite.commands.sharding_table import token_traffic, whole_gradients
-    from titanlite.parallel.tensor import ParallelLinear
     from titanlite.sharding.split import sharding_plan
 
-    sharding, dtype = sharding_plan(config, checked.dims), getattr(torch, config.training.mixed_precision_param)
-    pairs = fused_pairs(made.model, each, dtype) if config.parallelism.async_tensor_parallel else ()
-    layers = {name: layer for name, layer in made.model.named_modules() if isinstance(layer, ParallelLinear)}
-    in_float8 = [name for name, layer in layers.items() if layer.fused is not None and layer.matmul is not F.linear]
-    maxima = made.float8.maxima if made.float8 is not None else ()
-    repeated = [again(block) for block in blocks]
-    of_tokens = token_traffic(sharding, in_float8, checked.float8, repeated, memory.micro_steps, cp)
-    of_tokens.append(of_loss(each, t, memory.micro_steps))
-    replicated = -(-whole_gradients(sharding) // shards)
-    others, notes, is_complete = _traffic(checked, made.model, memory, world, replicated)
-    if any(pair.obstacle == NOT_ASKED for pair in pairs):
-        note = "what is fused is not known without Triton (pip install triton); a predicted time has all of them fused"
-        notes = (*notes, note)
-    notes = (*_stages_in_words(checked), *unknown, *notes)
-    traffic, is_complete = (*of_tokens, *exchanged, *others), is_complete and not unknown
-    return PlannedRun(memory, tokens, sharding, traffic, pairs, maxima, predicted, notes, is_complete)
+    checked, memory, rates = made.asked, made.memory, measured_rates(device)
+    config, cp = memory.config, memory.run.context_parallel
+    tokens = memory.run.tokens * memory.micro_steps * memory.replicas * memory.shards
+    predicted, attended = None, None
+    if config.data.document_mask and (world or cp > 1):
+        attended = attended_share(config, checked.table, checked.inputs.shards)
+    if world:
+        predicted = _of_stages(forecast(memory, checked.save_list, rates, attended), checked.table, tokens, config)
+    notes, is_complete, collectives, pairs = [*_stages_in_words(checked)], world is not None, {}, {}
+    if memory.run.no_trace_reason is not None:
+        notes.append(f"the collectives are not listed: {in_a_line(memory.run.no_trace_reason)}")
+        is_complete = False
+    else:
+        save_list = checked.save_list or (predicted and predicted.save_list)
+        if save_list is None:
+            notes.append(
+                "collectives that backward repeats are not listed: the save-list is chosen when the run starts"
+            )
+            is_complete = False
+        collectives, pairs, entries = _recorded(made, save_list, device, attended)
+        notes += _not_fused(entries)
+    sharding = sharding_plan(config, checked.dims) if memory.run.tensor_parallel > 1 else None
+    if world is None:
+        notes.append("--world N adds the collectives of data-parallel ranks and the reductions over all ranks")
+    elif world > 1:
+        when = f"in a step that metrics.log_freq = {config.metrics.log_freq} logs"
+        losses = "losses by source; " * (len(checked.inputs.trained) > 1)
+        notes.append(f"not listed: {losses}{when}, sums of norms by group of the optimizer and of numbers of routers")
+    return PlannedRun(memory, tokens, sharding, collectives, pairs, predicted, tuple(notes), is_complete)
+
+
+def _recorded(
+    made: "Assembly", save_list: SaveList | None, device: str, attended: AttendedShare | None
+) -> "tuple[Mapping[Recorded, int], Mapping[CollectiveMatmul, int], Sequence[Entry]]":
+    """Record a step of the first rank; what matrices send each other is added in the mean of all.
+
+    Who has which of these depends on all blocks, which need not be recorded for the rest.
+    """
+    from titanlite.recorder.record import record
+    from titanlite.recorder.recorder import Recorded
+
+    checked, memory = made.asked, made.memory
+    elementwise = recipes.load("optimizer", "adamw")
+    listed = save_list or recipes.load("activation_checkpoint", "none")
+    config = replace(memory.config, optimizer=replace(memory.config.optimizer, weight_decay_exclude=()))
+    run = replace(checked, config=config, save_list=listed, optimizer=elementwise)
+    starts = attended.starts(memory.run.tokens * memory.run.context_parallel, memory.micro_steps) if attended else ()
+    step = record(run, memory.world, device, documents=starts)
+    found = Counter[Recorded](step.collectives)
+    if config.compile.enable and not no_cost_reasons(listed):  # a compiler repeats only what backward has a use for
+        again = {(a.op.split(".")[1], a.layer) for block in block_costs(memory.run, listed) for a in block.recomputed}
+        found = Counter({each: n for each, n in found.items() if _is_repeated(each, again)})
+    for _, shared in memory.optimizer.shared if memory.world > 1 else ():
+        n = len(shared.buckets)
+        for elements in (sum(b.elements for b in shared.buckets), sum(b.handed for b in shared.buckets)):
+            sent = sent_bytes("all_to_all", ITEMSIZE * (elements // n), memory.world)
+            found[Recorded("all_to_all", "update", "matrices", memory.world, sent)] += n
+    if memory.world > 1 and (rows := sum(memory.optimizer.rows.values())):
+        found[Recorded("all_reduce", "update", "matrices", memory.world, ITEMSIZE_OF_ROW * rows)] += 1
+    return +found, step.pairs, step.entries
+
+
+def _is_repeated(each: "Recorded", again: Collection[tuple[str, str]]) -> bool:
+    """Return whether a collective is no recomputation, or one of these operators and layers."""
+    if each.direction != "recomputation":
+        return True
+    if each.operator:
+        return any(name == each.operator for name, _ in again)
+    return any(each.kind in name and each.module.endswith(layer) for name, layer in again)
+
+
+def _not_fused(entries: Sequence[Entry]) -> list[str]:
+    """Say which layers are not fused with their collectives although that is asked for."""
+    names = defaultdict[str, dict[str, None]](dict)
+    for entry in entries:
+        for case in entry.skipped if entry.feature == "async_tensor_parallel" else ():
+            if case.why.startswith("has "):
+                names[case.why][re.sub(r"\.\d+\.", ".*.", case.what)] = None
+    return [f"not fused with its collectives: {', '.join(layers)}, which {why}" for why, layers in names.items()]
 
 
 def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Config) -> Forecast:
@@ -153,53 +184,6 @@ def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
     shapes = [f"{row.asked.sequences} × {row.asked.seq_len} from step {row.from_step + 1}" for row in rows]
     what = "sequences × tokens of a step, of which the largest micro-step is priced"
     return (f"stages, {what}: {', '.join(shapes)}",) if len(rows) > 1 else ()
-
-
-def _traffic(
-    checked: CheckedRun, model: "nn.Module", memory: MemoryModel, world: int | None, replicated: int = 0
-) -> tuple[tuple[Traffic, ...], tuple[str, ...], bool]:
-    """The collectives of a step but for those of tokens, what is not listed of them, and whether all of a step are.
-
-    `replicated` elements of gradients are added up by the ranks of a tensor-parallel group.
-    """
-    t = memory.run.tensor_parallel
-    if world is None:
-        note = "--world N adds the collectives of data-parallel ranks and the reductions over all ranks"
-        return tuple(of_update(replicated, t, 1)), (note,), False
-    from titanlite.models.experts import MixtureOfExperts
-    from titanlite.training.optimizers.group_norms import KINDS
-
-    layers = [part for part in model.modules() if isinstance(part, MixtureOfExperts)]
-    of_biased = [layer.of.n_experts for layer in layers if layer.bias is not None]
-    biased = len(of_biased) * max(of_biased, default=0)
-    sources, notes = len(checked.inputs.trained), tuple[str, ...]()
-    has_z_loss = memory.config.training.z_loss > 0
-    of_step = of_update(replicated, t, world, sources if sources > 1 else 0, biased, has_z_loss)
-    if world > 1:
-        groups = len({own.group for own in memory.optimizer.settings.values()})
-        more = [f"an all_reduce of {len(KINDS) * groups:,} norms by group of the optimizer in float32"]
-        if layers:  # as `training/routers.py` sees them
-            numbers = len(layers) * (max(layer.of.n_experts for layer in layers) + 3)
-            more.append(f"one of {numbers:,} numbers of routers in float64")
-        when = f"in a step that metrics.log_freq = {memory.config.metrics.log_freq} logs"
-        notes = (f"not listed: {when}, {' and '.join(more)}",)
-    if memory.run.no_trace_reason and world > t:
-        why = in_a_line(memory.run.no_trace_reason)
-        return (*of_step, *of_matrices(memory)), (f"the collectives of FSDP are not listed: {why}", *notes), False
-    return (*of_weights(memory), *of_step, *of_matrices(memory)), notes, True
-
-
-def _block_prices(memory: MemoryModel, save_list: SaveList | None) -> tuple[list[BlockCost], tuple[str, ...]]:
-    """Return the price of each block, or why it, and what backward communicates again, is not known."""
-    if memory.run.no_trace_reason is not None:
-        why = in_a_line(memory.run.no_trace_reason)
-    elif save_list is None:
-        why = "the save-list is chosen when the run starts"
-    elif unpriced := no_cost_reasons(save_list):
-        why = f"save-list {memory.config.activation_checkpoint.recipe}, {in_a_line(unpriced[0])}"
-    else:
-        return block_costs(memory.run, save_list), ()
-    return [], (f"collectives that backward repeats are not listed: {why}",)
 
 
 def only_tensor_parallel_degree(config: Config, dims: ModelDims) -> str | None:

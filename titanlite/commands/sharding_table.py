@@ -1,18 +1,11 @@
-"""The sharding plan of a config: its weights as text, its collectives as traffic, and where a placement came from."""
+"""The sharding plan of a config: its weights as text, and where a placement came from."""
 
 import difflib
-import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-
-import torch
+from collections.abc import Collection
 
 from titanlite.commands.collective_table import alike
-from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.errors import ConfigError, Problem, describe
-from titanlite.forecast.comm_volume import Traffic
-from titanlite.forecast.step_time import token_bytes
 from titanlite.sharding.plan import placement_text
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 from titanlite.text_table import columns
@@ -42,45 +35,6 @@ def _is_apart(planned: PlannedLayers, name: str) -> bool:
     return not any(layer is not None and name.rpartition(".")[2] in layer.placements for layer in layers)
 
 
-def token_traffic(
-    planned: PlannedLayers,
-    in_float8: Collection[str],
-    float8: Float8Recipe | None,
-    repeated: Sequence[Collection[tuple[str, str]]],
-    micro_steps: int,
-    parts: int = 1,
-) -> list[Traffic]:
-    """List the collectives of the plan, those of tokens, for every block by itself.
-
-    Args:
-        planned: of one micro-step.
-        in_float8: layers whose tokens are gathered inside a product in float8.
-        float8: its arithmetic.
-        repeated: of each block, what backward communicates again, from `traffic.again`; empty if it is not known.
-        micro_steps: of one step.
-        parts: context-parallel ranks, each of which has one of as many parts of these tokens.
-    """
-    plan = planned.plan
-    (ranks,) = plan.axes.values()
-    found: list[Traffic] = []
-    of_again: list[Traffic] = []
-    for c in plan.collectives:
-        if c.tensor in plan.gradients:
-            continue  # summed together, once a step
-        shape, itemsize = (c.shape[0] // parts, *c.shape[1:]), getattr(torch, c.dtype).itemsize
-        moves = f"{placement_text(c.source)} → {placement_text(c.target)}"
-        for name in planned.names(c.module):
-            narrow = float8 if c.kind == "all_gather" and name in in_float8 else None
-            size = token_bytes(shape[0], math.prod(shape[1:]), itemsize, narrow)
-            found.append(Traffic(c.kind, c.direction, name, shape, moves, ranks, size, micro_steps))
-            place = BLOCK_NAME.match(name)
-            if c.direction != "forward" or not place or not repeated:
-                continue
-            if (c.kind, name[place.end() + 1 :]) in repeated[int(place[1])]:
-                of_again.append(replace(found[-1], direction="recomputation"))
-    return [*found, *of_again]
-
-
 def _most_alike(asked: str, names: Collection[str]) -> list[str]:
     """Return up to three names that have in them what was asked for, or else are most like it; one of equal blocks."""
 
@@ -98,12 +52,6 @@ def _most_alike(asked: str, names: Collection[str]) -> list[str]:
     for name in order:
         once.setdefault(BLOCK_NAME.sub("layers.*", name), name)
     return [*once.values()][:3]
-
-
-def whole_gradients(planned: PlannedLayers) -> int:
-    """Count the elements of weights that every tensor-parallel rank holds whole, in all blocks."""
-    tensors = planned.plan.tensors
-    return sum(math.prod(tensors[name].shape) * len(planned.names(name)) for name in planned.plan.gradients)
 
 
 def sharding_table(planned: PlannedLayers) -> str:

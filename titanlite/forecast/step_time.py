@@ -18,7 +18,7 @@ Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as i
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -28,11 +28,11 @@ from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
-from titanlite.forecast.comm_volume import Unit, units
 from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
+from titanlite.forecast.traced_run import HEAD, UnitSize
 from titanlite.forecast.update_time import UpdateTime, update_time
 from titanlite.sharding.sent_bytes import sent_bytes
 
@@ -53,6 +53,54 @@ def token_bytes(tokens: int, width: int, itemsize: int, float8: Float8Recipe | N
     if float8 is None:
         return itemsize * tokens * width
     return tokens * width + (0 if float8.reduce_amax else 4 * tokens)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Weights that FSDP gathers at once.
+
+    Attributes:
+        name: the module's.
+        elements: on a tensor-parallel rank.
+        gathered_bytes: as they travel, with their scales in float8.
+        gathers: in a micro-step; the second is in backward.
+        reduced: bytes of an element of a gradient on its way to the rank that sums it; replicas add those sums.
+        shards: ranks that split it.
+        block: number of the block that it belongs to, or None.
+    """
+
+    name: str
+    elements: int
+    gathered_bytes: int
+    gathers: int
+    reduced: int
+    shards: int
+    block: int | None = None
+
+
+def units(memory: MemoryModel) -> list[Unit]:
+    """FSDP's units, in the order in which forward needs them: the embedding or all but the blocks, blocks, the head.
+
+    Experts that ranks share out are units of their own, behind their blocks.
+
+    Args:
+        memory: of the run.
+    """
+    run, ends_stay = memory.run, not memory.ends_freed
+
+    def unit(name: str, size: UnitSize, stays: bool, shards: int = memory.shards) -> Unit:
+        return Unit(name, size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, shards)
+
+    blocks: list[Unit] = []
+    for n, (size, experts) in enumerate(zip(run.block_units, run.expert_units, strict=True)):
+        name, stays = f"layers.{n}", memory.blocks_stay
+        blocks.append(replace(unit(name, size, stays), reduced=memory.reduced_block, block=n))
+        if experts.elements:
+            blocks.append(replace(unit(f"{name}.experts", experts, stays, memory.expert_shards), block=n))
+    if not run.output.elements:
+        return [unit("tok_embeddings", run.embedding, ends_stay), *blocks]
+    # An untied embedding is not read again in backward.
+    return [unit("tok_embeddings", run.embedding, True), *blocks, unit(HEAD, run.output, ends_stay)]
 
 
 @dataclass(frozen=True)

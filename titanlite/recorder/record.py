@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from titanlite.data.batches import padding_of
-from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.models.find import build_model
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.peak_flops import windows_of
@@ -31,7 +30,7 @@ from titanlite.parallel.context import token_group
 from titanlite.parallel.fake_world import fake_world
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
-from titanlite.recorder.recorder import Recorded, Recorder
+from titanlite.recorder.recorder import CollectiveMatmul, Recorded, Recorder
 from titanlite.training.assemble import device_to_plan_for
 from titanlite.training.build import build
 from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
@@ -49,14 +48,14 @@ class Recording:
         collectives: how often it calls each.
         flops: by direction.
         kept: bytes that the forward pass of a micro-step leaves for backward.
-        fused: how often collective matmuls ran, and how.
+        pairs: how often collectives with a matmul ran, and whether as one kernel.
         entries: of the receipt, but those of compiling and of memory; of the blocks that were recorded.
     """
 
     collectives: Mapping[Recorded, int]
     flops: Mapping[str, int]
     kept: int
-    fused: Mapping[Lowered, int]
+    pairs: Mapping[CollectiveMatmul, int]
     entries: list[Entry]
 
 
@@ -68,14 +67,14 @@ class _Step:
     update: list[Recorded]
     flops: Counter[str]
     kept: int
-    fused: Counter[Lowered]
+    pairs: Counter[CollectiveMatmul]
     entries: list[Entry]
 
     def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
         """Add n times what one step has that another has not."""
 
         def summed(own: Counter, with_one: Counter, without: Counter) -> Counter:
-            return Counter({key: own[key] + n * (with_one[key] - without[key]) for key in {*own, *with_one}})
+            return Counter({key: own[key] + n * (with_one[key] - without[key]) for key in own | with_one})
 
         update = [
             own._replace(n_bytes=own.n_bytes + n * (a.n_bytes - b.n_bytes))
@@ -87,7 +86,7 @@ class _Step:
             update=update,
             flops=summed(self.flops, one.flops, none.flops),
             kept=self.kept + n * (one.kept - none.kept),
-            fused=summed(self.fused, one.fused, none.fused),
+            pairs=summed(self.pairs, one.pairs, none.pairs),
         )
 
 
@@ -122,7 +121,7 @@ def record(
         if others := [n for n in numbers if n not in chosen]:
             found = found.plus(len(others), _step(*given, {*chosen, others[0]}), none)
     collectives = +(found.calls + Counter(found.update))
-    return Recording(collectives, +found.flops, found.kept, +found.fused, found.entries)
+    return Recording(collectives, +found.flops, found.kept, +found.pairs, found.entries)
 
 
 def _blocks_alike(checked: CheckedRun) -> list[list[int]]:
@@ -151,10 +150,10 @@ def _step(
         batch = partial(padding_of, shape, torch.device("cpu"), config.data.document_mask, group)
         batches = [batch(starts=starts) for starts in documents or (None,)]
         recorder = Recorder(named, run.model)
-        with named.tensors(), recorder:
+        with named.tensors(), recorder, recorder.modules:
             train_step(run, [*islice(cycle(batches), run.memory.micro_steps)], 1e-3, stop_requested=False)
         with named.tensors():
             add_entries(run, config.data.document_mask)
         update = [each for each in recorder.collectives if each.direction == "update"]
         calls = Counter(each for each in recorder.collectives if each.direction != "update")
-        return _Step(calls, update, recorder.flops, max(recorder.kept), Counter(lowered), run.receipt.entries)
+        return _Step(calls, update, recorder.flops, max(recorder.kept), recorder.pairs, run.receipt.entries)

@@ -4,6 +4,7 @@ Operators of titanlite that have a group say themselves what they send (`kernels
 definition runs; whatever they call inside counts as one.
 """
 
+import importlib.util
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -11,10 +12,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._tools.mod_tracker import ModTracker
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from titanlite.device import Device
 from titanlite.kernels.lowering import MatmulOperator, lowered
@@ -28,12 +32,17 @@ _KINDS = {
 }
 
 
+UNKNOWN = "not known: this machine has no Triton (pip install triton)"
+"""Why it is not known whether a collective and its matmul are one kernel."""
+
+
 class Recorded(NamedTuple):
     """A collective that a step calls.
 
     Attributes:
         kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
         direction: "forward", "backward", "recomputation" or "update".
+        module: that calls it, blocks as "layers.*"; "" outside of all.
         ranks: that take part.
         n_bytes: of the whole of what it moves; of what this rank sends, for an all-to-all and inside an operator.
         operator: of titanlite that it is inside of; "" if none.
@@ -41,6 +50,7 @@ class Recorded(NamedTuple):
 
     kind: str
     direction: str
+    module: str
     ranks: int
     n_bytes: int
     operator: str = ""
@@ -52,6 +62,22 @@ class Recorded(NamedTuple):
         return sent_bytes(self.kind, self.n_bytes, self.ranks) if is_whole else self.n_bytes
 
 
+class CollectiveMatmul(NamedTuple):
+    """A collective with a matmul that a step calls.
+
+    Attributes:
+        kind: "all_gather" or "reduce_scatter".
+        direction: as of `Recorded`.
+        module: likewise.
+        obstacle: why the two are not one kernel, or None.
+    """
+
+    kind: str
+    direction: str
+    module: str
+    obstacle: str | None
+
+
 class Recorder(TorchDispatchMode):
     """Note every collective, FLOP and byte of a step, as the innermost mode.
 
@@ -60,7 +86,9 @@ class Recorder(TorchDispatchMode):
         model: that is recorded, and then no longer needed: it keeps a hook.
 
     Attributes:
+        modules: knows which module is running; to be entered beside this mode.
         collectives: in order.
+        pairs: how often each collective with a matmul was called.
         flops: by direction.
         kept: bytes that the forward pass of each micro-step left when backward began.
     """
@@ -68,6 +96,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__()
         self.collectives, self.flops, self.kept = list[Recorded](), Counter[str](), list[int]()
+        self.pairs, self.modules = Counter[CollectiveMatmul](), _RunningModule(model)
         self._device, self._inside, self._sent = device, "", Counter[tuple[str, int]]()
         self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
         model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
@@ -97,8 +126,10 @@ class Recorder(TorchDispatchMode):
         of = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         if self._device.is_gpu and isinstance(choice := getattr(func.on_gpus, "__self__", None), MatmulOperator):
             call = choice.call(*args)
-            why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or choice.unsupported(call)
+            why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or _obstacle(choice, call)
             lowered[choice.lowered_as(call, why)] += 1
+            kind = "all_gather" if func._opname == "all_gather_matmul" else "reduce_scatter"
+            self.pairs[CollectiveMatmul(kind, self._direction(), self._module(), why)] += 1
         if func.sends is not None and (sends := func.sends(self._device, *args)) is not None:
             for kind, n_bytes in sends:
                 self._add(kind, of.size(), n_bytes, func._opname)
@@ -134,7 +165,10 @@ class Recorder(TorchDispatchMode):
     def _add(self, kind: str, ranks: int, n_bytes: int, operator: str) -> None:
         if n_bytes == 0:
             return
-        self.collectives.append(Recorded(kind, self._direction(), ranks, n_bytes, operator))
+        self.collectives.append(Recorded(kind, self._direction(), self._module(), ranks, n_bytes, operator))
+
+    def _module(self) -> str:
+        return self.modules.name(self._direction() == "backward")
 
     def _direction(self) -> str:
         if not _is_backward():
@@ -150,6 +184,50 @@ class Recorder(TorchDispatchMode):
 
     def _alive(self) -> int:
         return sum(n_bytes for storage, n_bytes in self._made.values() if not storage.expired())
+
+
+class _RunningModule:
+    """Knows the module whose forward is running, be it once more, and the one whose backward is.
+
+    Args:
+        model: that it is part of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._backward = ModTracker()
+        self._names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
+        self._forward, self._hooks = list[str](), list[RemovableHandle]()
+
+    def __enter__(self) -> None:
+        self._backward.__enter__()
+        begin = register_module_forward_pre_hook(lambda module, _: self._forward.append(self._names[module]))
+        # Also where forward is computed again and ends early, by an exception.
+        self._hooks = [begin, register_module_forward_hook(self._end, always_call=True)]
+
+    def __exit__(self, *raised: Any) -> None:
+        self._backward.__exit__(*raised)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _end(self, *_: Any) -> None:
+        self._forward.pop()
+
+    def name(self, of_backward: bool) -> str:
+        """Return its name in the model, blocks as "layers.*"; "" outside of all.
+
+        Args:
+            of_backward: that of backward.
+        """
+        if not of_backward:
+            return self._forward[-1] if self._forward else ""
+        names = [name.partition(".")[2] for name in self._backward.parents]  # without the model's own
+        return re.sub(r"\.\d+(?=\.|$)", ".*", max(names, key=len))
+
+
+def _obstacle(choice: MatmulOperator, call: Any) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return UNKNOWN
+    return choice.unsupported(call)
 
 
 def _is_backward() -> bool:

@@ -121,7 +121,7 @@ def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
 
 
 def test_an_embedding_that_multiplies_by_its_weight_has_it_in_backward(tmp_path):
-    """By a user's class, a forward of its own, or a hook; a lookup needs none (forecast/test_comm_volume.py)."""
+    """By a user's class, a forward of its own, or a hook; a lookup needs none (ranks/recorder/test_real_step.py)."""
 
     def scaled(module: nn.Module, tokens: Tensor) -> Tensor:
         return Embedding.forward(module, tokens) * module.weight.square().mean()  # type: ignore[arg-type, union-attr]

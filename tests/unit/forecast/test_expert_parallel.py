@@ -1,23 +1,25 @@
 """What is predicted where ranks share experts out, against formulas, at sizes that need no GPU."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from titanlite.activation_checkpoint.operations import CLASSES, EXCHANGES
+from titanlite.commands.planned_run import plan_run
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import activations, block_costs
-from titanlite.forecast.comm_volume import of_experts, of_weights, units
 from titanlite.forecast.device_specs import DEVICES, measured_rates
 from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel
-from titanlite.forecast.step_time import StepTime, StepTimeModel
+from titanlite.forecast.step_time import StepTime, StepTimeModel, units
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.forecast.time_activations import operands
 from titanlite.forecast.what_travels import crossing, what_travels
-from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.recorder.record import record
 
 CONFIG = str(shipped_folder("configs") / "qwen3_moe_debug.toml")
 MEASURED = shipped_folder("configs").parent / "benchmarks" / "results" / "kernels.jsonl"
@@ -32,9 +34,13 @@ M, D, E, K, F = 128, 256, 8, 2, 128
 OF_EXPERT = 3 * D * F
 
 
-def memory_of(ranks: int, world: int = 8, *flags: str, host: int | None = None) -> MemoryModel:
+def run_of(ranks: int, *flags: str, world: int = 8) -> CheckedRun:
     degree = f"--parallelism.expert_parallel_degree={ranks}"
-    run = checked_run(["--config", CONFIG, *SMALL, degree, *flags], world_size=world)
+    return checked_run(["--config", CONFIG, *SMALL, degree, *flags], world_size=world)
+
+
+def memory_of(ranks: int, world: int = 8, *flags: str, host: int | None = None) -> MemoryModel:
+    run = run_of(ranks, *flags, world=world)
     return MemoryModel(run.config, run.dims, run.float8, run.optimizer, world, host=host)
 
 
@@ -67,12 +73,14 @@ def test_tensor_parallel_ranks_split_experts_too(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_travel_among_the_ranks_of_other_groups_alone(ranks: int) -> None:
-    memory = memory_of(ranks)
-    of_experts = [t for t in of_weights(memory) if t.module == "layers.0.experts"]
-    seen = [(t.kind, t.direction, t.ranks, t.whole_bytes) for t in of_experts]
-    whole = 4 * E // ranks * OF_EXPERT
+    memory, whole = memory_of(ranks), 4 * E // ranks * OF_EXPERT
+    step = record(run_of(ranks), 8, "h100").collectives.items()
+    seen = Counter[tuple[str, str, int]]()
+    for each, times in step:
+        if each.n_bytes == whole and not each.operator:
+            seen[each.kind, each.direction, each.ranks] += times
     want = [("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")]
-    assert seen == [(*each, 8 // ranks, whole) for each in want if ranks < 8]
+    assert seen == {(*each, 8 // ranks): 2 for each in want if ranks < 8}  # of two blocks
     assert [unit.shards for unit in units(memory) if unit.block == 0] == [8, 8 // ranks]
 
 
@@ -80,7 +88,9 @@ def test_experts_travel_among_the_ranks_of_other_groups_alone(ranks: int) -> Non
 def test_tokens_go_to_all_ranks_and_come_back_by_slot(ranks: int) -> None:
     """In bytes of bfloat16; choices and weights have four, and gradients of weights."""
     memory = memory_of(ranks, 8, *BF16)
-    seen = {(t.kind, t.direction): t for t in of_experts(memory, block_costs(memory.run, LEAST))}
+    run = run_of(ranks, *BF16, "--activation_checkpoint.recipe=full")
+    step = plan_run(run, "", 8, "h100").collectives.items()
+    seen = {(each.kind, each.direction): (each, times) for each, times in step if each.operator}
     others = ranks - 1
     sent = {
         ("all_gather", "forward"): others * M * (2 * D + 4 * K),
@@ -89,10 +99,10 @@ def test_tokens_go_to_all_ranks_and_come_back_by_slot(ranks: int) -> None:
         ("all_to_all", "backward"): others * M * K * (2 * D + 4) // ranks,
         ("all_gather", "recomputation"): others * M * (2 * D + 4 * K),  # for the rows that w13 multiplies
     }
-    assert {key: t.sent_bytes for key, t in seen.items()} == sent
-    assert {t.ranks for t in seen.values()} == {ranks}
+    assert {key: each.sent_bytes for key, (each, _) in seen.items()} == sent
+    assert {each.ranks for each, _ in seen.values()} == {ranks}
     assert memory.symmetric_memory == max(ranks * M * (2 * 2 * D + 4 * K), M * K * (2 * D + 4))
-    assert all(t.times == 1 for t in seen.values())
+    assert {times for _, times in seen.values()} == {2}  # blocks
 
 
 @pytest.mark.parametrize(("ranks", "host"), [(4, 2), (8, 4)])
@@ -102,12 +112,6 @@ def test_across_hosts_a_row_travels_for_each_slot_of_each_rank(ranks: int, host:
     within = memory_of(host, 8, *BF16, host=host)
     assert [memory.run.exchange_by_nccl for memory in (near, within, far)] == [False, False, True]
     assert within.symmetric_memory > far.symmetric_memory == 0
-    before, after = ({(t.kind, t.direction): t for t in of_experts(m, ())} for m in (near, far))
-    for key, traffic in after.items():
-        times = ranks if key[0] == "all_to_all" else 1
-        assert traffic.sent_bytes == times * before[key].sent_bytes
-        assert traffic.shape == (times * before[key].shape[0], D)
-    assert after["all_to_all", "forward"].sent_bytes == (ranks - 1) * M * K * 2 * D
     (sent,) = ops_of(far.run.blocks[0].backward, "gradients_at_owners")
     both_sides = 2 * ranks * M * K * (2 * D + 4)
     assert sent.inside == both_sides
@@ -232,7 +236,8 @@ def test_a_step_takes_longer_by_the_tokens_that_travel() -> None:
     one, split = (memory_of(ranks, 8, *BF16) for ranks in (1, 4))
     rates = measured_rates()
     before, after = (StepTimeModel(memory, rates).step(block_costs(memory.run, LEAST)) for memory in (one, split))
-    sent = sum(t.sent_bytes for t in of_experts(split, ()))
+    step = record(run_of(4, *BF16), 8, "h100").collectives.items()
+    sent = sum(times * each.sent_bytes for each, times in step if each.operator)
     assert before.tokens == 0
     assert after.tokens > 1e3 * sent / max(rates.exchange) / 1e9
     assert after.matmul < before.matmul  # an expert has more rows, of more ranks
