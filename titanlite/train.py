@@ -31,11 +31,6 @@ def main() -> None:
     folder = RunFolder.of(run.config)
     if is_first:
         check_start(run.config, run.inputs)
-    if lack := lack_of_memory(run.config, run.dims, run.optimizer, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ConfigError(lack)
     if run.config.model.file or run.config.optimizer.file:
         # They may touch CUDA when they are imported: on this process's GPU, not on everybody's first.
         from titanlite.parallel.process_group import choose_device
@@ -43,16 +38,21 @@ def main() -> None:
         choose_device()
     from titanlite.training.assemble import try_assembly  # torch is imported here, not before
 
-    rules = try_assembly(run, world)
+    foreseen = try_assembly(run, world)
+    if lack := lack_of_memory(run.config, foreseen.trained, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ConfigError(lack)
     if (found := newest_state(run.config)) is not None:  # refuse the state of another optimizer
-        changed_optimizer(*found, run.config, rules, run.optimizer)
+        changed_optimizer(*found, run.config, foreseen.rules, run.optimizer)
     notices, warnings = [*run.port.count(), *run.hints], [*run.warnings]
     notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
     if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
-            lack = lack_of_disk_space(folder.checkpoints, run.config, run.dims, run.optimizer)
+            lack = lack_of_disk_space(folder.checkpoints, run.config, foreseen.saved)
             warnings += [lack] if lack else []
         warnings += filter(None, [no_login(run.config)])
 

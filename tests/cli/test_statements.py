@@ -22,21 +22,22 @@ import torch
 
 from titanlite import recipes
 from titanlite.commands import main
-from titanlite.config.architectures import n_active_parameters, n_parameters, parameter_shapes
 from titanlite.config.build import show
 from titanlite.config.explain import field_docs
-from titanlite.config.optimizers import average_cost, optimizer_cost
 from titanlite.config.recipe_schema import Experts
 from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.forecast.update_time import computed_flops
-from titanlite.models.experts import MixtureOfExperts
-from titanlite.training.optimizers.muon import MuonRule
-from titanlite.training.optimizers.normuon import NorMuon
-from titanlite.training.weight_average import WeightAverage
+from titanlite.models.experts import MixtureOfExperts, count_parameters
+from titanlite.models.find import build_model
+from titanlite.optimizers import weight_average
+from titanlite.optimizers.muon import MuonRule
+from titanlite.optimizers.normuon import NorMuon
+from titanlite.optimizers.sharded import RULES
+from titanlite.optimizers.weight_average import WeightAverage
 
 ROOT = Path(__file__).parents[2]
 WORDS = {3: "three", 4: "four", 5: "five", 10: "ten", 20: "twenty"}
-EMA, CONFIG = average_cost(Optimizer(ema_decay=0.9)), Config()
+EMA, CONFIG = weight_average.COST, Config()
 PAGES: dict[str, Callable[[], Iterator[str]]] = {}
 
 
@@ -108,8 +109,8 @@ def _() -> Iterator[str]:
 @page("docs/activation_checkpoint.md")
 def _() -> Iterator[str]:
     def gathered_gib(flavor: str) -> float:
-        shapes = parameter_shapes(Model(flavor=flavor), dims(f"llama3-{flavor}")) or {}
-        return 3 * 2 * sum(math.prod(shape) for name, shape in shapes.items() if ".0." in name) / 2**30
+        block = build_model(Model(flavor=flavor), dims(f"llama3-{flavor}"), 1).layers[0]
+        return 3 * 2 * sum(parameter.numel() for parameter in block.parameters()) / 2**30
 
     yield f"less {percent(of('forecast.memory:MARGIN'))} as a margin"
     yield f"leave {percent(round(1 - of('training.out_of_memory:_MARGIN'), 6))} more room"
@@ -138,7 +139,7 @@ def _() -> Iterator[str]:
 
 @page("docs/checkpoint.md")
 def _() -> Iterator[str]:
-    adamw, muon = (4 + optimizer_cost(rule, Optimizer()).state for rule in ("adamw", "muon"))
+    adamw, muon = (4 + RULES[rule].cost(Optimizer()).state for rule in ("adamw", "muon"))
     yield f"{adamw} bytes with AdamW, {muon} with Muon, and {EMA.state} more with an average"
     yield f"up to {WORDS[of('checkpoint.publish:THREADS')]} files of each rank"
     yield f"at most {of('checkpoint.hugging_face:_FILE_BYTES') / 1e9:g} GB"
@@ -227,7 +228,7 @@ def _() -> Iterator[str]:
 @page("docs/how_to/mixture_of_experts.md")
 def _() -> Iterator[str]:
     model, of_model, new = Model(name="qwen3_moe", flavor="30B-A3B"), dims("qwen3_moe-30B-A3B"), "commands.new_choices"
-    billions = [(count(model, of_model) or 0) / 1e9 for count in (n_parameters, n_active_parameters)]
+    billions = [count / 1e9 for count in count_parameters(build_model(model, of_model, 1))]
     yield f"has {billions[0]:.1f} billion, of which a token uses {billions[1]:.2f}"
     yield f"Begin with {of(f'{new}:MIXTURE_LR'):.0e}".replace("e-0", "e-")
     yield f"`titanlite new` takes {of(f'{new}:TOKENS_A_PARAMETER')} for each parameter that a token uses"
@@ -235,7 +236,7 @@ def _() -> Iterator[str]:
 
 @page("docs/how_to/own_optimizer.md")
 def _() -> Iterator[str]:
-    yield f"on at most {of('training.optimizers.rule_of_file:_PIECE'):,} numbers at a time"
+    yield f"on at most {of('optimizers.rule_of_file:_PIECE'):,} numbers at a time"
 
 
 @page("docs/how_to/train_with_muon.md")

@@ -21,6 +21,7 @@ from titanlite.data.prepare import prepare
 from titanlite.device import CPU
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.observe.peak_flops import windows_of
+from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel import fsdp
 from titanlite.parallel.context import token_group
 from titanlite.parallel.mesh import Mesh
@@ -29,7 +30,6 @@ from titanlite.training import assemble as assemble_file
 from titanlite.training import build as build_file
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
-from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.schedule import learning_rate
 from titanlite.training.state import take_first_weights, tensors_of
 from titanlite.training.step import train_step

@@ -14,7 +14,7 @@ ROWS = (
     {"comparison", "explain"},
     {"preflight"},
     {"forecast"},
-    {"activation_checkpoint", "sharding", "async_tp", "checkpoint", "evaluation"},
+    {"activation_checkpoint", "sharding", "async_tp", "checkpoint", "evaluation", "optimizers"},
     {"parallel"},
     {"float8", "observe"},
     {"models", "data", "update_rules"},

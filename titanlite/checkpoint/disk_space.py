@@ -11,32 +11,32 @@ from pathlib import Path
 
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint.publish import THREADS, complete_steps, stale_bytes
-from titanlite.config.architectures import parameter_shapes
 from titanlite.config.check import last_step
-from titanlite.config.optimizers import state_bytes
-from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config
 
 SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
 _FILES = THREADS + 4  # of a checkpoint, at least: tensors, .metadata, state.json, the manifest, the folder
 
 
-def lack_of_disk_space(root: Path, config: Config, dims: ModelDims, rules: OptimizerRecipe) -> str | None:
+def lack_of_disk_space(root: Path, config: Config, each: int) -> str | None:
     """Say so if the checkpoints that will be there at once need more room than is free.
 
+    Args:
+        root: where they are.
+        config: of the run.
+        each: bytes of one.
+
     Returns:
-        One line for the user; None if there is room, or the model's size is not known without its file.
+        One line for the user; None if there is room.
     """
-    shapes, steps = parameter_shapes(config.model, dims), complete_steps(root)
-    last = last_step(config)
+    steps, last = complete_steps(root), last_step(config)
     newest, interval = max(steps, default=0), config.checkpoint.interval
     to_come = math.ceil(last / interval) - newest // interval  # at each multiple, and at the end
-    if shapes is None or last <= newest:
+    if last <= newest:
         return None
     keep, there = config.checkpoint.keep_latest_k, len(steps)
     # An old one is deleted when the new one is complete, the one that the run resumed from not at all.
     more = max(1, min(to_come, keep + 1 + bool(there) - there)) if keep else to_come
-    each = 4 * sum(map(math.prod, shapes.values())) + state_bytes(rules, config.optimizer, shapes)
     folder = next(path for path in (root, *root.parents) if path.exists())
     free, files = shutil.disk_usage(folder).free + stale_bytes(root), os.statvfs(folder)
     lacks_files = files.f_files > 0 and files.f_favail < more * _FILES  # 0 of all: it has as many as it likes

@@ -10,9 +10,10 @@ reads one parameter after the other and keeps its slice.
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,6 @@ from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.weight_shapes import full_name
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
 from titanlite.errors import CheckpointError, describe
 from titanlite.float8.weight import local_data
@@ -39,6 +39,8 @@ from titanlite.models.find import build_model
 from titanlite.models.hugging_face import our_weight, their_weights
 from titanlite.parallel.initialise import local_slice
 
+# Tables of positions and masks, which older releases of transformers saved beside the weights.
+_BUFFER = re.compile(r"\.(rotary_emb\.inv_freq|attn\.bias|attn\.masked_bias)$")
 _FILE_BYTES = 5_000_000_000  # of weights in one file, as transformers itself writes them
 
 
@@ -124,13 +126,8 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
     """
 
     def load_here() -> tuple[int, int]:
-        try:
-            return _load(Path(os.path.expanduser(path)), LAYOUTS[architecture], model, parameters)
-        except (OSError, SafetensorError) as error:
-            want = "safetensors that every rank can read"
-            raise CheckpointError.of(
-                f"rank {rank()}", "checkpoint.initial_load_path", f"{path} ({error})", want, "fetch the folder again"
-            ) from error
+        with _folder_of(path, f"rank {rank()}") as folder:
+            return _load(folder, LAYOUTS[architecture], model, parameters)
 
     of_ranks = on_all_ranks(load_here)
     if different := [r for r, other in enumerate(of_ranks) if other != of_ranks[0]]:
@@ -139,37 +136,80 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
     return of_ranks[0][0]
 
 
+def check_weights(path: str, architecture: str, model: nn.Module) -> None:
+    """Refuse a folder whose weights are not those of a model, by the headers of its files.
+
+    Args:
+        path: the folder.
+        architecture: `model.name`.
+        model: whole; its weights are not read.
+
+    Raises:
+        CheckpointError: as of `load_weights`.
+    """
+    with _folder_of(path, "initial weights") as folder, ExitStack() as opened:
+        # As numpy's: for torch a file is mapped as if all of it might be written, for which not every host has room.
+        saved = {file: cast(Any, opened.enter_context(safe_open(file, "np"))) for file in weight_files(folder)}
+        _find_weights(folder, LAYOUTS[architecture], model, dict(model.named_parameters()), saved)
+
+
+@contextmanager
+def _folder_of(path: str, who: str) -> Generator[Path]:
+    try:
+        yield Path(os.path.expanduser(path))
+    except (OSError, SafetensorError) as error:
+        saw, want = f"{path} ({error})", "safetensors that every rank can read"
+        raise CheckpointError.of(who, "checkpoint.initial_load_path", saw, want, "fetch the folder again") from error
+
+
+def _full_name(layout: HubLayout, name: str) -> str | None:
+    """Return the whole name of a tensor of a folder; None if it is no weight.
+
+    A model that was saved without its head does not name what is above its layers.
+    """
+    base = layout.names["norm"].partition(".")[0]
+    return None if _BUFFER.search(name) else name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}"
+
+
+def _find_weights(
+    folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping[str, Tensor], saved: Mapping[Path, Any]
+) -> tuple[dict[str, tuple[Any, str]], bool]:
+    """Give the file and the name in it of each weight, once all are known to be there; and whether a tied head is."""
+    places: dict[str, list[tuple[Path, str]]] = {}
+    for file, content in saved.items():
+        for name in content.keys():  # noqa: SIM118  it is no mapping
+            if key := _full_name(layout, name):
+                places.setdefault(key, []).append((file, name))
+    twice = [f"{key} ({', '.join(f'{n} in {f.name}' for f, n in of)})" for key, of in places.items() if len(of) > 1]
+    require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")
+    found = {key: (saved[of[0][0]], of[0][1]) for key, of in places.items()}
+    shapes = {key: tuple(content.get_slice(name).get_shape()) for key, (content, name) in found.items()}
+    head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)  # None: tied, and left out
+    wanted = {
+        key: tuple(weight.shape)
+        for name, parameter in parameters.items()
+        for key, weight in their_weights(layout, model, name, torch.empty(parameter.shape, device="meta")).items()
+    }
+    _check_weight_shapes(folder, shapes, wanted)
+    stored = {key: found[key][0].get_slice(found[key][1]).get_dtype() for key in wanted}
+    integers = [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
+    want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
+    require_none(folder, [("in the folder", integers, want)], fix)
+    return {key: found[key] for key in (*wanted, *(["lm_head.weight"] if head is not None else []))}, head is not None
+
+
 def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
     """Load the weights; return how many were read, and a sum over all their bits."""
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
-        places: dict[str, list[tuple[Path, str]]] = {}
-        for file, content in saved.items():
-            for name in content.keys():  # noqa: SIM118  it is no mapping
-                if key := full_name(layout, name):
-                    places.setdefault(key, []).append((file, name))
-        twice = [f"{key} ({', '.join(f'{n} in {f.name}' for f, n in of)})" for key, of in places.items() if len(of) > 1]
-        require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")
-        found = {key: of[0] for key, of in places.items()}
-        shapes = {key: tuple(saved[file].get_slice(name).get_shape()) for key, (file, name) in found.items()}
-        head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)  # None: tied, and left out
-        wanted = {
-            key: tuple(weight.shape)
-            for name, parameter in parameters.items()
-            for key, weight in their_weights(layout, model, name, torch.empty(parameter.shape, device="meta")).items()
-        }
-        _check_weight_shapes(folder, shapes, wanted)
-        stored = {key: saved[found[key][0]].get_slice(found[key][1]).get_dtype() for key in wanted}
-        integers = [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
-        want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
-        require_none(folder, [("in the folder", integers, want)], fix)
+        found, has_tied_head = _find_weights(folder, layout, model, parameters, saved)
 
         def read(key: str) -> Tensor:
             file, name = found[key]
-            return saved[file].get_tensor(name).float()
+            return file.get_tensor(name).float()
 
         embedding = layout.names["tok_embeddings"] + ".weight"
-        if head is not None and not read("lm_head.weight").equal(read(embedding)):
+        if has_tied_head and not read("lm_head.weight").equal(read(embedding)):
             saw = [f"lm_head.weight, which is not {embedding}"]
             want = "a head that is the embedding, as tie_word_embeddings = true in config.json says"
             fix = f'"tie_word_embeddings": false in {folder / "config.json"}, and model.flavor = "{FROM_CHECKPOINT}"'
@@ -180,7 +220,7 @@ def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping
             bits = (31 * bits + int(whole.view(torch.int32).sum())) % 2**63
             with torch.no_grad():
                 local_data(parameter).copy_(local_slice(whole, parameter))
-    return len(wanted), bits
+    return len(found) - has_tied_head, bits
 
 
 def _check_weight_shapes(

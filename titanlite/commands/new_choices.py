@@ -15,7 +15,6 @@ import torch
 
 from titanlite import recipes
 from titanlite.commands.new_wishes import Wishes, wished_inputs, wished_model
-from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs, check_inputs
@@ -35,6 +34,8 @@ from titanlite.forecast.choose_layout import (
 from titanlite.forecast.memory import MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, outlook, token_flops
 from titanlite.forecast.suggest_flags import LEAST, processes_that_fit
+from titanlite.models.experts import count_parameters
+from titanlite.models.find import build_model
 from titanlite.observe.peak_flops import dense_bf16_flops, peak_flops
 from titanlite.preflight.machine import Machine
 
@@ -110,7 +111,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     model = replace(model, vocab_size=_vocabulary(inputs, recipes.model_dims(config)))
     config = replace(config, model=model)
     dims = recipes.model_dims(config)
-    parameters, active = n_parameters(model, dims) or 0, n_active_parameters(model, dims) or 0
+    parameters, active = count_parameters(build_model(model, dims, 1))
     tokens = wishes.tokens or TOKENS_A_PARAMETER * active
     is_cpu = machine.rates is None
     S = _sequence(dims, parameters, is_cpu)
@@ -162,7 +163,7 @@ def default_model(machine: Machine) -> str:
     for name in recipes.names("model"):
         if name.startswith("llama3-"):
             model = wished_model(name)
-            sizes[name] = n_parameters(model, recipes.model_dims(Config(model=model))) or 0
+            sizes[name], _ = count_parameters(build_model(model, recipes.model_dims(Config(model=model)), 1))
     room = machine.gib * machine.world * 2**30 / 2 / 16
     return max(sizes, key=lambda name: (sizes[name] <= room, sizes[name] if sizes[name] <= room else -sizes[name]))
 

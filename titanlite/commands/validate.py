@@ -7,8 +7,8 @@ certain whether another job is using the run folder.
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.optimizer_state import changed_file, taken_by_branch
@@ -17,7 +17,6 @@ from titanlite.checkpoint.resume import changed_average, check_quickly, nothing_
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
-from titanlite.config.architectures import n_active_parameters, n_parameters
 from titanlite.config.check import sequences_per_step
 from titanlite.config.stages import follows_ranks, source_keys
 from titanlite.data.inputs import check_cache
@@ -35,6 +34,9 @@ from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import branch_of, changed_optimizer
 from titanlite.training.schedule import change_of_rate
 
+if TYPE_CHECKING:
+    from titanlite.training.assemble import Foreseen
+
 _COMMAND = Command(
     "validate",
     __doc__ or "",
@@ -46,7 +48,7 @@ def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
     given = _COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
-    found, step, samples = list[TitanliteError](), None, 0
+    found, step, samples, foreseen = list[TitanliteError](), None, 0, None
     try:
         check_cache(checked.inputs, checked.config.data)
     except TitanliteError as error:
@@ -55,16 +57,19 @@ def run(argv: list[str]) -> int:
         from titanlite.training.assemble import try_assembly
 
         try:
-            checked, step, samples = _foreseen(checked, given.world, try_assembly(checked, given.world))
+            foreseen = try_assembly(checked, given.world)
+            checked, step, samples = _of_host_and_folder(checked, given.world, foreseen)
         except TitanliteError as error:
             found.append(error)
-    if found:
+    if found or foreseen is None:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
-    sys.stdout.write(summary(checked, given.file, given.world, step, samples) + checked.port.to_paste())
+    sys.stdout.write(summary(checked, foreseen, given.file, given.world, step, samples) + checked.port.to_paste())
     return 0
 
 
-def _foreseen(checked: CheckedRun, world: int | None, rules: Mapping[str, str]) -> tuple[CheckedRun, int | None, int]:
+def _of_host_and_folder(
+    checked: CheckedRun, world: int | None, foreseen: "Foreseen"
+) -> tuple[CheckedRun, int | None, int]:
     """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
@@ -72,10 +77,10 @@ def _foreseen(checked: CheckedRun, world: int | None, rules: Mapping[str, str]) 
     ahead = (source for key, source in checked.inputs.trained.items() if key not in checked.inputs.shards)
     warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():
-        warnings.append(lack_of_memory(config, checked.dims, checked.optimizer))
+        warnings.append(lack_of_memory(config, foreseen.trained))
     if config.checkpoint.enable:
         step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
-        warnings.append(lack_of_disk_space(folder.checkpoints, config, checked.dims, checked.optimizer))
+        warnings.append(lack_of_disk_space(folder.checkpoints, config, foreseen.saved))
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
         state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences, checked.saved)
@@ -88,11 +93,11 @@ def _foreseen(checked: CheckedRun, world: int | None, rules: Mapping[str, str]) 
         change = change_of_rate(config, step, state.learning_rate, checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
         notices += [*changed_average(state, config, step), *changed_file(state, checked.optimizer.own_rules, step)]
-        notices += changed_optimizer(at, state, config, rules, checked.optimizer)
+        notices += changed_optimizer(at, state, config, foreseen.rules, checked.optimizer)
     elif branch := branch_of(config):
         at = step_folder(*branch)
         state = read_state(at, branch[1])
-        fresh = changed_optimizer(at, state, config, rules, checked.optimizer)
+        fresh = changed_optimizer(at, state, config, foreseen.rules, checked.optimizer)
         notices += [f"goes on from {at}: {taken_by_branch(bool(fresh))}", *fresh]
         change = change_of_rate(config, branch[1], state.learning_rate, checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
@@ -101,7 +106,9 @@ def _foreseen(checked: CheckedRun, world: int | None, rules: Mapping[str, str]) 
     return replace(checked, hints=hints, warnings=warnings), step, samples
 
 
-def summary(checked: CheckedRun, file: str, world: int | None, step: int | None, samples: int = 0) -> str:
+def summary(
+    checked: CheckedRun, foreseen: "Foreseen", file: str, world: int | None, step: int | None, samples: int = 0
+) -> str:
     """Say in a few lines what a run would be."""
     config, inputs = checked.config, checked.inputs
     mesh = config.parallelism
@@ -135,7 +142,7 @@ def summary(checked: CheckedRun, file: str, world: int | None, step: int | None,
     experts = f" (experts over {ep})" if ep > 1 else ""
     within = "" if chosen.budget_gib is None else f" within {chosen.budget_gib:g} GiB"
     rows = {
-        "model": _model(checked),
+        "model": _model(checked, foreseen),
         "mesh": f"replicate {replicate} × shard {shards}{experts}{split} × tensor {tensor}: {processes}",
         "batch": _batch_in_words(checked, ranks, world),
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}, "
@@ -233,13 +240,10 @@ def _stages(checked: CheckedRun) -> str:
     return "\n            ".join(lines)
 
 
-def _model(checked: CheckedRun) -> str:
-    """Return the architecture, its size, and its parameters where they can be counted without importing its file."""
-    model, count = checked.config.model, n_parameters(checked.config.model, checked.dims)
-    if count is None:
-        return f"{model.file} {model.flavor}, not imported"
+def _model(checked: CheckedRun, foreseen: "Foreseen") -> str:
+    """Return the architecture, its size and its parameters."""
+    model, n, active = checked.config.model, foreseen.n_elements, foreseen.n_active
     over = [f"{k} {v}" for k, v in vars(model).items() if v is not None and k not in ("name", "file", "flavor")]
     other = f" with {', '.join(over)}" if over else ""
-    active = n_active_parameters(model, checked.dims)
-    used = f", of which a token uses {active:,}" if active != count else ""
-    return f"{model.name} {model.flavor}{other}, {count:,} parameters{used}"
+    used = f", of which a token uses {active:,}" if active < n else ""
+    return f"{model.file or model.name} {model.flavor}{other}, {n:,} parameters{used}"

@@ -5,7 +5,7 @@ against a config in no time; the tensors are compared when they are loaded.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -26,7 +26,6 @@ from titanlite.config.hugging_face import (
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, RopeScaling
 from titanlite.config.schema import Config
-from titanlite.config.weight_shapes import odd_weights
 from titanlite.json_file import MALFORMED, read_json
 
 FROM_CHECKPOINT = "from_checkpoint"  # as model.flavor: the dimensions are those of the folder
@@ -213,22 +212,17 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
         want = f"a config.json of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)
-    check_weight_files(path, problems, KEY, lambda folder: odd_weights(folder, config.model, cast(ModelDims, recipe)))
+    check_weight_files(path, problems, KEY)
     problems.raise_all()
 
 
-def check_weight_files(
-    path: str, problems: Problems, key: str, odd_in: Callable[[Path], list[str]] = lambda folder: []
-) -> None:
-    """Add that files with the weights of a folder are missing or odd, or that their index is damaged."""
+def check_weight_files(path: str, problems: Problems, key: str) -> None:
+    """Add that files with the weights of a folder are missing, or that their index is damaged."""
     try:
         folder = Path(os.path.expanduser(path))
         if missing := [file.name for file in weight_files(folder) if not file.is_file()]:
             want = f"{', '.join(missing)} in it"
             problems.add(key, show(path), want, "fetch the folder again, with its safetensors")
-        elif odd := odd_in(folder):
-            want = f"safetensors of the model that config.json in it describes: {', '.join(odd)}"
-            problems.add(key, show(path), want, f"fetch the folder again, or correct {folder / 'config.json'}")
     except _UNREADABLE as error:
         _add_unreadable(path, error, problems, key)
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from titanlite.config.optimizers import average_cost, optimizer_cost
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
 from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config, Model
@@ -22,8 +21,10 @@ from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
+from titanlite.optimizers import weight_average
+from titanlite.optimizers.rule import UpdateCost
+from titanlite.optimizers.sharded import update_cost
 from titanlite.parallel.share_matrices import BUCKET, share_matrices
-from titanlite.update_rules.find import bytes_of_update
 
 AVERAGE = "average of weights"
 """Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
@@ -185,9 +186,9 @@ class UpdateWork:
         for name, own in self.settings.items():
             names.setdefault(own.rule, []).append(name)
         self.elements = {rule: self._elements(own) for rule, own in names.items()}
-        self._costs = {rule: optimizer_cost(rule, config.optimizer, rules.own_rules) for rule in names}
-        self._own_rules = rules.own_rules
-        self.average = average_cost(config.optimizer).state * sum(self.elements.values())
+        self._costs = {rule: update_cost(rule, rules, config.optimizer) for rule in names}
+        self._of_average = weight_average.COST if config.optimizer.ema_decay else UpdateCost(state=0, moved=0)
+        self.average = self._of_average.state * sum(self.elements.values())
         self.rows = {rule: self._rows(rule, own) for rule, own in names.items()}
         self.state = self.average + sum(self._state(rule, own) for rule, own in names.items())
         self.shared = [
@@ -201,11 +202,17 @@ class UpdateWork:
 
     def moved(self) -> dict[str, int]:
         """Bytes that a step reads and writes of this rank's shard, by rule, and for the average of the weights."""
-        own, each = self._own_rules, self.elements
-        itself = {rule: bytes_of_update(own[rule]) if rule in own else 0 for rule in each}
-        found = {rule: (self._costs[rule].moved + itself[rule]) * n for rule, n in each.items()}
-        average = average_cost(self.config.optimizer).moved * sum(each.values())
-        return found | ({AVERAGE: average} if self.average else {})
+        found = {rule: self._costs[rule].moved * n for rule, n in self.elements.items()}
+        return found | ({AVERAGE: self._of_average.moved * sum(self.elements.values())} if self.average else {})
+
+    @property
+    def saved(self) -> int:
+        """Bytes of a checkpoint: the weights in float32, what is kept of them, and their average."""
+        total, whole = 0, self._whole()
+        for name, own in self.settings.items():
+            cost, each = self._costs[own.rule], whole[name]
+            total += (4 + cost.state + self._of_average.state) * each.elements + cost.row * each.shape[0]
+        return total
 
     def groups(self) -> dict[str, GroupWork]:
         """Return what each group of the recipe has, and the average of the weights."""

@@ -138,6 +138,13 @@ class MixtureOfExperts(nn.Module):
         return with_loss(weights, loss, self.share)
 
 
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Count the elements of a whole model's parameters, tied ones once, and those of them that one token uses."""
+    n_elements = sum(parameter.numel() for parameter in model.parameters())
+    of_experts = [module for module in model.modules() if isinstance(module, GroupedProjection)]
+    return n_elements, n_elements - sum(layer.weight.numel() - layer.used_by_a_token for layer in of_experts)
+
+
 def has_experts(model: nn.Module) -> bool:
     """Return whether a model has mixtures of experts."""
     return any(isinstance(module, MixtureOfExperts) for module in model.modules())

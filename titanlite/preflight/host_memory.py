@@ -1,18 +1,14 @@
-"""Check, before torch is imported, that a host without a GPU has the memory that the weights of a run need.
+"""Check that a host without a GPU has the memory that the weights of a run need.
 
 It is the least that a run takes: of activations, gathered weights and the interpreter nothing is said. So what is
 refused here would have ended in the allocator, or been killed, after minutes.
 """
 
-import math
 import os
 from pathlib import Path
 
 from titanlite.byte_size import byte_size
-from titanlite.config.architectures import parameter_shapes
 from titanlite.config.build import show
-from titanlite.config.optimizers import state_bytes
-from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
 from titanlite.config.schema import Config
 from titanlite.errors import ErrorReport, Problem, describe
 
@@ -21,19 +17,18 @@ _GROUPS, _TREE = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Linux, of AMD
 
 
-def lack_of_memory(
-    config: Config, dims: ModelDims, rules: OptimizerRecipe, world: int = 1, on_host: int | None = None
-) -> ErrorReport | None:
+def lack_of_memory(config: Config, whole: int, world: int = 1, on_host: int | None = None) -> ErrorReport | None:
     """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
 
+    Args:
+        config: of the run.
+        whole: bytes of those of a replica.
+        world: number of processes.
+        on_host: those of this host; None: all.
+
     Returns:
-        The refusal of a start, which a host with GPUs need not heed; None if there is enough, or the model's size is
-        not known without its file.
+        The refusal of a start, which a host with GPUs need not heed; None if there is enough.
     """
-    shapes = parameter_shapes(config.model, dims)
-    if shapes is None:
-        return None
-    whole = 8 * sum(map(math.prod, shapes.values())) + state_bytes(rules, config.optimizer, shapes)
     replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world
     need, there = whole * replicas * on_host // world, memory_of_host()

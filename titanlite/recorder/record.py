@@ -26,6 +26,9 @@ from titanlite.data.batches import padding_of
 from titanlite.models.find import build_model
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.peak_flops import windows_of
+from titanlite.optimizers.muon_of_groups import MuonOfGroups
+from titanlite.optimizers.rule import UpdateRule
+from titanlite.optimizers.sharded import RULES
 from titanlite.parallel.context import token_group
 from titanlite.parallel.fake_world import fake_world
 from titanlite.preflight.checked_run import CheckedRun
@@ -33,9 +36,6 @@ from titanlite.receipt import Entry
 from titanlite.recorder.recorder import CollectiveMatmul, Recorded, Recorder
 from titanlite.training.assemble import device_to_plan_for
 from titanlite.training.build import build
-from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
-from titanlite.training.optimizers.rule import UpdateRule
-from titanlite.training.optimizers.sharded import RULES
 from titanlite.training.receipt import add_entries
 from titanlite.training.step import train_step
 

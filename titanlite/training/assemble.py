@@ -23,6 +23,7 @@ from torch import nn
 import titanlite
 from titanlite.activation_checkpoint.apply import SaveListUse, apply_activation_checkpoint, check_names
 from titanlite.checkpoint.collective import on_rank_0
+from titanlite.checkpoint.hugging_face import check_weights
 from titanlite.config.build import show
 from titanlite.config.check import uses_copy_engines
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
@@ -41,7 +42,7 @@ from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.suggest_flags import check_budget
 from titanlite.forecast.time_activations import time_block
-from titanlite.models.experts import GroupedProjection, has_experts, product_names
+from titanlite.models.experts import GroupedProjection, count_parameters, has_experts, product_names
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Projection
 from titanlite.observe.peak_flops import windows_of
@@ -51,6 +52,7 @@ from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
 from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.preflight.checked_run import CheckedRun
+from titanlite.preflight.start import newest_state
 from titanlite.receipt import Entry, Receipt
 from titanlite.sharding.split import sharding_plan, split_model
 from titanlite.training.attention import choose_attention
@@ -65,6 +67,7 @@ class Assembly:
         asked: the run.
         model: on the meta device; this rank's part of each layer, under activation checkpointing.
         mesh: of the run.
+        n_elements: of the parameters of all ranks together, each shared one once; `n_active` are used by one token.
         settings: how each parameter is updated.
         float8: the outcome of its conversion, or None.
         memory: what is known of the run's.
@@ -79,6 +82,8 @@ class Assembly:
     asked: CheckedRun
     model: nn.Module
     mesh: Mesh
+    n_elements: int
+    n_active: int
     settings: Mapping[str, UpdateSettings]
     float8: Conversion | None
     memory: MemoryModel
@@ -90,18 +95,44 @@ class Assembly:
     warnings: tuple[str, ...] = ()
 
 
-def try_assembly(asked: CheckedRun, world: int | None) -> dict[str, str]:
-    """Assemble a run without memory, for what only its model can tell; return the rule of each parameter.
+@dataclass(frozen=True)
+class Foreseen:
+    """The facts that only a run's model can tell before a start.
+
+    Attributes:
+        rules: of each parameter.
+        n_elements: of the parameters of all ranks together, each shared one once.
+        n_active: those of them that one token uses.
+        saved: bytes of a checkpoint.
+    """
+
+    rules: Mapping[str, str]
+    n_elements: int
+    n_active: int
+    saved: int
+
+    @property
+    def trained(self) -> int:
+        """Bytes of weights, gradients and the optimizer's state in float32."""
+        return self.saved + 4 * self.n_elements
+
+
+def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
+    """Assemble a run without memory, for what only its model can tell.
 
     Args:
         asked: the run.
         world: number of processes; None: the fewest that it can have.
 
     Raises:
-        TitanliteError: see `assembled`.
+        TitanliteError: see `assembled`; or the weights that it starts from are of another model.
     """
+    config, path = asked.config, asked.config.checkpoint.initial_load_path
+    if path and newest_state(config) is None:
+        check_weights(path, config.model.name, build_model(config.model, asked.dims, longest_seq_len(config)))
     with assembled(asked, world) as made:
-        return {name: own.rule for name, own in made.settings.items()}
+        rules = {name: own.rule for name, own in made.settings.items()}
+        return Foreseen(rules, made.n_elements, made.n_active, made.memory.optimizer.saved)
 
 
 def device_to_plan_for(gpu: str | None) -> Device:
@@ -154,7 +185,7 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     config, dims, float8 = asked.config, asked.dims, asked.float8
     _try_own_rules(asked)
     model = build_model(config.model, dims, longest_seq_len(config))
-    settings = _find_what_is_named(asked, model)
+    settings, counts = _find_what_is_named(asked, model), count_parameters(model)
     of_blocks = asked.save_list and asked.save_list.active(dims.n_layers)
     if blocks is not None:
         for n in {*range(dims.n_layers)}.difference(blocks):
@@ -191,7 +222,8 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     if save_list is not None:
         use = apply_activation_checkpoint(model, save_list, of_blocks)
         check_matches(save_list, memory.run, config.job.strict)
-    return Assembly(asked, model, mesh, settings, converted, memory, why, save_list, chosen, use, receipt, warnings)
+    of_model = model, mesh, *counts, settings
+    return Assembly(asked, *of_model, converted, memory, why, save_list, chosen, use, receipt, warnings)
 
 
 def _try_own_rules(asked: CheckedRun) -> None:

@@ -27,8 +27,9 @@ from titanlite.forecast.activation_cost import RuleCost, rule_costs
 from titanlite.forecast.choose_save_list import Choice
 from titanlite.forecast.memory import Memory, MemoryModel
 from titanlite.kernels.cross_entropy import CrossEntropy
-from titanlite.models.experts import GroupedProjection
 from titanlite.models.matrices import matrices_of
+from titanlite.optimizers.sharded import ShardedOptimizer
+from titanlite.optimizers.weight_average import WeightAverage
 from titanlite.parallel.compile import apply_compile
 from titanlite.parallel.copy_engines import copy_engines_entry
 from titanlite.parallel.fsdp import apply_fsdp, finalize
@@ -38,9 +39,7 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Receipt
 from titanlite.training.assemble import assemble
-from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.routers import Routers, routers_of
-from titanlite.training.weight_average import WeightAverage
 
 
 @dataclass
@@ -50,6 +49,7 @@ class Run:
     Attributes:
         memory: what is known of the run's.
         no_copy_engines: why they do not move blocks, although that was asked for or is the default; else None.
+        n_elements: of the parameters of all ranks together, each shared one once; `n_active` are used by one token.
         chosen: the save-list, if it was chosen here to keep to a budget.
         predicted: the peak; None if the save-list has no price.
         rule_costs: of the save-list, or None.
@@ -65,6 +65,8 @@ class Run:
     rule_costs: list[RuleCost] | None
     mesh: Mesh
     model: nn.Module
+    n_elements: int
+    n_active: int
     parameters: list[nn.Parameter]
     loss: Callable[..., Tensor]
     optimizer: ShardedOptimizer
@@ -74,17 +76,6 @@ class Run:
     routers: Routers | None  # of a mixture of experts
     average: WeightAverage | None = None  # of its weights, if `optimizer.ema_decay` asks for it
     warnings: tuple[str, ...] = ()  # to be said before the first step
-
-    @property
-    def n_elements(self) -> int:
-        """Return the number of the model's parameters, those of all ranks together, each shared one once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())  # of a split one, its whole
-
-    @property
-    def n_active(self) -> int:
-        """Return the number of parameters that one token uses: of each layer's experts those that it goes to."""
-        of_experts = [module for module in self.model.modules() if isinstance(module, GroupedProjection)]
-        return self.n_elements - sum(layer.weight.numel() - layer.used_by_a_token for layer in of_experts)
 
 
 def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Run:
@@ -136,6 +127,8 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
         memory=memory,
         no_copy_engines=obstacle,
         save_list=save_list,
+        n_elements=made.n_elements,
+        n_active=made.n_active,
         chosen=made.chosen,
         predicted=predicted,
         rule_costs=rule_costs(memory.run, save_list) if predicted else None,

@@ -16,9 +16,10 @@ from tests.support.needs import slow
 from titanlite.commands import main, new, new_choices
 from titanlite.commands.new_choices import Choices, UnfitError, fitted_learning_rate
 from titanlite.commands.new_wishes import Wishes, wished_model
-from titanlite.config.architectures import n_active_parameters
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
+from titanlite.models.experts import count_parameters
+from titanlite.models.find import build_model
 from titanlite.preflight.machine import Machine
 from titanlite.recipes import load
 
@@ -290,7 +291,7 @@ def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: s
     written = " ".join(Path("mine.toml").read_text().replace("#", "").split())
     config = tomli.loads(Path("mine.toml").read_text())
     dims = load("model", "mixtral-debug")
-    active = n_active_parameters(Model(name="mixtral"), dims) or 0
+    _, active = count_parameters(build_model(Model(name="mixtral"), dims, 1))
     training = config["training"]
     tokens = training["steps"] * training["global_batch_size"] * training["seq_len"]
     assert tokens == pytest.approx(20 * active, rel=0.05)

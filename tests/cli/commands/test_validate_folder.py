@@ -19,13 +19,13 @@ from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
 from titanlite.checkpoint.resume import check_state, identity_of
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.commands import main
-from titanlite.config.architectures import parameter_shapes
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.data.stages import stage_table
 from titanlite.errors import CheckpointError, ConfigError
+from titanlite.models.find import build_model
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import load
@@ -50,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     for step in (50, 100):
         tmp = begin(folder.checkpoints, step)
         table, dims = stage_table(config, 2), load("model", "llama3-debug")
-        rules = dict.fromkeys(parameter_shapes(config.model, dims) or (), "adamw")
+        rules = dict.fromkeys((name for name, _ in build_model(config.model, dims, 1).named_parameters()), "adamw")
         optimizer = optimizer_identity(config.optimizer, rules, {})
         of_data = {"sequences_per_step": 4, "samples": 4 * step, "stages": table.past(step)}
         state = SavedState(step=step, optimizer=optimizer, **of_data, **identity_of(config, dims))

@@ -35,12 +35,12 @@ from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.layers import Sequences
 from titanlite.models.llama3 import Llama3
+from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel.initialise import initialise, local_slice
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.training import step as train_step_file
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
-from titanlite.training.optimizers.sharded import ShardedOptimizer
 from titanlite.training.step import train_step, validation_loss
 
 S, V, LR = 32, 64, 1e-2

@@ -18,11 +18,11 @@ from titanlite.device import CPU
 from titanlite.forecast.update_work import share
 from titanlite.kernels import orthogonalise
 from titanlite.models.matrices import Matrix
+from titanlite.optimizers import muon
+from titanlite.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.optimizers.muon_of_groups import MuonOfGroups
+from titanlite.optimizers.normuon import NorMuon
 from titanlite.parallel.mesh import build_mesh
-from titanlite.training.optimizers import muon
-from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
-from titanlite.training.optimizers.muon_of_groups import MuonOfGroups
-from titanlite.training.optimizers.normuon import NorMuon
 
 REPLICAS, TP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.tensor_parallel_degree=2"
 MIXTURE = ("--model.name=qwen3_moe", "--parallelism.expert_parallel_degree=2")

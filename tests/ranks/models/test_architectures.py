@@ -24,11 +24,6 @@ from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
-from titanlite.config.architectures import (
-    ARCHITECTURES,
-    n_parameters,
-    parameter_shapes,
-)
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
@@ -37,7 +32,7 @@ from titanlite.config.write import to_toml
 from titanlite.data.batches import sequences_of_samples
 from titanlite.data.context_split import ContextGroup
 from titanlite.device import CPU
-from titanlite.errors import CheckpointError, ConfigError
+from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
@@ -344,10 +339,8 @@ def test_what_transformers_saves_can_be_loaded(case: str, tmp_path: Path) -> Non
     if CASES[case][1].tied_embeddings:
         require_same_weights(loaded(case, tmp_path / "headless"), model)
     else:
-        with pytest.raises(ConfigError, match=r"lm_head.weight is missing"):
-            loaded(case, tmp_path / "headless")
         with pytest.raises(CheckpointError, match=r"missing in the folder = lm_head.weight"):
-            loaded(case, tmp_path / "headless", is_checked=False)
+            loaded(case, tmp_path / "headless")
 
 
 @pytest.mark.parametrize(
@@ -398,24 +391,7 @@ def test_parameters_of_the_published_sizes() -> None:
         with torch.device("meta"):
             model = model_class(Model(name=architecture))(dims, 8)  # type: ignore[arg-type]
         count = sum(p.numel() for p in model.parameters())
-        assert count == n_parameters(Model(name=architecture), dims), name  # type: ignore[arg-type]
         assert count == published.get(name, count), name
-        known = parameter_shapes(Model(name=architecture), dims)  # type: ignore[arg-type]
-        assert known == {parameter: tuple(p.shape) for parameter, p in model.named_parameters()}, name
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_parameters_are_known_without_torch(name: str) -> None:
-    model, dims = Model(name=name), recipes.load("model", f"{name}-debug")  # type: ignore[arg-type]
-    others = [dataclasses.replace(dims, tied_embeddings=not dims.tied_embeddings)]
-    if dims.experts is not None:
-        others.append(dataclasses.replace(dims, experts=dataclasses.replace(dims.experts, shared=2)))
-    for each in (dims, *others):
-        with torch.device("meta"):
-            made = model_class(model)(each, 8)
-        shapes = parameter_shapes(model, each)
-        assert shapes is not None
-        assert shapes == {name: tuple(p.shape) for name, p in made.named_parameters()}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from titanlite.errors import ConfigError
 from titanlite.models import gpt2
 from titanlite.models.find import model_class
 from titanlite.train import main as train_main
+from titanlite.training.assemble import try_assembly
 
 BATCH, TP_2 = "--training.local_batch_size", ["--parallelism.tensor_parallel_degree", "2"]
 AUTO = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "0.7"]
@@ -58,7 +59,7 @@ def test_debug_sizes_train_under_tensor_parallelism(name: str, tmp_path: Path) -
 
 def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = checked(tmp_path, 2, mine)
-    assert f"{tmp_path}/mine.py small, not imported" in summary(asked, "debug.toml", 2, None)
+    assert f"{tmp_path}/mine.py small, " in summary(asked, try_assembly(asked, 2), "debug.toml", 2, None)
     checked(tmp_path, 4, [*mine, "--parallelism.tensor_parallel_degree", "4", "--model.ffn_dim", "264"])  # its affair
     assert plan([DEBUG, *mine, *TP_2]) == 0
     assert "positions.weight" in capsys.readouterr().out

@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, whole
+from titanlite.optimizers import muon_of_groups
+from titanlite.optimizers.group_norms import KINDS
+from titanlite.optimizers.muon import MuonRule
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run
-from titanlite.training.optimizers import muon_of_groups
-from titanlite.training.optimizers.group_norms import KINDS
-from titanlite.training.optimizers.muon import MuonRule
 from titanlite.training.step import train_step
 
 TP_2 = ["--parallelism.tensor_parallel_degree", "2"]

@@ -21,10 +21,10 @@ from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear
 from titanlite.models.matrices import Matrix, matrices_of
+from titanlite.optimizers import muon as module
+from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
-from titanlite.training.optimizers import muon as module
-from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
 
 LR, MOMENTUM, DECAY, STEPS = 0.02, 0.9, 0.1, 3
 EXACT = MuonRule(momentum=MOMENTUM, dtype=torch.float64, state_dtype=torch.float64, bucket=4000)

@@ -13,8 +13,8 @@ from titanlite.device import CPU
 from titanlite.kernels.orthogonalise import orthogonalise_flops
 from titanlite.models.layers import Linear
 from titanlite.models.matrices import matrices_of
+from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel.mesh import build_mesh
-from titanlite.training.optimizers.sharded import ShardedOptimizer
 
 
 def test_the_receipt_says_who_orthogonalises_how_much_and_what_travels(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from tests.support.short_run import whole
 from titanlite.config.schema import Parallelism
 from titanlite.device import CPU
 from titanlite.models.matrices import matrices_of
+from titanlite.optimizers.normuon import NorMuon
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import build_mesh
-from titanlite.training.optimizers.normuon import NorMuon
 
 BETA2 = 0.7
 

@@ -10,7 +10,7 @@ from tests.support.launched import Desk, Ended
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked
 from titanlite.commands import main
-from titanlite.config.architectures import n_active_parameters, n_parameters
+from titanlite.models.find import build_model
 from titanlite.parallel.mesh import mesh_entry
 from titanlite.training.summary import _mesh_in_words
 
@@ -70,8 +70,9 @@ def test_a_mixture_is_said_with_the_parameters_of_a_token_and_where_its_experts_
 
     def body() -> None:
         run = assemble(asked)
-        model, dims = asked.config.model, asked.dims
-        assert (run.n_elements, run.n_active) == (n_parameters(model, dims), n_active_parameters(model, dims))
+        whole, D, F = build_model(asked.config.model, asked.dims, 8), asked.dims.dim, asked.dims.experts.ffn_dim
+        assert run.n_elements == sum(parameter.numel() for parameter in whole.parameters())
+        assert run.n_elements - run.n_active == 2 * 6 * 3 * D * F  # of two layers, of each six of eight experts
         assert _mesh_in_words(run.mesh, 2) == "2 × CPU processes: FSDP 2 (experts over 2)"
         entry = mesh_entry(asked.config.parallelism, run.mesh)
         assert entry.requested == [1, -1, 1, 2]

@@ -18,7 +18,6 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, require_loads, whole
 from titanlite.checkpoint import store
 from titanlite.commands.export import run as export
-from titanlite.config.optimizers import average_cost, optimizer_cost
 from titanlite.config.read import read_config
 from titanlite.data.batches import ValidationBatches
 from titanlite.data.prepare import prepare
@@ -26,6 +25,8 @@ from titanlite.device import CPU
 from titanlite.errors import CheckpointError
 from titanlite.evaluation.load import load_model
 from titanlite.kernels.cross_entropy import CrossEntropy
+from titanlite.optimizers import weight_average
+from titanlite.optimizers.adamw import AdamW
 from titanlite.recipes import model_dims
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
@@ -129,8 +130,8 @@ def test_without_one_a_run_has_no_tensor_and_no_kernel_of_it(tmp_path: Path) -> 
                 with Operations() as seen:
                     train_step(run, batches.next(), LR, False)
             kept = [t for name, t in tensors_of(run).items() if name.startswith(("optimizer/", "ema/"))]
-            costs = optimizer_cost("adamw", of.config.optimizer), average_cost(of.config.optimizer)
-            said = sum(cost.state for cost in costs) * run.n_elements
+            of_average = weight_average.COST.state if decay != "0" else 0
+            said = (AdamW.cost(of.config.optimizer).state + of_average) * run.n_elements
             assert said == sum(t.nbytes for t in kept if t.ndim)  # without counters of updates
             names[decay], calls[decay] = {*tensors_of(run)}, seen.counts
         assert {name.partition("/")[0] for name in names["0.5"] - names["0"]} == {"ema"}

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,14 @@ from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.publish import MANIFEST, step_folder
 from titanlite.commands import main
 from titanlite.config.check import last_step
-from titanlite.config.schema import Checkpoint, Config, Job, Optimizer, Training
+from titanlite.config.schema import Checkpoint, Config, Job, Training
 from titanlite.config.toml_file import shipped_folder
-from titanlite.recipes import load
+from titanlite.preflight.checked_run import checked_run
+from titanlite.training.assemble import try_assembly
 
-SIZES, ADAMW = load("model", "llama3-8B"), load("optimizer", "adamw")
-EACH = 8_030_261_248 * 12  # bytes: weights and two moments in float32
+PARAMETERS = 8_030_261_248
+EACH = PARAMETERS * 12  # bytes: weights and two moments in float32
+LARGE = str(shipped_folder("configs") / "llama3_8b.toml")
 
 
 @pytest.fixture
@@ -28,10 +29,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return amount
 
 
-def config(k: int, steps: int = 10_000, stop_after: int = 0, state_dtype: str = "float32") -> Config:
-    optimizer = replace(Optimizer(), state_dtype=state_dtype)
+def config(k: int, steps: int = 10_000, stop_after: int = 0) -> Config:
     kept, trained = Checkpoint(keep_latest_k=k, interval=1000), Training(steps=steps)
-    return Config(job=Job(stop_after=stop_after), optimizer=optimizer, checkpoint=kept, training=trained)
+    return Config(job=Job(stop_after=stop_after), checkpoint=kept, training=trained)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,6 @@ def config(k: int, steps: int = 10_000, stop_after: int = 0, state_dtype: str = 
         (config(3, steps=2001), 0, 3),
         (config(3, stop_after=1000), 0, 1),
         (config(0), 4, 6),
-        (config(3, state_dtype="bfloat16"), 0, 4 * 8 / 12),
         (config(3, steps=2000), 2, 0),  # nothing is left to do
     ],
 )
@@ -56,9 +55,9 @@ def test_room_for_what_will_be_there_at_once(
         step_folder(tmp_path, 1000 * step).mkdir()
         (step_folder(tmp_path, 1000 * step) / MANIFEST).touch()
     free[0] = needs + 0.11
-    assert lack_of_disk_space(tmp_path, config, SIZES, ADAMW) is None
+    assert lack_of_disk_space(tmp_path, config, EACH) is None
     free[0] = needs - 0.01
-    told = lack_of_disk_space(tmp_path, config, SIZES, ADAMW)
+    told = lack_of_disk_space(tmp_path, config, EACH)
     if needs:
         assert told
         is_kept = f"checkpoint.keep_latest_k = {config.checkpoint.keep_latest_k}" in told
@@ -73,26 +72,24 @@ def test_a_run_that_was_stopped_between_its_saves(tmp_path: Path, free: list[flo
     step_folder(tmp_path, newest).mkdir()
     (step_folder(tmp_path, newest) / MANIFEST).touch()
     free[0] = needs - 0.01
-    told = lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES, ADAMW)
+    told = lack_of_disk_space(tmp_path, config(0, steps=1100), EACH)
     assert told
     assert f": {needs} more of " in told
     # What a killed save has left is removed at the start.
     (tmp_path / "step-00001100.tmp").mkdir()
     with (tmp_path / "step-00001100.tmp" / "tensors").open("wb") as file:
         file.truncate(int(0.15 * EACH))  # sparse
-    assert lack_of_disk_space(tmp_path, config(0, steps=1100), SIZES, ADAMW) is None
+    assert lack_of_disk_space(tmp_path, config(0, steps=1100), EACH) is None
 
 
-def test_each_rule_keeps_what_it_keeps(tmp_path: Path, free: list[float]) -> None:
-    """Muon one moment of the matrices of blocks."""
+@pytest.mark.parametrize("flags", [["float32"], ["bfloat16"], ["bfloat16", "--optimizer.ema_decay=0.9"]])
+def test_each_rule_keeps_what_it_keeps(flags: list[str]) -> None:
+    """Muon one moment of the matrices of blocks; and there may be an average in float32."""
     in_blocks = 32 * (6144 * 4096 + 4096 * 4096 + 28672 * 4096 + 4096 * 14336)
-    muon, bytes_of = load("optimizer", "muon"), {"float32": 4, "bfloat16": 2}
-    for dtype, size in bytes_of.items():
-        needs = 4 + 2 * size * (1 - in_blocks / 8_030_261_248) + size * in_blocks / 8_030_261_248
-        for spare, fits in ((1.11, True), (1.09, False)):
-            free[0] = spare * needs / 12
-            told = lack_of_disk_space(tmp_path, config(1, steps=1000, state_dtype=dtype), SIZES, muon)
-            assert (told is None) == fits
+    size, of_average = {"float32": 4, "bfloat16": 2}[flags[0]], 4 * (len(flags) - 1)
+    asked = checked_run(["--config", LARGE, "--optimizer.recipe=muon", "--optimizer.state_dtype", *flags])
+    wanted = (4 + of_average) * PARAMETERS + 2 * size * (PARAMETERS - in_blocks) + size * in_blocks
+    assert try_assembly(asked, 2).saved == wanted
 
 
 @pytest.mark.parametrize(("of_all", "left", "lacks"), [(1000, 31, True), (1000, 32, False), (0, 0, False)])
@@ -102,7 +99,7 @@ def test_a_disk_may_have_room_for_no_more_files(
     free[0], seen = 10, list(os.statvfs(tmp_path))
     seen[5:8] = of_all, left, left  # f_files, f_ffree, f_favail
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(seen))
-    told = lack_of_disk_space(tmp_path, config(3), SIZES, ADAMW)
+    told = lack_of_disk_space(tmp_path, config(3), EACH)
     assert (told is not None) == lacks
     assert not lacks or f", and {left} files (inodes) are free at {tmp_path}" in str(told)
 
@@ -112,7 +109,7 @@ def test_validate_says_so(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     free[0] = 2
-    argv = ["validate", str(shipped_folder("configs") / "llama3_8b.toml")]
+    argv = ["validate", LARGE]
     assert main(argv) == 0
     lack = "the disk has no room for the checkpoints: 4 more of 89.7 GiB are to come (checkpoint.keep_latest_k = 3 and"
     said = capsys.readouterr().out

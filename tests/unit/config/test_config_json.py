@@ -1,5 +1,4 @@
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -482,66 +481,6 @@ def test_an_index_names_no_file_elsewhere(name: object, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="in Hugging Face's layout"):
         check(folder)
-
-
-def changed(name: str, **over: object) -> Callable[[dict[str, Any]], object]:
-    return lambda header: header.update({name: header[name] | over})
-
-
-ODD: dict[str, tuple[str, Callable[[dict[str, Any]], object], str]] = {
-    "no head": ("llama3-8B", lambda header: header.pop("lm_head.weight"), "lm_head.weight is missing"),
-    "another head_dim": (
-        "qwen3-0.6B",
-        changed("model.layers.3.self_attn.k_proj.weight", shape=[512, 1024]),
-        "model.layers.3.self_attn.k_proj.weight of [1024, 1024] (it has [512, 1024])",
-    ),
-    "an expert less": (
-        "mixtral-8x7B",
-        lambda header: header.pop("model.layers.1.block_sparse_moe.experts.7.w2.weight"),
-        "model.layers.1.block_sparse_moe.experts.7.w2.weight is missing",
-    ),
-    "not transposed": (
-        "gpt2-124M",
-        changed("transformer.h.0.attn.c_attn.weight", shape=[2304, 768]),
-        "transformer.h.0.attn.c_attn.weight of [768, 2304] (it has [2304, 768])",
-    ),
-    "one more": (
-        "llama3-8B",
-        lambda header: header.update({"model.more": header["model.norm.weight"]}),
-        "no model.more",
-    ),
-    "quantized": ("llama3-8B", changed("model.norm.weight", dtype="I8"), "floating-point numbers (it has I8)"),
-    "many": (
-        "llama3-8B",
-        lambda header: header.clear(),
-        "lm_head.weight is missing, model.embed_tokens.weight is missing, ",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ODD)
-def test_weights_that_are_not_as_config_json_says_are_refused_before_a_start(case: str, tmp_path: Path) -> None:
-    size, change, said = ODD[case]
-    folder, header = make_folder(tmp_path, size), header_of(size.partition("-")[0], load("model", size))
-    change(header)
-    write_header(folder / "model.safetensors", header)
-    assert said in refusal(folder, size)
-
-
-def test_of_a_tied_head_that_is_written_and_a_model_saved_without_its_head_nothing_is_said(tmp_path: Path) -> None:
-    folder, header = make_folder(tmp_path, "gpt2-124M"), header_of("gpt2", load("model", "gpt2-124M"))
-    header["lm_head.weight"] = header["transformer.wte.weight"]
-    write_header(folder / "model.safetensors", header)
-    check(folder, "gpt2-124M")
-    headless = {name.removeprefix("transformer."): one for name, one in header.items() if name != "lm_head.weight"}
-    write_header(folder / "model.safetensors", headless | {"h.0.attn.bias": header["lm_head.weight"]})
-    check(folder, "gpt2-124M")
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 30, b"\2" + bytes(7) + b"[]", b"\2" + bytes(7) + b"{"])
-def test_what_is_no_safetensors_file_is_refused_before_a_start(content: bytes, tmp_path: Path) -> None:
-    (make_folder(tmp_path) / "model.safetensors").write_bytes(content)
-    assert "with config.json and safetensors (" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
 from titanlite.observe.metric_table import METRICS, flat_key, shown_name
-from titanlite.training.optimizers.group_norms import KINDS
+from titanlite.optimizers.group_norms import KINDS
 from titanlite.training.routers import SEEN
 
 OF_LAYERS = "float8_output_sqnr_db.layers.0.attention.wo"

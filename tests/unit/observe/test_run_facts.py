@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import recipes
-from titanlite.config.architectures import n_parameters
 from titanlite.config.schema import Config, Float8, Model
 from titanlite.observe.run_facts import commit_of, run_facts, tags_of
 
@@ -35,10 +33,10 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     assert commit_of(tmp_path / "site-packages") is None  # a package that is installed within somebody's checkout
 
 
-@pytest.mark.parametrize("flavor", ["debug", "8B"])
-def test_facts_and_tags(flavor: str) -> None:
+@pytest.mark.parametrize(("flavor", "parameters"), [("debug", 1_705_216), ("8B", 8_030_261_248)])
+def test_facts_and_tags(flavor: str, parameters: int) -> None:
     config = Config(model=Model(flavor=flavor))
-    facts = run_facts(n_parameters(config.model, recipes.model_dims(config)), 8, CPU)
+    facts = run_facts(parameters, 8, CPU)
     assert (facts["world_size"], facts["gpu"]) == (8, "CPU")
     tags = tags_of(config, facts | {"commit": "0123456789 with changes"})
     assert {f"llama3 {flavor}", "world size 8", "8 × CPU", "bfloat16", "commit 01234567 with changes"} <= set(tags)

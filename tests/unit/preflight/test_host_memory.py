@@ -12,6 +12,7 @@ from titanlite.errors import ConfigError
 from titanlite.preflight import host_memory
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.host_memory import lack_of_memory
+from titanlite.training.assemble import try_assembly
 
 DEBUG = str(shipped_folder("configs") / "debug.toml")
 NEED = 1_705_216 * 16  # bytes: of a parameter of `debug`, its gradient and two moments, in float32
@@ -42,9 +43,9 @@ def limit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_limit_is_what_weights_gradients_and_moments_take(limit: Path) -> None:
     checked = checked_run(["--config", DEBUG])
     limit.write_text(f"{NEED}\n")
-    assert lack_of_memory(checked.config, checked.dims, checked.optimizer) is None
+    assert lack_of_memory(checked.config, NEED) is None
     limit.write_text(f"{NEED - 1}\n")
-    assert "in float32, they take 26.0 MiB\n" in (lack_of_memory(checked.config, checked.dims, checked.optimizer) or "")
+    assert "in float32, they take 26.0 MiB\n" in (lack_of_memory(checked.config, NEED) or "")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +64,10 @@ def test_the_limit_is_what_weights_gradients_and_moments_take(limit: Path) -> No
 @pytest.mark.parametrize("limit", ["version 2"], indirect=True)
 def test_ranks_of_this_host_share_it(limit: Path, flags: list[str], world: int, on_host: int, need: int) -> None:
     checked = checked_run(["--config", DEBUG, *flags], world)
+    whole = try_assembly(checked, world).trained
     for room, fits in ((need, True), (need - 1, False)):
         limit.write_text(f"{room}\n")
-        assert (lack_of_memory(checked.config, checked.dims, checked.optimizer, world, on_host) is None) == fits
+        assert (lack_of_memory(checked.config, whole, world, on_host) is None) == fits
 
 
 @pytest.mark.parametrize("limit", ["version 2"], indirect=True)

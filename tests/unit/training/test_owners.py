@@ -5,7 +5,7 @@ import torch
 
 from titanlite.kernels.orthogonalise import orthogonalise_flops
 from titanlite.models.matrices import Matrix
-from titanlite.training.optimizers.owners import Rectangle, assign, schedule
+from titanlite.optimizers.owners import Rectangle, assign, schedule
 
 MOST = 1 << 26
 

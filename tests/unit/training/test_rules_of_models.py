@@ -13,8 +13,8 @@ from titanlite.config.schema import Config, Model
 from titanlite.kernels.orthogonalise import ITERATIONS
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
+from titanlite.optimizers.sharded import RULES
 from titanlite.recipes import load, model_dims
-from titanlite.training.optimizers.sharded import RULES
 
 _ATTENTION = {"attention.wqkv.weight", "attention.wo.weight"}
 _GATED = _ATTENTION | {"feed_forward.w13.weight", "feed_forward.w2.weight"}

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.matrices import Matrix
+from titanlite.optimizers.group_norms import GroupNorms
+from titanlite.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.optimizers.owners import Bucket
 from titanlite.parallel.mesh import Mesh
-from titanlite.training.optimizers.group_norms import GroupNorms
-from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
-from titanlite.training.optimizers.owners import Bucket
 
 _EPS = 1e-8  # ε; and the least norm that a matrix is divided by
 

@@ -23,7 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.checkpoint.resume import AVERAGE
 from titanlite.float8.convert import precompute_scales
 from titanlite.float8.weight import as_laid_out
+from titanlite.optimizers.rule import UpdateCost
 from titanlite.parallel.mesh import Mesh
+
+COST = UpdateCost(state=4, moved=3 * 4)
+"""A step reads the weight, and reads and writes the average, in float32."""
 
 _SHORTEST = 10
 """The 10 of (1 + t) / (10 + t)."""

@@ -1,7 +1,7 @@
 """The optimizer: each rank updates its shards by the rules of a recipe, and decides nothing on the host.
 
 A rule is a file in this folder with a class, which stands in `RULES`; its name and keys are those of a group of
-`config/recipe_schema.py`, its bytes are said in `config/optimizers.py`.
+`config/recipe_schema.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,27 @@ from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.models.matrices import Matrix
+from titanlite.optimizers.adamw import AdamW
+from titanlite.optimizers.group_norms import GroupNorms
+from titanlite.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
+from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule
+from titanlite.optimizers.rule_of_file import RuleOfFile
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
-from titanlite.training.optimizers.adamw import AdamW
-from titanlite.training.optimizers.group_norms import GroupNorms
-from titanlite.training.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
-from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
-from titanlite.training.optimizers.rule_of_file import RuleOfFile
 
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": MuonOfGroups, "normuon": NorMuonOfGroups}
+
+
+def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> UpdateCost:
+    """Return what an element of a parameter costs.
+
+    Args:
+        rule: its name.
+        recipe: that has it.
+        config: `[optimizer]`.
+    """
+    return RULES[rule].cost(config) if rule in RULES else RuleOfFile.cost_of(recipe.own_rules[rule], config)
 
 
 class ShardedOptimizer:

@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from titanlite.config.parameter_groups import UpdateSettings
 from titanlite.config.schema import Optimizer
 from titanlite.models.matrices import Matrix
+from titanlite.optimizers.group_norms import GroupNorms
 from titanlite.parallel.mesh import Mesh
-from titanlite.training.optimizers.group_norms import GroupNorms
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,26 @@ class ParametersOfRule:
         return [name for name, p in self.locals.items() if p.numel()]
 
 
+@dataclass(frozen=True)
+class UpdateCost:
+    """Bytes of one element of a parameter.
+
+    Attributes:
+        state: that the optimizer keeps, on the device and in a checkpoint.
+        moved: that a step reads and writes where the parameter lies: the norm of the gradients, and the update.
+        row: that each rank keeps of each row of the whole parameter.
+    """
+
+    state: int
+    moved: int
+    row: int = 0
+
+
+def bytes_of_state(config: Optimizer) -> int:
+    """Return the bytes of an element of the state."""
+    return getattr(torch, config.state_dtype).itemsize
+
+
 class UpdateRule(ABC):
     """The update of the parameters that have one rule; made with them alone.
 
@@ -57,6 +78,15 @@ class UpdateRule(ABC):
     @abstractmethod
     def __init__(self, own: ParametersOfRule) -> None:
         """Make the state of these parameters."""
+
+    @classmethod
+    def cost(cls, config: Optimizer) -> UpdateCost:
+        """Return what an element costs.
+
+        Args:
+            config: `[optimizer]`.
+        """
+        raise NotImplementedError
 
     @property
     def whole(self) -> dict[str, dict[str, Tensor]]:

@@ -1,21 +1,34 @@
 """Muon and NorMuon as rules of groups of a recipe: one for all that have one momentum and one set of polynomials."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.parameter_groups import UpdateSettings
+from titanlite.config.schema import Optimizer
 from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
-from titanlite.training.optimizers.group_norms import GroupNorms
-from titanlite.training.optimizers.muon import Muon, MuonRule, Pace
-from titanlite.training.optimizers.normuon import NorMuon
-from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
+from titanlite.optimizers.group_norms import GroupNorms
+from titanlite.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.optimizers.normuon import NorMuon
+from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule, bytes_of_state
 
 
 class MuonOfGroups(UpdateRule):
     """See `UpdateRule`."""
 
     _kind: type[Muon] = Muon
+
+    @classmethod
+    def cost(cls, config: Optimizer) -> UpdateCost:
+        """See `UpdateRule.cost`.
+
+        After the norm, the gradient is read again, the momentum read and written, and what is sent to the owner written
+        in 16 bits; what comes back is read in 16 bits, and the parameter read and written.
+        """
+        momentum = bytes_of_state(config)
+        return UpdateCost(state=momentum, moved=4 + 4 + 2 * momentum + 2 + 2 + 2 * 4)
 
     def __init__(self, own: ParametersOfRule) -> None:
         dtype = getattr(torch, own.config.state_dtype)
@@ -66,6 +79,11 @@ class NorMuonOfGroups(MuonOfGroups):
     """See `UpdateRule`."""
 
     _kind = NorMuon
+
+    @classmethod
+    def cost(cls, config: Optimizer) -> UpdateCost:
+        """See `UpdateRule.cost`. Also a second moment of each row, which every rank has of all."""
+        return replace(super().cost(config), row=bytes_of_state(config))
 
     @property
     def whole(self) -> dict[str, dict[str, Tensor]]:

@@ -4,9 +4,6 @@ Parameters are DTensors, the update is elementwise: it runs on the local shards,
 learning rate, betas and eps. Clipping costs one read of the gradients for the norm; the division happens inside the
 kernel. Whether the step is applied at all is decided on the device too, so the host never waits.
 
-Bytes per parameter and step: 4 for the norm, 28 for the update (read parameter, gradient and two moments, write
-parameter and two moments), 20 with moments in bfloat16.
-
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
 
@@ -15,20 +12,28 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from titanlite.config.schema import Optimizer
 from titanlite.kernels.adamw import AdamWState, adamw
+from titanlite.optimizers.group_norms import GroupNorms
+from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule, bytes_of_state
 from titanlite.parallel.replicated_gradients import is_replicated
-from titanlite.training.optimizers.group_norms import GroupNorms
-from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
+
+_MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 class AdamW(UpdateRule):
     """See `UpdateRule`."""
 
+    @classmethod
+    def cost(cls, config: Optimizer) -> UpdateCost:
+        """See `UpdateRule.cost`. The norm reads the gradient; the update reads it again, reads and writes all else."""
+        moments = len(_MOMENTS) * bytes_of_state(config)
+        return UpdateCost(state=moments, moved=4 + 3 * 4 + 2 * moments)
+
     def __init__(self, own: ParametersOfRule) -> None:
         dtype = getattr(torch, own.config.state_dtype)
         self.kept = {
-            kind: {name: torch.zeros_like(p, dtype=dtype) for name, p in own.locals.items()}
-            for kind in ("exp_avg", "exp_avg_sq")
+            kind: {name: torch.zeros_like(p, dtype=dtype) for name, p in own.locals.items()} for kind in _MOMENTS
         }
         together: dict[tuple[float, float, float, float], list[str]] = {}
         self._decay_factor = own.decay_factor

@@ -29,10 +29,10 @@ from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonali
 from titanlite.kernels.row_table import NOWHERE, RowTable, TensorTable, table, tensor_table
 from titanlite.kernels.rows import momentum_rows, put_rows, take_rows, update_rows
 from titanlite.models.matrices import Matrix
+from titanlite.optimizers.group_norms import GroupNorms
+from titanlite.optimizers.owners import Bucket, Transfer, assign, held_by_each_rank, schedule
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.share_matrices import BUCKET
-from titanlite.training.optimizers.group_norms import GroupNorms
-from titanlite.training.optimizers.owners import Bucket, Transfer, assign, held_by_each_rank, schedule
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import OwnRule
-from titanlite.training.optimizers.group_norms import GroupNorms, around
-from titanlite.training.optimizers.rule import ParametersOfRule, UpdateRule
-from titanlite.update_rules.find import own_rule
+from titanlite.config.schema import Optimizer
+from titanlite.optimizers.group_norms import GroupNorms, around
+from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule, bytes_of_state
+from titanlite.update_rules.find import bytes_of_update, own_rule
 
 _PIECE = 1 << 24  # numbers
 
@@ -31,6 +32,22 @@ class RuleOfFile(UpdateRule):
         made = {keys: own_rule(rule, dict(keys)) for keys in dict.fromkeys(each.own for each in settings.values())}
         self._each = [(name, settings[name], made[settings[name].own]) for name in own.names]
         self._own, self._rule = own, rule
+
+    @classmethod
+    def cost_of(cls, rule: OwnRule, config: Optimizer) -> UpdateCost:
+        """Count what it keeps and moves, operation by operation.
+
+        The gradient is divided after the norm, the state read in float32, the parameter decayed and moved, and what is
+        new chosen and stored; beside what the rule does itself.
+
+        Args:
+            rule: as the file describes it.
+            config: `[optimizer]`.
+        """
+        each, n = bytes_of_state(config), len(rule.state)
+        of_state = (each + 4) + (each + 4 + 4) + (4 + each)
+        moved = 4 + 2 * 4 + 5 * 4 + 5 * 4 + n * of_state + bytes_of_update(rule)
+        return UpdateCost(state=n * each, moved=moved)
 
     def facts(self) -> dict[str, object]:
         """Say which file it is."""
