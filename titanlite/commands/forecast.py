@@ -15,9 +15,8 @@ from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
 from titanlite.forecast.step_time import StepTime, StepTimeModel
-from titanlite.forecast.suggest_flags import Override, other_context_degrees, overrides_that_fit, processes_that_fit
+from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
 from titanlite.forecast.update_time import UpdateTime
-from titanlite.forecast.what_travels import what_travels
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
 
@@ -143,11 +142,7 @@ def forecast(
         )
         notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
     if memory.run.context_parallel > 1:
-        of_step = f"exchanges of keys and values take {time.key_exchange(blocks):,.0f} ms of a step"
-        others = other_context_degrees(memory, save_list, rates, attended)
-        notes.append("; ".join([of_step, *(_degree_in_words(other, rates) for other in others)]))
-    if travels := what_travels(memory, save_list, rates, attended):
-        notes.append(travels)
+        notes.append(f"exchanges of keys and values take {time.key_exchange(blocks):,.0f} ms of a step")
     if config.data.document_mask:
         notes.append(_attention_note(attended, rates, dims.head_width))
     speed = time.tokens_per_second(step)
@@ -157,15 +152,6 @@ def forecast(
     symmetric = memory.symmetric_memory
     found = Forecast(rates, save_list, peak, step, speed, tuple(notes), symmetric, goes_on, attended)
     return replace(found, update=time.update())
-
-
-def _degree_in_words(other: Override, rates: Rates) -> str:
-    """Say what another degree of context parallelism would be like."""
-    degree = other.config.parallelism.context_parallel_degree
-    said = f"context_parallel_degree = {degree} would hold {byte_size(other.peak)}"
-    if other.peak > usable(rates.device_gib):
-        return f"{said}, too much"
-    return said + (f", and train {other.tokens_per_second:,.0f} tok/s/GPU" if other.tokens_per_second else "")
 
 
 def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:

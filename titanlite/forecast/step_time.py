@@ -17,7 +17,7 @@ Rates, no simulation: kernels are as fast in a small shape as in a large one, an
 Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -152,14 +152,6 @@ class StepTimeModel:
         Args:
             blocks: what each keeps and computes again, in the order in which they run.
         """
-        return self.by_tokens(blocks)(1.0)
-
-    def by_tokens(self, blocks: Sequence[BlockCost]) -> Callable[[float], StepTime]:
-        """Predict the time of a step by the tokens of a micro-step, given as a share of those that the run has.
-
-        Args:
-            blocks: as of `step`.
-        """
         n, run, memory, rates = len(blocks), self.run, self.memory, self.rates
         assert run.head is not None  # noqa: S101
         times = self.times()
@@ -168,22 +160,17 @@ class StepTimeModel:
         of_embedding = token_bytes(run.tokens, memory.dims.dim, run.itemsize)
         tokens = self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
         elementwise = sum(sum(block.elementwise) for block in run.blocks) + 3 * memory.logits
-        of_tokens = {
+        seconds = {
             "matmul": sum(matmul for matmul, _, _ in work),
             "attention": sum(attention for _, attention, _ in work),
             "elementwise": elementwise / rates.memory / _G,
             "recomputation": sum(times.seconds(block) for block in blocks),
             "tokens": tokens + sum(wire for _, _, wire in work),
+            "weights": self._copied() / rates.memory / _G,
         }
-        copied, updated = self._copied() / rates.memory / _G, self.update().total
-
-        def step(share: float) -> StepTime:
-            seconds = {name: share * value for name, value in of_tokens.items()} | {"weights": copied}
-            seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
-            of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
-            return StepTime(**of_step, optimizer=updated)
-
-        return step
+        seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
+        of_step = {name: 1e3 * memory.micro_steps * value for name, value in seconds.items()}
+        return StepTime(**of_step, optimizer=self.update().total)
 
     def key_exchange(self, blocks: Sequence[BlockCost]) -> float:
         """Predict the milliseconds of a step that exchanges of context-parallel ranks take, repeated ones too.

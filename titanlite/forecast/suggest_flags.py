@@ -11,7 +11,6 @@ from typing import Any
 from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.config.check import check_config, sequences_per_step
-from titanlite.config.check_mesh import data_ranks
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.schema import Config
@@ -147,29 +146,6 @@ def _speed(model: MemoryModel, override: Override, rates: Rates, attended: Atten
     if save_list is None:
         save_list = choose(memory, time.times(), override.config.activation_checkpoint.budget_gib or 0.0).save_list
     return time.tokens_per_second(time.step(block_costs(memory.run, save_list)))
-
-
-def other_context_degrees(
-    model: MemoryModel, save_list: SaveList, rates: Rates, attended: AttendedShare | None
-) -> list[Override]:
-    """Predict a context-parallel run with half, and with twice, as many ranks to a sequence, where these are possible.
-
-    Args:
-        model: of the run.
-        save_list: of the run.
-        rates: of the device.
-        attended: as of `StepTimeModel`.
-    """
-    now, found = model.config.parallelism.context_parallel_degree, list[Override]()
-    sequences = sequences_per_step(model.config, model.world) or 1
-    for degree in (now // 2, 2 * now):
-        change = _over_the_others(_changed(model.config, "parallelism", "context_parallel_degree", degree))
-        at_once = data_ranks(change.config, model.world) * change.config.training.local_batch_size
-        config = _changed(change.config, "training", "global_batch_size", -(-sequences // at_once) * at_once).config
-        if (priced := _priced(model, config, model.world, save_list)) is not None:
-            override = Override(change.flag, sum(priced), 0, config, save_list)
-            found.append(replace(override, tokens_per_second=_speed(model, override, rates, attended)))
-    return found
 
 
 def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:

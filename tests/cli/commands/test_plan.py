@@ -359,16 +359,11 @@ def test_where_no_flag_alone_makes_it_fit_two_do_or_more_processes(call: Call) -
     call("plan", *huge, "128")
 
 
-def test_long_sequences_fit_eight_gpus_and_other_degrees_are_compared(call: Call) -> None:
+def test_long_sequences_fit_eight_gpus(call: Call) -> None:
     long = [str(Path(LARGE).with_name("llama3_8b_128k.toml")), "--data.document_mask", "false", "--world", "8"]
     said = " ".join(call("plan", *long, "--device", "h100").split())
     assert re.search(r"fits NVIDIA H100.*: 6\d\.\d GiB of 79", said)
-    assert re.search(
-        r"exchanges of keys and values take \d+ ms of a step; context_parallel_degree = 4 would hold", said
-    )
-    assert "GiB, too much" in said
-    freed = " ".join(call("plan", *long, "--device", "h200").split())
-    assert "too much" not in freed
+    assert re.search(r"exchanges of keys and values take \d+ ms of a step", said)
 
 
 def test_ranks_that_share_a_sequence_out_are_proposed_where_it_does_not_fit(call: Call) -> None:
@@ -640,16 +635,3 @@ def test_gradients_that_are_not_at_the_peak(flags: list[str], note: str | None, 
     smaller = str(Path(LARGE).with_name("llama3_3b.toml"))
     out = call("plan", smaller, "--world", "1", *flags)
     assert (note in out) if note else ("exist at the peak" not in out)
-
-
-def test_a_plan_says_what_should_travel_to_experts_by_the_time_that_it_prints(call: Call) -> None:
-    flags = ["--model.name", "qwen3_moe", "--model.flavor", "30B-A3B", "--model.n_layers", "4", "--world", "8"]
-    out = call("plan", LARGE, *flags, "--parallelism.expert_parallel_degree", "4")
-    (total,) = re.findall(r"\n  total +([\d.,]+) ms\n", out)
-    said = out.partition("\nexperts: from about ")[2].partition("\n\n")[0]
-    ms = re.search(r"at this run's 16,384 a step takes (\S+) ms with degree 4 and (\S+) with 1", " ".join(said.split()))
-    assert ms is not None
-    assert float(ms[1].replace(",", "")) == pytest.approx(float(total.replace(",", "")), abs=0.6)
-    one = call("plan", LARGE, *flags)
-    (alone,) = re.findall(r"\n  total +([\d.,]+) ms\n", one)
-    assert float(ms[2].replace(",", "")) == pytest.approx(float(alone.replace(",", "")), abs=0.6)

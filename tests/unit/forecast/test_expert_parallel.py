@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,10 +14,9 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import activations, block_costs
 from titanlite.forecast.device_specs import DEVICES, measured_rates
 from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel
-from titanlite.forecast.step_time import StepTime, StepTimeModel, units
+from titanlite.forecast.step_time import StepTimeModel, units
 from titanlite.forecast.suggest_flags import LEAST
 from titanlite.forecast.time_activations import operands
-from titanlite.forecast.what_travels import crossing, what_travels
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recorder.record import record
 
@@ -241,38 +240,3 @@ def test_a_step_takes_longer_by_the_tokens_that_travel() -> None:
     assert before.tokens == 0
     assert after.tokens > 1e3 * sent / max(rates.exchange) / 1e9
     assert after.matmul < before.matmul  # an expert has more rows, of more ranks
-
-
-def test_from_the_named_number_of_tokens_on_weights_should_travel() -> None:
-    """Qwen3 30B-A3B on 8 GPUs, by steps of runs that have a tenth less and a tenth more; and the sentence says so."""
-    flags = ["--config", str(shipped_folder("configs") / "llama3_8b.toml"), "--model.name=qwen3_moe"]
-    flags += ["--model.flavor=30B-A3B", "--model.n_layers=4", "--training.local_batch_size=1"]
-
-    def steps(tokens: int, degree: int) -> Callable[[float], StepTime]:
-        asked = [f"--training.seq_len={tokens}", f"--parallelism.expert_parallel_degree={degree}"]
-        run = checked_run([*flags, *asked, "--data.document_mask=false"], world_size=8)
-        memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 8)
-        step = StepTimeModel(memory, measured_rates())
-        return step.by_tokens(block_costs(memory.run, LEAST))
-
-    one, split = steps(4096, 1), steps(4096, 8)
-    found = crossing(one, split, 4096)
-    assert found is not None
-    assert one(0.9 * found / 4096).total > split(0.9 * found / 4096).total
-    assert one(1.1 * found / 4096).total < split(1.1 * found / 4096).total
-    assert crossing(one, one, 4096) is None
-    run = checked_run([*flags, "--training.seq_len=4096", "--parallelism.expert_parallel_degree=8"], world_size=8)
-    said = what_travels(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 8), LEAST, measured_rates())
-    assert f"from about {found:,.0f} tokens" in said
-    dense = checked_run(["--config", str(shipped_folder("configs") / "debug.toml")], world_size=4)
-    assert what_travels(MemoryModel(dense.config, dense.dims, None, dense.optimizer, 4), LEAST, measured_rates()) == ""
-
-
-def test_as_many_tokens_as_take_both_as_long() -> None:
-    """Weights take 90 ms whatever the tokens, and these 100 or 1,000 for all: at a tenth both take 100 ms."""
-
-    def steps(of_weights: float, of_tokens: float) -> Callable[[float], StepTime]:
-        return lambda share: StepTime(of_tokens * share, 0, 0, 0, 0, 0, of_weights, 0)
-
-    assert crossing(steps(90, 100), steps(0, 1000), 10_000) == pytest.approx(1000, rel=0.05)
-    assert crossing(steps(90, 100), steps(0, 100), 10_000) is None
