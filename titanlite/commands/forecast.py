@@ -14,8 +14,8 @@ from titanlite.forecast.choose_save_list import choose, in_words
 from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MARGIN, Memory, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, large, outlook, token_flops
+from titanlite.forecast.search import changes_that_fit, processes_that_fit
 from titanlite.forecast.step_time import StepTime, StepTimeModel
-from titanlite.forecast.suggest_flags import overrides_that_fit, processes_that_fit
 from titanlite.forecast.update_time import UpdateTime
 from titanlite.observe.peak_flops import dense_bf16_flops
 from titanlite.text_table import columns
@@ -242,7 +242,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     if predicted.on_device <= usable(gib):
         return
     asked = memory, predicted.save_list, usable(gib)
-    flags = overrides_that_fit(*asked, rates=predicted.rates, attended=predicted.attended)
+    flags = changes_that_fit(*asked, rates=predicted.rates, attended=predicted.attended)
     more = processes_that_fit(*asked, and_changes=not flags)
     besides = ""
     if pushed := predicted.symmetric_memory:

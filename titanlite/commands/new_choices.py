@@ -4,7 +4,7 @@ Batch and learning rate follow from the compute of the whole run, by the power l
 section 3.1): B = 0.2920·C^0.3271 tokens and η = 0.3118·C^−0.1250, with C the FLOPs of forward and backward over all
 tokens. They were fitted from 1e17 FLOPs on. The learning rate of a smaller run is that of 1e17: beyond it none was
 tried; a batch of 1e17 would leave it hardly a step. That of a mixture of experts is at most `MIXTURE_LR`: a router can
-spike at what suits a dense model. Layout, micro-batch and save-list are `choose_layout.py`'s.
+spike at what suits a dense model. Layout, micro-batch and save-list are `forecast/search.py`'s.
 """
 
 from collections.abc import Sequence
@@ -22,18 +22,20 @@ from titanlite.data.stages import stage_table
 from titanlite.data.tokenizer import few_ids, rows_for
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.forecast.attended import AttendedShare, attended_share
-from titanlite.forecast.choose_layout import (
-    RESERVE_GIB,
-    Option,
-    best,
-    cpu_options,
-    gpu_options,
-    optimizer_rules,
-    options_of_layout,
-)
-from titanlite.forecast.memory import MemoryModel, usable
+from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel, usable
 from titanlite.forecast.outlook import Outlook, outlook, token_flops
-from titanlite.forecast.suggest_flags import LEAST, processes_that_fit
+from titanlite.forecast.search import (
+    LEAST,
+    RESERVE_GIB,
+    Candidate,
+    Setting,
+    best,
+    candidates_of_layout,
+    cpu_candidates,
+    gpu_candidates,
+    optimizer_rules,
+    processes_that_fit,
+)
 from titanlite.models.experts import count_parameters
 from titanlite.models.find import build_model
 from titanlite.observe.peak_flops import dense_bf16_flops, peak_flops
@@ -69,7 +71,7 @@ class Choices:
         parameters: of the model.
         active: those of them that a token uses.
         tokens: that are meant to be trained on.
-        chosen: the layout, batch and save-list; `options` are those that there were.
+        chosen: the layout, batch and save-list; `candidates` are all that were tried.
         compute: FLOPs of the run.
         outlook: how fast it is and how long it takes.
         float8: how many times as fast the chosen layout would be with float8; None: not possible, or not known.
@@ -82,8 +84,8 @@ class Choices:
     parameters: int
     active: int
     tokens: int
-    chosen: Option
-    options: Sequence[Option]
+    chosen: Candidate
+    candidates: Sequence[Candidate]
     compute: float
     outlook: Outlook
     float8: float | None
@@ -125,10 +127,13 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         training = replace(training, mixed_precision_param="float32")
         config = replace(config, compile=replace(config.compile, enable=False))
     config = replace(config, training=training, parallelism=mesh)
-    options = _options(config, dims, machine, attended)
-    chosen = best(options)
+    host = GPUS_OF_A_HOST if machine.rates is None else machine.rates.host
+    setting = Setting(dims, None, optimizer_rules(config), machine.rates, attended, host)
+    base = Candidate(setting, machine.world, config)
+    candidates = cpu_candidates(base, machine.gib) if is_cpu else gpu_candidates(base)
+    chosen = best(candidates)
     if chosen is None:
-        raise _does_not_fit(options, dims, machine, wishes)
+        raise _does_not_fit(candidates, machine, wishes)
     lr = fitted_learning_rate(compute)
     lr = lr if dims.experts is None else min(lr, MIXTURE_LR)
     config = _with_length(chosen.config, tokens, lr)
@@ -148,10 +153,10 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         active=active,
         tokens=tokens,
         chosen=chosen,
-        options=options,
+        candidates=candidates,
         compute=compute,
         outlook=expected,
-        float8=_float8_gain(chosen, dims, machine, attended),
+        float8=_float8_gain(chosen, machine),
     )
 
 
@@ -206,15 +211,9 @@ def _attended(config: Config, dims: ModelDims) -> AttendedShare | None:
     return attended_share(config, stage_table(config, None), check_inputs(config, dims.vocab_size, 1).shards)
 
 
-def _options(config: Config, dims: ModelDims, machine: Machine, attended: AttendedShare | None) -> list[Option]:
-    if machine.rates is None:
-        return cpu_options(config, dims, machine.world, machine.gib)
-    return gpu_options(config, dims, machine.world, machine.rates, attended)
-
-
-def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, wishes: Wishes) -> UnfitError:
+def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wishes) -> UnfitError:
     """Say what is missing, and with how many GPUs the model would fit."""
-    least = min(options, key=lambda option: option.on_device, default=None)
+    least = min(candidates, key=lambda candidate: candidate.on_device, default=None)
     if least is None:
         want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
         return UnfitError.of("command line", "--world", str(machine.world), want, "--world 8")
@@ -222,13 +221,13 @@ def _does_not_fit(options: Sequence[Option], dims: ModelDims, machine: Machine, 
     want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
     config = replace(least.config, training=replace(least.config.training, global_batch_size=None))
     limit = usable(machine.gib - RESERVE_GIB)
-    memory = MemoryModel(config, dims, None, optimizer_rules(config), machine.world)
+    memory = MemoryModel(config, least.setting.dims, None, least.setting.rules, machine.world)
     more = machine.rates and processes_that_fit(memory, LEAST, limit)
     fix = f"{more}, or a smaller model" if more else "a smaller model"
     return UnfitError.of("command line", "--model", wishes.model, want, f"{fix}: titanlite recipes model")
 
 
-def _outlook(chosen: Option, config: Config, machine: Machine, flops: float) -> Outlook:
+def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) -> Outlook:
     """Say how long a run takes: by the forecast, or on a CPU by what a matmul takes here."""
     if machine.rates is None:
         peak, _ = peak_flops(torch.device("cpu"), torch.float32)
@@ -253,13 +252,12 @@ def _with_length(config: Config, tokens: int, lr: float) -> Config:
     )
 
 
-def _float8_gain(chosen: Option, dims: ModelDims, machine: Machine, attended: AttendedShare | None) -> float | None:
+def _float8_gain(chosen: Candidate, machine: Machine) -> float | None:
     """Say how many times as fast the same layout is with float8 by row."""
     if machine.rates is None or not machine.is_measured:
         return None
-    config = replace(chosen.config, float8=replace(chosen.config.float8, recipe="rowwise"))
-    recipe = recipes.load("float8", "rowwise")
+    setting = replace(chosen.setting, float8=recipes.load("float8", "rowwise"))
     with suppress(TitanliteError):  # of a model whose layers it does not suit
-        faster = best(options_of_layout(config, dims, machine.world, machine.rates, attended, recipe))
+        faster = best(candidates_of_layout(replace(chosen, setting=setting).changed("float8", "recipe", "rowwise")))
         return faster.tokens_per_second / chosen.tokens_per_second if faster else None
     return None

@@ -8,8 +8,8 @@ from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.commands.new_choices import FITTED_FROM, MIXTURE_LR, TOKENS_A_PARAMETER, Choices, fitted_learning_rate
 from titanlite.config.build import show
-from titanlite.forecast.choose_layout import RESERVE_GIB, Option, fastest_by
 from titanlite.forecast.outlook import large
+from titanlite.forecast.search import RESERVE_GIB, Candidate, fastest_by
 from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.machine import Machine
 
@@ -167,7 +167,7 @@ def _of_lr(choices: Choices) -> str:
 
 
 def _of_at_a_time(choices: Choices) -> str:
-    same = [o for o in choices.options if o.degree == choices.chosen.degree]
+    same = [c for c in choices.candidates if c.degree == choices.chosen.degree]
     if choices.machine.rates is None:
         return "sequences at a time; more are hardly faster on a CPU"
     return "sequences at a time: " + _others(same, choices.chosen, "at_a_time", "{}")
@@ -179,12 +179,12 @@ def _layout_keys(choices: Choices) -> list[_Key]:
         return []
     shards = world // chosen.degree
     why = f"FSDP over {shards} × tensor parallel {chosen.degree}" if chosen.degree > 1 else f"FSDP over all {world}"
-    if choices.machine.rates is not None and any(o.degree != chosen.degree for o in choices.options):
-        why += ": " + _others(choices.options, chosen, "degree", "tensor parallel {}")
+    if choices.machine.rates is not None and any(c.degree != chosen.degree for c in choices.candidates):
+        why += ": " + _others(choices.candidates, chosen, "degree", "tensor parallel {}")
     elif choices.machine.rates is not None and choices.dims.experts is None:
         why += ": nothing else is possible"
     if choices.dims.experts is not None and shards > 1:
-        others = "" if any(o.degree > 1 for o in choices.options) else ", tensor parallelism"
+        others = "" if any(c.degree > 1 for c in choices.candidates) else ", tensor parallelism"
         why += f"; not compared: expert parallelism (expert_parallel_degree){others}"
     keys = [_Key("tensor_parallel_degree", chosen.degree, why)]
     if mesh.async_tensor_parallel:
@@ -194,19 +194,17 @@ def _layout_keys(choices: Choices) -> list[_Key]:
 
 def _save_list_keys(choices: Choices) -> list[_Key]:
     chosen = choices.chosen
-    alike = [o for o in choices.options if (o.degree, o.at_a_time) == (chosen.degree, chosen.at_a_time)]
+    alike = [c for c in choices.candidates if (c.degree, c.at_a_time) == (chosen.degree, chosen.at_a_time)]
     kept = choices.config.activation_checkpoint
     if choices.machine.rates is None:
-        why = "everything is kept: it fits" if chosen.save_list == "none" else "it fits only if all is computed again"
-        return [_Key("recipe", chosen.save_list, why)]
-    why = "what blocks keep for backward: " + _others(alike, chosen, "save_list", "{}")
-    if chosen.save_list == recipes.AUTO:
-        why = (
-            f"the fastest list for this memory, found when the run starts: {_others(alike, chosen, 'save_list', '{}')}"
-        )
+        why = "everything is kept: it fits" if chosen.recipe == "none" else "it fits only if all is computed again"
+        return [_Key("recipe", chosen.recipe, why)]
+    why = "what blocks keep for backward: " + _others(alike, chosen, "recipe", "{}")
+    if chosen.recipe == recipes.AUTO:
+        why = f"the fastest list for this memory, found when the run starts: {_others(alike, chosen, 'recipe', '{}')}"
         left = f"of {choices.machine.gib:.1f} GiB, {RESERVE_GIB:g} are left to CUDA and NCCL"
-        return [_Key("recipe", chosen.save_list, why), _Key("budget_gib", kept.budget_gib, left)]
-    return [_Key("recipe", chosen.save_list, why)]
+        return [_Key("recipe", chosen.recipe, why), _Key("budget_gib", kept.budget_gib, left)]
+    return [_Key("recipe", chosen.recipe, why)]
 
 
 def _of_float8(choices: Choices) -> str:
@@ -234,9 +232,9 @@ def _validation_keys(choices: Choices) -> list[_Key]:
     ]
 
 
-def _others(options: Sequence[Option], chosen: Option, attribute: str, name: str) -> str:
+def _others(candidates: Sequence[Candidate], chosen: Candidate, attribute: str, name: str) -> str:
     """Say of each other value of a property what is against it, the nearest to the chosen one first."""
-    of = fastest_by(options, lambda option: getattr(option, attribute))
+    of = fastest_by(candidates, lambda option: getattr(option, attribute))
     possible, too_large = dict[str, float](), list[str]()
     for value, option in of.items():
         text, share = name.format(value), 1 - option.tokens_per_second / chosen.tokens_per_second

@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite.device import host_tensors
 from titanlite.kernels import flash_attention_4
+from titanlite.kernels.context_attention import exchanged
 from titanlite.kernels.lowering import lowered
 
 _numbers = count(-1, -1)  # that no thread has
@@ -36,8 +37,10 @@ def fake_world(rank: int, world: int) -> Generator[None]:
     """
     places = [(DeviceMesh, "__init__"), (DeviceMesh, "get_coordinate"), (dist, "all_gather_object")]
     before = [(of, name, getattr(of, name)) for of, name in places]
-    served, threads, counted = flash_attention_4.serve(()), torch.get_num_threads(), Counter(lowered)
-    lowered.clear()
+    served, threads = flash_attention_4.serve(()), torch.get_num_threads()
+    counted = [(counter, Counter[Any](counter)) for counter in (lowered, exchanged)]
+    for counter, _ in counted:
+        counter.clear()
     try:
         torch.set_num_threads(1)
         number = next(_numbers)
@@ -51,8 +54,9 @@ def fake_world(rank: int, world: int) -> Generator[None]:
             setattr(of, name, function)
         flash_attention_4.serve(served)
         torch.set_num_threads(threads)
-        lowered.clear()
-        lowered.update(counted)
+        for counter, was in counted:
+            counter.clear()
+            counter.update(was)
 
 
 @contextmanager

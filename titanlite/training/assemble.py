@@ -40,7 +40,7 @@ from titanlite.forecast.activation_cost import check_matches
 from titanlite.forecast.choose_save_list import Choice, choose
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.suggest_flags import check_budget
+from titanlite.forecast.search import check_budget
 from titanlite.forecast.time_activations import time_block
 from titanlite.models.experts import GroupedProjection, count_parameters, has_experts, product_names
 from titanlite.models.find import build_model

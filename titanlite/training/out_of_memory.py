@@ -18,7 +18,7 @@ import torch.distributed as dist
 from titanlite.config.recipe_schema import SaveList
 from titanlite.errors import OutOfMemoryError, Problem, RecipeError, describe
 from titanlite.forecast.memory import GIB, MemoryModel
-from titanlite.forecast.suggest_flags import overrides_that_fit
+from titanlite.forecast.search import changes_that_fit
 from titanlite.observe.memory import memory_gib
 
 _MARGIN = 0.95
@@ -141,7 +141,7 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
     limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # which the run has already
-    if flags := overrides_that_fit(model, save_list, limit):
+    if flags := changes_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]
     else:

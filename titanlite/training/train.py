@@ -21,7 +21,7 @@ from titanlite.data.stages import StageTable, stage_table
 from titanlite.device import device_of
 from titanlite.float8.weight import local_data
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.suggest_flags import LEAST
+from titanlite.forecast.search import LEAST
 from titanlite.observe.console import Console
 from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.metrics import MetricsFile, Observer

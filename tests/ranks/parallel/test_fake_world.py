@@ -8,6 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.ranks import run_ranks
+from titanlite.kernels.context_attention import exchanged
+from titanlite.kernels.lowering import Lowered, lowered
 from titanlite.parallel.fake_world import fake_world
 
 
@@ -34,3 +36,14 @@ def test_a_real_world_after_a_fake_one_of_its_mesh(tmp_path: Path) -> None:
         assert torch.equal(gathered(), torch.arange(32.0).reshape(8, 4))
 
     run_ranks(body, tmp_path, 4)
+
+
+def test_what_a_fake_world_counts_is_no_run_s() -> None:
+    """A receipt says what the process's own run has lowered and exchanged."""
+    row, window = Lowered("all_gather_matmul", "4×6", None), 1 << 40
+    before = dict(lowered), dict(exchanged)
+    with fake_world(0, 2):
+        assert not lowered
+        assert not exchanged
+        lowered[row], exchanged[window] = 3, 4
+    assert (dict(lowered), dict(exchanged)) == before

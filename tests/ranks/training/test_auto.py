@@ -22,7 +22,7 @@ from titanlite.errors import OutOfMemoryError
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.choose_save_list import RecomputeTimes, choose
 from titanlite.forecast.memory import GIB, MemoryModel, usable
-from titanlite.forecast.suggest_flags import LEAST
+from titanlite.forecast.search import LEAST
 from titanlite.preflight.checked_run import checked_run
 from titanlite.training import out_of_memory
 from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure

@@ -14,8 +14,8 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import activations, block_costs
 from titanlite.forecast.device_specs import DEVICES, measured_rates
 from titanlite.forecast.memory import GPUS_OF_A_HOST, MemoryModel
+from titanlite.forecast.search import LEAST
 from titanlite.forecast.step_time import StepTimeModel, units
-from titanlite.forecast.suggest_flags import LEAST
 from titanlite.forecast.time_activations import operands
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.recorder.record import record

@@ -14,7 +14,7 @@ from titanlite.config.schema import Compile, Config, Data, Float8, Model, Parall
 from titanlite.forecast.activation_cost import activations, held_without_checkpointing
 from titanlite.forecast.choose_save_list import expensive
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.suggest_flags import LEAST
+from titanlite.forecast.search import LEAST
 from titanlite.forecast.traced_run import traced_run
 from titanlite.models.find import build_model
 

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import MemoryModel
-from titanlite.forecast.suggest_flags import LEAST
+from titanlite.forecast.search import LEAST
 from titanlite.forecast.update_time import computed_flops, seconds_of, update_time
 from titanlite.forecast.update_work import AVERAGE
 from titanlite.kernels import orthogonalise

@@ -8,7 +8,7 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import measured_rates
 from titanlite.forecast.memory import GIB, MemoryModel, usable
-from titanlite.forecast.suggest_flags import LEAST, overrides_that_fit, processes_that_fit
+from titanlite.forecast.search import LEAST, changes_that_fit, processes_that_fit
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training.assemble import try_assembly
 
@@ -39,7 +39,7 @@ def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...])
     run = checked("--activation_checkpoint.recipe", "none", *flags)
     assert run.save_list is not None
     now = held(run)
-    found = overrides_that_fit(model_of(run), run.save_list, limit_gib * GIB)
+    found = changes_that_fit(model_of(run), run.save_list, limit_gib * GIB)
     assert len(found) == 3 or limit_gib < 70
     assert found
     for override in found:
@@ -56,7 +56,7 @@ def test_each_override_does_what_it_says(limit_gib: int, flags: tuple[str, ...])
 def test_one_of_each_kind_and_of_the_lists_the_one_that_auto_chooses() -> None:
     run = checked("--activation_checkpoint.recipe", "none")
     assert run.save_list is not None
-    found = overrides_that_fit(model_of(run), run.save_list, 100 * GIB)
+    found = changes_that_fit(model_of(run), run.save_list, 100 * GIB)
     assert [override.flag for override in found] == [
         "--activation_checkpoint.recipe auto --activation_checkpoint.budget_gib 98.7",
         "--parallelism.tensor_parallel_degree 2 --training.global_batch_size 8",
@@ -68,7 +68,7 @@ def test_what_frees_nothing_is_not_proposed_and_kinds_stay_together() -> None:
     run = checked("--activation_checkpoint.recipe", "none", "--training.local_batch_size", "1", world=1)
     assert run.save_list is not None
     limit = held(run, world=1)  # the list that the run has would fit, and frees nothing
-    found = overrides_that_fit(model_of(run, 1), run.save_list, limit)
+    found = changes_that_fit(model_of(run, 1), run.save_list, limit)
     assert all(override.frees > 0 for override in found)
     keys = [override.flag.split()[0] for override in found]
     assert keys == ["--activation_checkpoint.recipe"] * 2 + ["--parallelism.fsdp_reshard_after_forward"]
@@ -78,20 +78,20 @@ def test_a_batch_that_the_global_batch_cannot_be_made_of_is_not_proposed() -> No
     """Three sequences a step over three ranks: one at a time on each."""
     run = checked("--training.local_batch_size", "3", "--training.global_batch_size", "12")
     assert run.save_list is not None
-    found = overrides_that_fit(model_of(run), run.save_list, 80 * GIB)
+    found = changes_that_fit(model_of(run), run.save_list, 80 * GIB)
     assert "--training.local_batch_size 2" not in {override.flag for override in found}
 
 
 def test_replicas_are_given_up() -> None:
     run = checked("--activation_checkpoint.recipe", "full", "--parallelism.data_parallel_replicate_degree", "2")
-    found = overrides_that_fit(model_of(run), LEAST, 45 * GIB)
+    found = changes_that_fit(model_of(run), LEAST, 45 * GIB)
     assert found[0].flag == "--parallelism.data_parallel_replicate_degree 1"
 
 
 def test_nccl_is_proposed_where_symmetric_memory_is_too_much() -> None:
     run = checked("--activation_checkpoint.recipe", "none")
     assert run.save_list is not None
-    found = overrides_that_fit(model_of(run), run.save_list, 104 * GIB)
+    found = changes_that_fit(model_of(run), run.save_list, 104 * GIB)
     assert found[1].flag == "--parallelism.fsdp_copy_engines never"
     assert peak(run) < 104 * GIB < held(run)
 
@@ -103,13 +103,13 @@ def test_replicas_that_would_share_parameters_are_charged_for_symmetric_memory()
     assert run.save_list is not None
     assert (held(run) > peak(run), held(two) > peak(two)) == (False, True)
     for limit, fits in ((held(two), True), (held(two) - 1, False)):
-        flags = [override.flag for override in overrides_that_fit(model_of(run), run.save_list, limit)]
+        flags = [override.flag for override in changes_that_fit(model_of(run), run.save_list, limit)]
         assert ("--parallelism.data_parallel_replicate_degree 2" in flags) == fits
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:
     run = checked("--activation_checkpoint.recipe", "full")
-    assert overrides_that_fit(model_of(run), LEAST, 20 * GIB) == []
+    assert changes_that_fit(model_of(run), LEAST, 20 * GIB) == []
 
 
 AUTO = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
@@ -117,7 +117,7 @@ AUTO = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budge
 
 def test_a_chosen_list_is_given_less() -> None:
     run, list_of_now = checked(*AUTO, "90"), recipes.load("activation_checkpoint", "matmuls")
-    found = overrides_that_fit(model_of(run), list_of_now, 75.25 * GIB)
+    found = changes_that_fit(model_of(run), list_of_now, 75.25 * GIB)
     assert found[0].flag == "--activation_checkpoint.budget_gib 74.0"
     assert all("recipe" not in override.flag for override in found)
 
@@ -150,7 +150,7 @@ def test_a_list_that_is_broken_is_not_proposed(tmp_path) -> None:
     assert "broken" in recipes.names("activation_checkpoint", run.config.job.recipe_dirs)
     assert run.save_list is not None
     # A layout and a batch would stand between auto and the list that keeps most, but for one sequence on each rank.
-    found = overrides_that_fit(model_of(run), run.save_list, 60 * GIB)
+    found = changes_that_fit(model_of(run), run.save_list, 60 * GIB)
     assert found[1].flag == "--activation_checkpoint.recipe matmuls"
 
 
@@ -161,7 +161,7 @@ def test_an_explicit_number_of_shards_is_given_up_for_another_layout() -> None:
         run = checked(*full, degree, world=8)
         assert run.save_list is not None
         asked = model_of(run, 8), run.save_list, 22 * GIB
-        found = [override.flag for override in overrides_that_fit(*asked)]
+        found = [override.flag for override in changes_that_fit(*asked)]
         more = processes_that_fit(*asked)
         assert more is not None
         for flag in found:
@@ -181,7 +181,7 @@ def test_another_expert_degree_is_proposed_and_the_cheapest_change_comes_first()
     run = checked(*MOE, "--parallelism.expert_parallel_degree", "8", world=8)
     assert run.save_list is not None
     memory, limit = model_of(run, 8), 78 * GIB
-    found = overrides_that_fit(memory, run.save_list, limit, rates=measured_rates("h100"))
+    found = changes_that_fit(memory, run.save_list, limit, rates=measured_rates("h100"))
     assert found[0].flag == "--parallelism.expert_parallel_degree 2"
     speeds = [override.tokens_per_second for override in found if "batch" not in override.flag]
     assert speeds == sorted(speeds, reverse=True)
@@ -197,7 +197,7 @@ def test_of_the_layouts_that_fit_the_fastest_is_proposed_though_another_keeps_mo
     assert run.save_list is not None
     memory, limit = model_of(run, 8), usable(79.1)
     kept, fastest = (
-        [each.flag for each in overrides_that_fit(memory, run.save_list, limit, rates=rates)]
+        [each.flag for each in changes_that_fit(memory, run.save_list, limit, rates=rates)]
         for rates in (None, measured_rates("h100"))
     )
     assert "--parallelism.expert_parallel_degree 1" not in kept

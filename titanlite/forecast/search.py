@@ -1,0 +1,462 @@
+"""Search configs: for the fastest layout, batch and save-list of a new run, and for changes with which a run fits.
+
+A candidate is checked as any config is, and priced by `memory.py` and `step_time.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from titanlite import recipes
+from titanlite.byte_size import byte_size
+from titanlite.config.check import check_config, sequences_per_step
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError, RecipeError
+from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
+from titanlite.forecast.attended import AttendedShare
+from titanlite.forecast.choose_save_list import choose
+from titanlite.forecast.device_specs import Rates, no_rates_reason
+from titanlite.forecast.memory import GIB, GPUS_OF_A_HOST, MARGIN, MemoryModel, usable
+from titanlite.forecast.step_time import StepTimeModel
+
+LEAST = SaveList("", "recompute")
+"""The save-list that keeps least: only the input of each block."""
+
+RESERVE_GIB = 3.0
+"""Memory that CUDA, NCCL and libraries take of a GPU, which no forecast counts: a few GiB, as `memory.py` says."""
+
+_NEARLY = 0.99  # of the fastest: as fast; forecasts are no more exact than that
+_WORTH = 1.02  # against a list with a name: worth one that is made when the run starts
+_DEGREES, _AT_A_TIME = (1, 2, 4, 8), (1, 2, 4, 8, 16, 32)
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of a search have in common.
+
+    Attributes:
+        dims: of the model.
+        float8: arithmetic of the linear layers, or None.
+        rules: of the optimizer's recipe.
+        rates: of the device; None: speeds are not predicted.
+        attended: as of `StepTimeModel`.
+        host: GPUs of a host.
+        of_device: whether a limit is a device's; False: `budget_gib`, which is of the peak alone.
+    """
+
+    dims: ModelDims
+    float8: Float8Recipe | None
+    rules: OptimizerRecipe
+    rates: Rates | None = None
+    attended: AttendedShare | None = None
+    host: int = GPUS_OF_A_HOST
+    of_device: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A config that a run could have. Its memory and speed are predicted when they are asked for.
+
+    Attributes:
+        setting: of the search.
+        world: number of processes.
+        config: with a layout, a batch and a save-list.
+        save_list: None: `auto` chooses it within the budget of `config`.
+        flag: that makes this config of that of another run, to paste behind a command.
+        beside: that run.
+        budget_gib: memory of the device; None: that of the rates, without `RESERVE_GIB`.
+    """
+
+    setting: Setting
+    world: int
+    config: Config
+    save_list: SaveList | None = None
+    flag: str = ""
+    beside: "Candidate | None" = None
+    budget_gib: float | None = None
+
+    def __str__(self) -> str:
+        said = f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
+        return said + (f", {self.tokens_per_second:,.0f} tok/s/GPU" if self.tokens_per_second else "")
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory model.
+
+        Raises:
+            ConfigError: no run can have the config.
+        """
+        of = self.setting
+        check_config(self.config, of.dims, self.world)
+        return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, host=of.host)
+
+    @cached_property
+    def time(self) -> StepTimeModel | None:
+        """The step time model; None where no rates are known."""
+        rates = self.setting.rates
+        if rates is None or no_rates_reason(self.memory) is not None:
+            return None
+        return StepTimeModel(self.memory, rates, self.setting.attended)
+
+    @cached_property
+    def _list(self) -> SaveList | None:
+        """The save-list, or by these rates that of `auto`; None where no rates are known."""
+        budget = self.config.activation_checkpoint.budget_gib
+        if self.save_list is None and self.time is not None and budget is not None:
+            return choose(self.memory, self.time.times(), budget).save_list
+        return self.save_list
+
+    @cached_property
+    def peak(self) -> int:
+        """Predicted bytes of the peak; the budget where it is not known what `auto` chooses.
+
+        Raises:
+            ConfigError: as of `memory`; or the save-list has no price.
+        """
+        if self._list is None:
+            return int((self.config.activation_checkpoint.budget_gib or 0.0) * GIB)
+        return self.memory.peak_under(self._list).total
+
+    @property
+    def on_device(self) -> int:
+        """Bytes on a GPU at the peak, symmetric memory included."""
+        return self.peak + self.memory.symmetric_memory
+
+    @property
+    def needed(self) -> int:
+        """Bytes that are held against a limit."""
+        return self.on_device if self.setting.of_device else self.peak
+
+    @property
+    def frees(self) -> int:
+        """Bytes less than are needed without the flag."""
+        return self.beside.needed - self.needed if self.beside else 0
+
+    @cached_property
+    def tokens_per_second(self) -> float:
+        """Predicted by GPU; 0: not known, also where copy engines come or go, as what they save is not."""
+        if self.time is None or self._list is None:
+            return 0.0
+        if self.beside is not None and self.beside.memory.copy_engines != self.memory.copy_engines:
+            return 0.0
+        return self.time.tokens_per_second(self.time.step(block_costs(self.memory.run, self._list)))
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the device has the memory."""
+        rates = self.setting.rates
+        budget = self.budget_gib if self.budget_gib is not None else rates and rates.device_gib - RESERVE_GIB
+        return self.on_device <= usable(budget or math.inf)
+
+    @property
+    def degree(self) -> int:
+        """Tensor-parallel ranks."""
+        return self.config.parallelism.tensor_parallel_degree
+
+    @property
+    def at_a_time(self) -> int:
+        """Sequences of a micro-step."""
+        return self.config.training.local_batch_size
+
+    @property
+    def recipe(self) -> str:
+        """Name of the save-list."""
+        return self.config.activation_checkpoint.recipe
+
+    def changed(self, section: str, key: str, value: Any) -> "Candidate":
+        """Return a candidate that differs in a key."""
+        config = replace(self.config, **{section: replace(getattr(self.config, section), **{key: value})})
+        flag = f"{self.flag} --{section}.{key} {value}".lstrip()
+        return replace(self, config=config, flag=flag, beside=self.beside or self)
+
+    def keeping(self, name: str, save_list: SaveList | None, budget_gib: float | None = None) -> "Candidate":
+        """Return a candidate with another save-list."""
+        kept = replace(self.config.activation_checkpoint, recipe=name, budget_gib=budget_gib)
+        return replace(self, config=replace(self.config, activation_checkpoint=kept), save_list=save_list)
+
+
+def optimizer_rules(config: Config) -> OptimizerRecipe:
+    """Load the optimizer's recipe of a config that is being chosen."""
+    return recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs)
+
+
+# --- a new run ---------------------------------------------------------------------------------------------------
+
+
+def gpu_candidates(base: Candidate) -> list[Candidate]:
+    """List what a run could be on GPUs whose rates are known.
+
+    Every tensor-parallel degree of a host is tried with every micro-batch and every shipped save-list, and with the
+    list that `auto` would make.
+
+    Args:
+        base: without layout and save-list; its global batch is what is aimed at.
+    """
+    layouts = list(_layouts_of(base, base.setting.host))
+    named = [candidates_of_layout(layout) for layout in layouts]
+    fastest = max((c.tokens_per_second for found in named for c in found if c.fits), default=0.0)
+    made: list[Candidate] = []
+    for layout, found in zip(layouts, named, strict=True):
+        # Keeping everything is faster than any list: where even that is hardly faster, none is looked for.
+        most = max((candidate.tokens_per_second for candidate in found), default=0.0)
+        if any(candidate.fits for candidate in found) and most > _WORTH * fastest and base.setting.rates:
+            of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.symmetric_memory / GIB
+            made.append(layout.keeping(recipes.AUTO, None, int(of_device * 10) / 10))
+    return [*(candidate for found in named for candidate in found), *made]
+
+
+def candidates_of_layout(layout: Candidate) -> list[Candidate]:
+    """List what a run with a layout and a micro-batch could keep on GPUs whose rates are known."""
+    if layout.memory.run.no_trace_reason is not None or layout.time is None:
+        return []
+    lists = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
+    return [layout.keeping(*each) for each in lists.items() if not no_cost_reasons(each[1])]
+
+
+def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
+    """List what a run could be on a CPU, in the order in which they are preferred: no rates are known of it.
+
+    Args:
+        base: as of `gpu_candidates`.
+        host_gib: memory that all processes share.
+    """
+    base, lists = replace(base, budget_gib=host_gib / base.world / 2), ("none", "full")
+    found = [
+        layout.keeping(name, recipes.load("activation_checkpoint", name))
+        for layout in _layouts_of(base, most=1)
+        for name in lists
+    ]
+    return sorted(found, key=lambda candidate: (candidate.recipe != "none", -candidate.at_a_time))
+
+
+def best(candidates: Sequence[Candidate]) -> Candidate | None:
+    """Choose the fastest candidate that fits; None if none does.
+
+    Of those within a percent, the one with fewer tensor-parallel ranks, and of these the one with the least memory.
+    """
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    named = [candidate for candidate in fitting if candidate.recipe != recipes.AUTO]
+    if not named:
+        return None
+    if not named[0].tokens_per_second:  # in their order
+        return named[0]
+    fastest = max(candidate.tokens_per_second for candidate in named)
+    made = [candidate for candidate in fitting if candidate.tokens_per_second > _WORTH * fastest]
+    if made:
+        named, fastest = made, max(candidate.tokens_per_second for candidate in made)
+    near = [candidate for candidate in named if candidate.tokens_per_second >= _NEARLY * fastest]
+    return min(near, key=lambda candidate: (candidate.degree, candidate.on_device))
+
+
+def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], object]) -> Mapping[object, Candidate]:
+    """Give the fastest candidate that fits for each value of a property; the smallest one where none fits."""
+    found: dict[object, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda c: (c.fits, c.tokens_per_second if c.fits else -c.on_device)):
+        found[key(candidate)] = candidate
+    return {key(candidate): found[key(candidate)] for candidate in candidates}  # in their order
+
+
+def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
+    """Give every layout and micro-batch that is possible, with the global batch nearest to the one that is wanted."""
+    config, wanted = base.config, base.config.training.global_batch_size or 1
+    for degree in _DEGREES:
+        if degree > most or base.world % degree:
+            continue
+        is_async = degree > 1 and config.parallelism.async_tensor_parallel
+        mesh = replace(config.parallelism, tensor_parallel_degree=degree, async_tensor_parallel=is_async)
+        for n in _AT_A_TIME:
+            at_once = n * base.world // degree
+            if at_once > wanted and n > 1:
+                continue
+            sequences = max(1, round(wanted / at_once)) * at_once
+            training = replace(config.training, local_batch_size=n, global_batch_size=sequences)
+            possible = replace(base, config=replace(config, parallelism=mesh, training=training))
+            if _is_possible(possible):
+                yield possible
+
+
+# --- a run that does not fit -------------------------------------------------------------------------------------
+
+
+def changes_that_fit(
+    model: MemoryModel,
+    save_list: SaveList,
+    limit: float,
+    of_device: bool = True,
+    rates: Rates | None = None,
+    attended: AttendedShare | None = None,
+) -> list[Candidate]:
+    """List changes with which a run would fit.
+
+    Another save-list or layout does not change what is trained, a smaller batch may, so they come in this order; of
+    each kind, the fastest first, or else the one that keeps most. A change of layout also sets the global batch that
+    keeps the step what it was. Three at most, one of every kind before a second. If none is enough alone, two together.
+    Where rates are known, the three are sorted by speed, those that change what is trained last.
+
+    Args:
+        model: of the run.
+        save_list: of the run; it has a price.
+        limit: bytes of the peak and of symmetric memory.
+        of_device: whether it is a device's; False: `budget_gib`, which is of the peak alone.
+        rates: of the device, if the speed of each change is to be predicted.
+        attended: as of `StepTimeModel`.
+    """
+    setting = Setting(model.dims, model.float8, model.rules, rates, attended, model.host, of_device)
+    run = Candidate(setting, model.world, model.config, save_list)
+    sequences, as_now = sequences_per_step(run.config, run.world), run.tokens_per_second
+
+    def fitting(changes: Iterable[Candidate], unknown: float) -> list[Candidate]:
+        found = [other for other in changes if _is_possible(other) and other.needed <= limit and other.frees > 0]
+        return _fastest_first(sorted(found, key=lambda other: -other.peak), unknown)
+
+    lists = fitting(_save_lists(run), as_now)
+    budget = math.floor((limit - model.symmetric_memory * of_device) / GIB * 10) / 10
+    if limit < run.needed and model.peak_under(LEAST).total <= usable(budget):
+        is_auto = run.config.activation_checkpoint.budget_gib is not None
+        flag = "" if is_auto else "--activation_checkpoint.recipe auto "
+        flag += f"--activation_checkpoint.budget_gib {budget}"
+        lists = [replace(run.keeping(recipes.AUTO, None, budget), flag=flag, beside=run), *lists]
+    layouts, batches = fitting(_layouts(run, sequences), 0.0), fitting(_batches(run), as_now)
+    if not (lists or layouts or batches):
+        firsts = *_layouts(run, sequences), *_batches(run)
+        lists = fitting((second for first in firsts for second in (*_save_lists(first), *_batches(first))), 0.0)
+    kinds = lists, layouts, batches
+    shown = [kind[n] for n in range(_SHOWN) for kind in kinds if n < len(kind)][:_SHOWN]
+    shown = sorted(shown, key=lambda other: next(i for i, kind in enumerate(kinds) if other in kind))
+    if rates is None:
+        return shown
+    is_other = {other.flag: sequences_per_step(other.config, other.world) != sequences for other in shown}
+    return sorted(_fastest_first(shown, 0.0), key=lambda other: is_other[other.flag])
+
+
+def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:
+    """Double the processes until the run fits. Returns the flags, or None if a thousand times as many are not enough.
+
+    Args:
+        model: of the run.
+        save_list: of the run.
+        limit: bytes of the peak and of symmetric memory.
+        and_changes: with each number, also try to keep less, then one sequence at a time, then both and other layouts.
+    """
+    setting = Setting(model.dims, model.float8, model.rules, host=model.host)
+    run = Candidate(setting, model.world, model.config, save_list)
+    for more in (model.world << n for n in range(1, 11)):
+        own = _over_the_others(replace(run, world=more, flag=f"--world {more}"))
+        for other in (own, *(_with_less(own) if and_changes else ())):
+            if _is_possible(other) and other.on_device <= limit:
+                return other.flag
+    return None
+
+
+def check_budget(model: MemoryModel, origin: Origin) -> None:
+    """Refuse a budget that no save-list keeps to.
+
+    Args:
+        model: of the run.
+        origin: where each key was given.
+
+    Raises:
+        ConfigError: the run would hold more although it computed everything again.
+    """
+    budget = model.config.activation_checkpoint.budget_gib
+    if budget is None:
+        return
+    least = model.peak_under(LEAST).total
+    if least <= usable(budget):
+        return
+    others = changes_that_fit(model, LEAST, usable(budget), of_device=False)
+    enough = math.ceil(least / usable(1) * 10) / 10
+    raised = f"--activation_checkpoint.budget_gib {enough}"
+    want = (
+        f"at least {enough}: {least / GIB:.1f} are predicted when blocks keep only their input, and "
+        f"{MARGIN:.1%} stay free as a margin for the prediction"
+    )
+    problems = Problems(origin)
+    fix = f"{raised}, or" + "".join(f"\n          {other}" for other in others) if others else raised
+    problems.add("activation_checkpoint.budget_gib", f"{budget:g}", want, fix)
+    problems.raise_all()
+
+
+def _is_possible(candidate: Candidate) -> bool:
+    """Return whether a run can have the config, and its peak can be predicted."""
+    try:
+        check_config(candidate.config, candidate.setting.dims, candidate.world)
+        return candidate.save_list is None or candidate.peak > 0
+    except ConfigError:
+        return False
+
+
+def _fastest_first(others: list[Candidate], unknown: float) -> list[Candidate]:
+    """Sort by speed, that of some `unknown`; those within a percent keep their order, as forecasts are not exact."""
+    fastest = max((other.tokens_per_second or unknown for other in others), default=0.0) or 1.0
+    return sorted(others, key=lambda other: -round(100 * (other.tokens_per_second or unknown) / fastest))
+
+
+def _with_less(run: Candidate) -> Iterator[Candidate]:
+    """A run that keeps nothing, of one sequence at a time, or both, and these in other layouts."""
+    has_budget, is_many = run.config.activation_checkpoint.budget_gib is not None, run.at_a_time > 1
+
+    def in_full(one: Candidate) -> Candidate:
+        return replace(one.changed("activation_checkpoint", "recipe", "full"), save_list=LEAST)
+
+    one_at_a_time = run.changed("training", "local_batch_size", 1)
+    found = [] if has_budget else [in_full(run)]
+    found += [one_at_a_time] if is_many else []
+    found += [in_full(one_at_a_time)] if is_many and not has_budget else []
+    yield from found
+    yield from (layout for last in found[-1:] for layout in _layouts(last, None))
+
+
+def _save_lists(run: Candidate) -> Iterator[Candidate]:
+    """Every other list there is; where the list is chosen to keep to a budget, none."""
+    if run.config.activation_checkpoint.budget_gib is not None:
+        return
+    for name in recipes.names("activation_checkpoint", run.config.job.recipe_dirs):
+        try:
+            other = recipes.load("activation_checkpoint", name, run.config.job.recipe_dirs)
+        except RecipeError:  # of a list that the run does not use
+            continue
+        yield replace(run.changed("activation_checkpoint", "recipe", name), save_list=other)
+
+
+def _layouts(run: Candidate, sequences: int | None) -> Iterator[Candidate]:
+    """NCCL for blocks; more ranks to a layer, or to a sequence, with as many sequences a step; fewer replicas; weights
+    that are freed; and experts shared out over more or fewer ranks."""
+    mesh = run.config.parallelism
+
+    def with_degree(axis: str, degree: int) -> Candidate:
+        return run.changed("parallelism", f"{axis}_degree", degree)
+
+    def keeping_the_step(other: Candidate) -> Candidate:
+        is_given = not sequences or other.config.training.global_batch_size
+        return _over_the_others(other if is_given else other.changed("training", "global_batch_size", sequences))
+
+    if mesh.fsdp_copy_engines != "never":
+        yield run.changed("parallelism", "fsdp_copy_engines", "never")
+    for degree in range(mesh.tensor_parallel_degree + 1, 9):  # a host has eight GPUs at most
+        yield keeping_the_step(with_degree("tensor_parallel", degree))
+    for degree in (2, 4, 8) if run.at_a_time == 1 else ():  # else fewer sequences at a time do it
+        if degree > mesh.context_parallel_degree:
+            yield keeping_the_step(with_degree("context_parallel", degree))
+    for degree in range(1, mesh.data_parallel_replicate_degree):
+        yield _over_the_others(with_degree("data_parallel_replicate", degree))
+    yield run.changed("parallelism", "fsdp_reshard_after_forward", "always")
+    for degree in (1, 2, 4, 8) if run.setting.dims.experts is not None else ():
+        if degree != mesh.expert_parallel_degree:
+            yield with_degree("expert_parallel", degree)
+
+
+def _over_the_others(run: Candidate) -> Candidate:
+    """Set data_parallel_shard_degree to -1, so that FSDP takes all remaining ranks."""
+    is_free = run.config.parallelism.data_parallel_shard_degree == -1
+    return run if is_free else run.changed("parallelism", "data_parallel_shard_degree", -1)
+
+
+def _batches(run: Candidate) -> Iterator[Candidate]:
+    """Fewer sequences at a time."""
+    return (run.changed("training", "local_batch_size", n) for n in range(1, run.at_a_time))
