@@ -310,9 +310,6 @@ def _() -> Iterator[str]:
 @page("docs/sharding_plan.md")
 def _() -> Iterator[str]:
     yield f"counts; {percent(of('forecast.memory:MARGIN'))} stay free"
-    flags = "--training.local_batch_size=2", "--training.global_batch_size=16", "--world=8"
-    (said,) = re.findall("experts: .*", plan(*flags, config="qwen3_moe_30b_a3b"))
-    yield said
 
 
 @page("docs/tracking.md")

@@ -37,7 +37,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of a search have in common.
+    """The facts that all candidates of a search share.
 
     Attributes:
         dims: of the model.
