@@ -113,12 +113,12 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        """Predicted bytes of the peak; the budget where it is not known what `auto` chooses.
+        """Predicted bytes of the peak; the budget of `auto`, which in a change may choose by other rates than these.
 
         Raises:
             ConfigError: as of `memory`; or the save-list has no price.
         """
-        if self._list is None:
+        if self._list is None or (self.save_list is None and self.beside is not None):
             return int((self.config.activation_checkpoint.budget_gib or 0.0) * GIB)
         return self.memory.peak_under(self._list).total
 
