@@ -65,6 +65,18 @@ def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.Captur
     assert "positions.weight" in capsys.readouterr().out
 
 
+def test_a_model_that_branches_on_values_trains_without_a_forecast(mine: list[str], tmp_path: Path) -> None:
+    file, block = tmp_path / "mine.py", "            x = block(x, sequences)\n"
+    branch = "            if x.abs().max().item() > 1e9:\n                x = x / 2\n"
+    lines = file.read_text().replace(block, block + branch)
+    file.write_text(lines)
+    number = lines[: lines.index(branch)].count("\n") + 1
+    said = try_assembly(checked(tmp_path, 2, mine), 2).warning
+    assert said is not None
+    assert f"trains without a forecast: line {number} of {file}, in forward: if x.abs().max().item() > 1e9: Run" in said
+    assert len(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2).losses) == 2
+
+
 def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
     """What registers operators cannot be imported a second time."""
     with (tmp_path / "mine.py").open("a") as file:
