@@ -183,10 +183,11 @@ def _layout_keys(choices: Choices) -> list[_Key]:
         why += ": " + _others(choices.candidates, chosen, "degree", "tensor parallel {}")
     elif choices.machine.rates is not None and choices.dims.experts is None:
         why += ": nothing else is possible"
-    if choices.dims.experts is not None and shards > 1:
-        others = "" if any(c.degree > 1 for c in choices.candidates) else ", tensor parallelism"
-        why += f"; not compared: expert parallelism (expert_parallel_degree){others}"
     keys = [_Key("tensor_parallel_degree", chosen.degree, why)]
+    if choices.dims.experts is not None and shards > 1:
+        alike = [c for c in choices.candidates if c.degree == chosen.degree]
+        why = f"ranks that share the experts of a layer out: {_others(alike, chosen, 'experts_over', '{}')}"
+        keys.append(_Key("expert_parallel_degree", chosen.experts_over, why))
     if mesh.async_tensor_parallel:
         keys.append(_Key("async_tensor_parallel", True, "its collectives run inside its matmuls"))
     return keys

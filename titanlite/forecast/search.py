@@ -159,6 +159,11 @@ class Candidate:
         return self.config.parallelism.tensor_parallel_degree
 
     @property
+    def experts_over(self) -> int:
+        """Expert-parallel ranks."""
+        return self.config.parallelism.expert_parallel_degree
+
+    @property
     def at_a_time(self) -> int:
         """Sequences of a micro-step."""
         return self.config.training.local_batch_size
@@ -191,8 +196,8 @@ def optimizer_rules(config: Config) -> OptimizerRecipe:
 def gpu_candidates(base: Candidate) -> list[Candidate]:
     """List what a run could be on GPUs whose rates are known.
 
-    Every tensor-parallel degree of a host is tried with every micro-batch and every shipped save-list, and with the
-    list that `auto` would make.
+    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch
+    and every shipped save-list, and with the list that `auto` would make.
 
     Args:
         base: without layout and save-list; its global batch is what is aimed at.
@@ -264,11 +269,14 @@ def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], objec
 def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
     """Give every layout and micro-batch that is possible, with the global batch nearest to the one that is wanted."""
     config, wanted = base.config, base.config.training.global_batch_size or 1
-    for degree in _DEGREES:
-        if degree > most or base.world % degree:
+    degrees = [(degree, 1) for degree in _DEGREES]
+    degrees += [(1, experts) for experts in _DEGREES[1:]] if base.setting.dims.experts is not None else []
+    for degree, experts in degrees:
+        if degree * experts > most or base.world % (degree * experts):
             continue
         is_async = degree > 1 and config.parallelism.async_tensor_parallel
-        mesh = replace(config.parallelism, tensor_parallel_degree=degree, async_tensor_parallel=is_async)
+        of_tensors = {"tensor_parallel_degree": degree, "async_tensor_parallel": is_async}
+        mesh = replace(config.parallelism, **of_tensors, expert_parallel_degree=experts)
         for n in _AT_A_TIME:
             at_once = n * base.world // degree
             if at_once > wanted and n > 1:

@@ -300,7 +300,8 @@ def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: s
     assert "for dense models 0.0023, by" in written
     assert "20 for each parameter that a token uses, " in written
     assert "the best use of compute for dense models" in written
-    assert "not compared: expert parallelism (expert_parallel_degree)" in written
+    assert "ranks that share the experts of a layer out: 2 is " in written
+    assert config["parallelism"]["expert_parallel_degree"] == 1
     assert "nothing else is possible" not in written.partition("[parallelism]")[2].partition("[")[0]
 
 
