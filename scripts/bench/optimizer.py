@@ -20,11 +20,11 @@ from titanlite.device import device_of
 from titanlite.forecast.update_time import computed_flops
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.models.matrices import Matrix
+from titanlite.optimizers.muon import Muon, MuonRule, Pace
+from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel.mesh import Mesh, build_mesh
 from titanlite.parallel.process_group import start_process_group
 from titanlite.recipes import load
-from titanlite.optimizers.muon import Muon, MuonRule, Pace
-from titanlite.optimizers.sharded import ShardedOptimizer
 
 GBPS = 4300  # of a device-to-device copy on one H200, read and write
 D, F, V, RANKS = 4096, 14336, 128256, 8

@@ -7,6 +7,7 @@ from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
 from titanlite.commands.update_table import update_as_dict, update_facts, update_table
 from titanlite.errors import ConfigError, Problem, describe
+from titanlite.recorder.recorder import UNKNOWN
 from titanlite.text_table import columns
 
 
@@ -24,6 +25,8 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
         if planned.pairs:
             header = ("collective", "pass", "at", "times a step", "with its matmul")
             text += f"\n{columns(header, *_pair_rows(planned))}"
+            if any(pair.obstacle == UNKNOWN for pair in planned.pairs):
+                text += "a predicted time has all of them fused\n"
         elif not planned.memory.config.parallelism.async_tensor_parallel:
             text += "\nno collective is fused with a matmul: parallelism.async_tensor_parallel is off\n"
     if planned.predicted is None:
@@ -39,7 +42,7 @@ def _pair_rows(planned: PlannedRun) -> list[list[str]]:
 
 
 def _verdict(obstacle: str | None) -> str:
-    return "fused" if obstacle is None else obstacle if obstacle.startswith("not known") else f"not fused: {obstacle}"
+    return "fused" if obstacle is None else obstacle if obstacle == UNKNOWN else f"not fused: {obstacle}"
 
 
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:

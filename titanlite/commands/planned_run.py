@@ -1,5 +1,6 @@
 """All that `titanlite plan` says of a run, put together."""
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -13,17 +14,20 @@ from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
+from titanlite.models.mistakes import mistake
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.sharding.sent_bytes import sent_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from titanlite.recorder.recorder import CollectiveMatmul, Recorded
     from titanlite.sharding.representative_blocks import PlannedLayers
     from titanlite.training.assemble import Assembly
@@ -98,13 +102,25 @@ def _plan(made: "Assembly", world: int | None, device: str) -> PlannedRun:
         is_complete = False
     else:
         save_list = checked.save_list or (predicted and predicted.save_list)
-        if save_list is None:
+        repeats = max(config.parallelism.expert_parallel_degree, memory.run.tensor_parallel, cp) > 1
+        if save_list is None and repeats:
             notes.append(
                 "collectives that backward repeats are not listed: the save-list is chosen when the run starts"
             )
             is_complete = False
-        collectives, pairs, entries = _recorded(made, save_list, device, attended)
-        notes += _not_fused(entries)
+        try:
+            collectives, pairs, entries = _recorded(made, save_list, device, attended)
+            notes += _not_fused(entries)
+        except TitanliteError:
+            raise
+        except Exception as error:  # of a file of the user's own
+            if not config.model.file:
+                raise
+            want, fix = "a model that trains on tensors without memory", "branch on no tensor's values"
+            why = mistake(error, os.path.abspath(config.model.file), want, fix)
+            line = f"line {why.line} of {config.model.file}, " if why.line else ""
+            notes.append(f"the collectives are not listed: {line}{in_a_line(why)}")
+            is_complete = False
     sharding = sharding_plan(config, checked.dims) if memory.run.tensor_parallel > 1 else None
     if world is None:
         notes.append("--world N adds the collectives of data-parallel ranks and the reductions over all ranks")
@@ -130,12 +146,15 @@ def _recorded(
     listed = save_list or recipes.load("activation_checkpoint", "none")
     config = replace(memory.config, optimizer=replace(memory.config.optimizer, weight_decay_exclude=()))
     run = replace(checked, config=config, save_list=listed, optimizer=elementwise)
-    starts = attended.starts(memory.run.tokens * memory.run.context_parallel, memory.micro_steps) if attended else ()
+    starts: Sequence[np.ndarray] = ()
+    if attended and (ranks := memory.run.context_parallel) > 1:  # whose ranks get keys by documents
+        starts = attended.starts(memory.run.tokens * ranks, memory.micro_steps)
     step = record(run, memory.world, device, documents=starts)
-    found = Counter[Recorded](step.collectives)
+    found, pairs = Counter[Recorded](step.collectives), step.pairs
     if config.compile.enable and not no_cost_reasons(listed):  # a compiler repeats only what backward has a use for
         again = {(a.op.split(".")[1], a.layer) for block in block_costs(memory.run, listed) for a in block.recomputed}
-        found = Counter({each: n for each, n in found.items() if _is_repeated(each, again)})
+        found = Counter({each: n for each, n in found.items() if _is_repeated(each, each.operator, again)})
+        pairs = {each: n for each, n in pairs.items() if _is_repeated(each, _OPERATORS[each.kind], again)}
     for _, shared in memory.optimizer.shared if memory.world > 1 else ():
         n = len(shared.buckets)
         for elements in (sum(b.elements for b in shared.buckets), sum(b.handed for b in shared.buckets)):
@@ -143,16 +162,22 @@ def _recorded(
             found[Recorded("all_to_all", "update", "matrices", memory.world, sent)] += n
     if memory.world > 1 and (rows := sum(memory.optimizer.rows.values())):
         found[Recorded("all_reduce", "update", "matrices", memory.world, ITEMSIZE_OF_ROW * rows)] += 1
-    return +found, step.pairs, step.entries
+    return +found, pairs, step.entries
 
 
-def _is_repeated(each: "Recorded", again: Collection[tuple[str, str]]) -> bool:
+_OPERATORS = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
+
+
+def _is_repeated(each: "Recorded | CollectiveMatmul", operator: str, again: Collection[tuple[str, str]]) -> bool:
     """Return whether a collective is no recomputation, or one of these operators and layers."""
     if each.direction != "recomputation":
         return True
-    if each.operator:
-        return any(name == each.operator for name, _ in again)
-    return any(each.kind in name and each.module.endswith(layer) for name, layer in again)
+    at = each.module.removeprefix("layers.*.")  # of a feed-forward in one function, the whole of it
+    return any(
+        (name == operator if operator else each.kind in name)
+        and (f"{layer}.".startswith(f"{at}.") or f"{at}.".startswith(f"{layer}."))
+        for name, layer in again
+    )
 
 
 def _not_fused(entries: Sequence[Entry]) -> list[str]:

@@ -112,9 +112,13 @@ def longest_seq_len(config: Config) -> int:
 
 
 def largest_stage(config: Config) -> Config:
-    """Return the config with the shape of the stage that has most tokens in a micro-step; it decides on memory."""
+    """Return the config of the stage that has most tokens in a micro-step, as of a run without stages.
+
+    It decides on memory.
+    """
     shapes = [config, *(now for _, _, now in stage_configs(config))]
-    return max(shapes, key=lambda now: (now.training.seq_len * now.training.local_batch_size, now.training.seq_len))
+    most = max(shapes, key=lambda now: (now.training.seq_len * now.training.local_batch_size, now.training.seq_len))
+    return replace(most, data=replace(most.data, stage=()))
 
 
 def replaced_keys(config: Config) -> dict[str, str]:

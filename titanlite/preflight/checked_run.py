@@ -135,7 +135,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
-        attempt(lambda: _resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
+        attempt(lambda: resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
     save_list, float8, optimizer = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
@@ -144,7 +144,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         config = replace(config, training=replace(config.training, steps=table.steps))
         attempt(lambda: check_last_steps(config, origin), "profiling")
     if given and table is not None:
-        attempt(lambda: _resumes(config) or check_branch_trains(config), "training", "checkpoint", "job")
+        attempt(lambda: resumes(config) or check_branch_trains(config), "training", "checkpoint", "job")
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     unit_len = None if table is None else table.unit_len
@@ -170,7 +170,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
     warnings += repeated
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
-    if given and not _resumes(config) and branch_of(config) is None:
+    if given and not resumes(config) and branch_of(config) is None:
         warnings += [other_tokenizer(config, inputs), *other_training(config)]
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
@@ -234,13 +234,14 @@ def _check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> Non
         problems.raise_all()
 
 
-def _resumes(config: Config) -> bool:
+def resumes(config: Config) -> bool:
+    """Return whether a start of the run goes on from a checkpoint of its own."""
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
 
 
 def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
     """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
-    if config.model.flavor == FROM_CHECKPOINT and _resumes(config):
+    if config.model.flavor == FROM_CHECKPOINT and resumes(config):
         return saved_dims(RunFolder.of(config).checkpoints, config.checkpoint.resume)
     if config.model.flavor == FROM_CHECKPOINT and (branch := branch_of(config)):
         return saved_dims(*branch)

@@ -3,7 +3,7 @@
 Blocks of one kind do the same. So the first and the last are recorded with one of each other kind, then once more with
 another one of a kind: what that adds, all others of the kind add, too. What is reduced for all blocks at once, in the
 update, grows in bytes instead of calls. Where matrices are shared out over ranks, who has which depends on all of them,
-and all blocks are recorded.
+and all blocks are recorded. Of micro-steps between the first and the last one stands for all, too.
 
 What one rank cannot show stays a formula:
 
@@ -69,6 +69,7 @@ class _Step:
     kept: int
     pairs: Counter[CollectiveMatmul]
     entries: list[Entry]
+    micro_steps: int  # of the run's step, of which fewer may have been taken
 
     def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
         """Add n times what one step has that another has not."""
@@ -108,18 +109,29 @@ def record(
         rank: the one that is recorded.
         documents: of micro-batches, [N] int32 each, of each token the place at which its document begins; micro-steps
             have them in turn. Without any, each sample is one.
-        all_blocks: record every block, also those of one kind.
+        all_blocks: record every block and micro-step, also those that are alike.
     """
     n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
     rules = [RULES.get(group.rule, UpdateRule) for group in checked.optimizer.groups.values()]
-    if all_blocks or any(issubclass(rule, MuonOfGroups) for rule in rules):
+    # Forward of a user's file may look for each of its blocks.
+    if all_blocks or checked.config.model.file or any(issubclass(rule, MuonOfGroups) for rule in rules):
         chosen = {*range(n_layers)}
-    given = checked, world, device, rank, documents
-    found = none = _step(*given, chosen)
+
+    def step(blocks: set[int]) -> _Step:
+        given = checked, world, device, rank, documents, None if len(blocks) == n_layers else sorted(blocks)
+        if all_blocks or documents:
+            return _step(*given)
+        two = _step(*given, most=2)
+        if two.micro_steps <= 2:
+            return two
+        three = _step(*given, most=3)  # between the first and the last all are alike
+        return three.plus(two.micro_steps - 3, three, two)
+
+    found = none = step(chosen)
     for numbers in kinds:
         if others := [n for n in numbers if n not in chosen]:
-            found = found.plus(len(others), _step(*given, {*chosen, others[0]}), none)
+            found = found.plus(len(others), step({*chosen, others[0]}), none)
     collectives = +(found.calls + Counter(found.update))
     return Recording(collectives, +found.flops, found.kept, +found.pairs, found.entries)
 
@@ -139,21 +151,30 @@ def _blocks_alike(checked: CheckedRun) -> list[list[int]]:
 
 
 def _step(
-    checked: CheckedRun, world: int, device: str | None, rank: int, documents: Sequence[np.ndarray], blocks: set[int]
+    checked: CheckedRun,
+    world: int,
+    device: str | None,
+    rank: int,
+    documents: Sequence[np.ndarray],
+    blocks: list[int] | None,
+    most: int | None = None,
 ) -> _Step:
     config = checked.config
     named = device_to_plan_for(device)
     with fake_world(rank, world):
-        run = build(checked, named, sorted(blocks))
+        run = build(checked, named, blocks)
         shape = config.training.local_batch_size, config.training.seq_len
         group = token_group(run.mesh, windows_of(run.model))
         batch = partial(padding_of, shape, torch.device("cpu"), config.data.document_mask, group)
         batches = [batch(starts=starts) for starts in documents or (None,)]
         recorder = Recorder(named, run.model)
+        micro_steps = run.memory.micro_steps
+        taken = min(micro_steps, most or micro_steps)
         with named.tensors(), recorder, recorder.modules:
-            train_step(run, [*islice(cycle(batches), run.memory.micro_steps)], 1e-3, stop_requested=False)
+            train_step(run, [*islice(cycle(batches), taken)], 1e-3, stop_requested=False)
         with named.tensors():
             add_entries(run, config.data.document_mask)
         update = [each for each in recorder.collectives if each.direction == "update"]
         calls = Counter(each for each in recorder.collectives if each.direction != "update")
-        return _Step(calls, update, recorder.flops, max(recorder.kept), recorder.pairs, run.receipt.entries)
+        counted = recorder.flops, max(recorder.kept), recorder.pairs
+        return _Step(calls, update, *counted, run.receipt.entries, micro_steps)

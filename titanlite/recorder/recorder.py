@@ -200,7 +200,7 @@ class _RunningModule:
 
     def __enter__(self) -> None:
         self._backward.__enter__()
-        begin = register_module_forward_pre_hook(lambda module, _: self._forward.append(self._names[module]))
+        begin = register_module_forward_pre_hook(self._begin)
         # Also where forward is computed again and ends early, by an exception.
         self._hooks = [begin, register_module_forward_hook(self._end, always_call=True)]
 
@@ -208,6 +208,10 @@ class _RunningModule:
         self._backward.__exit__(*raised)
         for hook in self._hooks:
             hook.remove()
+
+    def _begin(self, module: nn.Module, _: Any) -> None:
+        outer = self._forward[-1] if self._forward else ""
+        self._forward.append(self._names.get(module, outer))  # of one that forward itself has made
 
     def _end(self, *_: Any) -> None:
         self._forward.pop()

@@ -51,8 +51,8 @@ from titanlite.parallel.copy_engines import no_copy_engines
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import Mesh, build_mesh, mesh_entry
 from titanlite.parallel.process_group import ranks_of_a_host
-from titanlite.preflight.checked_run import CheckedRun
-from titanlite.preflight.start import newest_state
+from titanlite.preflight.checked_run import CheckedRun, resumes
+from titanlite.preflight.start import branch_of
 from titanlite.receipt import Entry, Receipt
 from titanlite.sharding.split import sharding_plan, split_model
 from titanlite.training.attention import choose_attention
@@ -121,7 +121,7 @@ class Foreseen:
 
     @property
     def trained(self) -> int:
-        """Bytes of weights, gradients and the optimizer's state in float32."""
+        """Bytes of weights and gradients in float32, and of the optimizer's state."""
         return self.saved + 4 * self.n_elements
 
 
@@ -136,7 +136,7 @@ def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
         TitanliteError: see `assembled`; or the weights that it starts from are of another model.
     """
     config, path = asked.config, asked.config.checkpoint.initial_load_path
-    if path and newest_state(config) is None:
+    if path and not resumes(config) and branch_of(config) is None:
         check_weights(path, config.model.name, build_model(config.model, asked.dims, longest_seq_len(config)))
     with assembled(asked, world) as made:
         rules = {name: own.rule for name, own in made.settings.items()}

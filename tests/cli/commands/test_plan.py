@@ -635,3 +635,47 @@ def test_gradients_that_are_not_at_the_peak(flags: list[str], note: str | None, 
     smaller = str(Path(LARGE).with_name("llama3_3b.toml"))
     out = call("plan", smaller, "--world", "1", *flags)
     assert (note in out) if note else ("exist at the peak" not in out)
+
+
+STAGES = """
+[[data.stage]]
+from_tokens = 40960
+seq_len = 512
+global_batch_size = 16
+[[data.stage]]
+from_tokens = 163840
+seq_len = 256
+local_batch_size = 4
+global_batch_size = 8
+"""
+
+
+def test_the_collectives_of_stages_are_those_of_the_largest(tmp_path: Path, call: Call) -> None:
+    """Four sequences of 256 on each of two ranks, which are one micro-step."""
+    own = tmp_path / "stages.toml"
+    batch = "[training]\nseq_len = 256\nlocal_batch_size = 1\nglobal_batch_size = 8\n"
+    own.write_text(f'extends = ["{DEBUG}"]\n{batch}{STAGES}')
+    said = call("plan", str(own), "--world", "2")
+    (sent,) = re.findall(r"the first rank sends ([\d.]+) MiB a step of 1 micro-step\n", said)
+    one = call("plan", DEBUG, "--world", "2", "--training.local_batch_size", "4", "--training.global_batch_size", "8")
+    assert f"sends {sent} MiB a step of 1 micro-step\n" in one
+    auto = ["--activation_checkpoint.recipe=auto", "--activation_checkpoint.budget_gib=0.1"]
+    told = call("plan", str(own), "--world", "2", *auto, ends=2)
+    assert "activation_checkpoint.budget_gib = 0.1" in told
+    assert "data.stage" not in told
+
+
+def test_what_compiled_backward_has_no_use_for_is_not_repeated_in_one_kernel_either(call: Call) -> None:
+    flags = [LARGE, "--world", "2", *TWO, "--activation_checkpoint.recipe", "full"]
+    sums = [
+        re.findall(r"sends ([\d,.]+) MiB a step", call("plan", *flags, *how))
+        for how in ([], ["--parallelism.async_tensor_parallel"])
+    ]
+    assert sums[0] == sums[1] == ["3,072.3"]
+
+
+def test_a_sum_is_known_where_nothing_is_repeated(call: Call) -> None:
+    auto = ["--activation_checkpoint.recipe=auto", "--activation_checkpoint.budget_gib=10"]
+    said = call("plan", *SMALL, *auto)
+    assert "the first rank sends 19.0 MiB a step" in said
+    assert "backward repeats" not in said

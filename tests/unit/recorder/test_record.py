@@ -1,6 +1,8 @@
 """The recorded step: what a GPU runs of it, what each block of a kind adds, and what it computes and keeps."""
 
+import inspect
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from titanlite.commands.planned_run import plan_run
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
+from titanlite.models import llama3
 from titanlite.models.find import build_model
 from titanlite.observe.peak_flops import token_flops_of
 from titanlite.preflight.checked_run import CheckedRun, checked_run
@@ -148,3 +151,38 @@ def test_what_a_save_list_spares_is_what_it_is_priced_at() -> None:
     # The forecast looks at the worst moment of backward, where the input of a block is there once more.
     assert priced[0] - priced[1] - (kept[0] - kept[1]) == 2 * 256 * run.dims.dim * 2
     assert kept[0] > 2 * kept[1]
+
+
+@pytest.mark.parametrize("layout", ["FSDP", "TP async"])
+def test_micro_steps_between_the_first_and_the_last_are_alike(layout: str) -> None:
+    run = run_of("llama3", layout, "--training.global_batch_size=40", "--activation_checkpoint.recipe=full")
+    few, each = (record(run, WORLD, "h100", all_blocks=every) for every in (False, True))
+    assert few.collectives == each.collectives
+    assert few.flops == each.flops
+    assert few.pairs == each.pairs
+    assert few.kept == each.kept
+
+
+BLOCKS = "for block in self.layers:"
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        (BLOCKS, "for block in [self.layers[n] for n in range(4)]:"),
+        (BLOCKS, "for block, _ in zip(self.layers, range(4), strict=True):"),
+        ("x = block(", "x = nn.Identity()(block)("),
+    ],
+)
+def test_a_file_of_ones_own_may_look_for_its_blocks(written: str, instead: str, tmp_path: Path) -> None:
+    text = inspect.getsource(llama3)
+    assert text.count(written) == 1
+    (tmp_path / "mine.py").write_text(text.replace(written, instead))
+    (tmp_path / "model").mkdir()
+    sizes = shipped_folder("recipes") / "model" / "llama3-debug.toml"
+    (tmp_path / "model" / "mine-debug.toml").write_text(sizes.read_text())
+    shipped = run_of("llama3", "FSDP", "--model.n_layers=4")
+    own = f"--model.file={tmp_path / 'mine.py'}", f"--job.recipe_dirs={tmp_path}", "--model.flavor=debug"
+    given = "--config", str(shipped_folder("configs") / "debug.toml"), "--training.mixed_precision_param=bfloat16"
+    mine = checked_run([*given, *own, "--model.n_layers=4"], WORLD)
+    assert record(mine, WORLD, "h100").collectives == record(shipped, WORLD, "h100").collectives
