@@ -150,8 +150,8 @@ class Candidate:
     def fits(self) -> bool:
         """Return whether the device has the memory."""
         rates = self.setting.rates
-        budget = self.budget_gib if self.budget_gib is not None else rates and rates.device_gib - RESERVE_GIB
-        return self.on_device <= usable(budget or math.inf)
+        budget = rates.device_gib - RESERVE_GIB if self.budget_gib is None and rates else self.budget_gib
+        return budget is None or self.on_device <= usable(budget)
 
     @property
     def degree(self) -> int:

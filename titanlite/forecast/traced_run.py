@@ -54,13 +54,11 @@ class UnitSize:
         elements: of all of them.
         gathered: bytes of what FSDP gathers: a byte an element where it gathers float8.
         scales: bytes of the scales of rows that travel with them.
-        scaled_whole: number of weights that are gathered in float8 with one scale each.
     """
 
     elements: int
     gathered: int
     scales: int
-    scaled_whole: int
 
 
 class RankParameter(NamedTuple):
@@ -270,15 +268,14 @@ def _parameters(model: nn.Module, apart: list[nn.Module]) -> dict[str, RankParam
 
 
 def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
-    elements = gathered = scales = scaled_whole = 0
+    elements = gathered = scales = 0
     for weight in map(_part_of_rank, parameters):
         is_narrow = isinstance(weight, WeightShard)
         elements += weight.numel()
         gathered += weight.numel() * (1 if is_narrow else dtype.itemsize)
         if is_narrow and weight.how.by_row:
             scales += 4 * len(weight)
-        scaled_whole += is_narrow and not weight.how.by_row
-    return UnitSize(elements, gathered, scales, scaled_whole)
+    return UnitSize(elements, gathered, scales)
 
 
 def _part_of_rank(parameter: Tensor) -> Tensor:

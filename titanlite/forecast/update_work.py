@@ -128,7 +128,7 @@ class SharedMatrices:
         Of the bucket that is computed: what was collected, and whole matrices, which results replace. What is on its
         way of the next one, and of the last one. Beside them what orthogonalisation makes of one stack in float16: a
         product with its factors, or squares; or two copies in float32 while rows are given one size; or what is handed
-        back. A CPU, which multiplies in float32 and has no such kernels, needs more, for which `cpu_options`
+        back. A CPU, which multiplies in float32 and has no such kernels, needs more, for which `cpu_candidates`
         leaves half of the memory.
 
         Args:

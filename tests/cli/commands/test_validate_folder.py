@@ -265,3 +265,18 @@ def test_the_losses_of_routers_may_change_and_a_bias_may_not_come_or_go(tmp_path
     for before, after in ((dims, of(balance_bias=1e-3)), (of(balance_bias=1e-3), dims), (dims, of(top_k=1))):
         with pytest.raises(CheckpointError, match=r"model\.experts"):
             resumed(before, after)
+
+
+def test_a_branch_in_the_folder_of_another_run_is_refused_by_that(folder: RunFolder, validate: Validate) -> None:
+    """And nothing is said of weights, which the other run's folder has not."""
+    config = checked_run([*FLAGS, "--job.name=b", "--training.seq_len=128"], 2).config
+    own = RunFolder.of(config)
+    own.claim(config)
+    own.release()
+    own.record(to_toml(config))
+    (own.path / "lock").unlink()
+    flags = "--job.name=b", f"--checkpoint.initial_load_path={folder.path}"
+    code, said = validate(*flags, "--training.steps=200")
+    assert code == 2
+    assert "output folder of a different run" in said
+    assert "safetensors" not in said
