@@ -76,7 +76,7 @@ def run(argv: list[str]) -> int:
         # Of placements alone, what depends on the number of processes need not be predicted.
         is_split = checked.config.parallelism.tensor_parallel_degree > 1
         is_for_why = "--why" in given and "--json" not in given and is_split
-        planned = plan_run(checked, arguments.file, None if is_for_why else world, device)
+        planned = plan_run(checked, arguments.file, None if is_for_why else world, device, not is_for_why)
         # Of a single process there is no first table.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:

@@ -58,7 +58,9 @@ class PlannedRun:
     is_complete: bool
 
 
-def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE) -> PlannedRun:
+def plan_run(
+    checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE, lists_collectives: bool = True
+) -> PlannedRun:
     """Plan a checked run.
 
     Args:
@@ -66,6 +68,7 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
         file: its config, for messages.
         world: number of processes, if it is known.
         device: one of `device_specs.DEVICES`.
+        lists_collectives: False: of placements alone, for which no step need be recorded.
 
     Raises:
         TitanliteError: there is nothing to plan, or the trainer would refuse the model.
@@ -81,10 +84,10 @@ def plan_run(checked: CheckedRun, file: str, world: int | None, device: str = DE
     from titanlite.training.assemble import assembled
 
     with assembled(checked, world, device) as made:
-        return _plan(made, world, device)
+        return _plan(made, world, device, lists_collectives)
 
 
-def _plan(made: "Assembly", world: int | None, device: str) -> PlannedRun:
+def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: bool) -> PlannedRun:
     """Plan an assembled run."""
     from titanlite.sharding.split import sharding_plan
 
@@ -100,7 +103,7 @@ def _plan(made: "Assembly", world: int | None, device: str) -> PlannedRun:
     if memory.run.no_trace_reason is not None:
         notes.append(f"the collectives are not listed: {in_a_line(memory.run.no_trace_reason)}")
         is_complete = False
-    else:
+    elif lists_collectives:
         save_list = checked.save_list or (predicted and predicted.save_list)
         repeats = max(config.parallelism.expert_parallel_degree, memory.run.tensor_parallel, cp) > 1
         if save_list is None and repeats:

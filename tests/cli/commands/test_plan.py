@@ -11,7 +11,7 @@ import pytest
 from tests.cli.commands.conftest import Call
 from tests.support.fake_ranks import ranks_that_move_nothing
 from tests.support.needs import slow
-from titanlite.commands import main
+from titanlite.commands import main, planned_run
 from titanlite.commands.collective_table import collective_rows
 from titanlite.commands.planned_run import plan_run
 from titanlite.commands.sharding_table import weight_rows, why
@@ -49,9 +49,16 @@ def _nothing_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record no step: of a test that looks at no collective."""
+    monkeypatch.setattr(planned_run, "_recorded", lambda *_: ({}, {}, ()))
+
+
 def pairs(argv: list[str], call: Call) -> dict[tuple[str, ...], str]:
     """Of a plan, (collective, pass, layer) → what becomes of it and its matmul."""
-    table = call("plan", DEBUG, *ASYNC, *argv).partition("with its matmul")[2].strip().splitlines()
+    one_micro_step = "--training.global_batch_size", "2"
+    table = call("plan", DEBUG, *ASYNC, *one_micro_step, *argv).partition("with its matmul")[2].strip().splitlines()
     return {tuple(words[:3]): words[4] for words in (line.split(maxsplit=4) for line in table)}
 
 
@@ -216,6 +223,7 @@ def test_pairs_that_are_fused(call: Call) -> None:
     assert in_float8 == dict.fromkeys(joined, "fused")
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_blocks_that_do_not_compute_alike_are_predicted_each(call: Call) -> None:
     """A layer that float8 leaves alone keeps more, in those blocks that have it."""
     flags = ["plan", *FOUR, "--activation_checkpoint.recipe", "none", "--float8.recipe", "rowwise"]
@@ -305,6 +313,7 @@ def test_a_plan_folds_into_the_columns_of_a_terminal(call: Call, monkeypatch: py
     assert max(map(len, price.splitlines())) <= 80
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_logits_that_are_not_at_the_peak(call: Call) -> None:
     assert "the logits (" not in call("plan", *FOUR)
     out = call("plan", *FOUR, "--activation_checkpoint.recipe", "full", "--model.vocab_size", "8192")
@@ -318,6 +327,7 @@ def test_memory_of_a_small_model_is_in_mib(call: Call) -> None:
     assert ["fits", "NVIDIA", "H200:", "460.5", "MiB", "of", "139.8", "GiB"] in rows
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_a_run_that_does_not_fit(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\nfits the device: 73.6 GiB of 75 GiB\n" in call("plan", *FOUR, "--device-gib", "75")
     assert main(["plan", *FOUR, "--device-gib", "74"]) == 2
@@ -359,6 +369,7 @@ def test_where_no_flag_alone_makes_it_fit_two_do_or_more_processes(call: Call) -
     call("plan", *huge, "128")
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_long_sequences_fit_eight_gpus(call: Call) -> None:
     long = [str(Path(LARGE).with_name("llama3_8b_128k.toml")), "--data.document_mask", "false", "--world", "8"]
     said = " ".join(call("plan", *long, "--device", "h100").split())
@@ -366,6 +377,7 @@ def test_long_sequences_fit_eight_gpus(call: Call) -> None:
     assert re.search(r"exchanges of keys and values take \d+ ms of a step", said)
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_ranks_that_share_a_sequence_out_are_proposed_where_it_does_not_fit(call: Call) -> None:
     long = [LARGE, "--world", "8", "--training.local_batch_size", "1", "--training.seq_len", "131072"]
     said = call("plan", *long, "--device", "h100", ends=2)
@@ -376,6 +388,7 @@ def test_ranks_that_share_a_sequence_out_are_proposed_where_it_does_not_fit(call
     assert said.partition("the cheapest first\n")[2].split()[:2] == ["--parallelism.context_parallel_degree", "4"]
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
     assert "Collectives between hosts have not been measured" in call("plan", LARGE, "--world", "16")
     out = call("plan", *SMALL)
@@ -415,6 +428,7 @@ def test_groups_of_an_optimizer_that_do_not_fit_the_model(tmp_path: Path, call: 
     assert 'did you mean "adamw"?' in call("plan", *SMALL, "--optimizer.recipe", "adam", ends=2)
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_other_architectures_are_predicted(tmp_path: Path, call: Call) -> None:
     gpt2 = ["--model.name", "gpt2", "--model.flavor", "1.5B", "--training.seq_len", "1024"]
     assert "no time: model.vocab_size = 50257; want a multiple of 8" in call("plan", *FOUR, *gpt2)
@@ -439,6 +453,7 @@ def test_other_architectures_are_predicted(tmp_path: Path, call: Call) -> None:
     )
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_auto_is_planned_as_these_rates_choose(call: Call) -> None:
     flags = ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "65"]
     assert "with these rates auto keeps matmul attention.wqkv, attention" in call("plan", *FOUR, *flags)
@@ -463,6 +478,7 @@ def test_what_torch_knows_is_refused_without_tensor_parallelism(tmp_path: Path, 
     assert 'float8.filter_fqns = "nosuch"' in call("plan", *SMALL, *mine, *filtered, ends=2)
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_documents_of_prepared_data_are_counted(tmp_path: Path, call: Call) -> None:
     """Of 1,024 tokens each: an eighth of the attention in sequences of 8,192 is left."""
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": "x" * 1023}) for _ in range(3000)))
@@ -478,6 +494,7 @@ def test_documents_of_prepared_data_are_counted(tmp_path: Path, call: Call) -> N
     assert "attention within" not in call("plan", *FOUR, *own, "--data.document_mask", "false")
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_the_stage_that_is_priced_is_named_and_the_run_takes_its_tokens(tmp_path: Path, call: Call) -> None:
     """Of 16 steps of 32 sequences, then four of 64 that are twice as long."""
     path = tmp_path / "stages.toml"
