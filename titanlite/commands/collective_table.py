@@ -1,15 +1,13 @@
 """Every collective of a step with its bytes, as text and for programs."""
 
-import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from titanlite.text_table import columns
 
 if TYPE_CHECKING:
     from titanlite.recorder.recorder import Recorded
 
-T = TypeVar("T")
 _MIB = 2**20
 
 
@@ -46,18 +44,3 @@ def collective_table(listed: "Mapping[Recorded, int]", micro_steps: int, is_comp
 def as_dicts(listed: "Mapping[Recorded, int]") -> list[dict[str, Any]]:
     """Return the same in JSON's types."""
     return [{**each._asdict(), "times": times, "sent_bytes": each.sent_bytes} for each, times in listed.items()]
-
-
-def alike(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
-    """Rows that differ only in the number of their layer, as one: its name with the range of numbers, and how many."""
-    groups: dict[object, list[tuple[str, T]]] = {}
-    for name, content, item in rows:
-        groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))
-    found: list[tuple[str, int, T]] = []
-    for same in groups.values():
-        numbers = sorted({int(n) for name, _ in same for n in re.findall(r"\b\d+\b", name)[:1]})
-        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
-        if len(numbers) > 1 and numbers != list(range(numbers[0], numbers[-1] + 1)):
-            span = ",".join(map(str, numbers))
-        found.append((re.sub(r"\b\d+\b", span, same[0][0], count=1), len(same), same[0][1]))
-    return found

@@ -1,6 +1,5 @@
 """All that `titanlite plan` says of a run, put together."""
 
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +19,7 @@ from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
-from titanlite.models.mistakes import mistake
+from titanlite.models.mistakes import mistake_of_model
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.sharding.sent_bytes import sent_bytes
@@ -120,9 +119,8 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
             if not config.model.file:
                 raise
             want, fix = "a model that trains on tensors without memory", "branch on no tensor's values"
-            why = mistake(error, os.path.abspath(config.model.file), want, fix)
-            line = f"line {why.line} of {config.model.file}, " if why.line else ""
-            notes.append(f"the collectives are not listed: {line}{in_a_line(why)}")
+            why = mistake_of_model(error, config.model.file, want, fix)
+            notes.append(f"the collectives are not listed: {in_a_line(why)}")
             is_complete = False
     sharding = sharding_plan(config, checked.dims) if memory.run.tensor_parallel > 1 else None
     if world is None:

@@ -2,13 +2,15 @@
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import TypeVar
 
-from titanlite.commands.collective_table import alike
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.sharding.plan import placement_text
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 from titanlite.text_table import columns
+
+T = TypeVar("T")
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:
@@ -20,7 +22,7 @@ def weight_rows(planned: PlannedLayers) -> list[list[str]]:
     held = [t for t in planned.plan.tensors.values() if t.name.endswith((".weight", ".bias"))]
     rows = ((n, (t.shape, t.placements, t.origins[0].reason), t) for t in held for n in planned.names(t.name))
     found = []
-    for name, _, t in alike(rows):
+    for name, _, t in _joined_rows(rows):
         how = placement_text(t.placements[0]), t.origins[0].reason
         found.append([name, "×".join(map(str, t.shape)), *(("-", _APART) if _is_apart(planned, t.name) else how)])
     return found
@@ -52,6 +54,21 @@ def _most_alike(asked: str, names: Collection[str]) -> list[str]:
     for name in order:
         once.setdefault(BLOCK_NAME.sub("layers.*", name), name)
     return [*once.values()][:3]
+
+
+def _joined_rows(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
+    """Rows that differ only in the number of their layer, as one: its name with the range of numbers, and how many."""
+    groups: dict[object, list[tuple[str, T]]] = {}
+    for name, content, item in rows:
+        groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))
+    found: list[tuple[str, int, T]] = []
+    for same in groups.values():
+        numbers = sorted({int(n) for name, _ in same for n in re.findall(r"\b\d+\b", name)[:1]})
+        span = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(map(str, numbers))
+        if len(numbers) > 1 and numbers != list(range(numbers[0], numbers[-1] + 1)):
+            span = ",".join(map(str, numbers))
+        found.append((re.sub(r"\b\d+\b", span, same[0][0], count=1), len(same), same[0][1]))
+    return found
 
 
 def sharding_table(planned: PlannedLayers) -> str:

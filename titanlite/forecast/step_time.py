@@ -32,7 +32,7 @@ from titanlite.forecast.device_specs import Rates
 from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
-from titanlite.forecast.traced_run import HEAD, UnitSize
+from titanlite.forecast.traced_run import UnitSize
 from titanlite.forecast.update_time import UpdateTime, update_time
 from titanlite.sharding.sent_bytes import sent_bytes
 
@@ -60,7 +60,6 @@ class Unit:
     """Weights that FSDP gathers at once.
 
     Attributes:
-        name: the module's.
         elements: on a tensor-parallel rank.
         gathered_bytes: as they travel, with their scales in float8.
         gathers: in a micro-step; the second is in backward.
@@ -69,7 +68,6 @@ class Unit:
         block: number of the block that it belongs to, or None.
     """
 
-    name: str
     elements: int
     gathered_bytes: int
     gathers: int
@@ -88,19 +86,18 @@ def units(memory: MemoryModel) -> list[Unit]:
     """
     run, ends_stay = memory.run, not memory.ends_freed
 
-    def unit(name: str, size: UnitSize, stays: bool, shards: int = memory.shards) -> Unit:
-        return Unit(name, size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, shards)
+    def unit(size: UnitSize, stays: bool, shards: int = memory.shards) -> Unit:
+        return Unit(size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, shards)
 
     blocks: list[Unit] = []
     for n, (size, experts) in enumerate(zip(run.block_units, run.expert_units, strict=True)):
-        name, stays = f"layers.{n}", memory.blocks_stay
-        blocks.append(replace(unit(name, size, stays), reduced=memory.reduced_block, block=n))
+        blocks.append(replace(unit(size, memory.blocks_stay), reduced=memory.reduced_block, block=n))
         if experts.elements:
-            blocks.append(replace(unit(f"{name}.experts", experts, stays, memory.expert_shards), block=n))
+            blocks.append(replace(unit(experts, memory.blocks_stay, memory.expert_shards), block=n))
     if not run.output.elements:
-        return [unit("tok_embeddings", run.embedding, ends_stay), *blocks]
+        return [unit(run.embedding, ends_stay), *blocks]
     # An untied embedding is not read again in backward.
-    return [unit("tok_embeddings", run.embedding, True), *blocks, unit(HEAD, run.output, ends_stay)]
+    return [unit(run.embedding, True), *blocks, unit(run.output, ends_stay)]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ nothing is said here of what a block is made of, which layers compute in float8,
 import copy
 import functools
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import mistake
+from titanlite.models.mistakes import mistake_of_model
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -207,9 +206,7 @@ def _traced(
             raise
         want = "a model that runs on the meta device, of which predictions are made"
         fix = "branch on no tensor's values, so that memory and time can be predicted"
-        why = mistake(error, os.path.abspath(config.model.file), want, fix)
-        if why.line is not None:
-            why = why._replace(where=f"line {why.line} of {config.model.file}, {why.where}", line=None)
+        why = mistake_of_model(error, config.model.file, want, fix)
     return TracedRun(
         dims=dims,
         tokens=tokens,

@@ -1,6 +1,7 @@
 """Report an exception out of a user's own model file as one message with the user's line."""
 
 import inspect
+import os
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,17 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
     if own:
         return Problem(f"in {own[-1].name}: {own[-1].line}", saw, want, fix, own[-1].lineno)
     return of_function(called, file, saw, want, fix) if called else Problem("model.file", saw, want, fix)
+
+
+def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Problem:
+    """Say what arose in a model file, with its name and line where a message of no file is to have them.
+
+    Args:
+        error, want, fix: as of `mistake`.
+        file: `model.file`.
+    """
+    why = mistake(error, os.path.abspath(file), want, fix)
+    return why if why.line is None else why._replace(where=f"line {why.line} of {file}, {why.where}", line=None)
 
 
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:

@@ -15,18 +15,18 @@ from torch import Tensor
 from titanlite.config.schema import Optimizer
 from titanlite.kernels.adamw import AdamWState, adamw
 from titanlite.optimizers.group_norms import GroupNorms
-from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule, bytes_of_state
+from titanlite.optimizers.rule import ParametersOfRule, ShippedRule, UpdateCost, bytes_of_state
 from titanlite.parallel.replicated_gradients import is_replicated
 
 _MOMENTS = "exp_avg", "exp_avg_sq"
 
 
-class AdamW(UpdateRule):
+class AdamW(ShippedRule):
     """See `UpdateRule`."""
 
     @classmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """See `UpdateRule.cost`. The norm reads the gradient; the update reads it again, reads and writes all else."""
+        """See `ShippedRule.cost`. The norm reads the gradient; the update reads it again, reads and writes all else."""
         moments = len(_MOMENTS) * bytes_of_state(config)
         return UpdateCost(state=moments, moved=4 + 3 * 4 + 2 * moments)
 

@@ -12,17 +12,17 @@ from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonali
 from titanlite.optimizers.group_norms import GroupNorms
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.optimizers.normuon import NorMuon
-from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule, bytes_of_state
+from titanlite.optimizers.rule import ParametersOfRule, ShippedRule, UpdateCost, bytes_of_state
 
 
-class MuonOfGroups(UpdateRule):
+class MuonOfGroups(ShippedRule):
     """See `UpdateRule`."""
 
     _kind: type[Muon] = Muon
 
     @classmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """See `UpdateRule.cost`.
+        """See `ShippedRule.cost`.
 
         After the norm, the gradient is read again, the momentum read and written, and what is sent to the owner written
         in 16 bits; what comes back is read in 16 bits, and the parameter read and written.
@@ -82,7 +82,7 @@ class NorMuonOfGroups(MuonOfGroups):
 
     @classmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """See `UpdateRule.cost`. Also a second moment of each row, which every rank has of all."""
+        """See `ShippedRule.cost`. Also a second moment of each row, which every rank has of all."""
         return replace(super().cost(config), row=bytes_of_state(config))
 
     @property

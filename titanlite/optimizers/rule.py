@@ -79,15 +79,6 @@ class UpdateRule(ABC):
     def __init__(self, own: ParametersOfRule) -> None:
         """Make the state of these parameters."""
 
-    @classmethod
-    def cost(cls, config: Optimizer) -> UpdateCost:
-        """Return what an element costs.
-
-        Args:
-            config: `[optimizer]`.
-        """
-        raise NotImplementedError
-
     @property
     def whole(self) -> dict[str, dict[str, Tensor]]:
         """State that each rank has whole, and the same: of each kind, by the parameter's name."""
@@ -109,4 +100,17 @@ class UpdateRule(ABC):
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
             norms: gets squares of weights and of what the update changes, in a step that is logged.
+        """
+
+
+class ShippedRule(UpdateRule):
+    """A rule of titanlite's own, whose class says what it costs."""
+
+    @classmethod
+    @abstractmethod
+    def cost(cls, config: Optimizer) -> UpdateCost:
+        """Return what an element costs.
+
+        Args:
+            config: `[optimizer]`.
         """

@@ -21,13 +21,13 @@ from titanlite.models.matrices import Matrix
 from titanlite.optimizers.adamw import AdamW
 from titanlite.optimizers.group_norms import GroupNorms
 from titanlite.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
-from titanlite.optimizers.rule import ParametersOfRule, UpdateCost, UpdateRule
+from titanlite.optimizers.rule import ParametersOfRule, ShippedRule, UpdateCost, UpdateRule
 from titanlite.optimizers.rule_of_file import RuleOfFile
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
 
-RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": MuonOfGroups, "normuon": NorMuonOfGroups}
+RULES: dict[str, type[ShippedRule]] = {"adamw": AdamW, "muon": MuonOfGroups, "normuon": NorMuonOfGroups}
 
 
 def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> UpdateCost:
