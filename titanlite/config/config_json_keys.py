@@ -152,6 +152,7 @@ _EVERYWHERE = {
     "of encoder-decoders": "is_decoder tie_encoder_decoder cross_attention_hidden_size",
     "of classifiers, whose heads are tensors that no run has": "id2label label2id num_labels _num_labels problem_type \
         finetuning_task classifier_dropout",
+    "dropout, which titanlite has not": "attention_dropout attn_pdrop embd_pdrop resid_pdrop router_jitter_noise",
     "of generation": "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens \
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty \
         epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id \
@@ -160,18 +161,8 @@ _EVERYWHERE = {
         remove_invalid_values repetition_penalty return_dict_in_generate suppress_tokens target_lookbehind \
         temperature top_k top_p typical_p",
 }
-# Of training, where titanlite has none, as `preflight/hints.py` tells; with what they are where they are left out.
-DROPOUT = {
-    "llama3": {"attention_dropout": 0.0},
-    "qwen3": {"attention_dropout": 0.0},
-    "gemma3": {"attention_dropout": 0.0},
-    "gpt2": {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.1},
-    "qwen3_moe": {"attention_dropout": 0.0},
-    "olmoe": {"attention_dropout": 0.0},
-    "mixtral": {"attention_dropout": 0.0, "router_jitter_noise": 0.0},
-}
 _OF_ONE = {
-    # Tables of positions are as long as sequences, as the same hints tell.
+    # Tables of positions are as long as sequences.
     "llama3": "max_position_embeddings",
     "qwen3": "max_position_embeddings sliding_window max_window_layers",  # as `use_sliding_window` is false
     "gemma3": "max_position_embeddings hidden_act _sliding_window_pattern",
@@ -183,6 +174,4 @@ _OF_ONE = {
     "gpt2": "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type summary_use_proj \
         summary_activation summary_proj_to_labels summary_first_dropout",
 }
-WITHOUT_EFFECT = {
-    name: {*" ".join(_EVERYWHERE.values()).split(), *DROPOUT[name], *own.split()} for name, own in _OF_ONE.items()
-}
+WITHOUT_EFFECT = {name: {*" ".join(_EVERYWHERE.values()).split(), *own.split()} for name, own in _OF_ONE.items()}

@@ -17,27 +17,30 @@ Rates, no simulation: kernels are as fast in a small shape as in a large one, an
 Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as in `models/llama3.py`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+import numpy as np
 import torch
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import Float8Recipe
+from titanlite.data.context_split import documents_of_samples, load_of_split
 from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import RecomputeTimes, expensive
 from titanlite.forecast.device_specs import Rates
-from titanlite.forecast.exchanged_keys import ExchangedKeys
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_block import Operation, Shape, TracedBlock
-from titanlite.forecast.traced_run import UnitSize
+from titanlite.forecast.traced_run import TracedRun, UnitSize
 from titanlite.forecast.update_time import UpdateTime, update_time
 from titanlite.sharding.sent_bytes import sent_bytes
 
 _T, _G = 1e12, 1e9
 _GROUPED = (*CLASSES["experts"], *ops.GRADIENTS_OF_EXPERTS)
+_MICRO_BATCHES = 4  # whose documents are looked at
 _PRODUCTS = (*CLASSES["matmul"], *_GROUPED)
 
 
@@ -123,6 +126,19 @@ class StepTime:
         return asdict(self)
 
 
+def _uneven_split(run: TracedRun, attended: AttendedShare | None) -> tuple[float, dict[int, float]]:
+    """Return the attention of the context-parallel rank that has most over the mean, and by window the share of all
+    keys that one gets or sends."""
+    ranks, windows = run.context_parallel, sorted({0, *(window for block in run.blocks for window in block.windows)})
+    if ranks == 1:
+        return 1.0, {}
+    N = run.tokens * ranks
+    known = attended.starts(N, _MICRO_BATCHES) if attended else [documents_of_samples(N, run.seq_len)]
+    loads = [load_of_split(starts, run.seq_len, ranks, windows) for starts in known]
+    most = np.mean([load.most for load in loads], 0).tolist()
+    return float(np.mean([load.attention for load in loads])), dict(zip(windows, most, strict=True))
+
+
 class StepTimeModel:
     """Predicts the time of a step under any save-list.
 
@@ -134,7 +150,7 @@ class StepTimeModel:
 
     def __init__(self, memory: MemoryModel, rates: Rates, attended: AttendedShare | None = None) -> None:
         self.memory, self.rates, self.run, self.attended = memory, rates, memory.run, attended
-        self._exchanged = ExchangedKeys(memory.run, attended)
+        self._busiest, self._keys_of_others = _uneven_split(memory.run, attended)
 
     def times(self) -> RecomputeTimes:
         """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
@@ -225,14 +241,26 @@ class StepTimeModel:
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
 
     def _key_exchange(self, each: Operation | Activation, forward: bool) -> float:
-        """Seconds of exchanges around attention; backward gathers keys once more, and hands gradients back."""
-        wire = (1 if forward else 2) * self._exchanged.received(each, busiest=True) / self.rates.tensor_parallel
-        return (wire + self._exchanged.moved(each, forward) / self.rates.memory) / _G
+        """Seconds that a rank exchanges keys and values around attention, of the rank that gets or sends most.
+
+        Those of all are zeros first, then the rank's own and those that came are copied in. Backward does this again,
+        hands the gradients of others' back, joins both gradients, and adds up what came in float32.
+        """
+        if each.op != ops.CONTEXT_ATTENTION:
+            return 0.0
+        keys, P = each.call[1][1], self.run.context_parallel
+        own = 2 * math.prod(keys.size) * keys.dtype.itemsize
+        got = self._keys_of_others[self._window(each)] * P * own
+        moved = 4 * own + own * P + 4 * got
+        if not forward:
+            moved += 2 * own * P + 6 * own + 7 * got
+        return ((1 if forward else 2) * got / self.rates.tensor_parallel + moved / self.rates.memory) / _G
 
     def _attended_flops(self, each: Operation | Activation) -> float:
         """FLOPs of attention, of the pairs of tokens that are in one document, of the rank that has most."""
-        share = 1.0 if self.attended is None else self.attended.of(self._window(each))
-        return each.flops * share * self._exchanged.slowest(each)
+        window = self._window(each)
+        share = 1.0 if self.attended is None else self.attended.of(window)
+        return each.flops * share * (1.0 if window else self._busiest)  # with a window all ranks have as much
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
         """TFLOP/s of forward and backward."""

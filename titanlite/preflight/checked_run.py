@@ -34,7 +34,6 @@ from titanlite.preflight.hints import (
     no_export,
     not_chosen,
     other_tokenizer,
-    other_training,
     other_vocabulary,
     trained_on,
     unaligned_vocabulary,
@@ -171,7 +170,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     warnings += repeated
     warnings += [unaligned_vocabulary(config, dims), None if is_look else cut]
     if given and not resumes(config) and branch_of(config) is None:
-        warnings += [other_tokenizer(config, inputs), *other_training(config)]
+        warnings.append(other_tokenizer(config, inputs))
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"

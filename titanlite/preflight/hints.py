@@ -4,12 +4,10 @@
 """
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.build import show
-from titanlite.config.config_json_keys import DROPOUT
 from titanlite.config.hugging_face import LAYOUTS, without_place
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
@@ -19,7 +17,7 @@ from titanlite.data.sources import Source
 from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
 from titanlite.float8.scope import obstacle_of_experts
-from titanlite.json_file import parse_json, read_json
+from titanlite.json_file import parse_json
 from titanlite.observe.wandb import has_login
 
 
@@ -88,29 +86,6 @@ def _of_text(tokenizer: bytes) -> dict[str, Any]:
     content = parse_json(tokenizer)
     content["model"]["dropout"] = None
     return {key: content.get(key) for key in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
-
-
-def other_training(config: Config) -> tuple[str | None, ...]:
-    """Say what a run does otherwise with weights than they were made for."""
-    config_json = read_json(Path(os.path.expanduser(config.checkpoint.initial_load_path)) / "config.json")
-    return _longer_than_trained(config, config_json), _without_dropout(config, config_json)
-
-
-def _longer_than_trained(config: Config, config_json: Mapping[str, Any]) -> str | None:
-    """Say so if sequences are longer than those that the weights were made for, where positions have no table."""
-    longest, seq_len = config_json.get("max_position_embeddings"), config.training.seq_len
-    if not isinstance(longest, int) or seq_len <= longest:
-        return None
-    what = f"{longest}, the max_position_embeddings of the weights of checkpoint.initial_load_path"
-    return f"training.seq_len = {seq_len} is more than {what}: they have yet to learn what is that far apart"
-
-
-def _without_dropout(config: Config, config_json: Mapping[str, Any]) -> str | None:
-    """Say so if the weights were made to be trained with dropout, of which titanlite has none."""
-    rates = {key: config_json.get(key, rate) for key, rate in DROPOUT[config.model.name].items()}
-    asked = ", ".join(f"{key} = {rate}" for key, rate in rates.items() if rate)
-    why = "is left out: titanlite trains without dropout"
-    return f"{asked} in the config.json of checkpoint.initial_load_path {why}" if asked else None
 
 
 def unaligned_vocabulary(config: Config, dims: ModelDims) -> str | None:

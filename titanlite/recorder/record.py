@@ -7,7 +7,7 @@ and all blocks are recorded. Of micro-steps between the first and the last one s
 
 What one rank cannot show stays a formula:
 
-    the mean over ranks, and the busiest    keys that are exchanged (`forecast/exchanged_keys.py`), matrices that are
+    the mean over ranks, and the busiest    keys that are exchanged (`forecast/step_time.py`), matrices that are
                                             shared out (`forecast/update_work.py`)
     working set, slack, symmetric memory    `forecast/memory.py`
     the rates of everything                 `forecast/devices`

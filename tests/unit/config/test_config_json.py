@@ -8,7 +8,7 @@ import pytest
 from tests.support.safetensors_header import header_of, write_header
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.config_json import _meaning, check_initial_load_path, recipe_of
-from titanlite.config.config_json_keys import DROPOUT, LEFT_OUT, WITHOUT_EFFECT
+from titanlite.config.config_json_keys import LEFT_OUT, WITHOUT_EFFECT
 from titanlite.config.hugging_face import LAYOUTS, can_export, config_json, weight_files
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims
@@ -48,7 +48,7 @@ def recipe(folder: Path) -> ModelDims:
 
 
 def test_every_architecture_has_a_layout_and_its_keys() -> None:
-    assert LAYOUTS.keys() == LEFT_OUT.keys() == WITHOUT_EFFECT.keys() == DROPOUT.keys() == ARCHITECTURES.keys()
+    assert LAYOUTS.keys() == LEFT_OUT.keys() == WITHOUT_EFFECT.keys() == ARCHITECTURES.keys()
     for name, keys in WITHOUT_EFFECT.items():
         assert not keys & {*LEFT_OUT[name], *LAYOUTS[name].sizes}, name
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.needs import slow
 from titanlite.commands.planned_run import plan_run
 from titanlite.config.toml_file import shipped_folder
-from titanlite.forecast.exchanged_keys import ExchangedKeys
+from titanlite.data.context_split import load_of_split
 from titanlite.forecast.memory import MemoryModel
 from titanlite.models import llama3
 from titanlite.models.find import build_model
@@ -53,7 +53,7 @@ def test_what_backward_computes_again_it_sends_again(save_list: str) -> None:
     assert recording.flops["recomputation"] > 0
 
 
-def test_keys_of_documents_are_exchanged_as_the_formula_has_them_in_the_mean_of_ranks() -> None:
+def test_keys_of_documents_are_exchanged_as_the_split_has_them_in_the_mean_of_ranks() -> None:
     run = run_of(
         "llama3", "FSDP", "--parallelism.context_parallel_degree=4", "--data.document_mask=true", "--model.n_layers=1"
     )
@@ -61,16 +61,9 @@ def test_keys_of_documents_are_exchanged_as_the_formula_has_them_in_the_mean_of_
     cuts = [np.sort(random.choice(np.arange(1, 2 * S), 3, replace=False)) for _ in range(4)]
     documents = [np.repeat([0, *at], np.diff([0, *at, 2 * S])).astype(np.int32) for at in cuts]
     documents = [np.maximum(starts, np.arange(2 * S) // S * S).astype(np.int32) for starts in documents]
-
-    class Known:
-        def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
-            assert tokens == 2 * S
-            return documents[:batches]
-
     memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, WORLD)
-    formula = ExchangedKeys(memory.run, Known())  # type: ignore[arg-type]
     (each, *_) = [op for op in memory.run.blocks[0].forward if op.op == "titanlite.context_attention.default"]
-    share = formula._shares[0]
+    share = np.mean([load_of_split(starts, S, WORLD, [0]).keys[0] for starts in documents])
     sent = [sum(sent_of_keys(record(run, WORLD, "h100", rank, documents))) for rank in range(WORLD)]
     M, K, E = each.call[1][1].size
     of_micro_steps = memory.micro_steps * run.dims.n_layers * 3  # forward, and backward twice
