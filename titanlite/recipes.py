@@ -19,9 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, cast, overload
 
-from titanlite.config.architectures import check_keys
 from titanlite.config.build import from_table, show
-from titanlite.config.check_recipe import check_float8, check_model, check_optimizer, check_save_rules
+from titanlite.config.check_recipe import check_float8, check_keys, check_model, check_optimizer, check_save_rules
 from titanlite.config.config_json import FROM_CHECKPOINT, model_of
 from titanlite.config.own_groups import optimizer_recipe
 from titanlite.config.port import flavor, save_list

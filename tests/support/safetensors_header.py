@@ -17,7 +17,7 @@ _BYTES = {"F32": 4, "BF16": 2, "I8": 1}
 
 def header_of(name: str, dims: ModelDims) -> dict[str, Any]:
     """Return the dtype and shape of all weights of a model."""
-    model = build_model(Model(name=name), dims, 1)  # type: ignore[arg-type]
+    model = build_model(Model(name=name), dims, 1)
     return {
         key: {"dtype": "BF16", "shape": [*weight.shape]}
         for ours, parameter in model.named_parameters()

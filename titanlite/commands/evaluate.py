@@ -172,7 +172,7 @@ def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
     stored = content.get("dtype") or content.get("torch_dtype")  # transformers 5 has the short name
     dtype = "bfloat16" if stored == "bfloat16" else "float32"
     file = tokenizer or str(path / "tokenizer.json")
-    model = Model(name=architecture, flavor=FROM_CHECKPOINT)  # type: ignore[arg-type]
+    model = Model(name=architecture, flavor=FROM_CHECKPOINT)
     config = Config(model=model, training=Training(mixed_precision_param=dtype))
     config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=str(path)))
     trained = content.get("max_position_embeddings")

@@ -61,7 +61,7 @@ def wished_model(text: str) -> Model:
         raise ConfigError.of("command line", "--model", part, f"name and flavor: {', '.join(meant)}", fix)
     recipes.load("model", text, origin=Origin("command line"))
     name, _, flavor = text.partition("-")
-    return Model(name=name, flavor=flavor)  # type: ignore[arg-type]  # of an architecture that there is
+    return Model(name=name, flavor=flavor)
 
 
 def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:

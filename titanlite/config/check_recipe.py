@@ -1,10 +1,11 @@
 """Check what the schemas of recipes (`recipe_schema.py`) cannot say: that values fit each other and the hardware."""
 
+import dataclasses
 import math
 import re
-from dataclasses import asdict
 from typing import get_args
 
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.build import show
 from titanlite.config.problems import Problems
 from titanlite.config.ranges import GROUP_RANGES, out_of_range
@@ -19,7 +20,7 @@ from titanlite.config.recipe_schema import (
     OptimizerRecipe,
     SaveList,
 )
-from titanlite.config.schema import Optimizer
+from titanlite.config.schema import Model, Optimizer
 from titanlite.errors import nearest
 
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast", "experts", "dispatch", "route")
@@ -28,7 +29,7 @@ _OF_LAYERS = tuple(name for name in OP_CLASSES if name not in ("attention", "rou
 
 def check_model(recipe: ModelDims, problems: Problems) -> None:
     """Check that dimensions are positive, heads even; `config/check.py` compares them, after the overrides."""
-    for name, value in asdict(recipe).items():
+    for name, value in dataclasses.asdict(recipe).items():
         if value == 0 and getattr(ModelDims, name, None) == 0:
             continue  # not given; `config/architectures.py` knows who needs it
         if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
@@ -214,3 +215,28 @@ def _check_polynomials(key: str, polynomials: tuple[tuple[float, ...], ...], pro
             want = f"polynomials that leave singular values of (0, 1] in (0, 3]; after step {n + 1} one is not"
             problems.add(key, show(polynomials), want, "those of a source, with their signs, and each in its place")
             return
+
+
+def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
+    """Refuse a key that the architecture makes nothing of, and the lack of one that it needs.
+
+    Args:
+        model: `[model]`.
+        recipe: its dimensions, overrides applied.
+        problems: gets what is wrong.
+    """
+    if model.file:
+        return
+    known = ARCHITECTURES[model.name]
+    defaults = {field.name: field.default for field in dataclasses.fields(ModelDims)}
+    every = [key for one in ARCHITECTURES.values() for key in one.needs + one.may_have]
+    for key in dict.fromkeys(every):
+        value = getattr(recipe, key)
+        is_given, is_own = value != defaults[key], getattr(model, key, None) is not None
+        if is_given and key not in known.needs + known.may_have:
+            where, at = (f"model.{key}", "") if is_own else (key, f" in the recipe {model.name}-{model.flavor}")
+            saw = "" if dataclasses.is_dataclass(value) else show(value)
+            problems.add(where, saw, f"no such key{at}: {model.name} does not use it", "remove it")
+        if not is_given and not is_own and key in known.needs:
+            want = f"a value: {model.name} needs it"
+            problems.add(f"model.{key}", "", want, f"{key} = the published value, in the recipe")

@@ -1,6 +1,6 @@
 """Read the config.json of a folder of weights: make the recipe of its model, and compare it with a config's.
 
-`config_json_keys.py` decides which keys are used and which are refused. This imports no torch, so that a folder is held
+`architectures.py` decides which keys are used and which are refused. This imports no torch, so that a folder is held
 against a config in no time; the tensors are compared when they are loaded.
 """
 
@@ -13,7 +13,6 @@ from typing import Any, cast
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
-from titanlite.config.config_json_keys import ALIASES, LEFT_OUT, WITHOUT_EFFECT
 from titanlite.config.hugging_face import (
     CAP,
     LAYOUTS,
@@ -78,7 +77,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
             odd.append(f"{name} (it says {show(theirs.get(name)) or theirs[name]}, which is not {problem.want})")
         problems.add(key, show(path), f"a config.json with another value as {', '.join(odd)}", _OTHER)
         return None
-    ours = {**LEFT_OUT[architecture], **model_keys(layout, recipe), **training_keys(layout, recipe)}
+    ours = {**layout.left_out, **model_keys(layout, recipe), **training_keys(layout, recipe)}
     ours["layer_types"] = layer_types(recipe)
     wrong = _differences(theirs, ours)
     unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
@@ -100,9 +99,9 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says, its defaults filled in, in one of the forms that transformers has had."""
-    left_out, without_effect = LEFT_OUT[architecture], WITHOUT_EFFECT[architecture]
+    layout, left_out = LAYOUTS[architecture], LAYOUTS[architecture].left_out
     theirs = {**left_out, **content}
-    for alias, name in ALIASES.get(architecture, {}).items():
+    for alias, name in layout.aliases.items():
         if alias in theirs:
             theirs[name] = theirs.pop(alias)
     if "rope_theta" in left_out:
@@ -117,7 +116,7 @@ def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
         types = theirs["layer_types"] = theirs["layer_types"] or made
         if every:
             theirs["sliding_window_pattern"] = [*types, "full_attention"].index("full_attention") + 1
-    return {key: value for key, value in theirs.items() if key not in without_effect}
+    return {key: value for key, value in theirs.items() if key not in layout.ignored}
 
 
 def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:

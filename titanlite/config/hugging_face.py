@@ -1,18 +1,18 @@
-"""Describe Hugging Face's layout of the shipped architectures: names of weights and dimensions, and how weights lie.
+"""Write the config.json of a shipped architecture, and find the weights of a folder.
 
-A layer of ours that fuses several weights is several layers there, but GPT-2's, whose queries, keys and values are one
-matrix there too, in another order. GPT-2's matrices lie transposed, and a Gemma norm's weight is the factor less one.
-This imports no torch: `config_json.py` holds a given folder against a config; `models/hugging_face.py` moves weights.
+The layouts are in `architectures.py`; `config_json.py` holds a given folder against a config, and
+`models/hugging_face.py` moves weights. This imports no torch.
 """
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
+from titanlite.config.architectures import ARCHITECTURES, CAP, HubLayout
 from titanlite.config.problems import show
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
@@ -21,168 +21,7 @@ from titanlite.json_file import read_json
 
 ONE_FILE = "model.safetensors"  # several are listed in an index, which has this name and more
 
-_ROTARY = {
-    "tok_embeddings": "model.embed_tokens",
-    "layers.*.attention.wq": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.wk": "model.layers.*.self_attn.k_proj",
-    "layers.*.attention.wv": "model.layers.*.self_attn.v_proj",
-    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
-    "layers.*.attention.wo": "model.layers.*.self_attn.o_proj",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
-    "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
-    "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
-    "layers.*.ffn_norm": "model.layers.*.post_attention_layernorm",
-    "norm": "model.norm",
-    "output": "lm_head",
-}
-_GEMMA3 = _ROTARY | {
-    "layers.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.ffn_norm": "model.layers.*.pre_feedforward_layernorm",
-    "layers.*.post_ffn_norm": "model.layers.*.post_feedforward_layernorm",
-}
-_NO_FFN = {ours: theirs for ours, theirs in _ROTARY.items() if ".feed_forward." not in ours}
-_MOE = _NO_FFN | {
-    "layers.*.experts.router": "model.layers.*.mlp.gate",
-    "layers.*.experts.w1": "model.layers.*.mlp.experts.*.gate_proj",
-    "layers.*.experts.w3": "model.layers.*.mlp.experts.*.up_proj",
-    "layers.*.experts.w2": "model.layers.*.mlp.experts.*.down_proj",
-}
-_MIXTRAL = _NO_FFN | {
-    "layers.*.experts.router": "model.layers.*.block_sparse_moe.gate",
-    "layers.*.experts.w1": "model.layers.*.block_sparse_moe.experts.*.w1",
-    "layers.*.experts.w3": "model.layers.*.block_sparse_moe.experts.*.w3",
-    "layers.*.experts.w2": "model.layers.*.block_sparse_moe.experts.*.w2",
-}
-_GPT2 = {
-    "tok_embeddings": "transformer.wte",
-    "positions": "transformer.wpe",
-    "layers.*.attention.wq": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.wk": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.wv": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.wo": "transformer.h.*.attn.c_proj",
-    "layers.*.attention_norm": "transformer.h.*.ln_1",
-    "layers.*.feed_forward.w1": "transformer.h.*.mlp.c_fc",
-    "layers.*.feed_forward.w2": "transformer.h.*.mlp.c_proj",
-    "layers.*.ffn_norm": "transformer.h.*.ln_2",
-    "norm": "transformer.ln_f",
-    "output": "lm_head",
-}
-
-
-# From a key of config.json to the dimension that it is.
-_SIZES = {"vocab_size": "vocab_size", "tie_word_embeddings": "tied_embeddings"}
-_ROTARY_SIZES = _SIZES | {
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_width",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-}
-_GEMMA3_SIZES = _ROTARY_SIZES | {
-    "query_pre_attn_scalar": "head_width",
-    "rope_local_base_freq": "local_rope_theta",
-    "sliding_window": "window",
-    "sliding_window_pattern": "global_every",
-}
-_EXPERTS_SIZES = {theirs: ours for theirs, ours in _ROTARY_SIZES.items() if theirs != "intermediate_size"} | {
-    "num_experts_per_tok": "experts.top_k"
-}
-_QWEN3_MOE_SIZES = _EXPERTS_SIZES | {
-    "num_experts": "experts.n_experts",
-    "moe_intermediate_size": "experts.ffn_dim",
-    "norm_topk_prob": "experts.normalised",
-}
-_OLMOE_SIZES = _EXPERTS_SIZES | {
-    "num_experts": "experts.n_experts",
-    "intermediate_size": "experts.ffn_dim",
-    "norm_topk_prob": "experts.normalised",
-}
-_MIXTRAL_SIZES = _EXPERTS_SIZES | {"num_local_experts": "experts.n_experts", "intermediate_size": "experts.ffn_dim"}
-_GPT2_SIZES = _SIZES | {
-    "n_embd": "dim",
-    "n_inner": "ffn_dim",
-    "n_layer": "n_layers",
-    "n_head": "n_heads",
-    "n_positions": "max_seq_len",
-    "layer_norm_epsilon": "norm_eps",
-}
-
-
-@dataclass(frozen=True)
-class HubLayout:
-    """The layout that Hugging Face has of one architecture.
-
-    Attributes:
-        class_name: of transformers.
-        model_type: likewise.
-        names: from a layer of ours, its weights taken apart, to theirs; what shares a name is joined by rows.
-        sizes: from keys of config.json to the dimensions that they are, as dotted attributes of a recipe.
-        always: other keys, and what they say of every model of this architecture.
-        training: from keys that say how a model is trained to what a recipe says of it.
-        fixed: attributes of a recipe that no key has, and what every model of this architecture has there.
-        groups_heads: several query heads may share a key/value head.
-        is_transposed: linear layers of blocks have their matrices as [K, N].
-        norm_offset: what norms add to their weight.
-    """
-
-    class_name: str
-    model_type: str
-    names: Mapping[str, str]
-    sizes: Mapping[str, str]
-    always: Mapping[str, Any]
-    groups_heads: bool = True
-    is_transposed: bool = False
-    norm_offset: float = 0.0
-    training: Mapping[str, str] = field(default_factory=dict[str, str])
-    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-_SWIGLU = {"attention_bias": False, "hidden_act": "silu"}
-_LLAMA3 = _SWIGLU | {"mlp_bias": False, "rope_scaling": None}
-_BALANCE = {"router_aux_loss_coef": "experts.balance_loss"}
-CAP = "final_logit_softcapping"  # null is no cap; 0 would be a division by it
-_GEGLU = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
-LAYOUTS = {
-    "llama3": HubLayout("LlamaForCausalLM", "llama", _ROTARY, _ROTARY_SIZES, _LLAMA3),
-    "qwen3": HubLayout("Qwen3ForCausalLM", "qwen3", _ROTARY, _ROTARY_SIZES, _SWIGLU | {"use_sliding_window": False}),
-    "gemma3": HubLayout(
-        "Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _GEMMA3_SIZES, _GEGLU | {CAP: None}, norm_offset=1.0
-    ),
-    "gpt2": HubLayout(
-        "GPT2LMHeadModel",
-        "gpt2",
-        _GPT2,
-        _GPT2_SIZES,
-        {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-        groups_heads=False,
-        is_transposed=True,
-    ),
-    "qwen3_moe": HubLayout(
-        "Qwen3MoeForCausalLM",
-        "qwen3_moe",
-        _MOE,
-        _QWEN3_MOE_SIZES,
-        _SWIGLU | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-        training=_BALANCE,
-    ),
-    "olmoe": HubLayout(
-        "OlmoeForCausalLM", "olmoe", _MOE, _OLMOE_SIZES, _SWIGLU | {"clip_qkv": None}, training=_BALANCE
-    ),
-    "mixtral": HubLayout(
-        "MixtralForCausalLM",
-        "mixtral",
-        _MIXTRAL,
-        _MIXTRAL_SIZES,
-        {"hidden_act": "silu", "sliding_window": None},
-        training=_BALANCE,
-        fixed={"experts.score": "softmax_of_chosen"},
-    ),
-}
+LAYOUTS = {name: known.hub for name, known in ARCHITECTURES.items()}
 
 
 def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:

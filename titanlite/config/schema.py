@@ -9,7 +9,14 @@ Most keys have the names of torchtitan's last TOML release; `config/torchtitan.p
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+from titanlite.config.architectures import ARCHITECTURES
+
+if TYPE_CHECKING:
+    ArchitectureName = str
+else:
+    ArchitectureName = Literal[tuple(ARCHITECTURES)]
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Job:
 class Model:
     """The architecture. A flavor sets every dimension; any of them can be overridden."""
 
-    name: Literal["llama3", "qwen3", "gemma3", "gpt2", "qwen3_moe", "olmoe", "mixtral"] = "llama3"
+    name: ArchitectureName = "llama3"
     """Architecture."""
     file: str = ""
     """Path of a Python file with your own architecture, used instead of `name`. Its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""

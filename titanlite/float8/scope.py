@@ -3,12 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from titanlite.config.architectures import nearest_layer
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.config.schema import Float8
-from titanlite.errors import Problem, RecipeError, describe
+from titanlite.errors import Problem, RecipeError, describe, nearest_layer
 
 
 def obstacle(recipe: Float8Recipe) -> str | None:

@@ -45,7 +45,7 @@ def make_run(
     dims: ModelDims = SIZES,
 ) -> tuple[RunFolder, dict[str, Tensor]]:
     """A run with checkpoints of the steps 5 and 10, and the weights of the latter."""
-    made, model = RunFolder(folder / "run"), Model(name=architecture, file=file)  # type: ignore[arg-type]
+    made, model = RunFolder(folder / "run"), Model(name=architecture, file=file)
     made.path.mkdir()
     data = Data(tokenizer=tokenizer, add_bos_token=add_bos_token)
     made.record(to_toml(Config(model=model, data=data, training=Training(seq_len=8))))

@@ -47,7 +47,7 @@ def test_the_recipe_of_a_folder_is_what_was_exported(name: str, tmp_path: Path, 
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / f"{architecture}-mine.toml").write_text(printed)
     config = Config(
-        model=Model(name=architecture, flavor="mine"),  # type: ignore[arg-type]
+        model=Model(name=architecture, flavor="mine"),
         job=Job(recipe_dirs=(str(tmp_path),)),
     )
     # A head's width is said, also where it is dim / n_heads.

@@ -111,7 +111,7 @@ def test_other_architectures_have_one(name: str) -> None:
     listed = [a for block in blocks_of.blocks for a in activations(block)]
     dear = [a for a in listed if "mm" in a.op or "attention" in a.op]
     with torch.device("meta"):
-        model = model_class(Model(name=name))(dims, 256)  # type: ignore[arg-type]
+        model = model_class(Model(name=name))(dims, 256)
     step = (flops_of(model, dims, 256) - 6 * dims.dim * dims.vocab_size) * blocks_of.tokens
     assert 3 * sum(a.flops for a in dear) == step
 

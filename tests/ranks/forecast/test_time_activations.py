@@ -39,7 +39,7 @@ def traced(
 ) -> TracedRun:
     dtype = "bfloat16" if itemsize == 2 else "float32"
     training = Training(seq_len=64, local_batch_size=2, mixed_precision_param=dtype)
-    own = Model(name=name)  # type: ignore[arg-type]
+    own = Model(name=name)
     mesh = Parallelism(tensor_parallel_degree=ranks)
     config = Config(model=own, training=training, parallelism=mesh, compile=Compile(False))
     return traced_run(config, dims, recipes.load("float8", float8) if float8 else None, model)
@@ -47,7 +47,7 @@ def traced(
 
 def meta_model(dims: ModelDims = DIMS, name: str = "llama3") -> Any:
     with torch.device("meta"):
-        return model_class(Model(name=name))(dims, 64)  # type: ignore[arg-type]
+        return model_class(Model(name=name))(dims, 64)
 
 
 def check(times: RecomputeTimes, of: TracedRun) -> None:

@@ -83,7 +83,7 @@ EXPORTED = Path(__file__).with_name("transformers_folders.json")
 def on_meta(case: str) -> nn.Module:
     name, dims = CASES[case]
     with torch.device("meta"):
-        return model_class(Model(name=name))(dims, S)  # type: ignore[arg-type]
+        return model_class(Model(name=name))(dims, S)
 
 
 @torch.no_grad()
@@ -120,7 +120,7 @@ def tokens_of(case: str) -> tuple[Tensor, Tensor]:
 def exported(case: str, model: nn.Module, folder: Path) -> Path:
     """What `titanlite export` makes of a run's checkpoint that holds the model."""
     name, dims = CASES[case]
-    config = Config(model=Model(name=name), training=Training(seq_len=S))  # type: ignore[arg-type]
+    config = Config(model=Model(name=name), training=Training(seq_len=S))
     run = RunFolder(folder / "run")
     run.path.mkdir()
     run.record(to_toml(config))
@@ -226,7 +226,7 @@ def test_packed_documents_have_the_logits_that_transformers_gave(case: str) -> N
 def loaded(case: str, folder: Path, *, is_checked: bool = True) -> nn.Module:
     """A model with the weights of a folder that its config accepts."""
     name, dims = CASES[case]
-    config = Config(model=Model(name=name), checkpoint=Checkpoint(initial_load_path=str(folder)))  # type: ignore[arg-type]
+    config = Config(model=Model(name=name), checkpoint=Checkpoint(initial_load_path=str(folder)))
     if is_checked:
         check_initial_load_path(config, dims, Origin("config"))
     model = empty(case, torch.float32)
@@ -356,7 +356,7 @@ def test_what_transformers_does_not_compute_is_refused(over: dict[str, object], 
     name, dims = CASES["mixtral"]
     assert dims.experts is not None
     dims = dataclasses.replace(dims, experts=dataclasses.replace(dims.experts, **over))
-    config = Config(model=Model(name=name))  # type: ignore[arg-type]
+    config = Config(model=Model(name=name))
     with pytest.raises(CheckpointError) as caught:
         export_checkpoint(Path(), Path(), config, dims, None, "float32", print)
     assert says in str(caught.value)
@@ -389,7 +389,7 @@ def test_parameters_of_the_published_sizes() -> None:
         architecture = name.partition("-")[0]
         dims = recipes.load("model", name)
         with torch.device("meta"):
-            model = model_class(Model(name=architecture))(dims, 8)  # type: ignore[arg-type]
+            model = model_class(Model(name=architecture))(dims, 8)
         count = sum(p.numel() for p in model.parameters())
         assert count == published.get(name, count), name
 

@@ -39,7 +39,7 @@ def corpus(folder: Path, repeats: int = 1) -> str:
 
 @pytest.mark.parametrize("name", ["llama3", "gpt2"])
 def test_bins_have_the_loss_of_their_documents_alone(tmp_path: Path, name: str) -> None:
-    model = build_model(Model(name=name), recipes.load("model", f"{name}-debug"), S)  # type: ignore[arg-type]
+    model = build_model(Model(name=name), recipes.load("model", f"{name}-debug"), S)
     model.to_empty(device="cpu")
     fill_buffers(model)
     initialise(model, 0)

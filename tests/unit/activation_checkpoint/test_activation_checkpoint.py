@@ -201,7 +201,7 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     """Each rule matches something of its blocks, and where it names matmuls, the same as in Llama 3: w1 is w13, and so
     is the w13 of experts."""
     shipped = recipes.load("activation_checkpoint", name)
-    config = Config(model=Model(name=architecture, flavor="debug"))  # type: ignore[arg-type]
+    config = Config(model=Model(name=architecture, flavor="debug"))
     dims = replace(recipes.model_dims(config), n_layers=6)
     run = traced_run(config, dims, None)
     check_names(shipped, run.layers, 6)

@@ -16,7 +16,7 @@ from titanlite.recipes import load
 
 def check(folder: Path, size: str) -> None:
     name = size.partition("-")[0]
-    check_weights(str(folder), name, build_model(Model(name=name), load("model", size), 1))  # type: ignore[arg-type]
+    check_weights(str(folder), name, build_model(Model(name=name), load("model", size), 1))
 
 
 def changed(name: str, **over: object) -> Callable[[dict[str, Any]], object]:

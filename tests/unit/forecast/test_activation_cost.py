@@ -63,7 +63,7 @@ def measured(
 ) -> tuple[Held, Held]:
     """The first block's bytes and matmuls, and what its trace says."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    tokens, name = batch * S, Model(name=architecture)  # type: ignore[arg-type]
+    tokens, name = batch * S, Model(name=architecture)
     model = build(dims, S, save_list, float8, dtype, tokens, fused, model_class(name))
     found = {"eager": held_eager, "compiled": held_compiled}[mode](model, stream(tokens // world, dims.dim, dtype))
     config = Config(

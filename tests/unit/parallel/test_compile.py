@@ -20,7 +20,7 @@ def blocks_of(name: str, device: str, dtype: torch.dtype) -> nn.Module:
     dims = load("model", f"{name}-debug")
     if dims.experts is not None:
         dims = replace(dims, experts=replace(dims.experts, top_k=dims.experts.n_experts))
-    model = build_model(Model(name=name), dims, SEQ_LEN)  # type: ignore[arg-type]
+    model = build_model(Model(name=name), dims, SEQ_LEN)
     model.to_empty(device=device)
     initialise(model, 1)
     model.to(dtype).fill_buffers()
