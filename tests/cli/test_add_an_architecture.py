@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 MODEL = '''"""Blocks without gates."""
 
@@ -21,6 +23,7 @@ ARCHITECTURES["mine"] = Architecture("Mine", _BASIS.needs, (), _BASIS.hub)
 """
 
 
+@pytest.mark.slow
 def test_a_model_file_a_recipe_and_a_row(tmp_path: Path) -> None:
     for folder in ("titanlite", "recipes", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
