@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
+from tests.support.needs import slow
+
 REPOSITORY = Path(__file__).parents[2]
 DEBUG = str(REPOSITORY / "configs" / "debug.toml")
 TWO_HOSTS, SLURM = (str(REPOSITORY / "scripts" / "launch" / name) for name in ("two_hosts.sh", "slurm.sbatch"))
@@ -131,7 +133,7 @@ class TestBoth:
     def test_the_exit_code_is_passed_on(self, cluster, script: str, args: list[str]) -> None:
         assert cluster(script, *args, "--config", DEBUG, ends_with=17)[0].returncode == 17
 
-    @pytest.mark.parametrize("config", [DEBUG, f"--config={DEBUG}"])
+    @pytest.mark.parametrize("config", [DEBUG, *slow(f"--config={DEBUG}")])
     def test_the_config_may_stand_alone(self, cluster, script: str, args: list[str], config: str) -> None:
         done, given = cluster(script, *args, config, "--training.steps=50")
         assert (done.returncode, done.stderr.replace(AT_WORK, "")) == (0, "")

@@ -27,8 +27,8 @@ from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
 from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.device import CPU
+from titanlite.float8.cast import cast
 from titanlite.float8.convert import apply_float8
-from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, local_data
 from titanlite.kernels.collectives import Group
 from titanlite.models.layers import Linear, Sequences

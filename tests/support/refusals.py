@@ -1,4 +1,4 @@
-"""Carry out what `tests/data/refusals.toml` and `tests/data/messages.md` record: a command line beside a few files."""
+"""Carry out what `tests/data/refusals.toml` and `tests/data/messages.txt` record: a command line beside a few files."""
 
 import contextlib
 import importlib

@@ -1,7 +1,8 @@
 """The `titanlite` command: its subcommands, and what happens to their errors.
 
-Each subcommand is a module of this package with `run(argv) -> exit code`; the first line of its docstring is its
-help. It is imported when it is called, and its help is read without importing it, so that `--help` answers at once.
+Each subcommand is a module of this package with `run(argv) -> exit code` and `COMMAND`, its flags; the first line of
+its docstring is its help. It is imported when it is called, and its help is read without importing it, so that `--help`
+answers at once.
 """
 
 import ast

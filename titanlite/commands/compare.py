@@ -39,7 +39,7 @@ Number = TypeVar("Number", int, float)
 # What decides the numbers of a run; the rest is where and how it is written.
 _OF_TRAINING = ("model.", "data.", "training.", "optimizer.", "lr_scheduler.", "float8.")
 
-_COMMAND = Command(
+COMMAND = Command(
     "compare",
     __doc__ or "",
     {
@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
             damaged; or a file cannot be written, or its ending names no kind of picture or page.
         SystemExit: with 0, after `--help`.
     """
-    words, given = _COMMAND.read_words(argv)
+    words, given = COMMAND.read_words(argv)
     folders = [Path(word) for word in words]
     records = read_runs(folders)
     out = Path(given.get("--out", folders[0] / "loss.png" if len(folders) == 1 else "compare.png"))

@@ -23,12 +23,12 @@ from titanlite.preflight.machine import GPU_NAMES
 
 _SHELLS = ("bash", "zsh")
 _FILES = ("FILE", "FOLDER", "RUN", "TORCHTITAN.toml", "OTHER", "TARGET", "SOURCE", "PATH", "RUN,RUN,...")
-_COMMAND = Command("completion", __doc__ or "", {"SHELL": " or ".join(_SHELLS)}, "SHELL")
+COMMAND = Command("completion", __doc__ or "", {"SHELL": " or ".join(_SHELLS)}, "SHELL")
 
 
 def run(argv: list[str]) -> int:
     """Print the script."""
-    words, _ = _COMMAND.read_words(argv)
+    words, _ = COMMAND.read_words(argv)
     if len(words) != 1 or words[0] not in _SHELLS:
         want, fix = f"one of {', '.join(_SHELLS)}", "titanlite completion bash"
         raise ConfigError.of("command line", "SHELL", " ".join(words), want, fix)
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the installed versions")
     subparsers = parser.add_subparsers()
     for name in COMMANDS:
-        command: Command = importlib.import_module(f"titanlite.commands.{module_of(name)}")._COMMAND
+        command: Command = importlib.import_module(f"titanlite.commands.{module_of(name)}").COMMAND
         takes_config = command.takes == TAKES_CONFIG
         own = subparsers.add_parser(name, help=command.about.strip().partition("\n")[0], add_help=not takes_config)
         for row, about in command.rows.items():

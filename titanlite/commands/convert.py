@@ -18,7 +18,7 @@ from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError
 from titanlite.recipes import model_dims
 
-_COMMAND = Command(
+COMMAND = Command(
     "convert",
     __doc__ or "",
     {
@@ -31,7 +31,7 @@ _COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Write the config, and say what became of the keys."""
-    files, own = _COMMAND.read_words(argv)
+    files, own = COMMAND.read_words(argv)
     if len(files) != 1:
         want, fix = "one config of torchtitan", "titanlite convert llama3_8b.toml --out mine.toml"
         raise ConfigError.of("command line", "TORCHTITAN.toml", " ".join(files), want, fix)

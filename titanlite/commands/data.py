@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from titanlite.preflight.checked_run import CheckedRun
 
 _SAMPLE, _STEP, _PICTURE = "--sample", "--step", "--picture"
-_COMMAND = Command(
+COMMAND = Command(
     "data",
     __doc__ or "",
     {
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
             cannot be written.
         SystemExit: with 0, after `--help`.
     """
-    arguments = _COMMAND.read(argv)
+    arguments = COMMAND.read(argv)
     own = arguments.own
     for flag, without in ((_STEP, _SAMPLE), (_PICTURE, _STEP)):
         if flag in own and without in own:

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _WHERE = "titanlite evaluate"
 _BATCH_TOKENS = 4096  # of a folder's model; that of a run has its own
-_COMMAND = Command(
+COMMAND = Command(
     "evaluate",
     __doc__ or "",
     {
@@ -87,7 +87,7 @@ def run(argv: Sequence[str]) -> int:
             read, or the file cannot be written; or an argument is none of this command's.
         SystemExit: with 0, after `--help`.
     """
-    words, given = _COMMAND.read_words(argv)
+    words, given = COMMAND.read_words(argv)
     check_launcher()
     if len(words) != 1:
         want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"

@@ -12,7 +12,7 @@ from titanlite.commands.arguments import Command
 from titanlite.observe.metrics import RunError
 from titanlite.preflight.output_file import require_picture, writable
 
-_COMMAND = Command(
+COMMAND = Command(
     "explain",
     __doc__ or "",
     {
@@ -32,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
         RunError: there are not one or two runs, one has no whole profile, or the picture cannot be written.
         SystemExit: with 0, after `--help`.
     """
-    words, given = _COMMAND.read_words(argv)
+    words, given = COMMAND.read_words(argv)
     if len(words) not in (1, 2):
         want = "one run with a profile, or two"
         raise RunError.of("titanlite explain", "RUN", " ".join(words), want, "titanlite explain outputs/run")

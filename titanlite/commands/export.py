@@ -17,7 +17,7 @@ from titanlite.preflight.run_folder import RunFolder
 
 _RUN = "a run's folder, with config.toml and checkpoints"
 _DTYPES = ("bfloat16", "float32")
-_COMMAND = Command(
+COMMAND = Command(
     "export",
     __doc__ or "",
     {
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
             tokenizer is another, or the folder exists or cannot be written; or an argument is none of this command's.
         SystemExit: with 0, after `--help`.
     """
-    words, given = _COMMAND.read_words(argv)
+    words, given = COMMAND.read_words(argv)
     folder = RunFolder(_only(words))
     config = _config(folder)
     dtype = given.get("--dtype", config.training.mixed_precision_param)

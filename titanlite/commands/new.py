@@ -23,7 +23,7 @@ from titanlite.text_table import folded, terminal_width
 _MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
 _GPU, _GIB, _WORLD = "--gpu", "--device-gib", "--world"
 _QUESTION, _COMPARING = "model, as llama3-8B", "comparing layouts, batches and save-lists"
-_COMMAND = Command(
+COMMAND = Command(
     "new",
     __doc__ or "",
     {
@@ -42,7 +42,7 @@ _COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Ask for what is not given, and write a config."""
-    files, given = _COMMAND.read_words(argv)
+    files, given = COMMAND.read_words(argv)
     if len(files) > 1 or (files and not files[0].endswith(".toml")):
         fix = "titanlite new mine.toml"
         raise ConfigError.of("command line", "FILE", " ".join(files), "the name of one .toml file to write", fix)

@@ -25,7 +25,7 @@ from titanlite.text_table import columns, folded, terminal_width
 _PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
 _AT_WORK = "tracing the model and pricing its layout"
 _NEEDS_WORLD = "--world N as well: what a rank holds and how long it takes depends on the number of processes"
-_COMMAND = Command(
+COMMAND = Command(
     "plan",
     __doc__ or "",
     {
@@ -45,7 +45,7 @@ def run(argv: list[str]) -> int:
     argv = apart(argv, _DIFF)
     if _DIFF in argv:
         return _diff(argv)
-    arguments = _COMMAND.read(argv)
+    arguments = COMMAND.read(argv)
     given, world = arguments.own, arguments.world
     odd = next((flag for flag in given if flag not in ("--world", _PRICES)), None)
     if _PRICES in given and odd:
@@ -104,13 +104,13 @@ def _diff(argv: list[str]) -> int:
     at = argv.index(_DIFF)
     before, after = argv[:at], argv[at + 1 :]
     for words in (before, after):
-        answer_help(words, _COMMAND.help)
+        answer_help(words, COMMAND.help)
     if not after or _DIFF in after:
         problem = Problem(_DIFF, "", "one other config, or flags that change this run", f"{_DIFF} configs/other.toml")
         raise ConfigError(describe("command line", [problem]))
-    given = _COMMAND.read(before)
+    given = COMMAND.read(before)
     is_other = not after[0].startswith("-") or any(word.partition("=")[0] == "--config" for word in after)
-    other = _COMMAND.read(after if is_other else [*given.flags, *after])
+    other = COMMAND.read(after if is_other else [*given.flags, *after])
     if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE)]:
         problem = Problem(odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
         raise ConfigError(describe("command line", [problem]))

@@ -22,7 +22,7 @@ from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
-_COMMAND = Command("prepare", __doc__ or "", {})
+COMMAND = Command("prepare", __doc__ or "", {})
 
 
 def run(argv: Sequence[str]) -> int:
@@ -33,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
             once. Or what was read is too short for a step of the run.
     """
     # The weights that a run starts from need not be on the host that prepares its data.
-    checked = checked_run(_COMMAND.read(argv).flags, has_weights=False)
+    checked = checked_run(COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
     RunFolder.of(config).require_same(config)
     sources = dict(source_keys(config).values()) | held_out_sources(config)

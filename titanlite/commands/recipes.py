@@ -35,7 +35,7 @@ _TIMED = Command(
     "Time every float8 recipe on the linear layers of a config, on this GPU, and say which layers to exclude.",
     {},
 )
-_COMMAND = Command(
+COMMAND = Command(
     "recipes",
     __doc__ or "",
     {
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     argv = apart(argv, _MEASURE)
     if _MEASURE in argv:
         return _time_recipes([word for word in argv if word != _MEASURE])
-    argv, given = _COMMAND.read_words(argv)
+    argv, given = COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
     rules = rules_of_file(given.get(_RULES, ""), Origin("command line"))
     if len(argv) > 2:

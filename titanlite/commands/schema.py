@@ -16,12 +16,12 @@ from titanlite.errors import ConfigError
 from titanlite.preflight.output_file import require_place, writable
 
 _OUT = {"--out FILE": "file to write, which must not exist; without it, the schema goes to standard output"}
-_COMMAND = Command("schema", __doc__ or "", _OUT, "")
+COMMAND = Command("schema", __doc__ or "", _OUT, "")
 
 
 def run(argv: list[str]) -> int:
     """Print the schema, or write it to a file."""
-    words, given = _COMMAND.read_words(argv)
+    words, given = COMMAND.read_words(argv)
     if words:
         want = "no arguments but --out"
         raise ConfigError.of("command line", words[0], "", want, f"titanlite schema --out {words[0]}")

@@ -23,7 +23,7 @@ from titanlite.preflight.launcher import check_launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import check_start
 
-_COMMAND = Command(
+COMMAND = Command(
     "train",
     __doc__ or "",
     {"--gpus N": "GPUs to train on, of this host; default: all. Without GPUs: the number of processes; default: 1"},
@@ -40,7 +40,7 @@ def run(argv: list[str]) -> int:
     Raises:
         ConfigError: something is wrong with the config, its data or the run's folder, or there are not so many GPUs.
     """
-    given = _COMMAND.read(argv)
+    given = COMMAND.read(argv)
     if by := next((name for name in ("RANK", "WORLD_SIZE") if name in os.environ), None):
         fix = f"torchrun ... train.py {given.file}, or unset {by}"
         want = "not set: this command is itself the launcher of a run on one host"

@@ -37,7 +37,7 @@ from titanlite.training.schedule import change_of_rate
 if TYPE_CHECKING:
     from titanlite.training.assemble import Foreseen
 
-_COMMAND = Command(
+COMMAND = Command(
     "validate",
     __doc__ or "",
     {"--world N": "number of processes of the run; checks what must divide it, and the budget of `auto`"},
@@ -46,7 +46,7 @@ _COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Check a config and print a summary of its run."""
-    given = _COMMAND.read(argv)
+    given = COMMAND.read(argv)
     checked = checked_run(given.flags, given.world)
     found, step, samples, foreseen = list[TitanliteError](), None, 0, None
     try:

@@ -25,7 +25,7 @@ from titanlite.preflight.start import check_start
 
 _STEPS = "5"
 _WHOLE = "uninterrupted"
-_COMMAND = Command(
+COMMAND = Command(
     "verify-resume",
     __doc__ or "",
     {
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         TitanliteError: the config is wrong, one of the runs failed, or they are not equal.
     """
-    given = _COMMAND.read(argv)
+    given = COMMAND.read(argv)
     processes = given.world or 1
     checked = checked_run(given.flags, processes)
     config = checked.config

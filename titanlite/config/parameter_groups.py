@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
+from typing import Any
 
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
@@ -79,16 +80,16 @@ def update_settings(
 def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer, excluded: bool) -> UpdateSettings:
     group = groups[name]
     weight_decay = 0.0 if excluded else config.weight_decay
+    keys = {key for keys in KEYS_OF_RULE.values() for key in keys}
+    own: dict[str, Any] = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+    own |= {key: value for key in keys if (value := getattr(group, key)) is not None}
     return UpdateSettings(
         group=name,
         rule=group.rule,
         lr_factor=group.lr_factor,
         weight_decay=weight_decay if group.weight_decay is None else group.weight_decay,
         own=tuple((key, getattr(group, key)) for key in group.own_keys),
-        beta1=config.beta1 if group.beta1 is None else group.beta1,
-        beta2=config.beta2 if group.beta2 is None else group.beta2,
-        eps=config.eps if group.eps is None else group.eps,
-        **{key: value for key in KEYS_OF_RULE["muon"] if (value := getattr(group, key)) is not None},
+        **own,
     )
 
 

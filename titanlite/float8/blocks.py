@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity
-from titanlite.float8.emulated import DTYPES, Cast
+from titanlite.float8.cast import DTYPES, Cast
 from titanlite.kernels.block_scaled_matmul import block_scaled_matmul
 from titanlite.kernels.float8_cast import cast_blocks
 

@@ -21,7 +21,7 @@ from titanlite.config.build import show
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe
 from titanlite.device import Device
 from titanlite.errors import Problem, RecipeError, describe
-from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups
+from titanlite.float8.cast import ALL_HERE, DTYPES, AmaxGroups
 from titanlite.float8.experts import Float8Experts
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul, Lowering

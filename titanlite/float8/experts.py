@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titanlite.config.recipe_schema import Float8Recipe
-from titanlite.float8.emulated import DTYPES, Cast
+from titanlite.float8.cast import DTYPES, Cast
 from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.aligned_rows import aligned_rows
 from titanlite.kernels.collectives import Group

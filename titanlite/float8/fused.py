@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
-from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, Cast, cast
+from titanlite.float8.cast import ALL_HERE, DTYPES, AmaxGroups, Cast, cast
 from titanlite.float8.scope import is_cast_from_bytes
 from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels.all_gather_matmul import all_gather_matmul

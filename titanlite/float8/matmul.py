@@ -13,7 +13,8 @@ from torch import Tensor
 from titanlite.config.recipe_schema import Float8Recipe, Granularity
 from titanlite.device import Device
 from titanlite.float8.blocks import BlockScaledFloat8
-from titanlite.float8.emulated import ALL_HERE, DTYPES, AmaxGroups, EmulatedFloat8
+from titanlite.float8.cast import ALL_HERE, DTYPES, AmaxGroups
+from titanlite.float8.emulated import EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8
 from titanlite.float8.scope import is_by_blocks_of_128, obstacle
 from titanlite.kernels import block_scaled_matmul

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.recipe_schema import Granularity
+from titanlite.float8.cast import Cast, cast
 from titanlite.float8.convert import Float8FeedForward
-from titanlite.float8.emulated import Cast, cast
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.weight import GatheredWeight, local_data
 from titanlite.kernels.block_scaled_matmul import dequantise

@@ -69,7 +69,6 @@ class _Step:
     kept: int
     pairs: Counter[CollectiveMatmul]
     entries: list[Entry]
-    micro_steps: int  # of the run's step, of which fewer may have been taken
 
     def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
         """Add n times what one step has that another has not."""
@@ -119,14 +118,8 @@ def record(
         chosen = {*range(n_layers)}
 
     def step(blocks: set[int]) -> _Step:
-        given = checked, world, device, rank, documents, None if len(blocks) == n_layers else sorted(blocks)
-        if all_blocks or documents:
-            return _step(*given)
-        two = _step(*given, most=2)
-        if two.micro_steps <= 2:
-            return two
-        three = _step(*given, most=3)  # between the first and the last all are alike
-        return three.plus(two.micro_steps - 3, three, two)
+        numbers = None if len(blocks) == n_layers else sorted(blocks)
+        return _step(checked, world, device, rank, documents, numbers, every=all_blocks or bool(documents))
 
     found = none = step(chosen)
     for numbers in kinds:
@@ -157,7 +150,7 @@ def _step(
     rank: int,
     documents: Sequence[np.ndarray],
     blocks: list[int] | None,
-    most: int | None = None,
+    every: bool,
 ) -> _Step:
     config = checked.config
     named = device_to_plan_for(device)
@@ -169,12 +162,16 @@ def _step(
         batches = [batch(starts=starts) for starts in documents or (None,)]
         recorder = Recorder(named, run.model)
         micro_steps = run.memory.micro_steps
-        taken = min(micro_steps, most or micro_steps)
+        taken = micro_steps if every else min(micro_steps, 3)
         with named.tensors(), recorder, recorder.modules:
             train_step(run, [*islice(cycle(batches), taken)], 1e-3, stop_requested=False)
         with named.tensors():
             add_entries(run, config.data.document_mask)
-        update = [each for each in recorder.collectives if each.direction == "update"]
-        calls = Counter(each for each in recorder.collectives if each.direction != "update")
-        counted = recorder.flops, max(recorder.kept), recorder.pairs
-        return _Step(calls, update, *counted, run.receipt.entries, micro_steps)
+    calls, flops, pairs = Counter[Recorded](), Counter[str](), Counter[CollectiveMatmul]()
+    for n, work in enumerate(recorder.work):
+        # The second micro-step stands for all between the first and the last.
+        times = micro_steps - taken + 1 if n == 2 else 1
+        for total, of_one in ((calls, Counter(work.collectives)), (flops, work.flops), (pairs, work.pairs)):
+            total.update({key: times * count for key, count in of_one.items()})  # type: ignore[arg-type,misc]
+    update = [each for work in recorder.work for each in work.collectives if each.direction == "update"]
+    return _Step(calls - Counter(update), update, flops, max(recorder.kept), pairs, run.receipt.entries)

@@ -78,6 +78,20 @@ class CollectiveMatmul(NamedTuple):
     obstacle: str | None
 
 
+class MicroStep(NamedTuple):
+    """The work from the beginning of one forward pass to that of the next.
+
+    Attributes:
+        collectives: in order.
+        flops: by direction.
+        pairs: how often each collective with a matmul was called.
+    """
+
+    collectives: list[Recorded]
+    flops: Counter[str]
+    pairs: Counter[CollectiveMatmul]
+
+
 class Recorder(TorchDispatchMode):
     """Note every collective, FLOP and byte of a step, as the innermost mode.
 
@@ -87,16 +101,13 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         modules: knows which module is running; to be entered beside this mode.
-        collectives: in order.
-        pairs: how often each collective with a matmul was called.
-        flops: by direction.
+        work: before the first micro-step, and of each; the last has the update, too.
         kept: bytes that the forward pass of each micro-step left when backward began.
     """
 
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__()
-        self.collectives, self.flops, self.kept = list[Recorded](), Counter[str](), list[int]()
-        self.pairs, self.modules = Counter[CollectiveMatmul](), _RunningModule(model)
+        self.work, self.kept, self.modules = [MicroStep([], Counter(), Counter())], list[int](), _RunningModule(model)
         self._device, self._inside, self._sent = device, "", Counter[tuple[str, int]]()
         self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
         model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
@@ -114,7 +125,7 @@ class Recorder(TorchDispatchMode):
             if func.namespace in ("c10d", "_c10d_functional"):
                 self._note(func, args, out)
         if formula := flop_registry.get(func._overloadpacket):
-            self.flops[self._direction()] += formula(*args, **kwargs, out_val=out)
+            self.work[-1].flops[self._direction()] += formula(*args, **kwargs, out_val=out)
         if self._phase == "forward":
             for x in tree_leaves(out):
                 if isinstance(x, Tensor):
@@ -129,7 +140,7 @@ class Recorder(TorchDispatchMode):
             why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or _obstacle(choice, call)
             lowered[choice.lowered_as(call, why)] += 1
             kind = "all_gather" if func._opname == "all_gather_matmul" else "reduce_scatter"
-            self.pairs[CollectiveMatmul(kind, self._direction(), self._module(), why)] += 1
+            self.work[-1].pairs[CollectiveMatmul(kind, self._direction(), self._module(), why)] += 1
         if func.sends is not None and (sends := func.sends(self._device, *args)) is not None:
             for kind, n_bytes in sends:
                 self._add(kind, of.size(), n_bytes, func._opname)
@@ -165,7 +176,8 @@ class Recorder(TorchDispatchMode):
     def _add(self, kind: str, ranks: int, n_bytes: int, operator: str) -> None:
         if n_bytes == 0:
             return
-        self.collectives.append(Recorded(kind, self._direction(), self._module(), ranks, n_bytes, operator))
+        found = Recorded(kind, self._direction(), self._module(), ranks, n_bytes, operator)
+        self.work[-1].collectives.append(found)
 
     def _module(self) -> str:
         return self.modules.name(self._direction() == "backward")
@@ -180,6 +192,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, *_: Any) -> None:
         if not _is_backward():
             self._phase = "forward"
+            self.work.append(MicroStep([], Counter(), Counter()))
             self._made.clear()
 
     def _alive(self) -> int:

@@ -1,9 +1,9 @@
-"""The only place that assembles a run: a flat list of calls, always in this order.
+"""Build a run, up to its optimizer: a flat list of calls, always in this order.
 
     the model of a rank under activation checkpointing (`assemble.py`) → compile → FSDP → materialise and initialise →
     optimizer
 
-Each feature says in the receipt what it did. The weights are fresh; `train.py` then restores a
+Each feature says in the receipt what it did. The weights are fresh; `training/train.py` then restores a
 checkpoint if there is one.
 """
 

@@ -1,6 +1,6 @@
 """The training loop: step, validate, evaluate, save, stop.
 
-Reading order of training: `train.py` makes ready, `build.py` assembles the model, this file repeats `step.py`.
+Reading order of training: `training/train.py` makes ready, `build.py` builds the run, this file repeats `step.py`.
 """
 
 import time
@@ -121,7 +121,7 @@ class Loop:
                     report.step(outcome)
                     done = outcome.step
             self.data_wait.tell_of_ends()
-            if stopping and done < step:  # from the one after `done` on nothing was done in them
+            if stopping and done < step:  # the steps after `done` were not taken: some rank had no data
                 break
             if trace != "begin":
                 self._profile(step)
@@ -143,7 +143,7 @@ class Loop:
                 report.restart_clock()
             if self.background is not None:
                 self._say_saved(self.background.written())
-            if stopping:
+            if stopping:  # and saved, above
                 break
         self.data_wait.close()
         # What a lack of data cut off before it was due is saved now.

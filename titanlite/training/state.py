@@ -26,6 +26,8 @@ from titanlite.training.build import Run
 def tensors_of(run: Run) -> dict[str, Tensor]:
     """Name every tensor of a run; loading into these restores it.
 
+    Checkpoints of before load only if `restore` says that a new name may be absent.
+
     Args:
         run: the run.
 

@@ -509,6 +509,7 @@ def test_the_stage_that_is_priced_is_named_and_the_run_takes_its_tokens(tmp_path
     assert said["days"] * said["tokens_per_day"] == pytest.approx(16 * 32 * 8192 + 4 * 64 * 16384)
 
 
+@pytest.mark.usefixtures("unrecorded")
 def test_diff(call: Call) -> None:
     assert call("plan", *FOUR, "--diff", "--training.seed", "3") == "nothing differs\n"
     table, *notes = call("plan", *FOUR, "--diff", "--activation_checkpoint.recipe", "none").split("\n\n")
@@ -525,6 +526,9 @@ def test_diff(call: Call) -> None:
     assert out.split()[:2] == [DEBUG, LARGE]
     assert "weight layers.0-31.attention.wqkv.weight" in out
     assert call("plan", DEBUG, *TWO, f"--diff={LARGE}", *TWO[:2]) == out
+
+
+def test_diff_of_what_is_fused(call: Call) -> None:
     flags = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
     table, *notes = call("plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags).split(
         "\n\n"

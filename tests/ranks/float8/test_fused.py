@@ -14,7 +14,8 @@ from tests.support.sqnr import sqnr
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.device import CPU
-from titanlite.float8.emulated import EmulatedFloat8, cast
+from titanlite.float8.cast import cast
+from titanlite.float8.emulated import EmulatedFloat8
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.scope import joins_feed_forward

@@ -16,8 +16,8 @@ from tests.support.short_run import assemble, batches_of, checked, take_steps
 from titanlite import recipes
 from titanlite.config.recipe_schema import Granularity
 from titanlite.device import CPU
-from titanlite.float8 import emulated, fused, numerics, weight
-from titanlite.float8.emulated import Cast
+from titanlite.float8 import fused, numerics, weight
+from titanlite.float8.cast import DTYPES, Cast, cast
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.numerics import float8_numerics
 from titanlite.kernels.float8_scales import cast_to
@@ -162,8 +162,8 @@ def test_a_scale_that_is_not_of_the_tensor_is_seen(tmp_path, monkeypatch) -> Non
     asked = checked(tmp_path, 1, [*FLOAT8, "rowwise"])
 
     def stale(factor: float, x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> Cast:
-        scale_inv = emulated.cast(x, of, dtype, rounding).scale_inv / factor
-        return Cast(cast_to(x, 1 / scale_inv, emulated.DTYPES[dtype]), scale_inv)
+        scale_inv = cast(x, of, dtype, rounding).scale_inv / factor
+        return Cast(cast_to(x, 1 / scale_inv, DTYPES[dtype]), scale_inv)
 
     def stale_rows(x: Tensor, dtype: torch.dtype) -> Cast:
         return stale(4, x, "row", "e4m3", "pow2_floor")

@@ -29,8 +29,8 @@ from tests.support.short_run import whole
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.device import CPU, Device
+from titanlite.float8.cast import cast
 from titanlite.float8.convert import Conversion, apply_float8, precompute_scales
-from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight
 from titanlite.kernels import products
 from titanlite.kernels.collectives import Group

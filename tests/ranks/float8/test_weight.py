@@ -29,8 +29,8 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Compile, Config, Float8, Optimizer, Parallelism, Training
 from titanlite.data.batches import Batch
 from titanlite.device import CPU
+from titanlite.float8.cast import cast
 from titanlite.float8.convert import apply_float8
-from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.layers import Sequences

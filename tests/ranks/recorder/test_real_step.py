@@ -80,7 +80,8 @@ def test_what_is_recorded_is_what_runs(world: int, flags: Sequence[str], tmp_pat
         running = Recorder(CPU, run.model)
         with closing(batches_of(run)) as batches, torch_order(), running, running.modules:
             train_step(run, batches.next(), 1e-3, False)
-        seen, listed = Counter(running.collectives), Counter(recorded[dist.get_rank()])
+        seen = Counter(each for work in running.work for each in work.collectives)
+        listed = Counter(recorded[dist.get_rank()])
         wrong = {key: (listed[key], seen[key]) for key in seen | listed if listed[key] != seen[key]}
         assert not wrong, f"(recorded, ran): {wrong}"
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from titanlite import recipes
 from titanlite.config.recipe_schema import BLOCKS, Float8Recipe, Granularity
-from titanlite.float8.emulated import DTYPES, EmulatedFloat8, cast, dequantise
+from titanlite.float8.cast import DTYPES, cast
+from titanlite.float8.emulated import EmulatedFloat8, dequantise
 from titanlite.float8.matmul import torchao_config
 
 OF_TORCHAO = [name for name in recipes.names("float8") if not recipes.load("float8", name).has_blocks]

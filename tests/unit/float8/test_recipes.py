@@ -11,7 +11,8 @@ from titanlite import recipes
 from titanlite.config.recipe_schema import MATMULS, Float8Recipe, Granularity
 from titanlite.device import device_of
 from titanlite.float8 import emulated, fused
-from titanlite.float8.emulated import EmulatedFloat8, cast
+from titanlite.float8.cast import DTYPES, Cast, cast
+from titanlite.float8.emulated import EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8
 from titanlite.float8.matmul import Float8Matmul, lowering_of, torchao_config
 from titanlite.float8.scope import obstacle
@@ -201,17 +202,17 @@ def test_a_swapped_format_is_seen(name, operand):
             assert_contract(recipe, matmul)
 
 
-def along_the_sum(x: Tensor, *how: Any) -> emulated.Cast:
+def along_the_sum(x: Tensor, *how: Any) -> Cast:
     """A cast whose rows are the operand's columns."""
     transposed = cast(x.t(), *how)
-    return emulated.Cast(transposed.qdata.t(), transposed.scale_inv.t())
+    return Cast(transposed.qdata.t(), transposed.scale_inv.t())
 
 
-def of_an_earlier_step(x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> emulated.Cast:
+def of_an_earlier_step(x: Tensor, of: Granularity, dtype: str, rounding: str, over: object = None) -> Cast:
     """A cast by the scales that it had when numbers were a quarter of what they are."""
     scale_inv = cast(x / 4, of, dtype, rounding).scale_inv
-    qdata = cast_to(x, 1 / emulated.dequantise(torch.ones_like(x), scale_inv), emulated.DTYPES[dtype])
-    return emulated.Cast(qdata, scale_inv)
+    qdata = cast_to(x, 1 / emulated.dequantise(torch.ones_like(x), scale_inv), DTYPES[dtype])
+    return Cast(qdata, scale_inv)
 
 
 @pytest.mark.parametrize("wrong", [along_the_sum, of_an_earlier_step])

@@ -14,8 +14,8 @@ from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Compile, Config, Float8, Training
 from titanlite.config.toml_file import shipped_folder
 from titanlite.device import CPU
+from titanlite.float8.cast import cast
 from titanlite.float8.convert import apply_float8
-from titanlite.float8.emulated import cast
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.memory import (
