@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
@@ -22,6 +23,10 @@ from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import Rates, no_rates_reason
 from titanlite.forecast.memory import GIB, GPUS_OF_A_HOST, MARGIN, MemoryModel, usable
 from titanlite.forecast.step_time import StepTimeModel
+from titanlite.forecast.traced_run import split_alone
+
+if TYPE_CHECKING:
+    from torch import nn
 
 LEAST = SaveList("", "recompute")
 """The save-list that keeps least: only the input of each block."""
@@ -70,6 +75,7 @@ class Candidate:
         flag: that makes this config of that of another run, to paste behind a command.
         beside: that run.
         budget_gib: memory of the device; None: that of the rates, without `RESERVE_GIB`.
+        model: split as `config` says, whatever its batch; None: it is made.
     """
 
     setting: Setting
@@ -79,6 +85,7 @@ class Candidate:
     flag: str = ""
     beside: "Candidate | None" = None
     budget_gib: float | None = None
+    model: "nn.Module | None" = None
 
     def __str__(self) -> str:
         said = f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
@@ -93,7 +100,7 @@ class Candidate:
         """
         of = self.setting
         check_config(self.config, of.dims, self.world)
-        return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, host=of.host)
+        return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, self.model, of.host)
 
     @cached_property
     def time(self) -> StepTimeModel | None:
@@ -177,12 +184,14 @@ class Candidate:
         """Return a candidate that differs in a key."""
         config = replace(self.config, **{section: replace(getattr(self.config, section), **{key: value})})
         flag = f"{self.flag} --{section}.{key} {value}".lstrip()
-        return replace(self, config=config, flag=flag, beside=self.beside or self)
+        return replace(self, config=config, flag=flag, beside=self.beside or self, model=None)
 
     def keeping(self, name: str, save_list: SaveList | None, budget_gib: float | None = None) -> "Candidate":
         """Return a candidate with another save-list."""
         kept = replace(self.config.activation_checkpoint, recipe=name, budget_gib=budget_gib)
-        return replace(self, config=replace(self.config, activation_checkpoint=kept), save_list=save_list)
+        found = replace(self, config=replace(self.config, activation_checkpoint=kept), save_list=save_list)
+        vars(found).update({key: vars(self)[key] for key in ("memory", "time") if key in vars(self)})  # they stay
+        return found
 
 
 def optimizer_rules(config: Config) -> OptimizerRecipe:
@@ -196,14 +205,23 @@ def optimizer_rules(config: Config) -> OptimizerRecipe:
 def gpu_candidates(base: Candidate) -> list[Candidate]:
     """List what a run could be on GPUs whose rates are known.
 
-    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch
-    and every shipped save-list, and with the list that `auto` would make.
+    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with micro-batches until
+    one is too large, and every shipped save-list, and with the list that `auto` would make.
 
     Args:
         base: without layout and save-list; its global batch is what is aimed at.
     """
-    layouts = list(_layouts_of(base, base.setting.host))
-    named = [candidates_of_layout(layout) for layout in layouts]
+    layouts, named = list[Candidate](), list[list[Candidate]]()
+    for _, of_degree in groupby(
+        _layouts_of(base, base.setting.host), lambda layout: (layout.degree, layout.experts_over)
+    ):
+        first, *others = of_degree
+        with split_alone(first.config, base.setting.dims, base.setting.float8) as model:
+            for layout in (first, *others):
+                layouts.append(replace(layout, model=model))
+                named.append(candidates_of_layout(layouts[-1]))
+                if not any(candidate.fits for candidate in named[-1]):
+                    break
     fastest = max((c.tokens_per_second for found in named for c in found if c.fits), default=0.0)
     made: list[Candidate] = []
     for layout, found in zip(layouts, named, strict=True):

@@ -7,7 +7,8 @@ nothing is said here of what a block is made of, which layers compute in float8,
 import copy
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -166,12 +167,14 @@ def traced_run(
     is_its_own = model is not None and (float8 is not None or is_split)
     if key not in _runs or is_its_own:
         of_run = config, dims, float8
-        _runs[key] = _traced_alone(*of_run, experts) if model is None else _traced(*of_run, model, experts)
+        with split_alone(*of_run) if model is None else nullcontext(model) as model:
+            _runs[key] = _traced(*of_run, model, experts)
     return _runs[key]
 
 
-def _traced_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None, experts: ExpertRanks) -> TracedRun:
-    """Trace a run of which there is no rank: as the first of the fewest that there can be."""
+@contextmanager
+def split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> Generator[nn.Module]:
+    """Split a model of which there is no rank, as for the first of the fewest that there can be; within a context."""
     mesh, model = config.parallelism, build_model(config.model, dims, config.training.seq_len)
     t, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
     plan = plan_of_any_degree(config, dims) if t > 1 else {}
@@ -180,7 +183,7 @@ def _traced_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None, 
     with fake_world(0, math.lcm(t * cp, mesh.expert_parallel_degree)):
         placed = build_mesh(replace(mesh, data_parallel_replicate_degree=1), named_device(), has_experts(model))
         split_model(model, config, recipe, placed, plan, Receipt())
-        return _traced(config, dims, float8, model, experts)
+        yield model
 
 
 def _traced(

@@ -20,7 +20,8 @@ class Priced(Candidate):
 
 def candidate(degree: int, speed: float, on_device: int = 50, save_list: str = "none", fits: bool = True) -> Candidate:
     setting = Setting(load("model", "llama3-debug"), None, load("optimizer", "adamw"))
-    return Priced(setting, 1, Config(), None, "", None, None, degree, save_list, speed, on_device, fits)  # type: ignore[call-arg]
+    prices = {"degree": degree, "recipe": save_list, "tokens_per_second": speed, "on_device": on_device, "fits": fits}
+    return Priced(setting, 1, Config(), **prices)  # type: ignore[arg-type]
 
 
 def test_the_fastest_that_fits_and_of_what_is_nearly_as_fast_the_plainest() -> None:
