@@ -15,7 +15,7 @@ from titanlite.config.check import last_step
 from titanlite.config.schema import Config
 
 SPARE = 1.1  # free space wanted, as a multiple of the tensors' bytes: room for headers, state.json and rounding
-_FILES = THREADS + 4  # of a checkpoint, at least: tensors, .metadata, state.json, the manifest, the folder
+_FILES = THREADS + 3  # of a checkpoint, at least: tensors, state.json, the manifest, the folder
 
 
 def lack_of_disk_space(root: Path, config: Config, each: int) -> str | None:

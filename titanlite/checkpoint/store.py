@@ -1,50 +1,86 @@
-"""Write named tensors from all ranks into one folder, and read them back under any other layout.
+"""Write named tensors from all ranks into one folder as safetensors, and read them back under any other layout.
 
-The work is done by torch.distributed.checkpoint (DCP): every rank writes its own shards into its own file, replicated
-tensors are written once (shared out over the ranks that have them), and on reading each rank fetches the slices that
-its present layout needs. What is added here is what DCP leaves open: a disk that is too small is noticed before
-anything is written; a missing, surplus, misshapen or mistyped tensor is an error that lists all of them, where DCP
-converts dtypes and ignores surplus names in silence; its CheckpointException, which derives from BaseException,
-becomes a CheckpointError; and nothing is unpickled but a closed list of records (`metadata.py`).
+torch.distributed.checkpoint (DCP) plans: every rank writes its own shards into files of its own, replicated tensors are
+written once (shared out over the ranks that have them), and on reading each rank fetches the slices that its present
+layout needs, by DCP's reader of safetensors. A file is written here and not by DCP, which makes a second copy of all
+that a rank has on the host, of up to as much as training's own copies, before it writes any of it.
+
+What is added is what DCP leaves open: a disk that is too small is noticed before anything is written; a missing,
+surplus, misshapen or mistyped tensor is an error that lists all of them, where DCP converts dtypes and ignores surplus
+names in silence; and its CheckpointException, which derives from BaseException, becomes a CheckpointError.
 
 A state is a flat dict. Values are tensors, the same on every rank, or DTensors on any mesh. A tensor that differs by
 rank carries the rank in its name.
 """
 
-# torch's annotations are partial, and it does not list what it exports.
+# torch's annotations are partial, and it does not list what it exports; safetensors has none.
 # pyright: reportUnknownMemberType=false, reportPrivateImportUsage=false, reportPrivateUsage=false
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import hashlib
+import json
 import math
+import os
 import shutil
 import socket
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _split_by_size_and_type
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from titanlite.byte_size import byte_size
 from titanlite.checkpoint import publish
-from titanlite.checkpoint.collective import needs_to_write, on_all_ranks, rank
+from titanlite.checkpoint.collective import needs_to_write, on_all_ranks, rank, world_size
 from titanlite.checkpoint.disk_space import SPARE
-from titanlite.checkpoint.metadata import read_metadata
 from titanlite.checkpoint.publish import FileEntry, hash_files
 from titanlite.errors import CheckpointError, Problem, describe
+from titanlite.json_file import MALFORMED, parse_json
 
 _SHOWN = 8  # names per problem in a message
+_OFFSETS = "DCP_SHARDING_INFO"  # by which DCP's reader finds where a part belongs
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class _Part(NamedTuple):
+    """A part of a tensor, in a file."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offsets: list[int]  # in the whole tensor
+
+
+class _Place(NamedTuple):
+    relative_path: str
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, FileEntry]:
@@ -65,11 +101,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _dcp_errors(folder, "write"):
         dcp.save(dict(tensors), storage_writer=_Writer(folder), planner=planner, process_group=group)
-    own = f"__{rank()}_"  # as DCP names what it writes from a rank
 
     def hash_own() -> dict[str, FileEntry]:
-        names = sorted(p.name for p in folder.iterdir() if p.name.startswith(own))
-        return hash_files(folder, [".metadata", *names] if rank() == 0 else names)
+        return hash_files(folder, sorted(p.name for p in folder.glob(f"rank{rank():05d}-*")))
 
     entries = on_all_ranks(hash_own, group, folder)
     return {name: entry for of_rank in entries for name, entry in of_rank.items()}
@@ -91,9 +125,7 @@ def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] 
     """
     found = on_all_ranks(lambda: list(tensors))  # also a first contact: all ranks are here
     asked = {name for names in found for name in names}
-    described: list[Metadata] = []
-    on_all_ranks(lambda: described.append(read_metadata(folder)))  # each by itself, since it may be large
-    metadata = described[0]
+    metadata = _index(folder)
     wanted = {n: t for n, t in tensors.items() if not n.startswith(optional) or _is_alike(t, metadata, n)}
     on_all_ranks(lambda: _check_same(folder, metadata, wanted, asked, optional))
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -109,14 +141,15 @@ def digests(folder: Path) -> dict[str, str]:
         SHA-256 of each stored part of each tensor, by name and offsets.
 
     Raises:
-        CheckpointError: its description cannot be read.
+        CheckpointError: a file cannot be read.
     """
     found: dict[str, str] = {}
-    for index, place in read_metadata(folder).storage_data.items():
-        with open(folder / place.relative_path, "rb") as file:
-            file.seek(place.offset)
-            digest = hashlib.sha256(file.read(place.length)).hexdigest()
-        found[f"{index.fqn} {tuple(index.offset or ())}"] = digest
+    for file in sorted(folder.glob("*.safetensors")):
+        parts = _parts_of(file)
+        with safe_open(file, "pt") as opened:
+            for part in parts:
+                content = opened.get_tensor(part.name).reshape(-1).view(torch.uint8).numpy()
+                found[f"{part.name} {tuple(part.offsets)}"] = hashlib.sha256(content).hexdigest()
     return found
 
 
@@ -132,56 +165,120 @@ def check_seen(folder: Path) -> None:
         raise CheckpointError.of(str(folder), place, "does not see it", "one folder for all ranks", fix)
 
 
-class _Writer(dcp.FileSystemWriter):
-    """DCP's writer, without the absolute path in `.metadata`, and with the operating system's reason for a failure."""
+class _Writer(HuggingFaceStorageWriter):
+    """DCP's writer of safetensors, that writes tensor by tensor, and has the system's reason for a failure."""
 
     def __init__(self, folder: Path) -> None:
-        # Copying ahead from a GPU waits for all that it has to do, tensors on the host included: beside training,
-        # for a step in every 10 MB. To memory that is not pinned nothing is copied ahead anyway.
-        super().__init__(folder, sync_files=True, thread_count=1, overwrite=False, per_thread_copy_ahead=0)
+        super().__init__(str(folder), save_distributed=True)
         self.folder = folder
 
-    def storage_meta(self) -> None:
-        return None
-
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write a file in each of several threads. DCP's own would lose what one of them fails of."""
-        parts = list(filter(None, _split_by_size_and_type(publish.THREADS, plan.items)))
-
-        def write_file(k: int) -> list[Any]:
-            return self._write_file(plan, planner, k, parts[k])
-
+        """Write a file in each of several threads."""
+        by_size = sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes))
+        parts = list(filter(None, (by_size[k :: publish.THREADS] for k in range(publish.THREADS))))
         with ThreadPoolExecutor(publish.THREADS) as pool:
-            written = list(pool.map(write_file, range(len(parts))))
+            list(pool.map(lambda k: self._write_file(planner, k, parts[k]), range(len(parts))))
         results: Future[list[Any]] = Future()
-        results.set_result([result for of_file in written for result in of_file])
+        results.set_result([])
         return results
 
-    def _write_file(self, plan: Any, planner: Any, k: int, items: list[Any]) -> list[Any]:
-        prefix = replace(plan.storage_data, prefix=f"{plan.storage_data.prefix}{k}")  # DCP numbers from 0 behind it
+    def _write_file(self, planner: Any, k: int, items: list[Any]) -> None:
+        items = sorted(items, key=lambda item: -item.tensor_data.properties.dtype.itemsize)  # so all are aligned
+        header, offsets, end = dict[str, Any](), dict[str, Any](), 0
+        for item in items:
+            of, name = item.tensor_data, item.index.fqn
+            begin, end = end, end + math.prod(of.chunk.sizes) * of.properties.dtype.itemsize
+            dtype = next(key for key, dtype in _DTYPES.items() if dtype == of.properties.dtype)
+            header[name] = {"dtype": dtype, "shape": [*of.chunk.sizes], "data_offsets": [begin, end]}
+            offsets[name] = {"saved_offsets": [*of.chunk.offsets]}
+        said = json.dumps({"__metadata__": {"format": "pt", _OFFSETS: json.dumps(offsets)}, **header}).encode()
+        said += b" " * (-len(said) % 8)
         try:
-            return super().write_data(replace(plan, items=items, storage_data=prefix), planner).wait()
-        except Exception as e:
-            # A full disk surfaces as "unexpected pos" from torch's zip writer; the OSError is what it was handling.
-            cause: BaseException | None = e
-            while cause and not isinstance(cause, OSError):
-                cause = cause.__context__
-            if cause is None:
-                raise
+            with open(self.folder / f"rank{rank():05d}-{k}.safetensors", "xb") as file:
+                file.write(len(said).to_bytes(8, "little") + said)
+                for item in items:
+                    data = planner.resolve_data(item).detach().cpu().contiguous()
+                    file.write(data.reshape(-1).view(torch.uint8).numpy())
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as e:
             want, fix = needs_to_write(self.folder)
-            where = f"rank {rank()}"
-            raise CheckpointError.of(str(self.folder), where, f"cannot write: {cause}", want, fix) from e
+            raise CheckpointError.of(str(self.folder), f"rank {rank()}", f"cannot write: {e}", want, fix) from e
 
 
-class _Reader(dcp.FileSystemReader):
-    """DCP's reader, given the metadata that was read and checked by us."""
+class _Reader(HuggingFaceStorageReader):
+    """DCP's reader, given what the files hold."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
+        super().__init__(str(folder))
         self.metadata = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
+
+
+def _index(folder: Path) -> Metadata:
+    """Describe what a folder holds, by the headers of its files, which the ranks share out. Collective.
+
+    Raises:
+        CheckpointError: there are none, one is damaged, or a tensor is not whole. On all ranks.
+    """
+
+    def read_own() -> list[tuple[str, list[_Part]]]:
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+        if not files:
+            raise _not_ours(folder, "*.safetensors", "none")
+        return [(str(file), _parts_of(file)) for file in files[rank() :: world_size()]]
+
+    by_name = dict[str, list[tuple[str, _Part]]]()
+    for file, parts in sorted(each for of_rank in on_all_ranks(read_own) for each in of_rank):
+        for part in parts:
+            by_name.setdefault(part.name, []).append((file, part))
+    found, places = dict[str, Any](), dict[MetadataIndex, Any]()
+    for name, every in by_name.items():
+        # Some ranks have no row, but have said where it would be.
+        own = [(file, part) for file, part in every if math.prod(part.shape)]
+        own = own or list({tuple(part.offsets): (file, part) for file, part in every}.values())
+        chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for _, part in own]
+        ends = [[at + n for at, n in zip(part.offsets, part.shape, strict=True)] for _, part in every]
+        size = torch.Size(map(max, zip(*ends, strict=True)))
+        is_whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
+        if not is_whole or len({chunk.offsets for chunk in chunks}) < len(chunks) or len({p.dtype for _, p in own}) > 1:
+            raise _not_ours(folder, name, "parts that do not make up the tensor")
+        found[name] = TensorStorageMetadata(TensorProperties(dtype=_DTYPES[own[0][1].dtype]), size, chunks)
+        places |= {
+            MetadataIndex(name, chunk.offsets): _Place(file) for chunk, (file, _) in zip(chunks, own, strict=True)
+        }
+    return Metadata(found, storage_data=places)
+
+
+def _parts_of(file: Path) -> list[_Part]:
+    """Read the header of a file; safetensors itself looks whether it fits the content.
+
+    Raises:
+        CheckpointError: it is damaged, or says what titanlite does not write.
+    """
+    try:
+        with safe_open(file, "pt") as opened:
+            said, parts = parse_json(opened.metadata()[_OFFSETS]), list[_Part]()
+            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+                tensor, offsets = opened.get_slice(name), said[name]["saved_offsets"]
+                part = _Part(name, tensor.get_dtype(), tensor.get_shape(), [int(n) for n in offsets])
+                if (
+                    part.dtype not in _DTYPES
+                    or len(part.offsets) != len(part.shape)
+                    or min(part.offsets, default=0) < 0
+                ):
+                    raise ValueError(f"{name}: {part.dtype} {part.shape} at {part.offsets}")
+                parts.append(part)
+            return parts
+    except (OSError, SafetensorError, TypeError, *MALFORMED) as e:
+        raise _not_ours(file.parent, file.name, f"{type(e).__name__}: {e}") from None
+
+
+def _not_ours(folder: Path, where: str, saw: str) -> CheckpointError:
+    want, fix = "tensors as titanlite writes them", "move this checkpoint's folder away or delete it"
+    return CheckpointError.of(str(folder), where, saw, want, fix)
 
 
 def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:

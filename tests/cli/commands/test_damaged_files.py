@@ -82,7 +82,7 @@ READ = {
     "runs/run/profile/rank1.json": ("explain",),
     "runs/run/checkpoints/step-00000002/MANIFEST.json": ("evaluate", "export", "validate", "branch"),
     "runs/run/checkpoints/step-00000002/state.json": ("evaluate", "export", "validate", "data", "branch"),
-    "runs/run/checkpoints/step-00000002/.metadata": ("evaluate", "export", "validate"),
+    "runs/run/checkpoints/step-00000002/rank00000-0.safetensors": ("evaluate", "export", "validate"),
     "runs/branch/branch.json": ("branch",),
     "model/config.json": ("evaluate model", "model"),
     "model/model.safetensors": ("evaluate model", "model"),

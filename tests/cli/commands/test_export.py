@@ -264,8 +264,8 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(
     made.record(to_toml(Config(model=Model(name="qwen3"))))
     with pytest.raises(CheckpointError, match=r"missing in the checkpoint = .*k_norm"):
         run([str(made.path), "--out", str(tmp_path / "out")])
-    damaged = made.checkpoints / "step-00000010/__0_00.distcp"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damaged = made.checkpoints / "step-00000010/rank00000-0.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     with pytest.raises(CheckpointError, match="another SHA-256"):
         run([str(made.path), "--out", str(tmp_path / "out")])
     monkeypatch.setattr(titanlite.checkpoint.saved_state, "QUICKLY_HASHED", damaged.stat().st_size - 1)
@@ -282,8 +282,8 @@ def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, _ = make_run(tmp_path)
-    shard = made.checkpoints / "step-00000010/__0_00.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    shard = made.checkpoints / "step-00000010/rank00000-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     monkeypatch.setattr(titanlite.checkpoint.saved_state, "QUICKLY_HASHED", shard.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"data.tokenizer = 'none.json'"):
         run([str(made.path), "--tokenizer", "none.json"])

@@ -55,8 +55,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
         of_data = {"sequences_per_step": 4, "samples": 4 * step, "stages": table.past(step)}
         state = SavedState(step=step, optimizer=optimizer, **of_data, **identity_of(config, dims))
         (tmp / "state.json").write_text(state.to_json())
-        (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
-        commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
+        (tmp / "rank00000-0.safetensors").write_bytes(bytes(LARGE))
+        commit(tmp, hash_files(tmp, ["state.json", "rank00000-0.safetensors"]))
     return folder
 
 
@@ -110,8 +110,8 @@ def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_com
     shutil.rmtree(state.parent)
     tmp = begin(folder.checkpoints, 100)
     (tmp / "state.json").write_text(json.dumps(saved))
-    (tmp / "__0_00.distcp").write_bytes(bytes(LARGE))
-    commit(tmp, hash_files(tmp, ["state.json", "__0_00.distcp"]))
+    (tmp / "rank00000-0.safetensors").write_bytes(bytes(LARGE))
+    commit(tmp, hash_files(tmp, ["state.json", "rank00000-0.safetensors"]))
     Path("small.txt").write_text("x" * 256 * 100)
     config = folder.config.read_text()
     folder.config.write_text(config.replace('source = "python_stdlib"', 'source = "small.txt"'))
@@ -157,12 +157,16 @@ def state(folder: Path, **changes: object) -> None:
     (folder / "state.json").write_text(json.dumps(saved))
     (folder / "MANIFEST.json").unlink()
     moved = folder.rename(folder.with_suffix(".tmp"))
-    commit(moved, hash_files(moved, ["state.json", "__0_00.distcp"]))
+    commit(moved, hash_files(moved, ["state.json", "rank00000-0.safetensors"]))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
-    "truncated": (lambda at: os.truncate(at / "__0_00.distcp", 5), [], f"__0_00.distcp = 5 bytes\n    want: {LARGE}"),
-    "missing": (lambda at: (at / "__0_00.distcp").unlink(), [], "__0_00.distcp = missing"),
+    "truncated": (
+        lambda at: os.truncate(at / "rank00000-0.safetensors", 5),
+        [],
+        f"rank00000-0.safetensors = 5 bytes\n    want: {LARGE}",
+    ),
+    "missing": (lambda at: (at / "rank00000-0.safetensors").unlink(), [], "rank00000-0.safetensors = missing"),
     "a flipped bit": (lambda at: flip(at / "state.json"), [], "state.json = another SHA-256"),
     "no manifest": (lambda at: (at / "MANIFEST.json").unlink(), [], "step-00000100 = incomplete"),
     "another recipe": (lambda at: state(at, model={"norm_eps": 1.0}), [], "model.norm_eps = 1e-05\n    want: 1.0"),

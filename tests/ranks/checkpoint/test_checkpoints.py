@@ -21,7 +21,7 @@ from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.checkpoint.publish import MANIFEST, complete_steps, remove_stale, step_folder, verify
 from titanlite.checkpoint.rng import restore_rng, rng_state
-from titanlite.checkpoint.saved_state import SavedState
+from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.errors import CheckpointError, DataError
 
@@ -174,12 +174,13 @@ def test_retention_spares_the_step_resumed_from(tmp_path: Path) -> None:
 DAMAGE = {
     "truncated": lambda p: os.truncate(p, 100),
     "flipped": lambda p: p.write_bytes(p.read_bytes()[:-1] + bytes([p.read_bytes()[-1] ^ 1])),
+    "flipped in the header": lambda p: p.write_bytes(p.read_bytes()[:9] + b"~" + p.read_bytes()[10:]),
     "missing": lambda p: p.unlink(),
 }
 
 
 # Each of the files is hashed by one of the ranks.
-@pytest.mark.parametrize("file", ["__0_00.distcp", ".metadata", "state.json"])
+@pytest.mark.parametrize("file", ["rank00000-0.safetensors", "state.json"])
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path, kind: str, file: str) -> None:
     root = tmp_path / "c"
@@ -211,9 +212,16 @@ def test_a_renamed_checkpoint_and_a_newer_format_are_refused(tmp_path: Path, mon
     step_folder(tmp_path, 10).rename(step_folder(tmp_path, 11))
     with pytest.raises(CheckpointError, match=r"state\.json = step 10\n.*want: step 11"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
-    monkeypatch.setattr("titanlite.checkpoint.saved_state.VERSION", 3)
-    with pytest.raises(CheckpointError, match=r"state\.json = version 2\n.*want: version 3"):
+    monkeypatch.setattr("titanlite.checkpoint.saved_state.VERSION", 4)
+    with pytest.raises(CheckpointError, match=r"state\.json = version 3\n.*want: version 4"):
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
+
+
+def test_a_checkpoint_of_before_says_what_reads_it(tmp_path: Path) -> None:
+    root, state = tmp_path / "c", SavedState(version=2)
+    Checkpoints(root, keep=1).save(10, {"w": torch.ones(4)}, state)
+    with pytest.raises(CheckpointError, match=r"version 2\n.*want: version 3(.|\n)*commit [0-9a-f]{8} is the last"):
+        read_state(step_folder(root, 10), 10)
 
 
 def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,10 @@
 """The store: any layout to any layout exactly; what cannot be read or written is said on every rank."""
 
-import io
-import os
+import json
 import pickle
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.support.layouts import Net, check, net, plain, sharded
 from tests.support.ranks import run_ranks
 from titanlite.checkpoint import store
-from titanlite.checkpoint.metadata import _STAND_INS, _StandIn
 from titanlite.checkpoint.publish import begin, commit, verify
 from titanlite.errors import CheckpointError
 
@@ -164,7 +155,7 @@ def test_a_problem_of_one_rank_is_everyones(tmp_path: Path) -> None:
         tmp = folder.with_name("step-00000002.tmp")
         tmp.mkdir(exist_ok=True)
         fails_everywhere(lambda: store.write(tmp, state), "another shape or dtype on some rank", "a")
-        fails_everywhere(lambda: store.read(tmp, {}), ".metadata = FileNotFoundError")
+        fails_everywhere(lambda: store.read(tmp, {}), "safetensors = none")
         elsewhere = tmp if rank == 0 else tmp_path / "disk of another host"
         fails_everywhere(lambda: store.write(elsewhere, {"a": torch.ones(2)}), "rank 1 on", "does not see it")
 
@@ -189,7 +180,6 @@ def test_a_full_disk_is_everyones(tmp_path: Path) -> None:
         assert "rank 1 = cannot write" in message, message
         assert "File too large" in message, message
         assert str(tmp) in message
-        assert not (tmp / ".metadata").exists()
 
     run_ranks(body, tmp_path)
 
@@ -221,143 +211,90 @@ def test_a_disk_that_is_too_small_is_noticed_before_writing(tmp_path: Path, monk
     run_ranks(body, tmp_path)
 
 
-class Payload:
-    """A live one: unpickling it makes a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (os.mkdir, (str(self.marker),))
-
-
-def test_a_live_metadata_is_refused(tmp_path: Path) -> None:
-    folder, marker = write(tmp_path, {"a": torch.ones(2)}), tmp_path / "marker"
-    good = (folder / ".metadata").read_bytes()
-    payload = pickle.dumps(Payload(marker))
-    pickle.loads(payload)
-    marker.rmdir()  # so the payload works
-    for content in (payload, good[:-1] + payload):  # the last byte ends a pickle: without it, what follows runs too
-        (folder / ".metadata").write_bytes(content)
-        with pytest.raises(CheckpointError, match=r"it names posix\.mkdir"):
-            store.read(folder, {"a": torch.zeros(2)})
-        assert not marker.exists()
-    for dotted in (b"cposix\nsystem\n.", b"\x80\x04\x8c\x05torch\x8c\x10serialization.os\x93."):
-        (folder / ".metadata").write_bytes(dotted)
-        with pytest.raises(CheckpointError, match="it names"):
-            store.read(folder, {"a": torch.zeros(2)})
+def rewritten(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the header of a file says."""
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:end])
+    change(header)
+    said = json.dumps(header).encode()
+    file.write_bytes(len(said).to_bytes(8, "little") + said + content[end:])
 
 
-NAMED = [
-    Metadata, MetadataIndex, ChunkStorageMetadata, TensorStorageMetadata, BytesStorageMetadata, TensorProperties,
-    _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size, torch.serialization._get_layout, getattr,
-]  # fmt: skip
+def offsets(header: dict[str, Any], at: object) -> None:
+    header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps({"a": {"saved_offsets": at}})
 
 
-def test_all_that_a_pickle_may_name_is_tried() -> None:
-    assert {(named.__module__, named.__qualname__) for named in NAMED} == _STAND_INS.keys()
+def shape(header: dict[str, Any], shape: list[int]) -> None:
+    header["a"]["shape"] = shape
 
 
-@pytest.mark.parametrize("named", NAMED, ids=lambda named: named.__name__)
-@pytest.mark.parametrize("state", [(None, {"set_by_a_pickle": 1}), {"set_by_a_pickle": 1}, (None, {"__new__": 1})])
-def test_no_attribute_of_what_a_pickle_may_name_can_be_set(named: Any, state: object, tmp_path: Path) -> None:
-    folder = write(tmp_path, {"a": torch.ones(2)})
-    name = f"c{named.__module__}\n{named.__qualname__}\n".encode()
-    said = pickle.PROTO + b"\2" + name + pickle.dumps(state, 2)[2:-1] + pickle.BUILD + pickle.STOP
-    (folder / ".metadata").write_bytes(said)  # as `named.__setstate__(state)` or attribute by attribute
-    before = dict(vars(named)) if named is not getattr else {}
-    with pytest.raises(CheckpointError, match=r"\.metadata = "):
-        store.read(folder, {"a": torch.zeros(2)})
-    assert not hasattr(named, "set_by_a_pickle")
-    assert named is getattr or dict(vars(named)) == before
-    assert not any(hasattr(stand_in, "set_by_a_pickle") for stand_in in (_StandIn, *_STAND_INS.values()))
+HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no offsets": lambda header: header.pop("__metadata__"),
+    "offsets of another": lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="{}"),
+    "offsets that are none": lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="[" * 5000),
+    "offsets of other dims": lambda header: offsets(header, [0, 0]),
+    "offsets below 0": lambda header: offsets(header, [-1]),
+    "offsets that are words": lambda header: offsets(header, ["x"]),
+    "a part elsewhere": lambda header: offsets(header, [1]),
+    "a larger tensor": lambda header: shape(header, [2**40]),
+    "a size below 0": lambda header: shape(header, [-4]),
+    "a dtype that is none": lambda header: header["a"].update(dtype="pickle"),
+    "a dtype that no run has": lambda header: header["a"].update(dtype="I16", shape=[8]),
+    "beyond the file": lambda header: header["a"].update(data_offsets=[16, 32]),
+}
 
 
-def test_what_is_named_often_is_made_once(tmp_path: Path) -> None:
-    folder, many = write(tmp_path, {"a": torch.ones(2)}), list[object]()
-    for _ in range(64):
-        many = [many, many]
-    (folder / ".metadata").write_bytes(pickle.dumps(many))
-    with pytest.raises(CheckpointError, match=r"\.metadata = a list"):
-        store.read(folder, {"a": torch.zeros(2)})
+@pytest.mark.parametrize("change", HEADERS.values(), ids=HEADERS)
+def test_a_wrong_header_is_refused(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    folder, into = write(tmp_path, {"a": torch.ones(4)}), torch.zeros(4)
+    rewritten(folder / "rank00000-0.safetensors", change)
+    with pytest.raises(CheckpointError, match=r"(rank00000-0\.safetensors|a) = "):
+        store.read(folder, {"a": into})
+    assert not into.any()
 
 
-def test_members_of_an_enum_may_be_pickled_as_look_ups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by some releases of Python 3.11."""
-    by_name = lambda member, protocol: (getattr, (type(member), member.name))  # noqa: E731
-    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
-    folder, into = write(tmp_path, {"a": torch.ones(2)}), torch.zeros(2)
-    assert b"getattr" in (folder / ".metadata").read_bytes()
-    store.read(folder, {"a": into})
-    assert into.tolist() == [1, 1]
-
-
-@pytest.mark.parametrize("look_up", [(torch.Size, "__new__"), (_MEM_FORMAT_ENCODING, "__class__")])
-def test_other_look_ups_are_refused(tmp_path: Path, look_up: tuple[type, str]) -> None:
-    class Payload:
-        def __reduce__(self) -> tuple[object, ...]:
-            return getattr, look_up
-
-    folder = write(tmp_path, {"a": torch.ones(2)})
-    (folder / ".metadata").write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(CheckpointError, match=r"getattr|KeyError"):
-        store.read(folder, {"a": torch.zeros(2)})
-
-
-def test_a_byte_entry_is_refused(tmp_path: Path) -> None:
-    marker = tmp_path / "marker"
-    dcp_folder = tmp_path / "x"
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save({"a": torch.ones(2), "live": Payload(marker)}, checkpoint_id=dcp_folder)
-    with pytest.raises(CheckpointError, match=r"\.metadata(.|\n)*fix:  .*from its own checkpoints only"):
-        store.read(dcp_folder, {"a": torch.zeros(2)})
-    bare = tmp_path / "step-00000001"
-    bare.mkdir()
-    metadata = dcp.metadata.Metadata({"live": dcp.metadata.BytesStorageMetadata()}, storage_data={})
-    (bare / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match="'live' is not a tensor"):
-        store.read(bare, {"live": torch.zeros(2)})
-    assert not marker.exists()
-
-
-def test_metadata_that_leaves_the_folder_or_has_holes_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"\xff" * 100, pickle.dumps([1]), (2**62).to_bytes(8, "little") + b"{}"])
+def test_what_is_no_file_of_tensors_is_refused(tmp_path: Path, content: bytes) -> None:
     folder = write(tmp_path, {"a": torch.ones(4)})
-    good = (folder / ".metadata").read_bytes()
-    (folder.parent / "x").mkdir()
-    shutil.copy(folder / "__0_00.distcp", folder.parent / "x")  # it could be read
-
-    def rewrite(change) -> None:
-        metadata = pickle.loads(good)
-        change(metadata)
-        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-
-    def elsewhere(metadata) -> None:
-        next(iter(metadata.storage_data.values())).relative_path = "../x/__0_00.distcp"
-
-    def hole(metadata) -> None:
-        metadata.state_dict_metadata["a"].chunks[0].sizes = torch.Size([3])
-
-    def transformed(metadata) -> None:
-        next(iter(metadata.storage_data.values())).transform_descriptors = ["zstd"]
-
-    refused = ((elsewhere, r"a shard in '\.\./x/__0_00"), (hole, "do not make up"), (transformed, "transformed by"))
-    for change, message in refused:
-        rewrite(change)
-        with pytest.raises(CheckpointError, match=message):
-            store.read(folder, {"a": torch.zeros(4)})
-
-
-def test_shard_files_are_not_unpickled_either(tmp_path: Path) -> None:
-    """A payload in place of a tensor: torch.load(weights_only=True) refuses it."""
-    folder, marker = write(tmp_path, {"a": torch.ones(4)}), tmp_path / "marker"
-    shard = folder / "__0_00.distcp"
-    evil = io.BytesIO()
-    torch.save(Payload(marker), evil)
-    content = evil.getvalue()
-    metadata = pickle.loads((folder / ".metadata").read_bytes())
-    next(iter(metadata.storage_data.values())).length = len(content)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    shard.write_bytes(content)
-    with pytest.raises(CheckpointError, match="rank 0"):
+    (folder / "rank00000-0.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank00000-0\.safetensors = "):
         store.read(folder, {"a": torch.zeros(4)})
-    assert not marker.exists()
+
+
+def test_a_part_that_is_there_twice_or_is_not_there_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"a": torch.ones(4)})
+    shutil.copy(folder / "rank00000-0.safetensors", folder / "rank00001-0.safetensors")
+    with pytest.raises(CheckpointError, match="a = parts that do not make up the tensor"):
+        store.read(folder, {"a": torch.zeros(4)})
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="safetensors = none"):
+        store.read(folder, {"a": torch.zeros(4)})
+
+
+def test_a_file_is_read_by_safetensors_alone_and_by_dcp(tmp_path: Path) -> None:
+    """Numbers of each dtype that runs have, aligned, with the file that any tool opens."""
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool
+    state = {str(dtype): torch.arange(3).to(dtype) for dtype in dtypes} | {"scalar": torch.tensor(0.5)}
+    folder, found = write(tmp_path, state), dict[str, torch.Tensor]()
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(into, storage_reader=HuggingFaceStorageReader(str(folder)))
+    assert all(torch.equal(into[name], state[name]) for name in state)
+
+
+def test_ranks_without_a_row(tmp_path: Path) -> None:
+    def body() -> None:
+        mesh = init_device_mesh("cpu", (4,))
+        rows = torch.arange(6.0).view(2, 3)
+        folder = write(tmp_path, {"few": distribute_tensor(rows, mesh, [Shard(0)]), "none": torch.empty(0, 3)})
+        into = {"few": distribute_tensor(torch.zeros(2, 3), mesh, [Shard(1)]), "none": torch.empty(0, 3)}
+        read(folder, into)
+        assert torch.equal(into["few"].full_tensor(), rows)  # type: ignore[attr-defined]
+
+    run_ranks(body, tmp_path, world=4)

@@ -474,7 +474,7 @@ def test_a_missing_step_is_refused_before_torch_is_imported(desk: Desk) -> None:
 def test_a_start_that_fails_says_so_in_status_and_log(desk: Desk) -> None:
     run = desk.run("fails", 2, "--job.stop_after=2")
     config = (run.folder / "config.toml").read_text()
-    for shard in (run.folder / "checkpoints" / "step-00000002").glob("*.distcp"):
+    for shard in (run.folder / "checkpoints" / "step-00000002").glob("*.safetensors"):
         shard.write_bytes(shard.read_bytes()[:-1])
     again = desk.run("fails", 2, "--optimizer.lr=7e-4", ends=2)
     assert (again.status["state"], again.status["step"]) == ("failed", 2)

@@ -92,7 +92,7 @@ def test_each_rule_keeps_what_it_keeps(flags: list[str]) -> None:
     assert try_assembly(asked, 2).saved == wanted
 
 
-@pytest.mark.parametrize(("of_all", "left", "lacks"), [(1000, 31, True), (1000, 32, False), (0, 0, False)])
+@pytest.mark.parametrize(("of_all", "left", "lacks"), [(1000, 27, True), (1000, 28, False), (0, 0, False)])
 def test_a_disk_may_have_room_for_no_more_files(
     tmp_path: Path, free: list[float], monkeypatch: pytest.MonkeyPatch, of_all: int, left: int, lacks: bool
 ) -> None:

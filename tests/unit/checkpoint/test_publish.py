@@ -29,7 +29,7 @@ from titanlite.checkpoint.publish import (
 from titanlite.errors import CheckpointError
 
 ROOT = Path(__file__).parents[3]
-FILES = {"__0_0.distcp": b"a" * 3000, "__1_0.distcp": b"b" * 3000, "state.json": b"{}"}
+FILES = {"rank00000-0.safetensors": b"a" * 3000, "rank00001-0.safetensors": b"b" * 3000, "state.json": b"{}"}
 
 
 def save(root: Path, step: int) -> Path:
@@ -96,11 +96,11 @@ def flip(path: Path) -> None:
 
 
 DAMAGE = {
-    "truncated": (lambda f: os.truncate(f / "__1_0.distcp", 10), "__1_0.distcp = 10 bytes"),
-    "first flipped": (lambda f: flip(f / "__0_0.distcp"), "__0_0.distcp = another SHA-256"),
+    "truncated": (lambda f: os.truncate(f / "rank00001-0.safetensors", 10), "rank00001-0.safetensors = 10 bytes"),
+    "first flipped": (lambda f: flip(f / "rank00000-0.safetensors"), "rank00000-0.safetensors = another SHA-256"),
     "last flipped": (lambda f: flip(f / "state.json"), "state.json = another SHA-256"),
-    "missing": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp = missing"),
-    "extra": (lambda f: (f / "__9_0.distcp").touch(), "__9_0.distcp = not of this"),
+    "missing": (lambda f: (f / "rank00001-0.safetensors").unlink(), "rank00001-0.safetensors = missing"),
+    "extra": (lambda f: (f / "rank00009-0.safetensors").touch(), "rank00009-0.safetensors = not of this"),
     "linked": (
         lambda f: os.rename(f / "state.json", f.parent / "x") or (f / "state.json").symlink_to("../x"),
         "a link",
