@@ -99,22 +99,6 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
     return spelling[near[0]] if near else None
 
 
-def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
-    """Return the linear layer that was probably meant: one that has it as a part, as `wqkv` has `wk`, or the nearest.
-
-    Args:
-        name: what was written, in full or in part.
-        layers: names of the linear layers there are.
-    """
-    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
-    part = name.rpartition(".")[2]
-    for whole in last_names:
-        if len(part) == 2 < len(whole) and part[0] == whole[0] and part[1] in whole[1:]:
-            in_full = f"{name.removesuffix(part)}{whole}"
-            return in_full if any(in_full in layer for layer in layers) else whole
-    return nearest(name, [*last_names, *layers])
-
-
 class ErrorReport(str):
     """The message about one source, which still knows its parts: reports of several checks become one."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MODEL = '''"""Blocks without gates."""
+MODEL = '''"""A copy of Llama 3, by another name."""
 
 from titanlite.models.llama3 import Llama3
 

@@ -51,7 +51,7 @@ def message(kind: Kind, name: object, dirs: tuple[str, ...] = ()) -> str:
 
 
 def test_shipped_names() -> None:
-    published = [
+    assert names("model") == [
         *(f"gemma3-{flavor}" for flavor in ("1B", "270M", "debug")),
         *(f"gpt2-{flavor}" for flavor in ("1.5B", "124M", "355M", "774M", "debug")),
         *(f"llama3-{flavor}" for flavor in ("1B", "3B", "405B", "70B", "8B", "debug")),
@@ -60,7 +60,6 @@ def test_shipped_names() -> None:
         *(f"qwen3-{flavor}" for flavor in ("0.6B", "1.7B", "4B", "8B", "debug")),
         *(f"qwen3_moe-{flavor}" for flavor in ("235B-A22B", "30B-A3B", "debug", "torchtitan-debug")),
     ]
-    assert {*published} <= {*names("model")}
     assert names("float8") == ["blockwise", "mxfp8", "rowwise", "rowwise_with_gw_hp", "tensorwise"]
     expected = ["attention", "balanced", "balanced_tight", "every_second_matmul", "full", "matmuls", "none"]
     assert names("activation_checkpoint") == expected

@@ -16,9 +16,9 @@ from typing import Literal, NamedTuple
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import ALWAYS_KEPT, CLASS_OF, CLASSES, FUSED, WIDER
-from titanlite.config.problems import Problems
+from titanlite.config.problems import Problems, nearest_layer
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import RecipeError, nearest_layer
+from titanlite.errors import RecipeError
 
 BLOCK = "block"
 """The name of a rule for whole blocks: they run without checkpointing, as all do where a list saves everything."""

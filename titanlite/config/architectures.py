@@ -145,7 +145,8 @@ _EVERYWHERE = {
     "of encoder-decoders": "is_decoder tie_encoder_decoder cross_attention_hidden_size",
     "of classifiers, whose heads are tensors that no run has": "id2label label2id num_labels _num_labels problem_type \
         finetuning_task classifier_dropout",
-    "dropout, which titanlite has not": "attention_dropout attn_pdrop embd_pdrop resid_pdrop router_jitter_noise",
+    "noise of training, of which there is none": "attention_dropout attn_pdrop embd_pdrop resid_pdrop \
+        router_jitter_noise",
     "of generation": "assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens \
         diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty \
         epsilon_cutoff eta_cutoff exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id \
@@ -172,7 +173,7 @@ class HubLayout:
         is_transposed: linear layers of blocks have their matrices as [K, N].
         norm_offset: what norms add to their weight.
         left_out: what a config.json means that leaves a key out. A key that is no dimension cannot say anything else.
-        without_effect: further keys that no logit depends on.
+        without_effect: further keys that no logit depends on; tables of positions are as long as sequences.
         aliases: from other names of keys, which transformers reads too, or writes, to those here.
     """
 

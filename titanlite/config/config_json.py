@@ -99,7 +99,8 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says, its defaults filled in, in one of the forms that transformers has had."""
-    layout, left_out = LAYOUTS[architecture], LAYOUTS[architecture].left_out
+    layout, ignored = LAYOUTS[architecture], LAYOUTS[architecture].ignored
+    left_out = layout.left_out
     theirs = {**left_out, **content}
     for alias, name in layout.aliases.items():
         if alias in theirs:
@@ -116,7 +117,7 @@ def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
         types = theirs["layer_types"] = theirs["layer_types"] or made
         if every:
             theirs["sliding_window_pattern"] = [*types, "full_attention"].index("full_attention") + 1
-    return {key: value for key, value in theirs.items() if key not in layout.ignored}
+    return {key: value for key, value in theirs.items() if key not in ignored}
 
 
 def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:

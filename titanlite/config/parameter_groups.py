@@ -80,16 +80,17 @@ def update_settings(
 def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer, excluded: bool) -> UpdateSettings:
     group = groups[name]
     weight_decay = 0.0 if excluded else config.weight_decay
-    keys = {key for keys in KEYS_OF_RULE.values() for key in keys}
-    own: dict[str, Any] = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
-    own |= {key: value for key in keys if (value := getattr(group, key)) is not None}
+    of_rules: dict[str, Any] = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
+    for key in {key for keys in KEYS_OF_RULE.values() for key in keys}:
+        if (value := getattr(group, key)) is not None:
+            of_rules[key] = value
     return UpdateSettings(
         group=name,
         rule=group.rule,
         lr_factor=group.lr_factor,
         weight_decay=weight_decay if group.weight_decay is None else group.weight_decay,
         own=tuple((key, getattr(group, key)) for key in group.own_keys),
-        **own,
+        **of_rules,
     )
 
 

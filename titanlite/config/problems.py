@@ -6,11 +6,11 @@ gathers everything that is wrong before anything is raised: a person fixes a fil
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, describe, nearest
 
 E = TypeVar("E", bound=ConfigError)
 
@@ -110,3 +110,19 @@ def show(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(show(v) or '…' for v in cast('list[object]', value))}]"
     return "" if isinstance(value, dict) else str(value)
+
+
+def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
+    """Return the linear layer that was probably meant: one that has it as a part, as `wqkv` has `wk`, or the nearest.
+
+    Args:
+        name: what was written, in full or in part.
+        layers: names of the linear layers there are.
+    """
+    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    part = name.rpartition(".")[2]
+    for whole in last_names:
+        if len(part) == 2 < len(whole) and part[0] == whole[0] and part[1] in whole[1:]:
+            in_full = f"{name.removesuffix(part)}{whole}"
+            return in_full if any(in_full in layer for layer in layers) else whole
+    return nearest(name, [*last_names, *layers])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from titanlite.config.architectures import ARCHITECTURES
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # a checker cannot look into a table
     ArchitectureName = str
 else:
     ArchitectureName = Literal[tuple(ARCHITECTURES)]

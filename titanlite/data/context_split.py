@@ -188,12 +188,10 @@ class SplitLoad(NamedTuple):
 
     Attributes:
         attention: of the busiest rank, over the mean; of layers without a window.
-        keys: of each window, those that a rank gets over those of all, in the mean of ranks.
-        most: of each window, likewise, what the busiest rank gets or sends.
+        most: of each window, the keys that the busiest rank gets or sends over those of all.
     """
 
     attention: float
-    keys: list[float]
     most: list[float]
 
 
@@ -210,11 +208,10 @@ def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequenc
     owner = split_by_work(starts, C, ranks)
     work = np.bincount(owner, _attention_of_chunks(starts, C), ranks)
     of_rank = [np.flatnonzero(owner == rank) for rank in range(ranks)]
-    keys, most = list[float](), list[float]()
+    most = list[float]()
     for window in windows:
         seen = np.stack([seen_chunks(starts, C, own, window) for own in of_rank])  # [P, N / C]
         got = seen.sum(1) - len(of_rank[0])
         sent = np.bincount(owner, seen.sum(0) - 1, ranks)  # each is seen by its owner
-        keys.append(float(got.mean()) / len(owner))
         most.append(float(max(got.max(), sent.max())) / len(owner))
-    return SplitLoad(float(work.max() / work.mean()), keys, most)
+    return SplitLoad(float(work.max() / work.mean()), most)

@@ -1,5 +1,7 @@
 """Cast a matrix to float8 as a recipe says: which numbers share a scale, and how it is rounded.
 
+Casts are torchao's to the bit where torchao has the recipe (`tests/unit/float8/test_emulated.py`).
+
 A matrix [R, C] is seen as rows of C values that are summed over, and as blocks [R/r, r, C/c, c] with one scale each.
 """
 

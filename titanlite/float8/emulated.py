@@ -1,9 +1,8 @@
 """The definition of every float8 recipe in plain torch: products of the numbers that the bytes of `cast.py` stand for.
 
-It runs on any device; the other lowerings are tested against it. Casts are torchao's to the bit where
-torchao has the recipe, and so are the results of its emulation (`tests/unit/float8/test_emulated.py`), but for one
-thing: bytes are multiplied by the inverse of their scale, as tensor cores do it, where torchao's emulation divides them
-by the scale.
+It runs on any device; the other lowerings are tested against it. Results are torchao's emulation's to the bit where
+torchao has the recipe (`tests/unit/float8/test_emulated.py`), except for one thing: bytes are multiplied by the inverse
+of their scale, as tensor cores do it, where torchao's emulation divides them by the scale.
 
 Each operand is cast for each of its two products, so that scales never lie along the sum:
 

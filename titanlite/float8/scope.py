@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from titanlite.config.build import show
-from titanlite.config.problems import Origin, Problems
+from titanlite.config.problems import Origin, Problems, nearest_layer
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.config.schema import Float8
-from titanlite.errors import Problem, RecipeError, describe, nearest_layer
+from titanlite.errors import Problem, RecipeError, describe
 
 
 def obstacle(recipe: Float8Recipe) -> str | None:

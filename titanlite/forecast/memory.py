@@ -71,6 +71,11 @@ def usable(budget_gib: float) -> float:
     return budget_gib * GIB * (1 - MARGIN)
 
 
+def spans_hosts(config: Config, world: int, host: int) -> bool:
+    """Return whether the ranks that share the experts of a layer out, which are neighbours, are on several hosts."""
+    return world > host and host % config.parallelism.expert_parallel_degree != 0
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of one rank at the peak.
@@ -152,9 +157,7 @@ class MemoryModel:
     ) -> None:
         self.config, self.dims, self.float8, self.rules, self.world = config, dims, float8, rules, world
         self.host = host or GPUS_OF_A_HOST
-        # Ranks that share experts out are neighbours.
-        across = world > self.host and self.host % config.parallelism.expert_parallel_degree != 0
-        self.run = traced_run(config, dims, float8, model, across)
+        self.run = traced_run(config, dims, float8, model, spans_hosts(config, world, self.host))
         mesh, training, t = config.parallelism, config.training, config.parallelism.tensor_parallel_degree
         data_ranks = world // t
         self.replicas = mesh.data_parallel_replicate_degree

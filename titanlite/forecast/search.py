@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
@@ -21,12 +21,9 @@ from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import Rates, no_rates_reason
-from titanlite.forecast.memory import GIB, GPUS_OF_A_HOST, MARGIN, MemoryModel, usable
+from titanlite.forecast.memory import GIB, GPUS_OF_A_HOST, MARGIN, MemoryModel, spans_hosts, usable
 from titanlite.forecast.step_time import StepTimeModel
-from titanlite.forecast.traced_run import split_alone
-
-if TYPE_CHECKING:
-    from torch import nn
+from titanlite.forecast.traced_run import trace_alike
 
 LEAST = SaveList("", "recompute")
 """The save-list that keeps least: only the input of each block."""
@@ -75,7 +72,6 @@ class Candidate:
         flag: that makes this config of that of another run, to paste behind a command.
         beside: that run.
         budget_gib: memory of the device; None: that of the rates, without `RESERVE_GIB`.
-        model: split as `config` says, whatever its batch; None: it is made.
     """
 
     setting: Setting
@@ -85,7 +81,6 @@ class Candidate:
     flag: str = ""
     beside: "Candidate | None" = None
     budget_gib: float | None = None
-    model: "nn.Module | None" = None
 
     def __str__(self) -> str:
         said = f"{self.flag:<44}  frees {byte_size(self.frees)}, peak {byte_size(self.peak)}"
@@ -100,7 +95,7 @@ class Candidate:
         """
         of = self.setting
         check_config(self.config, of.dims, self.world)
-        return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, self.model, of.host)
+        return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, host=of.host)
 
     @cached_property
     def time(self) -> StepTimeModel | None:
@@ -184,13 +179,13 @@ class Candidate:
         """Return a candidate that differs in a key."""
         config = replace(self.config, **{section: replace(getattr(self.config, section), **{key: value})})
         flag = f"{self.flag} --{section}.{key} {value}".lstrip()
-        return replace(self, config=config, flag=flag, beside=self.beside or self, model=None)
+        return replace(self, config=config, flag=flag, beside=self.beside or self)
 
     def keeping(self, name: str, save_list: SaveList | None, budget_gib: float | None = None) -> "Candidate":
         """Return a candidate with another save-list."""
         kept = replace(self.config.activation_checkpoint, recipe=name, budget_gib=budget_gib)
         found = replace(self, config=replace(self.config, activation_checkpoint=kept), save_list=save_list)
-        vars(found).update({key: vars(self)[key] for key in ("memory", "time") if key in vars(self)})  # they stay
+        vars(found).update({key: vars(self)[key] for key in ("memory", "time") if key in vars(self)})  # of any list
         return found
 
 
@@ -205,23 +200,17 @@ def optimizer_rules(config: Config) -> OptimizerRecipe:
 def gpu_candidates(base: Candidate) -> list[Candidate]:
     """List what a run could be on GPUs whose rates are known.
 
-    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with micro-batches until
-    one is too large, and every shipped save-list, and with the list that `auto` would make.
+    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch
+    and every shipped save-list, and with the list that `auto` would make.
 
     Args:
         base: without layout and save-list; its global batch is what is aimed at.
     """
-    layouts, named = list[Candidate](), list[list[Candidate]]()
-    for _, of_degree in groupby(
-        _layouts_of(base, base.setting.host), lambda layout: (layout.degree, layout.experts_over)
-    ):
-        first, *others = of_degree
-        with split_alone(first.config, base.setting.dims, base.setting.float8) as model:
-            for layout in (first, *others):
-                layouts.append(replace(layout, model=model))
-                named.append(candidates_of_layout(layouts[-1]))
-                if not any(candidate.fits for candidate in named[-1]):
-                    break
+    layouts = list(_layouts_of(base, base.setting.host))
+    for _, alike in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
+        configs, of = [layout.config for layout in alike], base.setting
+        trace_alike(configs, of.dims, of.float8, spans_hosts(configs[0], base.world, of.host))
+    named = [candidates_of_layout(layout) for layout in layouts]
     fastest = max((c.tokens_per_second for found in named for c in found if c.fits), default=0.0)
     made: list[Candidate] = []
     for layout, found in zip(layouts, named, strict=True):

@@ -7,7 +7,7 @@ nothing is said here of what a block is made of, which layers compute in float8,
 import copy
 import functools
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -153,27 +153,56 @@ def traced_run(
         model: the trainer's, split and converted, before checkpointing; None: one is made.
         experts_across_hosts: whether ranks that share experts out are on several hosts.
     """
-    training, mesh = config.training, config.parallelism
-    of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
-    degrees = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
-    split = *degrees, mesh.async_tensor_parallel
-    ranks = mesh.expert_parallel_degree
-    experts = ExpertRanks(ranks, ranks > 1 and (experts_across_hosts or ranks > MAX_RANKS))
-    n_blocks = dims.n_layers if model is None else len(model.layers)  # type: ignore[arg-type]
-    of_model = config.model, dims, n_blocks, float8, config.float8.filter_fqns
-    key = of_model, of_layout, split, masks_documents(config.data), experts
+    experts, mesh = _experts_of(config, experts_across_hosts), config.parallelism
+    key = _run_key(config, dims, float8, dims.n_layers if model is None else len(model.layers), experts)  # type: ignore[arg-type]
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
     is_split = max(mesh.tensor_parallel_degree, mesh.expert_parallel_degree) > 1
     is_its_own = model is not None and (float8 is not None or is_split)
     if key not in _runs or is_its_own:
-        of_run = config, dims, float8
-        with split_alone(*of_run) if model is None else nullcontext(model) as model:
-            _runs[key] = _traced(*of_run, model, experts)
+        with _split_alone(config, dims, float8) if model is None else nullcontext(model) as model:
+            _runs[key] = _traced(config, dims, float8, model, experts)
     return _runs[key]
 
 
+def trace_alike(
+    configs: Sequence[Config], dims: ModelDims, float8: Float8Recipe | None, experts_across_hosts: bool = False
+) -> None:
+    """Trace runs that differ in their micro-batch alone, for `traced_run`: with one split model.
+
+    Args:
+        configs: checked.
+        dims: as of `traced_run`.
+        float8: likewise.
+        experts_across_hosts: likewise.
+    """
+    experts = _experts_of(configs[0], experts_across_hosts)
+    missing = {
+        key: each for each in configs if (key := _run_key(each, dims, float8, dims.n_layers, experts)) not in _runs
+    }
+    if missing:
+        with _split_alone(configs[0], dims, float8) as model:
+            _runs.update({key: _traced(each, dims, float8, model, experts) for key, each in missing.items()})
+
+
+def _experts_of(config: Config, across_hosts: bool) -> ExpertRanks:
+    ranks = config.parallelism.expert_parallel_degree
+    return ExpertRanks(ranks, ranks > 1 and (across_hosts or ranks > MAX_RANKS))
+
+
+def _run_key(
+    config: Config, dims: ModelDims, float8: Float8Recipe | None, n_blocks: int, experts: ExpertRanks
+) -> object:
+    """Return what a traced run depends on."""
+    training, mesh = config.training, config.parallelism
+    of_layout = training.local_batch_size, training.seq_len, training.mixed_precision_param, config.compile.enable
+    degrees = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
+    split = *degrees, mesh.async_tensor_parallel
+    of_model = config.model, dims, n_blocks, float8, config.float8.filter_fqns
+    return of_model, of_layout, split, masks_documents(config.data), experts
+
+
 @contextmanager
-def split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> Generator[nn.Module]:
+def _split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> Generator[nn.Module]:
     """Split a model of which there is no rank, as for the first of the fewest that there can be; within a context."""
     mesh, model = config.parallelism, build_model(config.model, dims, config.training.seq_len)
     t, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree

@@ -34,11 +34,11 @@ class FusedLinear:
     """The fused matmul in the dtype of its operands."""
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Multiply and scatter."""
+        """Gather and multiply."""
         return all_gather_matmul(x, [weight.t()], 0, x.shape[0] * group.size, group.name)[1]
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Gather and multiply."""
+        """Multiply and scatter."""
         return matmul_reduce_scatter([x], [weight.t()], 0, group.name)
 
 

@@ -7,7 +7,7 @@ and all blocks are recorded. Of micro-steps between the first and the last one s
 
 What one rank cannot show stays a formula:
 
-    the mean over ranks, and the busiest    keys that are exchanged (`forecast/step_time.py`), matrices that are
+    the busiest rank                        keys that are exchanged (`forecast/step_time.py`), matrices that are
                                             shared out (`forecast/update_work.py`)
     working set, slack, symmetric memory    `forecast/memory.py`
     the rates of everything                 `forecast/devices`
@@ -171,7 +171,11 @@ def _step(
     for n, work in enumerate(recorder.work):
         # The second micro-step stands for all between the first and the last.
         times = micro_steps - taken + 1 if n == 2 else 1
-        for total, of_one in ((calls, Counter(work.collectives)), (flops, work.flops), (pairs, work.pairs)):
-            total.update({key: times * count for key, count in of_one.items()})  # type: ignore[arg-type,misc]
+        for each in work.collectives:
+            calls[each] += times
+        for direction, n_flops in work.flops.items():
+            flops[direction] += times * n_flops
+        for pair, n_calls in work.pairs.items():
+            pairs[pair] += times * n_calls
     update = [each for work in recorder.work for each in work.collectives if each.direction == "update"]
     return _Step(calls - Counter(update), update, flops, max(recorder.kept), pairs, run.receipt.entries)

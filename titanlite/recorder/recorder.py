@@ -79,7 +79,7 @@ class CollectiveMatmul(NamedTuple):
 
 
 class MicroStep(NamedTuple):
-    """The work from the beginning of one forward pass to that of the next.
+    """The work of a micro-step: from the beginning of its forward pass to that of the next, or to the end of the step.
 
     Attributes:
         collectives: in order.
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         modules: knows which module is running; to be entered beside this mode.
-        work: before the first micro-step, and of each; the last has the update, too.
+        work: first what is done before any micro-step, then of each; the last has the update, too.
         kept: bytes that the forward pass of each micro-step left when backward began.
     """
 

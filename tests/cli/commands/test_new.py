@@ -20,7 +20,7 @@ from titanlite.config.schema import Model
 from titanlite.errors import ConfigError
 from titanlite.models.experts import count_parameters
 from titanlite.models.find import build_model
-from titanlite.preflight.machine import Machine
+from titanlite.preflight.machine import Machine, machine_named
 from titanlite.recipes import load
 
 MACHINES = {
@@ -283,6 +283,17 @@ def test_the_learning_rate_is_that_of_the_paper() -> None:
     assert fitted_learning_rate(6 * 6.9e9 * 2e12) == 4.3e-4
     assert fitted_learning_rate(6 * 67e9 * 2e12) == 3.2e-4
     assert fitted_learning_rate(1e12) == fitted_learning_rate(1e17)
+
+
+@pytest.mark.parametrize(("model", "world"), [("llama3-1B", 2), ("qwen3_moe-30B-A3B", 8)])
+def test_the_gain_of_float8_is_the_same_when_asked_again(model: str, world: int) -> None:
+    """Of a layout with tensor or expert parallelism, too; a terminal chooses for each answer."""
+    wishes, machine = Wishes(model, "python_stdlib", "bytes", 0, True), machine_named("h100", None, world)
+    first, second = (new_choices.choose_run("new", wishes, machine) for _ in range(2))
+    assert first.float8 == second.float8
+    assert first.float8 is not None
+    assert first.float8 > 1.05
+    assert (first.chosen.degree * first.chosen.experts_over > 1) == (world == 8)
 
 
 def test_a_mixture_takes_tokens_by_the_parameters_of_a_token(call: Call, text: str) -> None:

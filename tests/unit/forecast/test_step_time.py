@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import tables
@@ -10,6 +11,7 @@ from tests.support.measured import arguments, measured_runs
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.toml_file import shipped_folder
 from titanlite.forecast.activation_cost import block_costs
+from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import choose
 from titanlite.forecast.device_specs import DEVICES, Rates, measured_rates, no_rates_reason
 from titanlite.forecast.memory import GIB, MemoryModel
@@ -323,3 +325,22 @@ def test_a_head_in_float8_is_gathered_as_bytes_and_multiplied_faster() -> None:
     flops = 2 * 16_384 * weight
     faster = 3 * flops / 680e12 - flops / 1520e12 - 2 * flops / 1207e12  # one product fast, two of them split
     assert plain.matmul - converted.matmul == pytest.approx(1e3 * faster)
+
+
+def test_keys_that_documents_spare_are_not_exchanged() -> None:
+    """Under context parallelism, of the rank that gets or sends most."""
+    flags = ["--config", str(shipped_folder("configs") / "llama3_8b_128k.toml"), "--model.n_layers", "4"]
+    flags += ["--activation_checkpoint.recipe", "none", "--parallelism.context_parallel_degree", "4"]
+    run = checked_run(flags, 4)
+    assert run.save_list is not None
+    memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
+    blocks, S = block_costs(memory.run, run.save_list), run.config.training.seq_len
+
+    def of(length: int | None) -> tuple[float, float]:
+        attended = length and AttendedShare(S, 1, length, np.full(S // length, length))
+        time = StepTimeModel(memory, measured_rates(), attended or None)
+        return time.key_exchange(blocks), time.step(blocks).attention
+
+    whole, one, short = of(None), of(S), of(4096)
+    assert whole[0] == one[0] > 5 * short[0] > 0  # zeros for all keys, and copies, stay
+    assert whole[1] > 10 * short[1]

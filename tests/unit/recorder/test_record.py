@@ -10,7 +10,7 @@ import pytest
 from tests.support.needs import slow
 from titanlite.commands.planned_run import plan_run
 from titanlite.config.toml_file import shipped_folder
-from titanlite.data.context_split import load_of_split
+from titanlite.data.context_split import chunk_length, seen_chunks, split_by_work
 from titanlite.forecast.memory import MemoryModel
 from titanlite.models import llama3
 from titanlite.models.find import build_model
@@ -63,12 +63,19 @@ def test_keys_of_documents_are_exchanged_as_the_split_has_them_in_the_mean_of_ra
     documents = [np.maximum(starts, np.arange(2 * S) // S * S).astype(np.int32) for starts in documents]
     memory = MemoryModel(run.config, run.dims, run.float8, run.optimizer, WORLD)
     (each, *_) = [op for op in memory.run.blocks[0].forward if op.op == "titanlite.context_attention.default"]
-    share = np.mean([load_of_split(starts, S, WORLD, [0]).keys[0] for starts in documents])
+    share = np.mean([keys_of_others(starts, S) for starts in documents])
     sent = [sum(sent_of_keys(record(run, WORLD, "h100", rank, documents))) for rank in range(WORLD)]
     M, K, E = each.call[1][1].size
     of_micro_steps = memory.micro_steps * run.dims.n_layers * 3  # forward, and backward twice
     assert sum(sent) / WORLD == pytest.approx(of_micro_steps * share * M * WORLD * 2 * K * E * 2)
     assert share > 0
+
+
+def keys_of_others(starts: np.ndarray, seq_len: int) -> float:
+    """Share of all keys that a rank gets, in the mean of ranks."""
+    owner = split_by_work(starts, C := chunk_length(len(starts), seq_len, WORLD), WORLD)
+    of_ranks = [np.flatnonzero(owner == rank) for rank in range(WORLD)]
+    return np.mean([seen_chunks(starts, C, own, 0).sum() - len(own) for own in of_ranks]) / len(owner)  # type: ignore[return-value]
 
 
 def sent_of_keys(recording: Recording) -> list[int]:
