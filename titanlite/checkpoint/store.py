@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 
 class _Place(NamedTuple):
-    relative_path: str
+    relative_path: str  # as DCP's reader calls it
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, FileEntry]:
@@ -241,9 +241,10 @@ def _index(folder: Path) -> Metadata:
         own = own or list({tuple(part.offsets): (file, part) for file, part in every}.values())
         chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for _, part in own]
         ends = [[at + n for at, n in zip(part.offsets, part.shape, strict=True)] for _, part in every]
-        size = torch.Size(map(max, zip(*ends, strict=True)))
+        are_alike = len({(part.dtype, len(part.shape)) for _, part in every}) == 1
+        size = torch.Size(map(max, zip(*ends, strict=True)) if are_alike else ())
         is_whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
-        if not is_whole or len({chunk.offsets for chunk in chunks}) < len(chunks) or len({p.dtype for _, p in own}) > 1:
+        if not are_alike or not is_whole or len({chunk.offsets for chunk in chunks}) < len(chunks):
             raise _not_ours(folder, name, "parts that do not make up the tensor")
         found[name] = TensorStorageMetadata(TensorProperties(dtype=_DTYPES[own[0][1].dtype]), size, chunks)
         places |= {

@@ -285,7 +285,7 @@ def test_the_learning_rate_is_that_of_the_paper() -> None:
     assert fitted_learning_rate(1e12) == fitted_learning_rate(1e17)
 
 
-@pytest.mark.parametrize(("model", "world"), [("llama3-1B", 2), ("qwen3_moe-30B-A3B", 8)])
+@pytest.mark.parametrize(("model", "world"), [("llama3-1B", 2), *slow(("qwen3_moe-30B-A3B", 8))])
 def test_the_gain_of_float8_is_the_same_when_asked_again(model: str, world: int) -> None:
     """Of a layout with tensor or expert parallelism, too; a terminal chooses for each answer."""
     wishes, machine = Wishes(model, "python_stdlib", "bytes", 0, True), machine_named("h100", None, world)

@@ -259,7 +259,7 @@ def test_pairs_that_are_not(call: Call) -> None:
 def test_without_triton_what_is_fused_is_not_known(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else found(name))
-    out = call("plan", DEBUG, *TWO, *ASYNC)
+    out = call("plan", DEBUG, *TWO, *ASYNC, "--training.global_batch_size", "2")
     assert out.count("not known: this machine has no Triton (pip install triton)\n") == 10
     assert "not fused" not in out
 
@@ -302,7 +302,7 @@ def test_memory_and_time(tmp_path: Path, call: Call) -> None:
 
 
 def test_a_plan_folds_into_the_columns_of_a_terminal(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("plan", DEBUG, *TWO, *ASYNC)
+    flags = ("plan", DEBUG, *TWO, *ASYNC, "--training.global_batch_size", "2")
     whole = call(*flags)
     assert max(map(len, whole.splitlines())) > 100
     monkeypatch.setenv("COLUMNS", "80")
@@ -530,9 +530,8 @@ def test_diff(call: Call) -> None:
 
 def test_diff_of_what_is_fused(call: Call) -> None:
     flags = ["--parallelism.async_tensor_parallel", "--training.mixed_precision_param", "bfloat16"]
-    table, *notes = call("plan", DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--diff", *flags).split(
-        "\n\n"
-    )
+    run = [DEBUG, *TWO, "--training.mixed_precision_param=bfloat16", "--training.global_batch_size=2"]
+    table, *notes = call("plan", *run, "--diff", *flags).split("\n\n")
     assert notes == ["--world N adds the collectives of data-parallel ranks and the reductions over all ranks\n"]
     rows = [line.split() for line in table.splitlines()[1:]]
     fused = [row for row in rows if "matmul" in row]

@@ -267,6 +267,11 @@ def test_a_part_that_is_there_twice_or_is_not_there_is_refused(tmp_path: Path) -
     shutil.copy(folder / "rank00000-0.safetensors", folder / "rank00001-0.safetensors")
     with pytest.raises(CheckpointError, match="a = parts that do not make up the tensor"):
         store.read(folder, {"a": torch.zeros(4)})
+    for other in (torch.ones(4, 1), torch.ones(4).bfloat16()):
+        elsewhere = write(tmp_path / "other", {"a": other}, step=other.dim() + other.itemsize)
+        shutil.copy(elsewhere / "rank00000-0.safetensors", folder / "rank00001-0.safetensors")
+        with pytest.raises(CheckpointError, match="a = parts that do not make up the tensor"):
+            store.read(folder, {"a": torch.zeros(4)})
     for file in folder.glob("*.safetensors"):
         file.unlink()
     with pytest.raises(CheckpointError, match="safetensors = none"):
