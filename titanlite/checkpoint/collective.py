@@ -37,7 +37,8 @@ def on_all_ranks(
     """Call `action` on every rank and give every rank all results.
 
     Args:
-        action: must not use collectives itself, for it may fail before them; its result is small and can be pickled.
+        action: must not use collectives itself, for it may fail before them; its result can be pickled, and is
+            gathered on all ranks.
         group: of all ranks, for a thread that must not use the one of the others; None: that one.
         writes: the folder that a save writes with it, for the message if it cannot.
 

@@ -32,7 +32,7 @@ from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.json_file import parse_json
 
 MANIFEST = "MANIFEST.json"
-THREADS = 4  # of a rank, for what holds one up: checksums
+THREADS = 4  # of a rank, for what holds one up: checksums, and files that are written
 _STEP = re.compile(r"step-([0-9]{8,})")
 _SEEN = re.compile(r"seen-[0-9a-f]{8}\.tmp")  # made by `Checkpoints.check_shared`
 _STALE = re.compile(rf"step-[0-9]{{8,}}\.(tmp|deleting)|{_SEEN.pattern}")
@@ -130,7 +130,7 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
         _check_files(folder, entries)
         sums = zip(own, _sha256s([folder / name for name in own]), strict=True)
     except OSError as e:
-        raise _unreadable(str(folder), e) from e
+        raise cannot_be_read(str(folder), e) from e
     altered = [name for name, sha256 in sums if sha256 != entries[name].sha256]
     if altered:
         wrong = [Problem(n, "another SHA-256", f"the content that {MANIFEST} was written for", _ASIDE) for n in altered]
@@ -146,7 +146,7 @@ def complete_steps(root: Path) -> list[int]:
     try:
         steps = {int(p.name.removeprefix("step-")) for p in _named_as_steps(root) if _has_manifest(p)}
     except OSError as e:
-        raise _unreadable("checkpoints", e) from None
+        raise cannot_be_read("checkpoints", e) from None
     return sorted(step for step in steps if step_folder(root, step).is_dir())
 
 
@@ -218,7 +218,7 @@ def _manifest(folder: Path) -> dict[str, FileEntry]:
         entries = {name: FileEntry(int(e["bytes"]), str(e["sha256"])) for name, e in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as e:
         if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
-            raise _unreadable(str(folder), e) from None
+            raise cannot_be_read(str(folder), e) from None
         raise CheckpointError.of(
             str(folder), MANIFEST, f"{type(e).__name__}: {e}", "the manifest that titanlite writes", _ASIDE
         ) from None
@@ -253,7 +253,8 @@ def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
         raise CheckpointError(describe(str(folder), problems))
 
 
-def _unreadable(where: str, e: OSError) -> CheckpointError:
+def cannot_be_read(where: str, e: OSError) -> CheckpointError:
+    """Return the error of what the system cannot read, which may be whole."""
     want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
     return CheckpointError.of(where, e.filename or "a file", e.strerror or str(e), want, fix)
 

@@ -19,6 +19,7 @@ from titanlite.json_file import MALFORMED, read_json
 
 STATE = "state.json"
 VERSION = 3
+_READ_BY = {1: "62eae34d", 2: "07e5a3c5"}  # versions of before, and the last commit that reads each
 QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
@@ -103,8 +104,8 @@ def read_state(folder: Path, step: int) -> SavedState:
         raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
     if saved.get("version") != VERSION:
         want = f"version {VERSION}, which titanlite {titanlite.__version__} reads"
-        last = ": commit 07e5a3c5 is the last one that reads it" if saved.get("version") == 2 else ""
-        fix = f"use the titanlite that wrote it{last}"
+        last = _READ_BY.get(saved.get("version", 0))
+        fix = "use the titanlite that wrote it" + (f": commit {last} is the last one that reads it" if last else "")
         problem = Problem(STATE, f"version {saved.get('version')}", want, fix)
     elif saved.get("step") != step:
         problem = Problem(STATE, f"step {saved.get('step')}", f"step {step}, as the folder says", "rename the folder")

@@ -48,16 +48,17 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from titanlite.byte_size import byte_size
+from titanlite.byte_size import GIB, byte_size
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.collective import needs_to_write, on_all_ranks, rank, world_size
 from titanlite.checkpoint.disk_space import SPARE
 from titanlite.checkpoint.publish import FileEntry, hash_files
 from titanlite.errors import CheckpointError, Problem, describe
-from titanlite.json_file import MALFORMED, parse_json
+from titanlite.json_file import MALFORMED, as_type, parse_json
 
 _SHOWN = 8  # names per problem in a message
-_OFFSETS = "DCP_SHARDING_INFO"  # by which DCP's reader finds where a part belongs
+_FILE_BYTES = 4 * GIB  # about the largest: a reader maps a whole file, for which it must have room
+_OFFSETS, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"  # by which DCP's reader finds where a part belongs
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -65,9 +66,12 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class _Part(NamedTuple):
@@ -138,18 +142,18 @@ def digests(folder: Path) -> dict[str, str]:
     """Hash what a checkpoint holds: equal for equal bits, under one layout.
 
     Returns:
-        SHA-256 of each stored part of each tensor, by name and offsets.
+        SHA-256 of each stored part of each tensor, with its dtype and shape, by name and offsets.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: there are no files, or one cannot be read.
     """
     found: dict[str, str] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        parts = _parts_of(file)
-        with safe_open(file, "pt") as opened:
-            for part in parts:
-                content = opened.get_tensor(part.name).reshape(-1).view(torch.uint8).numpy()
-                found[f"{part.name} {tuple(part.offsets)}"] = hashlib.sha256(content).hexdigest()
+    for file in _files_of(folder):
+        with _open_tensors(file) as opened:
+            for part in _parts_of(file, opened):
+                digest = hashlib.sha256(f"{part.dtype} {part.shape}".encode())
+                digest.update(opened.get_tensor(part.name).reshape(-1).view(torch.uint8).numpy())
+                found[f"{part.name} {tuple(part.offsets)}"] = digest.hexdigest()
     return found
 
 
@@ -174,8 +178,9 @@ class _Writer(HuggingFaceStorageWriter):
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         """Write a file in each of several threads."""
-        by_size = sorted(plan.items, key=lambda item: -math.prod(item.tensor_data.chunk.sizes))
-        parts = list(filter(None, (by_size[k :: publish.THREADS] for k in range(publish.THREADS))))
+        by_size = sorted(plan.items, key=lambda item: -_bytes_of(item))
+        n_files = max(publish.THREADS, -(-sum(map(_bytes_of, by_size)) // _FILE_BYTES))
+        parts = list(filter(None, (by_size[k::n_files] for k in range(n_files))))
         with ThreadPoolExecutor(publish.THREADS) as pool:
             list(pool.map(lambda k: self._write_file(planner, k, parts[k]), range(len(parts))))
         results: Future[list[Any]] = Future()
@@ -187,10 +192,13 @@ class _Writer(HuggingFaceStorageWriter):
         header, offsets, end = dict[str, Any](), dict[str, Any](), 0
         for item in items:
             of, name = item.tensor_data, item.index.fqn
-            begin, end = end, end + math.prod(of.chunk.sizes) * of.properties.dtype.itemsize
-            dtype = next(key for key, dtype in _DTYPES.items() if dtype == of.properties.dtype)
-            header[name] = {"dtype": dtype, "shape": [*of.chunk.sizes], "data_offsets": [begin, end]}
-            offsets[name] = {"saved_offsets": [*of.chunk.offsets]}
+            begin, end = end, end + _bytes_of(item)
+            header[name] = {
+                "dtype": _NAMES[of.properties.dtype],
+                "shape": [*of.chunk.sizes],
+                "data_offsets": [begin, end],
+            }
+            offsets[name] = {_SAVED: [*of.chunk.offsets]}
         said = json.dumps({"__metadata__": {"format": "pt", _OFFSETS: json.dumps(offsets)}, **header}).encode()
         said += b" " * (-len(said) % 8)
         try:
@@ -204,6 +212,11 @@ class _Writer(HuggingFaceStorageWriter):
         except OSError as e:
             want, fix = needs_to_write(self.folder)
             raise CheckpointError.of(str(self.folder), f"rank {rank()}", f"cannot write: {e}", want, fix) from e
+
+
+def _bytes_of(item: Any) -> int:
+    """Return the size of what DCP's planner has a rank write."""
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class _Reader(HuggingFaceStorageReader):
@@ -225,10 +238,12 @@ def _index(folder: Path) -> Metadata:
     """
 
     def read_own() -> list[tuple[str, list[_Part]]]:
-        files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
-        if not files:
-            raise _not_ours(folder, "*.safetensors", "none")
-        return [(str(file), _parts_of(file)) for file in files[rank() :: world_size()]]
+        own = _files_of(folder)[rank() :: world_size()]
+        found: list[tuple[str, list[_Part]]] = []
+        for file in own:
+            with _open_tensors(file) as opened:
+                found.append((str(file), _parts_of(file, opened)))
+        return found
 
     by_name = dict[str, list[tuple[str, _Part]]]()
     for file, parts in sorted(each for of_rank in on_all_ranks(read_own) for each in of_rank):
@@ -243,8 +258,8 @@ def _index(folder: Path) -> Metadata:
         ends = [[at + n for at, n in zip(part.offsets, part.shape, strict=True)] for _, part in every]
         are_alike = len({(part.dtype, len(part.shape)) for _, part in every}) == 1
         size = torch.Size(map(max, zip(*ends, strict=True)) if are_alike else ())
-        is_whole = sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
-        if not are_alike or not is_whole or len({chunk.offsets for chunk in chunks}) < len(chunks):
+        are_once = len({chunk.offsets for chunk in chunks}) == len(chunks)
+        if not (are_alike and are_once and _is_whole(chunks, size)):
             raise _not_ours(folder, name, "parts that do not make up the tensor")
         found[name] = TensorStorageMetadata(TensorProperties(dtype=_DTYPES[own[0][1].dtype]), size, chunks)
         places |= {
@@ -253,28 +268,62 @@ def _index(folder: Path) -> Metadata:
     return Metadata(found, storage_data=places)
 
 
-def _parts_of(file: Path) -> list[_Part]:
-    """Read the header of a file; safetensors itself looks whether it fits the content.
+def _is_whole(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
+    """Return whether parts, each at a place of its own, are a tensor without gaps and overlaps: a grid of them is."""
+    for dim, n in enumerate(size):
+        begins = sorted({chunk.offsets[dim] for chunk in chunks})
+        ends = dict(zip(begins, [*begins[1:], n], strict=True))
+        if any(ends[chunk.offsets[dim]] != chunk.offsets[dim] + chunk.sizes[dim] for chunk in chunks):
+            return False
+    return sum(math.prod(chunk.sizes) for chunk in chunks) == math.prod(size)
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """List the files of tensors.
 
     Raises:
-        CheckpointError: it is damaged, or says what titanlite does not write.
+        CheckpointError: there are none, or one is a link or no file.
+    """
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    except OSError as e:
+        raise publish.cannot_be_read(str(folder), e) from None
+    if not files:
+        raise _not_ours(folder, "*.safetensors", "none")
+    if odd := [file.name for file in files if file.is_symlink() or not file.is_file()]:
+        raise _not_ours(folder, few_names(odd), "no plain file")
+    return files
+
+
+@contextmanager
+def _open_tensors(file: Path) -> Generator[Any]:
+    """Open a file of tensors, of which safetensors itself looks whether its header fits its content.
+
+    Raises:
+        CheckpointError: it is damaged, or the system cannot read it.
     """
     try:
         with safe_open(file, "pt") as opened:
-            said, parts = parse_json(opened.metadata()[_OFFSETS]), list[_Part]()
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
-                tensor, offsets = opened.get_slice(name), said[name]["saved_offsets"]
-                part = _Part(name, tensor.get_dtype(), tensor.get_shape(), [int(n) for n in offsets])
-                if (
-                    part.dtype not in _DTYPES
-                    or len(part.offsets) != len(part.shape)
-                    or min(part.offsets, default=0) < 0
-                ):
-                    raise ValueError(f"{name}: {part.dtype} {part.shape} at {part.offsets}")
-                parts.append(part)
-            return parts
-    except (OSError, SafetensorError, TypeError, *MALFORMED) as e:
+            yield opened
+    except OSError as e:
+        raise publish.cannot_be_read(str(file.parent), e) from None
+    except RuntimeError as e:  # torch's, of a file that cannot be mapped
+        want, fix = f"memory to map {byte_size(file.stat().st_size)}", "a host with more memory"
+        raise CheckpointError.of(str(file.parent), file.name, str(e).partition("\n")[0], want, fix) from None
+    except (SafetensorError, *MALFORMED) as e:
         raise _not_ours(file.parent, file.name, f"{type(e).__name__}: {e}") from None
+
+
+def _parts_of(file: Path, opened: Any) -> list[_Part]:
+    """Read the header of a file that is open."""
+    said, parts = parse_json(opened.metadata()[_OFFSETS]), list[_Part]()
+    for name in opened.keys():  # noqa: SIM118  # it is no mapping
+        tensor, offsets = opened.get_slice(name), as_type(Sequence[int], said[name][_SAVED])
+        part = _Part(name, tensor.get_dtype(), tensor.get_shape(), offsets)
+        if part.dtype not in _DTYPES or len(offsets) != len(part.shape) or min(offsets, default=0) < 0:
+            raise _not_ours(file.parent, file.name, f"{name} {part.dtype} {part.shape} at {offsets}")
+        parts.append(part)
+    return parts
 
 
 def _not_ours(folder: Path, where: str, saw: str) -> CheckpointError:
@@ -287,6 +336,9 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
 
     def survey() -> tuple[float, dict[str, tuple[str, int]], int]:
         check_seen(folder)
+        if odd := [name for name, t in tensors.items() if t.dtype not in _NAMES]:
+            saw, fix = f"of {tensors[odd[0]].dtype}", "keep it in one of these"
+            raise CheckpointError.of(str(folder), few_names(odd), saw, ", ".join(map(str, _NAMES)), fix)
         sharded, plain = 0.0, dict[str, tuple[str, int]]()
         for name, t in tensors.items():
             if isinstance(t, DTensor):
@@ -316,23 +368,21 @@ def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: di
 
 
 def _is_alike(tensor: Tensor, metadata: Metadata, name: str) -> bool:
-    saved = metadata.state_dict_metadata.get(name)
-    if not isinstance(saved, TensorStorageMetadata):
-        return False
-    return saved.size == tensor.shape and saved.properties.dtype == tensor.dtype
+    saved: Any = metadata.state_dict_metadata.get(name)
+    return saved is not None and saved.size == tensor.shape and saved.properties.dtype == tensor.dtype
 
 
 def _check_same(
     folder: Path, metadata: Metadata, wanted: Mapping[str, Tensor], asked: set[str], optional: tuple[str, ...]
 ) -> None:
     """Check that the run's tensors are the checkpoint's, by name, shape and dtype."""
-    saved = metadata.state_dict_metadata
+    saved: Mapping[str, Any] = metadata.state_dict_metadata
     missing = [n for n in wanted if n not in saved]
     surplus = [n for n in saved if n not in asked and not n.startswith(optional)]
     differ: list[str] = []
     for name, t in wanted.items():
-        s = saved.get(name)
-        if isinstance(s, TensorStorageMetadata) and not _is_alike(t, metadata, name):
+        s: Any = saved.get(name)
+        if s is not None and not _is_alike(t, metadata, name):
             differ.append(f"{name} {list(s.size)} {s.properties.dtype} (this run: {list(t.shape)} {t.dtype})")
     fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
     problems = [

@@ -106,7 +106,7 @@ def _check_target(config: Config, out: Path, dtype: str) -> None:
         problems.append(Problem("--dtype", dtype, " or ".join(_DTYPES), f"--dtype {_DTYPES[0]}"))
     if config.model.file:
         want = "a shipped architecture: for others the Hugging Face names of weights are not known"
-        fix = "read the checkpoint with torch.distributed.checkpoint (docs/checkpoint.md)"
+        fix = "read the checkpoint's safetensors (docs/checkpoint.md)"
         problems.append(Problem("model.file", f'"{config.model.file}"', want, fix))
     if os.path.lexists(out):
         problems.append(Problem("--out", str(out), "a folder that does not exist yet", "name another, or delete it"))

@@ -1,6 +1,7 @@
 """The store: any layout to any layout exactly; what cannot be read or written is said on every rank."""
 
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -235,12 +236,13 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "offsets that are none": lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="[" * 5000),
     "offsets of other dims": lambda header: offsets(header, [0, 0]),
     "offsets below 0": lambda header: offsets(header, [-1]),
-    "offsets that are words": lambda header: offsets(header, ["x"]),
+    "offsets that are words": lambda header: offsets(header, ["0"]),
+    "offsets that are no numbers of rows": lambda header: offsets(header, [0.0]),
     "a part elsewhere": lambda header: offsets(header, [1]),
     "a larger tensor": lambda header: shape(header, [2**40]),
     "a size below 0": lambda header: shape(header, [-4]),
     "a dtype that is none": lambda header: header["a"].update(dtype="pickle"),
-    "a dtype that no run has": lambda header: header["a"].update(dtype="I16", shape=[8]),
+    "a dtype that no run has": lambda header: header["a"].update(dtype="U16", shape=[8]),
     "beyond the file": lambda header: header["a"].update(data_offsets=[16, 32]),
 }
 
@@ -276,6 +278,71 @@ def test_a_part_that_is_there_twice_or_is_not_there_is_refused(tmp_path: Path) -
         file.unlink()
     with pytest.raises(CheckpointError, match="safetensors = none"):
         store.read(folder, {"a": torch.zeros(4)})
+
+
+def test_parts_that_leave_a_gap_and_overlap_are_refused(tmp_path: Path) -> None:
+    folder, into = write(tmp_path, {"a": torch.ones(2)}), torch.zeros(4)
+    for rank, (at, n) in enumerate([(0, 2), (1, 1), (3, 1)]):
+        other = write(tmp_path / "other", {"a": torch.ones(n)}, step=rank + 1) / "rank00000-0.safetensors"
+        rewritten(other, lambda header, at=at: offsets(header, [at]))
+        shutil.copy(other, folder / f"rank{rank:05d}-0.safetensors")
+    with pytest.raises(CheckpointError, match="a = parts that do not make up the tensor"):
+        store.read(folder, {"a": into})
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_what_is_no_plain_file_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = write(tmp_path, {"a": torch.ones(4)})
+    file = folder / "rank00000-0.safetensors"
+    moved = file.rename(tmp_path / "x.safetensors")
+    {"link": lambda: file.symlink_to(moved), "folder": file.mkdir, "pipe": lambda: os.mkfifo(file)}[kind]()
+    for read in (lambda: store.read(folder, {"a": torch.zeros(4)}), lambda: store.digests(folder)):
+        with pytest.raises(CheckpointError, match="no plain file"):
+            read()
+
+
+def test_what_the_system_cannot_read_is_not_to_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("unable to mmap 8 bytes from file: Cannot allocate memory (12)")
+
+    folder = write(tmp_path, {"a": torch.ones(4)})
+    monkeypatch.setattr(store, "safe_open", fail)
+    with pytest.raises(CheckpointError, match="memory to map") as caught:
+        store.read(folder, {"a": torch.zeros(4)})
+    assert "delete" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="No such file") as caught:
+        store.digests(tmp_path / "none")
+    assert "delete" not in str(caught.value)
+
+
+def test_a_dtype_that_safetensors_have_not_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    tmp = begin(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=r"odd = of torch\.complex64"):
+        store.write(tmp, {"a": torch.ones(2), "odd": torch.ones(2, dtype=torch.complex64)})
+    assert not list(tmp.iterdir())
+
+
+def test_digests_tell_bits_dtypes_and_damage_apart(tmp_path: Path) -> None:
+    zeros = [torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(2, 2), torch.ones(4)]
+    folders = [write(tmp_path, {"a": tensor}, step=n + 1) for n, tensor in enumerate(zeros)]
+    of_each = [store.digests(folder) for folder in folders]
+    assert [a == b for a in of_each for b in of_each] == [n == m for n in range(4) for m in range(4)]
+    (folders[0] / "rank00000-0.safetensors").write_bytes(b"x" * 50)
+    with pytest.raises(CheckpointError, match="rank00000-0"):
+        store.digests(folders[0])
+    (folders[0] / "rank00000-0.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="none"):
+        store.digests(folders[0])
+
+
+def test_large_states_are_in_more_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_FILE_BYTES", 1000)
+    state = {f"w{n}": torch.full((100,), float(n)) for n in range(20)}
+    folder = write(tmp_path, state)
+    assert len(list(folder.glob("*.safetensors"))) == 8
+    into = {name: torch.zeros(100) for name in state}
+    read(folder, into)
+    assert all(torch.equal(into[name], state[name]) for name in state)
 
 
 def test_a_file_is_read_by_safetensors_alone_and_by_dcp(tmp_path: Path) -> None:
