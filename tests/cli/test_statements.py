@@ -21,6 +21,7 @@ import tomli
 import torch
 
 from titanlite import recipes
+from titanlite.byte_size import GIB
 from titanlite.commands import main
 from titanlite.config.build import show
 from titanlite.config.explain import field_docs
@@ -141,7 +142,8 @@ def _() -> Iterator[str]:
 def _() -> Iterator[str]:
     adamw, muon = (4 + RULES[rule].cost(Optimizer()).state for rule in ("adamw", "muon"))
     yield f"{adamw} bytes with AdamW, {muon} with Muon, and {EMA.state} more with an average"
-    yield f"up to {WORDS[of('checkpoint.publish:THREADS')]} files of each rank"
+    most = of("checkpoint.store:_FILE_BYTES") // GIB
+    yield f"{WORDS[of('checkpoint.publish:THREADS')]} files of each rank, or more of about {most} GiB"
     yield f"at most {of('checkpoint.hugging_face:_FILE_BYTES') / 1e9:g} GB"
     yield f"unless {of('checkpoint.disk_space:SPARE')} times its size is free"
     model, *keys, last = of("preflight.same_run:_IDENTITY")
