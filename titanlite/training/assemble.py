@@ -195,11 +195,11 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     _try_own_rules(asked)
     model = build_model(config.model, dims, longest_seq_len(config))
     settings, counts = _find_what_is_named(asked, model), count_parameters(model)
-    of_blocks = asked.save_list and asked.save_list.active(dims.n_layers)
+    of_blocks = None  # a user's file may have other blocks than its recipe says
     if blocks is not None:
         for n in {*range(dims.n_layers)}.difference(blocks):
             del model.layers._modules[str(n)]  # the others keep their names
-        of_blocks = of_blocks and [of_blocks[n] for n in blocks]
+        of_blocks = asked.save_list and [asked.save_list.active(dims.n_layers)[n] for n in blocks]
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts(model))
     receipt.add(Entry("environment", None, _environment(device), count=1))
     if device.is_gpu:
