@@ -19,7 +19,7 @@ from titanlite.json_file import MALFORMED, read_json
 
 STATE = "state.json"
 VERSION = 3
-_READ_BY = {1: "62eae34d", 2: "07e5a3c5"}  # versions of before, and the last commit that reads each
+_READ_BY = {"1": "62eae34d", "2": "07e5a3c5"}  # versions of before, and the last commit that reads each
 QUICKLY_HASHED = 2**20  # bytes: state.json, and not the tensors of any real model
 
 
@@ -104,7 +104,7 @@ def read_state(folder: Path, step: int) -> SavedState:
         raise CheckpointError.of(str(folder), STATE, f"{type(e).__name__}: {e}", want, fix) from None
     if saved.get("version") != VERSION:
         want = f"version {VERSION}, which titanlite {titanlite.__version__} reads"
-        last = _READ_BY.get(saved.get("version", 0))
+        last = _READ_BY.get(str(saved.get("version")))
         fix = "use the titanlite that wrote it" + (f": commit {last} is the last one that reads it" if last else "")
         problem = Problem(STATE, f"version {saved.get('version')}", want, fix)
     elif saved.get("step") != step:

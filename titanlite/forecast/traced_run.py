@@ -8,7 +8,7 @@ import copy
 import functools
 import math
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -154,20 +154,21 @@ def traced_run(
         experts_across_hosts: whether ranks that share experts out are on several hosts.
     """
     experts, mesh = _experts_of(config, experts_across_hosts), config.parallelism
-    key = _run_key(config, dims, float8, dims.n_layers if model is None else len(model.layers), experts)  # type: ignore[arg-type]
+    if model is None:
+        trace_alike([config], dims, float8, experts_across_hosts)
+        return _runs[_run_key(config, dims, float8, dims.n_layers, experts)]
+    key = _run_key(config, dims, float8, len(model.layers), experts)  # type: ignore[arg-type]
     # What float8 makes of a layer depends on the device; what a split layer does, which `auto` times, on its ranks.
     is_split = max(mesh.tensor_parallel_degree, mesh.expert_parallel_degree) > 1
-    is_its_own = model is not None and (float8 is not None or is_split)
-    if key not in _runs or is_its_own:
-        with _split_alone(config, dims, float8) if model is None else nullcontext(model) as model:
-            _runs[key] = _traced(config, dims, float8, model, experts)
+    if key not in _runs or float8 is not None or is_split:
+        _runs[key] = _traced(config, dims, float8, model, experts)
     return _runs[key]
 
 
 def trace_alike(
     configs: Sequence[Config], dims: ModelDims, float8: Float8Recipe | None, experts_across_hosts: bool = False
 ) -> None:
-    """Trace runs that differ in their micro-batch alone, for `traced_run`: with one split model.
+    """Trace runs that differ in their micro-batch alone and have no model yet, for `traced_run`: with one split model.
 
     Args:
         configs: checked.

@@ -217,11 +217,16 @@ def test_a_renamed_checkpoint_and_a_newer_format_are_refused(tmp_path: Path, mon
         Checkpoints(tmp_path, keep=1).load(11, {"w": torch.zeros(4)})
 
 
-def test_a_checkpoint_of_before_says_what_reads_it(tmp_path: Path) -> None:
-    root, state = tmp_path / "c", SavedState(version=2)
-    Checkpoints(root, keep=1).save(10, {"w": torch.ones(4)}, state)
-    with pytest.raises(CheckpointError, match=r"version 2\n.*want: version 3(.|\n)*commit [0-9a-f]{8} is the last"):
-        read_state(step_folder(root, 10), 10)
+@pytest.mark.parametrize(
+    ("version", "fix"),
+    [(1, ": commit 62eae34d is the last"), (2, ": commit 07e5a3c5 is the last"), ([], "\n"), (9, "\n")],
+)
+def test_a_checkpoint_of_another_version_says_what_reads_it(tmp_path: Path, version: object, fix: str) -> None:
+    Checkpoints(tmp_path, keep=1).save(10, {"w": torch.ones(4)}, SavedState(version=version))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"want: version 3") as caught:
+        read_state(step_folder(tmp_path, 10), 10)
+    assert f"version {version}\n" in str(caught.value)
+    assert f"use the titanlite that wrote it{fix}" in f"{caught.value}\n"
 
 
 def test_other_versions_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
