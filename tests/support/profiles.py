@@ -29,9 +29,9 @@ def rank_profile(
     return RankProfile(rank=rank, world=world, device=device, steps=edges, spans=spans, **given | more)
 
 
-def profiled(*profiles: RankProfile, name: str = "run", rules: Sequence[str] = (), **config: object) -> ProfiledSteps:
-    """Return a run with these ranks and rules of its optimizer; a key of its config is given as `compile__enable`."""
+def profiled(*profiles: RankProfile, name: str = "run", **config: object) -> ProfiledSteps:
+    """Return a run with these ranks; a key of its config is given as `compile__enable`."""
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
     keys = {key.replace("__", "."): value for key, value in config.items()}
-    return ProfiledSteps(name, keys, profiles, waits, divisions, rules=frozenset(rules))
+    return ProfiledSteps(name, keys, profiles, waits, divisions)

@@ -5,24 +5,19 @@ every rank has counts here; what one rank has beyond the others is what these wa
 """
 
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.config.recipe_schema import MATRIX_RULES
 from titanlite.explain.divide import EXPOSED, HOST, STRAGGLER_WAIT
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.step_profile import (
     ASIDE,
-    ATTENTION,
-    CASTS,
     COMMUNICATION,
-    COMPUTE,
     DATA_WAIT,
     DEVICE_WORK,
     EVALUATION,
     HOST_WORK,
-    MATMUL,
     NUMERICS,
-    OPTIMIZER,
     RECOMPILATION,
     SAVING,
     VALIDATION,
@@ -34,6 +29,8 @@ NOTABLE = 0.05
 _MOST = 0.6
 """Share of all waits that one rank must cause to be called the straggler: of two ranks one always causes half."""
 
+_SHARD, _TP = f"{COMMUNICATION} dp_shard", f"{COMMUNICATION} tp"
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -41,56 +38,47 @@ class Cause:
 
     Attributes:
         name: a category, or "rank N comes last".
-        category: whose keys change it.
         us: of a step that would be saved without it, at most.
         because: what was seen, in words.
         fix: what to do, beginning with the config key if there is one.
     """
 
     name: str
-    category: str
     us: float
     because: str
     fix: str
 
 
-def losses(run: ProfiledSteps) -> list[Cause]:
-    """Return what is not the device's own work, the longest first."""
-    found, ranks = _waits(run), run.parts_by_rank.values()
-    for category in (*HOST_WORK, HOST):
-        us = min(parts.get(category, 0.0) for parts in ranks)
-        found.append(Cause(category, category, us, _seen(category, run), advice(category, run)))
-    for category in EXPOSED:
-        us = run.parts.get(category, 0.0)
-        found.append(Cause(category, category, us, _seen(category, run), advice(category, run)))
-    return sorted((cause for cause in found if cause.us > 0), key=lambda cause: -cause.us)
-
-
-def work(run: ProfiledSteps) -> list[Cause]:
-    """Return the device's own work, the longest first."""
-    parts = run.parts
-    found = [Cause(name, name, parts.get(name, 0.0), "", advice(name, run)) for name in DEVICE_WORK]
-    return sorted((cause for cause in found if cause.us > 0), key=lambda cause: -cause.us)
+def longest_loss(run: ProfiledSteps) -> Cause | None:
+    """Return the longest part of a step that is not the device's own work; None if there is none."""
+    return max(_losses(run), key=lambda cause: cause.us, default=None)
 
 
 def first_cause(run: ProfiledSteps) -> Cause | None:
-    """Return the longest loss; None if none is notable."""
-    found = losses(run)
-    return found[0] if found and found[0].us >= NOTABLE * run.wall_us else None
+    """Return the longest loss; None if it is not notable."""
+    longest = longest_loss(run)
+    return longest if longest is not None and longest.us >= NOTABLE * run.wall_us else None
 
 
-def _waits(run: ProfiledSteps) -> list[Cause]:
+def _losses(run: ProfiledSteps) -> Iterator[Cause]:
+    if run.waits.straggler is not None:
+        yield _wait(run, *run.waits.straggler)
+    ranks = run.parts_by_rank.values()
+    of_host = {name: min(parts.get(name, 0.0) for parts in ranks) for name in (*HOST_WORK, HOST)}
+    for category, us in {**of_host, **{name: run.parts.get(name, 0.0) for name in EXPOSED}}.items():
+        if us > 0:
+            yield Cause(category, us, _seen(category, run), advice(category, run))
+
+
+def _wait(run: ProfiledSteps, last: int, caused: float) -> Cause:
     """Return the waits as the fault of the rank that comes last most, or of none if they take turns."""
-    if (straggler := run.waits.straggler) is None:
-        return []
-    last, caused = straggler
     by_rank = run.parts_by_rank
     waited = {rank: parts.get(STRAGGLER_WAIT, 0.0) for rank, parts in by_rank.items()}
     share = caused / sum(run.waits.caused_us.values())
     if share < _MOST:
-        us = statistics.fmean(waited.values())
         because = f"now this rank comes last, now that: rank {last} most often, for {share:.0%} of the time"
-        return [Cause(STRAGGLER_WAIT, STRAGGLER_WAIT, us, because, advice(STRAGGLER_WAIT, run))]
+        fix = advice(STRAGGLER_WAIT, run)
+        return Cause(STRAGGLER_WAIT, statistics.fmean(waited.values()), because, fix)
     others = [rank for rank in by_rank if rank != last]
     us = share * statistics.fmean(waited[rank] for rank in others)
     excess = {
@@ -98,60 +86,45 @@ def _waits(run: ProfiledSteps) -> list[Cause]:
         for name in (*DEVICE_WORK, *HOST_WORK, HOST)
     }
     where, more = max(excess.items(), key=lambda item: item[1])
-    host = next(profile.host for profile in run.profiles if profile.rank == last)
     because = f"the others wait {us / 1e3:.1f} ms a step for it; it has {more / 1e3:.1f} ms more of {where} than they"
-    if where in (DATA_WAIT, RECOMPILATION, *ASIDE):
+    if where in HOST_WORK:
         fix = advice(where, run)
     else:
+        host = next(profile.host for profile in run.profiles if profile.rank == last)
         what = "its processors and who else uses them" if where == HOST else "its clock, temperature and neighbours"
         fix = f"no key: look at host {host}, {what}"
-    return [Cause(f"rank {last} comes last", where, us, because, fix)]
+    return Cause(f"rank {last} comes last", us, because, fix)
 
 
 def _seen(category: str, run: ProfiledSteps) -> str:
-    if category == DATA_WAIT:
-        return "every rank waits for the loader's thread to read its next batches"
     if category == RECOMPILATION:
         return f"torch.compile made {run.graphs} graphs in these steps, of which there should be none"
-    if category == HOST:
-        return "the device has nothing to do while the host prepares its work"
     if category in ASIDE:
         return f"between the profiled steps was {_BETWEEN[category]}"
-    return f"nothing hides these collectives over {category.removeprefix(f'{COMMUNICATION} ')}"
+    nothing_hides = f"nothing hides these collectives over {category.removeprefix(f'{COMMUNICATION} ')}"
+    return _SEEN.get(category, nothing_hides)
 
 
 def advice(category: str, run: ProfiledSteps) -> str:
-    """Return what changes a category in this run, beginning with the config key if there is one."""
-    of_run = (text for categories, holds, text in _advice_by_run(run) if holds and category in categories)
-    return next(of_run, _ADVICE[category])
+    """Return what changes a loss in this run, beginning with the config key if there is one."""
+    asked, on_gpus = run.config.get, run.profiles[0].device == "cuda"
+    is_bf16 = asked("training.mixed_precision_param", "bfloat16") == "bfloat16"
+    is_async = asked("parallelism.async_tensor_parallel", False)
+    of_run = {
+        (HOST, not asked("compile.enable", True)): "compile.enable = true makes fewer kernels",
+        (_SHARD, asked("parallelism.fsdp_reshard_after_forward") == "always"): _RESHARD,
+        (_SHARD, asked("parallelism.fsdp_copy_engines") == "never" and on_gpus): _COPY_ENGINES,
+        (_TP, not is_async and is_bf16 and on_gpus): _ASYNC,
+        (SAVING, asked("checkpoint.async_mode") == "async"): f"checkpoint.interval makes it rarer; {_WITHOUT}",
+        (DATA_WAIT, asked("data.prepare") == "background"): _PREPARED,
+    }
+    return of_run.get((category, True), _ADVICE[category])
 
 
-def _advice_by_run(run: ProfiledSteps) -> tuple[tuple[tuple[str, ...], bool, str], ...]:
-    """Return categories, whether a key changes them here, and the advice; what comes first is given first."""
-    config, on_gpus = run.config, run.is_on_gpus
-    is_bf16 = config.get("training.mixed_precision_param", "bfloat16") == "bfloat16"
-    is_float8 = config.get("float8.recipe", "none") != "none"
-    is_recomputed = config.get("activation_checkpoint.recipe", "none") != "none"
-    is_async, is_adamw = config.get("parallelism.async_tensor_parallel", False), run.rules <= {"adamw"}
-    reshard, engines = (config.get(f"parallelism.fsdp_{key}") for key in ("reshard_after_forward", "copy_engines"))
-    return (
-        ((HOST, COMPUTE, CASTS), not config.get("compile.enable", True), "compile.enable = true makes fewer kernels"),
-        ((MATMUL, CASTS), is_float8 and not on_gpus, 'float8.recipe = "none": a CPU emulates float8'),
-        ((MATMUL, CASTS), is_bf16 and not on_gpus, _FLOAT32),
-        ((MATMUL,), not is_float8 and on_gpus, "float8.recipe: see titanlite recipes float8"),
-        ((CASTS,), is_float8, "float8.recipe: a recipe with fewer scales casts less"),
-        ((MATMUL, COMPUTE), is_recomputed, "activation_checkpoint.recipe: a list that keeps more computes less again"),
-        ((OPTIMIZER,), is_adamw and on_gpus and config.get("optimizer.state_dtype") != "bfloat16", _NARROW_MOMENTS),
-        ((f"{COMMUNICATION} all ranks",), bool(run.rules & {*MATRIX_RULES}), _ADVICE[OPTIMIZER]),
-        ((f"{COMMUNICATION} dp_shard",), engines == "never" and on_gpus, _COPY_ENGINES),
-        ((f"{COMMUNICATION} dp_shard",), reshard == "always", _RESHARD),
-        ((f"{COMMUNICATION} tp",), not is_async and is_bf16 and on_gpus, _ASYNC),
-        ((SAVING,), config.get("checkpoint.async_mode") == "async", f"checkpoint.interval makes it rarer; {_WITHOUT}"),
-        ((DATA_WAIT,), config.get("data.prepare") == "background", _PREPARED),
-        ((ATTENTION,), config.get("data.document_mask", True), _DOCUMENTS),
-    )
-
-
+_SEEN = {
+    DATA_WAIT: "every rank waits for the loader's thread to read its next batches",
+    HOST: "the device has nothing to do while the host prepares its work",
+}
 _BETWEEN = {
     VALIDATION: "a validation, the loss on held-out text",
     EVALUATION: "an evaluation, the accuracy in tasks",
@@ -159,14 +132,10 @@ _BETWEEN = {
     NUMERICS: "a measurement of what float8 does to each layer",
 }
 _WITHOUT = "profiling.start_step chooses steps without it"
-_FLOAT32 = 'training.mixed_precision_param = "float32": most CPUs have no fast bfloat16'
-_NARROW_MOMENTS = 'optimizer.state_dtype = "bfloat16": moments of half the size are read faster'
 _COPY_ENGINES = 'parallelism.fsdp_copy_engines = "default" takes no multiprocessors from matmuls'
 _RESHARD = 'parallelism.fsdp_reshard_after_forward = "default" gathers the head once'
 _ASYNC = "parallelism.async_tensor_parallel = true overlaps them with their matmuls"
 _PREPARED = 'data.prepare = "first": titanlite prepare tokenizes the source beforehand'
-_DOCUMENTS = "training.seq_len: its time grows with the length of documents, which end where a sample does"
-_OWN = "no key: it is the model's own arithmetic"
 _ADVICE = {
     DATA_WAIT: "data.cache_dir: the token shards belong on a disk that keeps up, as one of this host",
     RECOMPILATION: "profiling.start_step: later steps, where all is compiled; if it goes on, a shape changes",
@@ -176,15 +145,11 @@ _ADVICE = {
     SAVING: f'checkpoint.async_mode = "async" saves beside the steps, checkpoint.interval more rarely; {_WITHOUT}',
     NUMERICS: f"metrics.float8_numerics_freq makes it rarer; {_WITHOUT}",
     STRAGGLER_WAIT: "no key: ranks have unequal work or share their processors with something else",
-    f"{COMMUNICATION} dp_shard": "training.local_batch_size: more work for each gather hides more of it",
+    _SHARD: "training.local_batch_size: more work for each gather hides more of it",
     f"{COMMUNICATION} dp_replicate": "training.local_batch_size: gradients are added up once a micro-step",
     f"{COMMUNICATION} cp": "parallelism.context_parallel_degree: a lower one sends less; titanlite plan compares",
-    f"{COMMUNICATION} tp": "parallelism.tensor_parallel_degree: fewer ranks, if the memory allows it",
+    _TP: "parallelism.tensor_parallel_degree: fewer ranks, if the memory allows it",
     f"{COMMUNICATION} ep": "parallelism.expert_parallel_degree: titanlite plan says what another one costs",
-    f"{COMMUNICATION} all ranks": "no key: sums of the loss and of gradients' norms, which wait for the slowest rank",
-    MATMUL: _OWN,
-    ATTENTION: "training.seq_len: its time grows with the square of the sequence",
-    CASTS: "training.local_batch_size: weights are cast for each gather, however many tokens it is for",
-    OPTIMIZER: "training.global_batch_size: an update takes as long, however many tokens a step has",
-    COMPUTE: _OWN,
+    f"{COMMUNICATION} all ranks": "training.global_batch_size with Muon, whose rows travel once a step; else no key: "
+    "sums of the loss and of gradients' norms wait for the slowest rank",
 }

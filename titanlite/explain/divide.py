@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titanlite.explain.waits import Waits
-from titanlite.observe.kernel_table import merge_spans
+from titanlite.observe.kernel_classes import merge_spans
 from titanlite.observe.step_profile import (
     ASIDE,
     AXES,
@@ -119,22 +119,10 @@ def _covers(intervals: NDArray[np.float64], start: NDArray[np.float64]) -> NDArr
     return (place >= 0) & (start < intervals[np.maximum(place, 0), 1])
 
 
-def mean_parts(divisions: Sequence[Division]) -> dict[str, float]:
-    """Return the mean µs of each category over steps and ranks."""
+def mean_parts(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean µs of each category that any of some divisions has."""
     return {
-        name: sum(d.parts.get(name, 0.0) for d in divisions) / len(divisions)
+        name: sum(parts.get(name, 0.0) for parts in of) / len(of)
         for name in CATEGORIES
-        if any(name in d.parts for d in divisions)
+        if any(name in parts for parts in of)
     }
-
-
-def by_rank(divisions: Sequence[Division]) -> dict[int, dict[str, float]]:
-    """Return the mean µs of each category over the steps of each rank."""
-    ranks = sorted({d.rank for d in divisions})
-    return {rank: mean_parts([d for d in divisions if d.rank == rank]) for rank in ranks}
-
-
-def hidden_us(divisions: Sequence[Division]) -> dict[str, float]:
-    """Return the mean µs of communication behind the device's work, by category."""
-    names = dict.fromkeys(name for d in divisions for name in d.hidden)
-    return {name: sum(d.hidden.get(name, 0.0) for d in divisions) / len(divisions) for name in names}

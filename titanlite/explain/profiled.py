@@ -1,18 +1,19 @@
-"""A run with its profile, divided: what the tables, the causes and the picture are made from."""
+"""A run with its profile, divided: what the table, the first loss of time and the picture are made from."""
 
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.comparison.run_paths import require_runs
 from titanlite.comparison.runs import recorded_config, recorded_receipt
-from titanlite.explain.divide import Division, by_rank, divide, hidden_us, mean_parts
+from titanlite.explain.divide import Division, divide, mean_parts
 from titanlite.explain.waits import Waits, find_waits
-from titanlite.json_file import MALFORMED
 from titanlite.observe.metrics import read_metrics
 from titanlite.observe.step_profile import RankProfile, read_profiles
+from titanlite.preflight.run_again import processes_of
 from titanlite.streams import one_line
 
 
@@ -27,7 +28,6 @@ class ProfiledSteps:
         waits: for each other.
         divisions: of each step of each rank.
         unprofiled_us: median wall time of steps that were not recorded; None if the run logged none.
-        rules: of the optimizer, by its receipt; where that has none, the name of its recipe.
     """
 
     name: str
@@ -36,12 +36,11 @@ class ProfiledSteps:
     waits: Waits
     divisions: Sequence[Division]
     unprofiled_us: float | None = None
-    rules: frozenset[str] = frozenset()
 
     @property
-    def is_on_gpus(self) -> bool:
-        """Return whether it ran on GPUs."""
-        return self.profiles[0].device == "cuda"
+    def steps(self) -> list[int]:
+        """Return the numbers of the profiled steps."""
+        return [step.step for step in self.profiles[0].steps]
 
     @property
     def wall_us(self) -> float:
@@ -51,53 +50,57 @@ class ProfiledSteps:
     @property
     def parts(self) -> dict[str, float]:
         """Return the mean µs of each category; they sum to `wall_us`."""
-        return mean_parts(self.divisions)
+        return mean_parts([d.parts for d in self.divisions])
 
     @property
     def parts_by_rank(self) -> dict[int, dict[str, float]]:
         """Return the mean µs of each category of each rank."""
-        return by_rank(self.divisions)
+        ranks = [profile.rank for profile in self.profiles]
+        return {rank: mean_parts([d.parts for d in self.divisions if d.rank == rank]) for rank in ranks}
 
     @property
     def hidden(self) -> dict[str, float]:
         """Return the mean µs of communication that the device's work hides."""
-        return hidden_us(self.divisions)
+        return mean_parts([d.hidden for d in self.divisions])
 
     @property
     def graphs(self) -> int:
         """Return how many graphs the rank with most compiled in the window."""
         return max(profile.graphs for profile in self.profiles)
 
+    @property
+    def median_step(self) -> int:
+        """Return the step whose wall time is the median: the one to draw."""
+        walls = {step: statistics.fmean(d.wall_us for d in self.divisions if d.step == step) for step in self.steps}
+        return sorted(walls, key=lambda step: walls[step])[(len(walls) - 1) // 2]
+
 
 def read_profiled(folder: Path) -> ProfiledSteps:
     """Read a run's profile and config, and divide its steps.
 
     Raises:
-        RunError: it has no profile, or a file of it is damaged.
+        RunError: it is no run's folder, has no profile, or a file of it is damaged.
     """
-    profiles = read_profiles(folder)
-    config = recorded_config(folder)
+    require_runs("titanlite explain", [folder], "profile/rank0.json", _profiling_command)
+    profiles, config = read_profiles(folder), recorded_config(folder)
     waits = find_waits(profiles)
     divisions = [division for profile in profiles for division in divide(profile, waits)]
-    steps = [step.step for step in profiles[0].steps]
-    rules = _rules_by_receipt(folder) or frozenset([str(config.get("optimizer.recipe", ""))])
-    unprofiled_us = _unprofiled_us(folder, steps)
-    name = one_line(folder.resolve().name)
-    return ProfiledSteps(name, config, profiles, waits, divisions, unprofiled_us, rules)
+    unprofiled_us = _unprofiled_us(folder / "metrics.jsonl", profiles[0])
+    return ProfiledSteps(one_line(folder.resolve().name), config, profiles, waits, divisions, unprofiled_us)
 
 
-def _rules_by_receipt(folder: Path) -> frozenset[str]:
-    entries = recorded_receipt(folder) or ()
-    with suppress(*MALFORMED):  # it is another version's
-        applied = (entry["applied"] for entry in entries if entry["feature"] == "optimizer")
-        return frozenset(group["rule"] for each in applied for group in each["groups"].values())
-    return frozenset()
+def _profiling_command(folder: Path) -> str:
+    """Return the command that trains a run's config anew, under another name, with a profile; "" for no run."""
+    if not (folder / "config.toml").is_file():
+        return ""
+    name, processes = f"{folder.resolve().name}-profiled", processes_of(recorded_receipt(folder))
+    words = ["titanlite", "train", str(folder / "config.toml"), "--job.name", name, "--profiling.enable", "true"]
+    return shlex.join([*words, *(["--gpus", str(processes)] if processes and processes > 1 else [])])
 
 
-def _unprofiled_us(folder: Path, profiled: Sequence[int]) -> float | None:
-    """Return the median time of other steps, but for the first two, which compile, and those next to the window."""
-    path = folder / "metrics.jsonl"
-    rows = read_metrics(path) if path.is_file() else []
-    near = range(profiled[0] - 1, profiled[-1] + 2)
+def _unprofiled_us(metrics: Path, profile: RankProfile) -> float | None:
+    """Return the median time of other steps, except the first two, which compile, and those next to the window."""
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    near = range(profile.steps[0].step - 1, profile.steps[-1].step + 2)
     seconds = [row["seconds"] for row in rows if row.get("seconds") and row["step"] > 2 and row["step"] not in near]
     return 1e6 * statistics.median(seconds) if seconds else None

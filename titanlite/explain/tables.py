@@ -1,19 +1,15 @@
-"""Write what a profile says as text that folds into 80 columns: a run's time, two runs' difference, the memory."""
+"""Write what a profile says as text that folds into 80 columns: the time by rank, its first loss, the memory."""
 
-import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from titanlite.explain.causes import NOTABLE, Cause, first_cause, losses, work
-from titanlite.explain.changes import Difference, changed_parts, config_changes, first_change
-from titanlite.explain.divide import CATEGORIES
+from titanlite.explain.causes import NOTABLE, first_cause, longest_loss
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED
-from titanlite.observe.step_profile import COMMUNICATION, PeakMemory
+from titanlite.observe.step_profile import COMMUNICATION
 from titanlite.text_table import columns
 
 _WIDTH = 80
-_SECOND = 3  # further losses that are named
 _MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
 _FORECAST = {  # what the prediction says more finely, or in other words
     "gathered weights": GATHERED,
@@ -25,32 +21,9 @@ _FORECAST = {  # what the prediction says more finely, or in other words
 
 
 def run_text(run: ProfiledSteps) -> str:
-    """Return the tables and causes of one run."""
-    lines = [_headline(run), *_recording_lines(run), "", _time_table(run)]
-    lines += [_beside_the_sum(run), _causes(run)]
-    if memory := memory_table(run):
-        lines += ["", memory]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def two_runs_text(a: ProfiledSteps, b: ProfiledSteps) -> str:
-    """Return what changed from one run to another."""
-    rows = [(name, _ms(one), _ms(two), _signed(two - one)) for name, (one, two) in changed_parts(a, b).items()]
-    total = ("step", _ms(a.wall_us), _ms(b.wall_us), _signed(b.wall_us - a.wall_us))
-    lines = [_headline(a, "A  "), _headline(b, "B  "), "", columns(("ms a step", "A", "B", "change"), *rows, total)]
-    graphs = f"graphs compiled in these steps: {a.graphs} and {b.graphs}"
-    lines += [
-        graphs,
-        *(_in_80(note, f"{name}: ") for name, run in (("A", a), ("B", b)) for note in _straggler_lines(run)),
-    ]
-    change = first_change(a, b)
-    if change is None:
-        lines.append("first cause of the change: none; the step has not changed")
-    else:
-        lines += ["", *_first_change_lines(a, b, *change)]
-    if others := [d for d in config_changes(a, b) if d.touched]:
-        lines += ["", "config differences that touch time, and what they touch"]
-        lines += [_in_80(f"{d.text}: {', '.join(d.touched)}", "  ") for d in others]
+    """Return the table of a run's time by rank, its first cause, and the table of its memory."""
+    beside = map(_in_80, _beside_the_sum(run))
+    lines = [*map(_in_80, _headline(run)), "", _time_table(run), *beside, "", *_first_cause(run), "", memory_table(run)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -71,11 +44,7 @@ def memory_table(run: ProfiledSteps) -> str:
     ]
     total = _mib(sum(forecast.values())) if forecast else "-"
     head = (f"MiB at the peak, rank {profile.rank}", "measured", "forecast")
-    return columns(head, *rows, ("all", _mib(_all(memory)), total))
-
-
-def _all(memory: PeakMemory) -> int:
-    return sum(memory.categories.values())
+    return columns(head, *rows, ("all", _mib(sum(memory.categories.values())), total))
 
 
 def _regrouped(forecast: Mapping[str, int]) -> dict[str, int]:
@@ -87,110 +56,65 @@ def _regrouped(forecast: Mapping[str, int]) -> dict[str, int]:
     return {name: size for name, size in grouped.items() if size}
 
 
-def _headline(run: ProfiledSteps, letter: str = "") -> str:
-    first, last = (run.profiles[0].steps[i].step for i in (0, -1))
+def _headline(run: ProfiledSteps) -> list[str]:
+    first, last = run.steps[0], run.steps[-1]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     ranks = "1 rank" if len(run.profiles) == 1 else f"{len(run.profiles)} ranks"
-    said = f"{run.name}: {steps}, {ranks} on {run.profiles[0].device}, {run.wall_us / 1e3:,.1f} ms a step"
-    return _in_80(said, letter)
-
-
-def _recording_lines(run: ProfiledSteps) -> list[str]:
-    if run.unprofiled_us is None:
-        return []
-    more = run.wall_us / run.unprofiled_us - 1
-    return [_in_80(f"steps that were not recorded took {_ms(run.unprofiled_us)} ms, so recording costs {more:+.0%}")]
+    lines = [f"{run.name}: {steps}, {ranks} on {run.profiles[0].device}, {_ms(run.wall_us)} ms a step"]
+    if run.unprofiled_us is not None:
+        more = run.wall_us / run.unprofiled_us - 1
+        took = f"steps that were not recorded took {_ms(run.unprofiled_us)} ms"
+        lines.append(f"{took}, so recording costs {more:+.0%}")
+    return lines
 
 
 def _time_table(run: ProfiledSteps) -> str:
     parts, by_rank, wall = run.parts, run.parts_by_rank, run.wall_us
     rows = []
-    for name in (name for name in CATEGORIES if name in parts):
+    for name, us in parts.items():
         of_ranks = [each.get(name, 0.0) for each in by_rank.values()]
-        spread = f"{_ms(min(of_ranks))} - {_ms(max(of_ranks))}"
-        rows.append((name, _ms(parts[name]), f"{parts[name] / wall:.1%}", spread))
+        rows.append((name, _ms(us), f"{us / wall:.1%}", f"{_ms(min(of_ranks))} - {_ms(max(of_ranks))}"))
     total = sum(parts.values())
     head = ("part of the step", "ms", "share", "by rank")
-    return columns(head, *rows, ("sum", _ms(total), f"{total / wall:.1%}", "")).rstrip("\n")
+    return columns(head, *rows, ("sum", _ms(total), f"{total / wall:.1%}", ""))
 
 
-def _beside_the_sum(run: ProfiledSteps) -> str:
-    lines = [""]
+def _beside_the_sum(run: ProfiledSteps) -> list[str]:
+    lines = []
     hidden = {name.removeprefix(f"{COMMUNICATION} "): us for name, us in run.hidden.items() if us >= 1}
     if hidden:
         listed = ", ".join(f"{axis} {_ms(us)} ms" for axis, us in hidden.items())
-        lines.append(_in_80(f"hidden behind the device's work, not in the sum: {listed}"))
+        lines.append(f"hidden behind the device's work, not in the sum: {listed}")
     if run.waits.unmatched:
         axes = ", ".join(dict.fromkeys(run.waits.unmatched))
-        lines.append(_in_80(f"waits over {axes} are not known: its ranks were not in equally many collectives"))
+        lines.append(f"waits over {axes} are not known: its ranks were not in equally many collectives")
     lines.append(f"graphs compiled in these steps: {run.graphs}")
-    return "\n".join([*lines, *map(_in_80, _straggler_lines(run))])
+    if run.waits.straggler is not None:
+        rank, us = run.waits.straggler
+        share, each = us / sum(run.waits.caused_us.values()), _ms(us / len(run.steps))
+        lines.append(f"comes last most: rank {rank}, by {each} ms a step, {share:.0%} of all waits")
+    return lines
 
 
-def _straggler_lines(run: ProfiledSteps) -> list[str]:
-    if (straggler := run.waits.straggler) is None:
-        return []
-    rank, us = straggler
-    share = us / sum(run.waits.caused_us.values())
-    steps = len(run.profiles[0].steps)
-    return [f"comes last most: rank {rank}, by {us / steps / 1e3:.1f} ms a step, {share:.0%} of all waits"]
-
-
-def _causes(run: ProfiledSteps) -> str:
-    first, found = first_cause(run), losses(run)
-    lines = [""]
+def _first_cause(run: ProfiledSteps) -> list[str]:
+    first, longest = first_cause(run), longest_loss(run)
     if first is None:
-        most = f"{found[0].name} has {_ms(found[0].us)} ms" if found else "there is none"
-        lines.append(_in_80(f"first cause: none; no loss is {NOTABLE:.0%} of the step ({most})"))
-        lines += [_cause_lines(f"most of the step is {cause.name}", cause, run.wall_us) for cause in work(run)[:1]]
-        return "\n".join(lines)
-    lines.append(_cause_lines(f"first cause: {first.name}", first, run.wall_us))
-    further = [cause for cause in found[1 : 1 + _SECOND] if cause.us >= NOTABLE * run.wall_us]
-    lines += [_cause_lines(f"then: {cause.name}", cause, run.wall_us) for cause in further]
-    return "\n".join(lines)
-
-
-def _cause_lines(title: str, cause: Cause, wall_us: float) -> str:
-    lines = [_in_80(f"{title}, {_ms(cause.us)} ms a step ({cause.us / wall_us:.0%})")]
-    lines += [_in_80(cause.because, "  ")] if cause.because else []
-    return "\n".join([*lines, _in_80(cause.fix, "  change: ")])
-
-
-def _first_change_lines(
-    a: ProfiledSteps, b: ProfiledSteps, cause: Cause, change_us: float, keys: Sequence[Difference]
-) -> list[str]:
-    texts = [key.text for key in keys]
-    said = f"{cause.name}, {_signed(change_us)} ms of {_signed(b.wall_us - a.wall_us)} ms a step"
-    if texts:
-        lines = [_in_80(f"first cause of the change: {texts[0]}"), _in_80(f"by {said}", "  ")]
-        return lines + [_in_80(f"or {text}", "  ") for text in texts[1:]]
-    lines = [_in_80(f"first cause of the change: {said}"), _in_80("no config difference touches it", "  ")]
-    return [*lines, _in_80(cause.because, "  "), _in_80(cause.fix, "  change: ")]
+        most = f"{longest.name} has {_ms(longest.us)} ms" if longest else "there is none"
+        return [_in_80(f"first cause: none; no loss is {NOTABLE:.0%} of the step ({most})")]
+    size = f"{_ms(first.us)} ms a step ({first.us / run.wall_us:.0%})"
+    said = _in_80(f"first cause: {first.name}, {size}")
+    return [said, _in_80(first.because, "  "), _in_80(first.fix, "  change: ")]
 
 
 def _in_80(text: str, indent: str = "") -> str:
     """Fold a text into 80 columns; what follows a long indent is indented as far."""
-    return textwrap.fill(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=" " * max(2, len(indent)), break_on_hyphens=False
-    )
+    further = " " * max(2, len(indent))
+    return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
 
 
 def _ms(us: float) -> str:
     return f"{us / 1e3:,.1f}"
 
 
-def _signed(us: float) -> str:
-    return f"{us / 1e3:+,.1f}"
-
-
 def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f}"
-
-
-def median_step(run: ProfiledSteps) -> int:
-    """Return the step of the window whose wall time is the median: the one to draw."""
-    walls = {
-        step.step: statistics.fmean(d.wall_us for d in run.divisions if d.step == step.step)
-        for step in run.profiles[0].steps
-    }
-    return sorted(walls, key=lambda step: walls[step])[(len(walls) - 1) // 2]

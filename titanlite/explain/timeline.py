@@ -6,35 +6,24 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.explain.divide import CATEGORIES, EXPOSED, HOST, STRAGGLER_WAIT, Segments, exclusive
+from titanlite.explain.divide import CATEGORIES, EXPOSED, Segments, exclusive
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.metrics import RunError
-from titanlite.observe.step_profile import (
-    ASIDE,
-    ATTENTION,
-    CASTS,
-    COMPUTE,
-    DATA_WAIT,
-    MATMUL,
-    OPTIMIZER,
-    RECOMPILATION,
-    RankProfile,
-)
 from titanlite.preflight.output_file import require_picture
 
-_COLOURS = {
-    MATMUL: "#1f5fa8",
-    ATTENTION: "#5aa0dc",
-    CASTS: "#8c6bb1",
-    OPTIMIZER: "#2b8a6e",
-    COMPUTE: "#9ecae1",
-    **dict(zip(EXPOSED, ("#d95f0e", "#f2a15a", "#a63603", "#b8860b", "#e6b800", "#8c510a"), strict=True)),
-    STRAGGLER_WAIT: "#c0182b",
-    RECOMPILATION: "#e377c2",
-    DATA_WAIT: "#6a2c91",
-    HOST: "#d0d0d0",
-    **dict(zip(ASIDE, ("#888888", "#6b8e23", "#555555", "#a9a9a9"), strict=True)),
-}
+# One of each category, in their order: the device's work, exposed communication, waits, the host, what is of no step.
+_COLOURS = dict(
+    zip(
+        CATEGORIES,
+        (
+            *("#5aa0dc", "#1f5fa8", "#8c6bb1", "#2b8a6e", "#9ecae1"),
+            *("#d95f0e", "#f2a15a", "#a63603", "#b8860b", "#e6b800", "#8c510a"),
+            *("#c0182b", "#e377c2", "#6a2c91", "#d0d0d0"),
+            *("#888888", "#6b8e23", "#555555", "#a9a9a9"),
+        ),
+        strict=True,
+    )
+)
 _PIXELS = 2000  # of the picture's width: what is shorter than one is drawn with its neighbours
 
 
@@ -51,11 +40,10 @@ def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
         OSError: the picture cannot be written.
     """
     require_picture("titanlite explain", path, "timeline.png")
-    steps = [each.step for each in run.profiles[0].steps]
-    if step not in steps:
-        want = f"a profiled step, {steps[0]} to {steps[-1]}"
-        raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {steps[0]}")
-    figure = timeline_figure(run, steps.index(step))
+    if step not in run.steps:
+        want = f"a profiled step, {run.steps[0]} to {run.steps[-1]}"
+        raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {run.steps[0]}")
+    figure = timeline_figure(run, run.steps.index(step))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
@@ -69,12 +57,12 @@ def timeline_figure(run: ProfiledSteps, index: int) -> Any:
     figure = Figure(figsize=(13, 1.9 + 0.55 * len(run.profiles)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    start = min(_absolute(profile, profile.steps[index].start_us) for profile in run.profiles)
+    start = min(profile.origin_us + profile.steps[index].start_us for profile in run.profiles)
     seen: set[str] = set()
     for row, profile in enumerate(run.profiles):
         edges = np.array([profile.steps[index].start_us, profile.steps[index].end_us])
         segments = exclusive(profile, run.waits, edges)
-        offset = _absolute(profile, 0.0) - start
+        offset = profile.origin_us - start
         resolution = (edges[1] - edges[0]) / _PIXELS
         for number, name in enumerate(segments.order):
             top = _runs(segments, segments.owner == number, resolution)
@@ -91,13 +79,9 @@ def timeline_figure(run: ProfiledSteps, index: int) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=_COLOURS[name], label=name) for name in CATEGORIES if name in seen]
     figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=9)
-    title = f"{run.name}: step {run.profiles[0].steps[index].step}"
+    title = f"{run.name}: step {run.steps[index]}"
     figure.suptitle(title, x=0.02, ha="left", fontsize=11, parse_math=False)
     return figure
-
-
-def _absolute(profile: RankProfile, us: float) -> float:
-    return profile.origin_us + us
 
 
 def _draw_bars(

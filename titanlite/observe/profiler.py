@@ -24,8 +24,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlite.config.schema import Profiling
 from titanlite.durable import open_plain, write_durably
 from titanlite.observe.console import Console
-from titanlite.observe.kernel_table import kernel_table
 from titanlite.observe.trace_spans import STEP, ProfiledRun, summarise
+
+_ROWS, _NAME = 40, 110  # of kernels.txt, and characters of a name
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
@@ -136,7 +137,9 @@ class Profiler:
             with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(gzip.compress(content))
             steps = self._step - self._start_step + 1
-            write_durably(self._folder / "kernels.txt", kernel_table(parsed, steps))
+            by_time = f"self_{'cuda' if self._device.type == 'cuda' else 'cpu'}_time_total"
+            table = trace.key_averages().table(sort_by=by_time, row_limit=_ROWS, max_name_column_width=_NAME)
+            write_durably(self._folder / "kernels.txt", f"{steps} steps\n{table}")
             self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
             self._console.notice(f"what they did with their time: titanlite explain {self._folder.parent}")
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.observe.kernel_table import cpu_work, end_us, kernel_class, merge_spans
+from titanlite.observe.kernel_classes import cpu_work, end_us, kernel_class, merge_spans
 from titanlite.observe.peak_memory import peak_memory
 from titanlite.observe.step_profile import (
     ASIDE,

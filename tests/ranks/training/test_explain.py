@@ -89,17 +89,6 @@ def test_collectives_are_of_the_axis_that_they_run_over(desk: "Desk") -> None:
         assert memory.categories[name] == pytest.approx(forecast[name], rel=0.02)
 
 
-@pytest.mark.slow  # the compiler takes 10 s of CPU
-def test_a_disabled_compiler_is_the_first_cause_of_a_change(desk: "Desk", capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--training.seq_len=256", "--training.local_batch_size=4", "--model.n_layers=1", "--training.steps=9")
-    window = ("--profiling.start_step=4", "--profiling.steps=5")
-    profile_of(desk, "compiled", 1, *sizes, *window, "--compile.enable=true", "--metrics.log_freq=2")
-    profile_of(desk, "plain", 1, *sizes, *window, "--optimizer.lr=1e-3")
-    folders = [str(desk.folder / "runs" / name) for name in ("compiled", "plain")]
-    assert titanlite.commands.explain.run(folders) == 0
-    assert "first cause of the change: compile.enable: true → false\n" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 def test_compilation_in_the_window_is_counted_and_the_first_cause(desk: "Desk") -> None:
     run = profile_of(desk, "compiling", 1, "--compile.enable=true", "--profiling.start_step=1", "--profiling.steps=2")

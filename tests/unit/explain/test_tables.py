@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from tests.support.profiles import profiled, rank_profile
-from titanlite.explain.tables import median_step, memory_table, run_text, two_runs_text
+from titanlite.explain.tables import memory_table, run_text
 from titanlite.explain.timeline import draw_timeline, timeline_figure
 from titanlite.observe.metrics import RunError
 from titanlite.observe.step_profile import ATTENTION, DATA_WAIT, MATMUL, PeakMemory, StepEdges
@@ -30,20 +30,10 @@ def ranks(n, start, **config):
 
 def test_every_line_fits_80_columns_and_the_sum_is_the_step():
     run = ranks(8, 2e6, name="a-run-with-a-name-of-some-length")
-    other = ranks(8, 9e6, name="another-run-with-a-name-like-that", data__cache_dir="/a/folder/that/is/far/away")
-    for text in (run_text(run), two_runs_text(run, other)):
-        assert max(map(len, text.splitlines())) <= 80, text
+    assert max(map(len, run_text(run).splitlines())) <= 80, run_text(run)
     rows = {line[2:28].strip(): line[28:].split() for line in run_text(run).splitlines()}
     assert rows["sum"][:2] == [f"{run.wall_us / 1e3:,.1f}", "100.0%"]
-    assert "comes last most: rank 7, by 1333.3 ms a step, 100% of all waits" in run_text(run)
-
-
-def test_of_two_runs_the_change_of_each_part_stands_beside_both():
-    a, b = ranks(2, 2e6, data__cache_dir="/here"), ranks(2, 9e6, data__cache_dir="/there")
-    text = two_runs_text(a, b)
-    (row,) = [line.split() for line in text.splitlines() if line.startswith("  data wait")]
-    assert row[2:] == ["666.7", "3,000.0", "+2,333.3"]
-    assert 'data.cache_dir: "/here" → "/there": data wait' in text
+    assert "comes last most: rank 7, by 1,333.3 ms a step, 100% of all waits" in run_text(run)
 
 
 def test_memory_is_that_of_the_fullest_rank_beside_its_forecast():
@@ -67,7 +57,7 @@ def test_memory_is_that_of_the_fullest_rank_beside_its_forecast():
 
 def test_the_timeline_shows_each_rank_s_parts_and_its_collectives(tmp_path):
     run = ranks(3, 2e6)
-    assert median_step(run) == 13
+    assert run.median_step == 13
     figure = timeline_figure(run, 0)
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]

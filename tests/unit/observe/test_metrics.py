@@ -165,7 +165,7 @@ def test_the_cheap_modules_import_nothing_slow():
     code = """
 import sys
 import titanlite.observe.metrics, titanlite.observe.console, titanlite.receipt, titanlite.observe.wandb
-import titanlite.observe.status, titanlite.observe.watchdog, titanlite.observe.kernel_table
+import titanlite.observe.status, titanlite.observe.watchdog, titanlite.observe.kernel_classes
 print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -51,7 +51,7 @@ def test_exactly_the_steps_of_the_window_are_traced(tmp_path, first_step, start_
     said = train(folder, "cpu", start_step, 2, first_step, first_step + 5)
     assert matmuls(folder) == traced
     assert sorted(path.name for path in folder.iterdir()) == ["kernels.txt", "rank0.json", "rank0.json.gz"]
-    assert (folder / "kernels.txt").read_text().startswith("2 steps, wall time per step ")
+    assert (folder / "kernels.txt").read_text().startswith("2 steps\n")
     assert "aten::mm" in (folder / "kernels.txt").read_text()
     assert said == (
         f"profile of 2 steps: {folder / 'rank0.json.gz'}, {folder / 'kernels.txt'}\n"
@@ -86,7 +86,7 @@ def test_a_run_that_ends_within_the_window_writes_what_there_is(tmp_path, last_s
     folder.mkdir()  # of an earlier start
     train(folder, "cpu", 2, 10, 1, last_step)
     assert matmuls(folder) == traced
-    assert (folder / "kernels.txt").read_text().startswith(f"{last_step - 1} steps")
+    assert (folder / "kernels.txt").read_text().startswith(f"{last_step - 1} steps\n")
 
 
 def test_a_window_that_is_over_is_a_warning(tmp_path):
@@ -132,8 +132,8 @@ def test_all_ranks_know_when_a_trace_begins_and_ends(tmp_path, rank):
 def test_kernels_of_a_gpu(tmp_path):
     train(tmp_path / "profile", "cuda", 3, 2, 1, 5)
     table = (tmp_path / "profile/kernels.txt").read_text()
-    (row,) = [line for line in table.splitlines() if line.endswith("  matmul")]
-    assert float(row.split()[1]) == (3 + 4) / 2
+    (row,) = [line for line in table.splitlines() if line.strip().startswith("aten::mm ")]
+    assert row.split()[-1] == f"{3 + 4}"
     (profile,) = read_profiles(tmp_path)
     assert len(profile.spans[MATMUL]) <= 3 + 4
     assert [step.step for step in profile.steps] == [3, 4]

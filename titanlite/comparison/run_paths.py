@@ -1,0 +1,60 @@
+"""Say what is wrong with the paths of runs that a command is given, before anything is read."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from titanlite.durable import require_reachable
+from titanlite.errors import Problem, describe, nearest
+from titanlite.observe.metrics import RunError
+
+
+def require_runs(
+    command: str, folders: Sequence[Path], file: str, advice: Callable[[Path], str] = lambda folder: ""
+) -> None:
+    """Check that each path is the folder of a run with config.toml and another file.
+
+    Args:
+        command: as "titanlite compare".
+        folders: the paths.
+        file: of a run's folder, that the command reads.
+        advice: what to do about a folder that lacks the file; "" if that is not known.
+
+    Raises:
+        RunError: some are not, all of them at once.
+    """
+    problems = [problem for folder in folders if (problem := _path_problem(folder, file, advice)) is not None]
+    if problems:
+        raise RunError(describe(command, problems))
+
+
+def _path_problem(folder: Path, file: str, advice: Callable[[Path], str]) -> Problem | None:
+    require_reachable(folder / "config.toml")
+    missing = [name for name in ("config.toml", file) if not os.path.isfile(folder / name)]
+    if not missing:
+        return None
+    what = "there is no such folder"
+    if os.path.lexists(folder):
+        what = f"{' and '.join(missing)} missing" if os.path.isdir(folder) else "this is a file"
+    meant = next(_runs_around(folder, file), None)
+    fix = advice(folder) if os.path.isdir(folder) and file in missing else ""
+    fix = fix or "give the path <dump_folder>/<name> of a run"
+    want = f"a run's folder, with config.toml and {file}; {what}"
+    return Problem(str(folder), "", want, fix if meant is None else f"did you mean {meant}?")
+
+
+def _runs_around(path: Path, file: str) -> Iterator[Path]:
+    """Return the runs around a path that is none: it lies in one, holds some, or has nearly the name of one."""
+
+    def runs(paths: Sequence[Path]) -> list[Path]:
+        return [path for path in paths if all(os.path.isfile(path / name) for name in ("config.toml", file))]
+
+    if not os.path.lexists(path):
+        try:
+            near = nearest(path.name, [run.name for run in runs([*path.parent.iterdir()])])
+        except OSError:
+            near = None
+        yield from [] if near is None else [path.parent / near]
+        return
+    yield from runs([*path.parents, *path.resolve().parents])
+    yield from runs(sorted(path.iterdir())) if os.path.isdir(path) else []

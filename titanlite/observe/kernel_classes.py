@@ -1,0 +1,85 @@
+"""Classify the kernels and operators of a profiler trace, and find when each operator of a CPU was at work itself."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+# First match wins. Elementwise kernels and reductions that a compiler made are named for what they feed, as matmuls;
+# titanlite's own passes over memory are counted with them. A fused kernel of communication and matmul is named for both
+# and counts as a matmul; attention kernels are built from the same libraries as matmuls and must come before them.
+_CLASSES = (
+    ("triton", r"^triton_(poi|red|per|for)_|^_(cast_(amax|transpose|rows|blocks)|transpose|swiglu_\w+)$"),
+    ("triton", r"^_(norm_rope\w*|rotated_heads_grad|rms_norm_grad|add_parts)$"),
+    ("triton", r"^_(route(_grad)?|expert_(counts|begins|places|gate\w*)|aligned_rows)$"),
+    ("triton", r"^_((gather|combine|spread)_rows|row_dots)$"),
+    ("attention", r"flash|fmha|attention|sdpa|cudnn::fusion"),
+    ("matmul", r"gemm|nvjet|cutlass|xmma|matmul|splitk|::(_scaled_)?(add|b|badd)?mm$|::linear$|mkldnn_linear"),
+    ("matmul", r"^_grouped_weight_gradient$"),
+    ("communication", r"^_?meet$|^_add_shards$|memcpy ptop|nccl|c10d|gloo|symm_mem"),
+    ("communication", r"all_?gather|reduce_?scatter|all_?reduce|all_?to_?all"),
+    ("optimizer", r"adam|multi_tensor|_foreach_|foreach_norm"),
+    ("triton", r"^triton_|^_?[a-z0-9_]+_kernel$"),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """An operator of a CPU. Times in microseconds, without those of its callees."""
+
+    name: str
+    times: list[tuple[float, float]]  # from, to; in order
+    thread: Any
+    caller: str  # the operator that called it; "" if none did
+
+
+def kernel_class(name: str) -> str:
+    """Classify a kernel or operator by its name: attention, matmul, communication, optimizer, triton or other."""
+    return next((kind for kind, pattern in _CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
+
+
+def cpu_work(trace: dict[str, Any]) -> list[Work]:
+    """Operators of the CPU. They nest within a thread; each has the times at which none of its callees ran."""
+    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") == "cpu_op":
+            threads[event.get("tid")].append(event)
+    work = []
+    for thread, events in threads.items():
+        running: list[tuple[float, Work]] = []  # until when; each is called by the one before
+        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+            _end_before(event["ts"], running)
+            caller = running[-1][1] if running else None
+            if caller is not None:
+                caller.times[-1] = (caller.times[-1][0], event["ts"])
+            work.append(Work(event["name"], [(event["ts"], event["ts"])], thread, caller.name if caller else ""))
+            running.append((end_us(event), work[-1]))
+        _end_before(math.inf, running)
+    return work
+
+
+def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
+    """Let end what has ended by then; what called it goes on."""
+    while running and running[-1][0] <= ts:
+        end, ended = running.pop()
+        ended.times[-1] = (ended.times[-1][0], end)
+        if running:
+            running[-1][1].times.append((end, end))
+
+
+def end_us(event: dict[str, Any]) -> float:
+    """Return when an event of a trace ends."""
+    return event["ts"] + event["dur"]
+
+
+def merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Unite overlapping intervals, in order of time."""
+    merged: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
