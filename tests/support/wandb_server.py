@@ -8,9 +8,13 @@ a run is begun again that asked for nothing, some servers may drop its lines ins
 import gzip
 import http.server
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -27,8 +31,8 @@ class Server(http.server.ThreadingHTTPServer):
         self.up = True
         self.outage: int | None = 503
         self.files: dict[str, bytes] = {}
-        self.configs: dict[str, str] = {}  # of each run, as JSON
-        self.groups: dict[str, str] = {}  # of runs that have one
+        self.said: dict[str, dict[str, Any]] = {}  # of each run: config as JSON, groupName, displayName, tags, …
+        self.exits: dict[str, int] = {}  # of runs that have ended, their exit codes
         self.summaries: list[tuple[str, dict[str, Any]]] = []  # written to runs that have ended, with their names
         self.sent: dict[str, list[tuple[int, list[str]] | None]] = {}  # offset and lines; None where a run begins
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -54,6 +58,21 @@ class Server(http.server.ThreadingHTTPServer):
                 lines.clear()
         assert sorted(lines) == list(range(len(lines))), "a gap"
         return [json.loads(lines[at]) for at in range(len(lines))]
+
+    def environment(self, home: Path) -> dict[str, str]:
+        """That of a user of it, who can import titanlite."""
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
+        own = {"WANDB_BASE_URL": self.url, "WANDB_API_KEY": "deadbeef" * 5, "HOME": str(home)}
+        return {**clean, **own, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def sync(self, home: Path, *folders: Path) -> None:
+        """Run `wandb sync` on folders of wandb's, one after the other."""
+        asked = ["-m", "wandb", "sync", "--yes", "--include-synced", "--include-online"]
+        done = subprocess.run(
+            [sys.executable, *asked, *map(str, folders)],
+            env=self.environment(home), capture_output=True, text=True, check=False, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Of a client that was killed, or that does not wait for the answer."""
@@ -83,7 +102,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer({"data": self._data(name[1] if name else "", asked.get("variables") or {})})
             return
         if self.path.endswith("/file_stream") and self.server.up:
-            files = json.loads(body).get("files") or {}
+            said = json.loads(body)
+            files = said.get("files") or {}
+            if said.get("complete"):
+                self.server.exits[self.path.split("/")[4]] = said["exitcode"]
             if history := files.get("wandb-history.jsonl"):
                 self.server.sent[self.path.split("/")[4]].append((history["offset"], history["content"]))
         self._answer({})
@@ -98,9 +120,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if name == "UpsertBucket" and self.server.up:
             is_new = given["name"] not in self.server.sent
             sent = self.server.sent.setdefault(given["name"], [])
-            self.server.configs[given["name"]] = given.get("config") or self.server.configs.get(given["name"], "{}")
-            if given.get("groupName"):
-                self.server.groups[given["name"]] = given["groupName"]
+            said = self.server.said.setdefault(given["name"], {"config": "{}"})
+            said |= {key: value for key, value in given.items() if value is not None}
             if given.get("host") and not given.get("id"):  # a start, not a word about one that goes on
                 sent.append(None)
             bucket = {"id": "B", "name": given["name"], "displayName": given["name"], "project": project}
@@ -129,7 +150,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             return {"project": {**project, "run": self._run(given["name"])}}
         if name == "Runs":
             group = json.loads(given["filters"])["group"]
-            found = [run for run in self.server.sent if self.server.groups.get(run) == group]
+            found = [run for run in self.server.sent if self.server.said.get(run, {}).get("groupName") == group]
             edges = [{"node": self._run(run), "cursor": run} for run in found]
             runs = {"edges": edges, "pageInfo": {"endCursor": None, "hasNextPage": False}}
             return {"project": {"internalId": "1", "runCount": len(found), "readOnly": False, "runs": runs}}
@@ -145,14 +166,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         return {}
 
     def _run(self, run: str) -> dict[str, Any]:
-        lines = self.server.lines(run)
+        lines, said = self.server.lines(run), self.server.said.get(run, {"config": "{}"})
         keys = {"lastStep": len(lines) - 1, "keys": {}, "sets": []}
         return {
             "id": run, "projectId": "1", "name": run, "displayName": "mine", "state": "finished", "tags": [],
-            "sweepName": None, "group": self.server.groups.get(run), "jobType": None, "commit": None, "readOnly": False,
+            "sweepName": None, "group": said.get("groupName"), "jobType": None, "commit": None, "readOnly": False,
             "createdAt": "2026-01-01T00:00:00", "heartbeatAt": "2026-01-01T00:00:00", "description": None,
             "notes": None, "systemMetrics": "{}", "summaryMetrics": "{}", "historyLineCount": len(lines),
-            "user": {"name": "me", "username": "me"}, "historyKeys": keys, "config": self.server.configs.get(run, "{}"),
+            "user": {"name": "me", "username": "me"}, "historyKeys": keys, "config": said["config"],
         }  # fmt: skip
 
     def _node(self, file: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ code is 1. What rounding does is known from runs of the first's config whose wei
 and up to four if it takes these to tell, into FIRST-nudged, FIRST-nudged-2 … beside FIRST, where they are found again.
 Of mixtures of experts there is a second picture, beside the first: the tokens of each expert over time. Apart from
 --floor and --layers, only run folders are read (`metrics.jsonl`, `experts.jsonl`, `config.toml`, `status.json`,
-`receipt.json`), or what wandb has of a run, so runs can be compared that are still going, were copied from elsewhere or
-made by another version.
+`receipt.json`), or what wandb's server has of a run, so runs can be compared that are still going, were copied from
+elsewhere or made by another version.
 """
 
 import os
@@ -43,7 +43,7 @@ COMMAND = Command(
     "compare",
     __doc__ or "",
     {
-        "RUN": "run folder, <dump_folder>/<name>; wandb's offline-run-… folder; or entity/project/run_id",
+        "RUN": "run folder, <dump_folder>/<name>; or entity/project/run_id, of a run on wandb's server",
         "--floor": "train the first run's config once more, nudged by one rounding, up to four times if need be",
         "--seeds RUN,RUN,...": "runs of the first's config with other seeds; two or more show what is chance",
         "--tolerance NATS": "difference of the loss that is accepted, the whole interval within it",

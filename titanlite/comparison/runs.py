@@ -1,28 +1,26 @@
 """Read the folders of runs (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), to compare them.
 
-A run may also be one of Weights & Biases, whose reader is `wandb_runs.py`.
-
 Nothing else of a run is looked at, so runs that are still going, were copied from elsewhere or were made by another
-version can be read. What does not hold a run's files is an error that names every such folder at once.
+version can be read. A run on a server of Weights & Biases is first fetched as such a folder (`wandb_runs.py`).
 """
 
-import os
-import time
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli
 
-from titanlite.comparison.wandb_runs import is_run_path, read_wandb_folder, read_wandb_path, wandb_file
-from titanlite.durable import require_reachable
-from titanlite.errors import Problem, describe, nearest
-from titanlite.json_file import read_json
+from titanlite.comparison.run_paths import require_runs
+from titanlite.comparison.wandb_runs import fetch_run, is_run_path
+from titanlite.json_file import MALFORMED, as_type, read_json
 from titanlite.observe.metrics import RunError, is_of_step, read_metrics
-from titanlite.preflight.run_folder import AT_WORK_S, RunFolder
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.same_run import dotted
 from titanlite.streams import one_line
+
+T = TypeVar("T")
 
 _LEAST = {"training.steps": 0, "job.stop_after": 0, "metrics.log_freq": 1}  # of the keys that say what is logged
 
@@ -61,75 +59,51 @@ class RunRecord:
         return [row for row in self.rows if "validation_loss" in row]
 
 
-def read_runs(folders: Sequence[Path]) -> list[RunRecord]:
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read runs.
 
     Args:
-        folders: run folders; folders of wandb's offline runs, or their `.wandb` files; paths of runs on wandb's server,
-            entity/project/run_id.
+        paths: run folders, or paths of runs on wandb's server, entity/project/run_id.
 
     Returns:
-        A record per folder, in the same order, with names that differ.
+        A record per path, in the same order, with names that differ.
 
     Raises:
-        RunError: something is not a run's folder, or nothing was logged in any of them.
+        RunError: something is not a run's folder, a file is damaged, or nothing was logged in any of them.
     """
-    problems: list[Problem] = []
-    want, fix = "a run's folder, with config.toml and metrics.jsonl", "give the path <dump_folder>/<name> of a run"
-    if not folders:
-        problems.append(Problem("RUN", "", want, "titanlite compare outputs/run"))
-    of_wandb = [wandb_file(folder) is not None or is_run_path(folder) for folder in folders]
-    for folder in (folder for folder, is_wandb in zip(folders, of_wandb, strict=True) if not is_wandb):
-        require_reachable(folder / "config.toml")
-        missing = [name for name in ("config.toml", "metrics.jsonl") if not os.path.isfile(folder / name)]
-        if not os.path.isdir(folder):
-            problems.append(Problem(str(folder), "", *_no_folder(folder, want, fix)))
-        elif missing:
-            inside = sorted(path.parent.name for path in folder.glob("*/metrics.jsonl"))
-            hint = f"did you mean {folder / inside[0]}?" if inside else fix
-            state = _state(folder / "status.json")
-            if state and not inside and "metrics.jsonl" in missing:  # it was prepared, and no more
-                hint = f'leave it out: nothing was logged there, and its status.json says "{state}"'
-            problems.append(Problem(str(folder), "", f"{want}; {' and '.join(missing)} missing", hint))
-    if problems:
-        raise RunError(describe("titanlite compare", problems))
-    records = [
-        (_read_wandb if is_wandb else _read)(folder, name)
-        for folder, name, is_wandb in zip(folders, _names(folders), of_wandb, strict=True)
-    ]
+    folders = [path for path in paths if not is_run_path(path)]
+    require_runs("titanlite compare", folders, "metrics.jsonl", _without_rows)
+    if not paths:
+        want = "a run's folder, with config.toml and metrics.jsonl"
+        raise RunError.of("titanlite compare", "RUN", "", want, "titanlite compare outputs/run")
+    records = [_read(path, name) for path, name in zip(paths, _names(paths), strict=True)]
     if not any(record.steps for record in records):
-        saw = ", ".join(str(folder) for folder in folders)
-        raise RunError.of(
-            "titanlite compare", "RUN", saw, "a logged step in at least one run", "wait for the first step"
-        )
+        want, fix = "a logged step in at least one run", "wait for the first step"
+        raise RunError.of("titanlite compare", "RUN", ", ".join(map(str, paths)), want, fix)
     return records
 
 
-def _no_folder(path: Path, want: str, fix: str) -> tuple[str, str]:
-    """Say of a path that is no folder what is wanted, and what was probably meant: a file's own run, or a near name."""
-    if os.path.lexists(path):
-        run = next((folder for folder in path.parents if os.path.isfile(folder / "metrics.jsonl")), None)
-        return f"{want}; this is a file", fix if run is None else f"did you mean {run}?"
-    try:
-        runs = [entry.name for entry in os.scandir(path.parent) if os.path.isfile(f"{entry.path}/metrics.jsonl")]
-    except OSError:
-        runs = []
-    near = nearest(path.name, runs)
-    return f"{want}; there is no such folder", fix if near is None else f"did you mean {path.parent / near}?"
+def _without_rows(folder: Path) -> str:
+    """Say what to do about a run without metrics.jsonl: it was prepared, and no more."""
+    state = _recorded_state(folder)
+    return state and f'leave it out: nothing was logged there, and its status.json says "{state}"'
 
 
 def recorded_config(folder: Path) -> dict[str, Any]:
     """Read the config that a run has written into its folder, by dotted keys.
 
     Raises:
-        RunError: it is not TOML.
+        RunError: it is not TOML, or a number in it that counts steps is none.
     """
-    path = folder / "config.toml"
-    try:
-        return dotted(tomli.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, RecursionError) as error:  # tomli's, or a byte that is no text
-        want, fix = "TOML, as the run wrote it", "restore the file from a copy"
-        raise RunError.of(f"{path}: {error}", "config.toml", "", want, fix) from error
+
+    def read(path: Path) -> dict[str, Any]:
+        config = dotted(tomli.loads(path.read_text(encoding="utf-8")))
+        for key, least in _LEAST.items():
+            if as_type(int, config.get(key, least)) < least:
+                raise ValueError(f"{key} is below {least}")
+        return config
+
+    return _own_file(folder / "config.toml", "TOML, as the run wrote it", read)
 
 
 def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
@@ -138,14 +112,39 @@ def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
     Raises:
         RunError: it is no receipt.
     """
+
+    def read(path: Path) -> list[dict[str, Any]]:
+        entries = as_list(read_json(path))
+        for entry in entries:
+            cases = [case[key] for case in as_list(entry["skipped"]) for key in ("what", "why")]
+            as_type(Sequence[str], [entry["feature"], *cases])
+        return entries
+
+    def as_list(value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise TypeError("no list")
+        return value
+
     path = folder / "receipt.json"
-    if not path.is_file():
-        return None
+    return _own_file(path, "a JSON list of features, as the run wrote it", read) if path.is_file() else None
+
+
+def _recorded_state(folder: Path) -> str:
+    """Read the state of status.json; "" if there is none."""
+    path, want = folder / "status.json", "a JSON object, as the run wrote it"
+    return _own_file(path, want, lambda path: as_type(str, read_json(path).get("state", ""))) if path.is_file() else ""
+
+
+def _own_file(path: Path, want: str, read: Callable[[Path], T]) -> T:
+    """Return what is read of a file that a run wrote.
+
+    Raises:
+        RunError: somebody, or the disk, has made it something else.
+    """
     try:
-        entries = read_json(path)
-    except ValueError:
-        entries = None
-    return _entries(entries, path)
+        return read(path)
+    except (*MALFORMED, RecursionError) as error:  # the last is of tomli
+        raise RunError.of(str(path), path.name, str(error), want, "restore the file from a copy") from error
 
 
 def title_of(records: Sequence[RunRecord]) -> str:
@@ -157,76 +156,20 @@ def title_of(records: Sequence[RunRecord]) -> str:
     return f"{others} compared with {names[0]}"
 
 
-def _read(folder: Path, name: str) -> RunRecord:
-    rows = read_metrics(folder / "metrics.jsonl")
-    if bad := [row for row in rows if not isinstance(row.get("tokens"), int)]:
-        want = "as many tokens as there were until then, a whole number"
-        raise RunError.of(
-            str(folder / "metrics.jsonl"),
-            f"tokens of step {bad[0]['step']}",
-            str(bad[0].get("tokens")),
-            want,
-            "restore the file",
-        )
-    return RunRecord(
-        name=name,
-        rows=rows,
-        config=_checked_config(recorded_config(folder), folder / "config.toml"),
-        state=_state(folder / "status.json"),
-        receipt=recorded_receipt(folder),
-        is_running=RunFolder(folder).seems_in_use() is not None,
-    )
-
-
-def _read_wandb(path: Path, name: str) -> RunRecord:
-    run = read_wandb_path(path) if is_run_path(path) else read_wandb_folder(path)
-    receipt, file = None if run.receipt is None else _entries(run.receipt, path), wandb_file(path)
-    is_written = file is None or time.time() - file.stat().st_mtime <= AT_WORK_S  # the server itself knows who is gone
-    config = _checked_config(dotted(run.config), path)
-    return RunRecord(name, run.rows, config, run.state, receipt, run.state == "running" and is_written)
-
-
-def _checked_config(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Check the keys of a config that are computed with; one that is absent is no problem."""
-    problems = [
-        Problem(key, repr(value), f"a whole number, at least {least}", "restore it from a copy")
-        for key, least in _LEAST.items()
-        if type(value := config.get(key, least)) is not int or not least <= value < 2**63
-    ]
-    if problems:
-        raise RunError(describe(str(path), problems))
-    return config
-
-
-def _entries(entries: Any, path: Path) -> list[dict[str, Any]]:
-    """Check the content of a receipt."""
-    if isinstance(entries, list) and all(map(_is_entry, entries)):
-        return entries
-    want = "a JSON list of features, as the run wrote it"
-    raise RunError.of(str(path), "receipt.json", "", want, "restore the file, or delete it to go on without it")
-
-
-def _is_entry(entry: Any) -> bool:
-    if not (isinstance(entry, dict) and isinstance(entry.get("feature"), str)):
-        return False
-    cases = entry.get("skipped")
-    return isinstance(cases, list) and all(map(_is_case, cases))
-
-
-def _is_case(case: Any) -> bool:
-    return isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("what", "why"))
-
-
-def _state(status: Path) -> str:
-    if not status.is_file():
-        return ""
-    try:
-        content = read_json(status)
-    except ValueError:
-        content = None
-    if not (isinstance(content, dict) and isinstance(state := content.get("state", ""), str)):
-        raise RunError.of(str(status), "status.json", "", "a JSON object, as the run wrote it", "delete the file")
-    return state
+def _read(path: Path, name: str) -> RunRecord:
+    """Read a folder, or what wandb's server has of a run."""
+    if is_run_path(path):
+        with tempfile.TemporaryDirectory() as folder:
+            fetch_run(path, Path(folder))
+            return _read(Path(folder), name)
+    rows = read_metrics(path / "metrics.jsonl")
+    if bad := next((row for row in rows if type(row.get("tokens")) is not int), None):
+        saw, want = str(bad.get("tokens")), "as many tokens as there were until then, a whole number"
+        where = str(path / "metrics.jsonl")
+        raise RunError.of(where, f"tokens of step {bad['step']}", saw, want, "restore the file from a copy")
+    is_running = RunFolder(path).seems_in_use() is not None
+    config, receipt = recorded_config(path), recorded_receipt(path)
+    return RunRecord(name, rows, config, _recorded_state(path), receipt, is_running)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -6,16 +6,13 @@ The other runs of their groups (`metrics.wandb_group`) get all verdicts, so that
 """
 
 from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.verdict import Verdict
-from titanlite.comparison.wandb_runs import TIMEOUT_S, wandb_run_path
+from titanlite.comparison.wandb_runs import wandb_run_path, wandb_server
 from titanlite.observe.metrics import RunError
 from titanlite.observe.wandb import has_login
-from titanlite.redact import redact
 
 
 def paths_on_server(runs: Sequence[tuple[Path, RunRecord]]) -> list[str]:
@@ -52,28 +49,21 @@ def send_verdicts(
         RunError: as `paths_on_server` says, or the server does not take what is sent.
     """
     paths = paths_on_server(runs)
-    import wandb
-
     first = runs[0][1].name
     lines = [f"the first of {len(runs)} runs", *(v.line if v else "no step in common" for v in verdicts)]
     every = "; ".join(f"{record.name}: {line}" for (_, record), line in zip(runs[1:], lines[1:], strict=True))
     sent: list[str] = []
-    try:
-        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
-            api = wandb.Api(timeout=TIMEOUT_S)
-            told = [(api.run(path), line) for path, line in zip(paths, lines, strict=True)]
-            named = {tuple(run.path) for run, _ in told}
-            groups = dict.fromkeys((run.entity, run.project, run.group) for run, _ in told if run.group)
-            for entity, project, group in groups:
-                others = api.runs(f"{entity}/{project}", filters={"group": group})
-                told += [(run, every) for run in others if tuple(run.path) not in named]
-            for run, line in told:
-                run.summary.update({"compare/verdict": line, "compare/with": first})
-                run.upload_file(str(picture), root=str(picture.parent))
-                if (path := "/".join(run.path)) not in sent:
-                    sent.append(path)
-    except Exception as error:  # wandb's, and of the network's
-        saw = redact(str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        want, fix = "a server of wandb's that takes verdicts on these runs", "`wandb login`; `wandb sync` offline runs"
-        raise RunError.of("titanlite compare", "--wandb", saw, want, fix) from error
+    want, fix = "a server of wandb's that takes verdicts on these runs", "`wandb login`; `wandb sync` offline runs"
+    with wandb_server("titanlite compare", "--wandb", want, fix) as api:
+        told = [(api.run(path), line) for path, line in zip(paths, lines, strict=True)]
+        named = {tuple(run.path) for run, _ in told}
+        groups = dict.fromkeys((run.entity, run.project, run.group) for run, _ in told if run.group)
+        for entity, project, group in groups:
+            others = api.runs(f"{entity}/{project}", filters={"group": group})
+            told += [(run, every) for run in others if tuple(run.path) not in named]
+        for run, line in told:
+            run.summary.update({"compare/verdict": line, "compare/with": first})
+            run.upload_file(str(picture), root=str(picture.parent))
+            if (path := "/".join(run.path)) not in sent:
+                sent.append(path)
     return sent

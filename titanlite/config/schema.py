@@ -328,7 +328,7 @@ class Metrics:
     float8_numerics_freq: int = 0
     """Steps between measurements of float8 error in each converted layer. Each takes one more forward pass, without the compiler, on the step's first micro-batch. It logs to metrics.jsonl, per layer, `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>` (fraction of values beyond the range), `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>` (fraction that became zero), and `float8_output_sqnr_db.<layer>` (signal-to-noise ratio of the output against that in `training.mixed_precision_param`). 0: off."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases. It never ends a run: what it cannot send stays in metrics.jsonl. `offline` writes `wandb/` in the run's folder, for `wandb sync` and `titanlite compare`."""
+    """Weights & Biases. It never ends a run: what it cannot send stays in metrics.jsonl. `offline` writes `wandb/` in the run's folder, for `wandb sync`."""
     wandb_project: str = "titanlite"
     """Project in Weights & Biases."""
     wandb_group: str = ""

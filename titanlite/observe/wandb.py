@@ -2,14 +2,12 @@
 
 wandb runs in a process of its own (`wandb_process.py`), which follows metrics.jsonl. So the file is the queue: nothing
 of wandb's (its import, its start, a row, a service that hangs, what it does when an interpreter ends) happens in the
-process that trains, no row is dropped because wandb is slow while it trains, and if that process alone is killed the
-run is still finished. The first failure becomes one warning, and from then on nothing more is sent. If the server
-cannot be reached at the start, the run is recorded offline instead, and `wandb sync` sends it later. Only the end is
-waited for, and not for long; a service of wandb's that hangs even then, a process of its own, may stay behind.
+process that trains, and if that process alone is killed the run is still finished. The first failure becomes one
+warning, and from then on nothing more is sent. If the server cannot be reached at the start, the run is recorded
+offline instead, and `wandb sync` sends it later. Only the end is waited for, and not for long.
 
 A run that is restarted keeps its id (`wandb/run_id` in the run's folder), and each start sends all rows of the file
-again: wandb shows what is recorded. The rows carry `step` and `tokens` as fields and the x axis is `tokens`; wandb's
-own steps number the lines in which its server keeps them. `comparison/wandb_runs.py` reads such a run back.
+again: wandb shows what is recorded.
 """
 
 import configparser
@@ -32,7 +30,6 @@ import tomli_w
 from titanlite.config.schema import Config
 from titanlite.config.write import toml_table
 from titanlite.durable import open_plain, read_plain, write_durably
-from titanlite.observe.metric_table import AXES, METRICS
 from titanlite.observe.metrics import Row
 from titanlite.redact import redact, redact_tree
 
@@ -40,8 +37,8 @@ _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
 _FINISH_TIMEOUT_S = 60.0  # what wandb has not sent by then stays on disk
 _END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # then its process is killed
 _HOSTS = "api.wandb.ai", "api.forge.coreweave.com"  # of its own server, by version
-_PROCESS = Path(__file__).with_name("wandb_process.py")
-_FILES = ("receipt.json", "activation_checkpoint.toml")  # of the run's folder, which wandb keeps beside its config.toml
+_ROOT = Path(__file__).parents[2]  # where titanlite is, of which the process imports little
+_PROCESS = "import sys; sys.path.insert(0, sys.argv[1]); from titanlite.observe.wandb_process import main; main()"
 
 
 class WandbRun:
@@ -85,9 +82,6 @@ class WandbRun:
                 "config": redact_tree(asdict(config)) | dict(facts or {}),
                 "config_toml": tomli_w.dumps(redact_tree(toml_table(config))),
                 "tags": [redact(tag) for tag in tags],
-                "files": _FILES,
-                "names": {key: metric.name for key, metric in METRICS.items()},
-                "axes": AXES,
                 "metrics": str(metrics.resolve()),
                 "kept_bytes": metrics.stat().st_size,
                 "trainer": os.getpid(),
@@ -95,26 +89,21 @@ class WandbRun:
                 "finish_timeout_s": _FINISH_TIMEOUT_S,
                 "end_s": _END_S[self._mode],
             }
-            reports, reporter = os.pipe()  # not its standard output, to which anything may print
-            self._reports = os.fdopen(reports, "rb", buffering=0)
-            try:  # a session of its own: Ctrl-C is for the process that trains
-                process = subprocess.Popen(
-                    [sys.executable, "-P", str(_PROCESS), str(reporter)],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    bufsize=0,
-                    start_new_session=True,
-                    pass_fds=(reporter,),
-                )
-            finally:
-                os.close(reporter)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", _PROCESS, str(_ROOT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is for the process that trains
+            )
         except OSError as error:
             self._fail("start", str(error))
             return
         assert process.stdin is not None  # noqa: S101
-        self._process, self._commands = process, process.stdin
-        os.set_blocking(reports, False)
+        assert process.stdout is not None  # noqa: S101
+        self._process, self._commands, self._reports = process, process.stdin, process.stdout
+        os.set_blocking(self._reports.fileno(), False)
         self._tell(json.dumps(work))
 
     def write(self, row: Row) -> None:
@@ -156,7 +145,7 @@ class WandbRun:
         while more := self._reports.read(65536):  # None where there is nothing now
             self._heard += more
         *reports, self._heard = self._heard.split(b"\n")
-        for report in map(json.loads, reports):
+        for report in (json.loads(line) for line in reports if line.startswith(b"{")):  # anything may print to it
             self._started = self._started or "started" in report
             self._taken = report.get("taken", self._taken)
             if why := report.get("online_failed"):

@@ -1,9 +1,8 @@
 """Talk to Weights & Biases in a process that follows metrics.jsonl, so that training waits for nothing of wandb's.
 
-Run by path, with what to do as one line of JSON on standard input; the next line is the exit code of training, and the
-end of the input without one says that training was killed. What it reports goes to the file descriptor that the
-argument names, one JSON object a line: `{"started": mode}`, `{"taken": rows}`, `{"online_failed": why}` or `{"failed":
-[what, why]}`.
+What to do comes as one line of JSON on standard input; the next line is the exit code of training, and the end of the
+input without one says that training was killed. What it reports goes to standard output, one JSON object a line:
+`{"started": mode}`, `{"taken": rows}`, `{"online_failed": why}` or `{"failed": [what, why]}`.
 
 The run in wandb is the recorded one: each row of metrics.jsonl once, whatever was offline, lost or sent twice. The
 server keeps a run's rows as numbered lines, and a line that is sent again replaces what was there. So every start sends
@@ -25,11 +24,9 @@ that were not finite stand in the row's `_null`, so that the row can be read bac
 import fcntl
 import json
 import os
-import runpy
 import select
 import shutil
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -37,10 +34,12 @@ from tempfile import TemporaryDirectory
 from threading import Thread
 from typing import IO, TYPE_CHECKING, Any, Literal
 
+from titanlite.observe.metric_table import AXES, shown_name
+
 if TYPE_CHECKING:
     import wandb
 
-_HEAT_MAP = Path(__file__).with_name("heat_map.py")  # run by path, as this is: titanlite is not imported here
+_FILES = ("receipt.json", "activation_checkpoint.toml")  # of the run's folder, which wandb keeps beside its config.toml
 _LOOK_S = 0.5  # how often for new rows, and for files that have changed
 
 
@@ -49,7 +48,8 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, lambda *_: None)  # rows come until training ends; wandb's service has handlers of its own
     commands = os.fdopen(0, "rb", buffering=0, closefd=False)  # unbuffered: `select` must see what is not read yet
-    reports = int(sys.argv[1])
+    reports = os.dup(1)
+    os.dup2(2, 1)  # what wandb prints is no report
 
     def say(**what: object) -> None:
         with suppress(BrokenPipeError):  # of a process that was killed
@@ -59,15 +59,14 @@ def main() -> None:
     Thread(target=_end_after, args=(work["trainer"], work["end_s"]), daemon=True).start()
     doing = "start"
     try:
-        with Path(work["metrics"]).open("rb") as rows:  # now: a run that is resumed puts another file in its place
-            lines, marks = _open_lines(Path(work["folder"], "wandb/lines"), rows.read(work["kept_bytes"]).count(b"\n"))
-            rows.seek(0)
-            run = _start_or_offline(work, say)
-            doing = "log"
-            for sent_at in marks:
-                run.log({} if sent_at is None else _row(rows.readline(), sent_at, work))
-            _remove_older(run, work)
-            exit_code = _follow(run, rows, lines, commands, work, say)
+        kept = Path(work["metrics"]).read_bytes()[: work["kept_bytes"]].splitlines()
+        lines, marks = _open_lines(Path(work["folder"], "wandb/lines"), len(kept))
+        run = _start_or_offline(work, say)
+        doing, rows = "log", iter(kept)
+        for sent_at in marks:
+            run.log({} if sent_at is None else _row(next(rows), sent_at))
+        _remove_older(run, work)
+        exit_code = _follow(run, lines, commands, work, say)
         _show_experts(run, Path(work["folder"], "experts.jsonl"), say)
         doing = "finish"
         run.finish(exit_code=exit_code)
@@ -117,18 +116,12 @@ def _append_lines(file: int, text: str) -> None:
     os.fsync(file)
 
 
-def _row(line: bytes, sent_at: float, work: dict[str, Any]) -> dict[str, Any]:
+def _row(line: bytes, sent_at: float) -> dict[str, Any]:
     """Make the row that wandb gets: names in groups, no null values, and the time when it was sent."""
     given = json.loads(line)
-    row = {_name_shown(key, work): value for key, value in given.items() if value is not None}
+    row = {shown_name(key): value for key, value in given.items() if value is not None}
     null = [key for key, value in given.items() if value is None]
     return row | ({"_null": null} if null else {}) | {"_timestamp": sent_at}
-
-
-def _name_shown(key: str, work: dict[str, Any]) -> str:
-    """Return the name of a number on wandb's page, as `metric_table.shown_name`, which is not imported here."""
-    start, dot, of = key.partition(".")
-    return work["names"].get(start, start) + dot + of
 
 
 def _remove_older(run: "wandb.Run", work: dict[str, Any]) -> None:
@@ -187,30 +180,37 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
             finish_timeout_raises=True,
         ),
     )
-    for axis in work["axes"]:
+    for axis in AXES:
         run.define_metric(axis, hidden=True)
     run.define_metric("*", step_metric="tokens")
     return run
 
 
-def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
+def _follow(run: "wandb.Run", lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
     """Send each row that is added to the file, until training says how it ended or is gone; return its exit code."""
-    taken, half, files = 0, b"", dict[str, tuple[int, int]]()
+    at, taken, files = work["kept_bytes"], 0, dict[str, tuple[int, int]]()
     while True:
         ended = bool(select.select([commands], [], [], _LOOK_S)[0])
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
-        rows = _as_it_is_now(rows, Path(work["metrics"]))
-        *new, half = (half + rows.read()).split(b"\n")
-        if new:
+        if new := _rows_from(Path(work["metrics"]), at):
             now = time.time()
             _append_lines(lines, f"{now}\n" * len(new))
             for row in new:
-                run.log(_row(row, now, work))
-            taken += len(new)
+                run.log(_row(row, now))
+            at, taken = at + sum(map(len, new)), taken + len(new)
             say(taken=taken)
         _send_files(run, work, files)
         if ended or gone:
             return int(commands.readline() or 1) if ended else 1
+
+
+def _rows_from(path: Path, at: int) -> list[bytes]:
+    """Read the whole lines from a byte on; none while the file is not there, which training writes anew."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(at)
+        found = file.read()
+        return found[: found.rfind(b"\n") + 1].splitlines(keepends=True)
+    return []
 
 
 def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[int, int]]) -> None:
@@ -220,7 +220,7 @@ def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[in
         (own / "config.toml").write_text(work["config_toml"], encoding="utf-8")
         run.save(str(own / "config.toml"), base_path=run.dir, policy="now")
         sent["config.toml"] = 0, 0
-    for name in work["files"]:
+    for name in _FILES:
         with suppress(OSError):  # not there yet
             found = os.stat(Path(work["folder"], name))
             if sent.get(name) != (mark := (found.st_mtime_ns, found.st_size)):
@@ -233,34 +233,19 @@ def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
     """Give wandb the heat map of a mixture's experts in the run's summary, which takes none of its lines."""
     if not path.is_file():
         return
-    import wandb
-
     try:
+        import wandb
+
+        from titanlite.observe.heat_map import draw_heat_map
+
         rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         with TemporaryDirectory() as folder:
             if rows:
-                runpy.run_path(str(_HEAT_MAP))["draw_heat_map"]({run.name: rows}, Path(folder, "experts.png"))
+                draw_heat_map({run.name: rows}, Path(folder, "experts.png"))
                 run.summary["experts/heat_map"] = wandb.Image(str(Path(folder, "experts.png")))
     except Exception as error:  # no reason not to finish
         say(failed=["draw the experts", _first_line(error)])
 
 
-def _as_it_is_now(rows: IO[bytes], path: Path) -> IO[bytes]:
-    """Return the file of rows, opened again where training wrote it anew because somebody removed or replaced it."""
-    with suppress(OSError):  # not yet
-        if not os.path.samestat(path.lstat(), os.fstat(rows.fileno())):
-            anew, done = path.open("rb"), rows.tell()
-            rows.seek(0)
-            if anew.read(done) == rows.read(done):  # else it is somebody's
-                rows.close()
-                return anew
-            anew.close()
-    return rows
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,13 @@
 """What Weights & Biases and TensorBoard show of a real run is the recorded one."""
 
+import json
 import shutil
 
 import pytest
 
 from tests.support.launched import Desk
-from titanlite.comparison.wandb_runs import read_wandb_folder
+from tests.support.wandb_server import Server
+from titanlite.comparison.wandb_runs import rows_of_lines
 
 SHOWN = ("--metrics.wandb=offline", "--metrics.tensorboard=true", "--checkpoint.interval=2")
 HELD_OUT = ("--validation.enable=true", "--validation.freq=2", "--validation.steps=1")
@@ -26,18 +28,21 @@ def test_a_run_that_goes_on_twice_under_other_layouts_is_one_with_each_step_once
     assert run.receipt["metrics.tensorboard"]["applied"] == {"folder": str(run.folder / "tensorboard")}
     assert run.status["state"] == "stopped"
     (offline,) = (run.folder / "wandb").glob("offline-run-*")
-    assert offline.name.rpartition("-")[2] == before.name.rpartition("-")[2]  # the run's id
-    shown = read_wandb_folder(offline)
-    assert shown.rows == run.rows
-    assert [row["step"] for row in shown.rows if "loss" in row] == list(range(1, 9))
-    assert shown.config["parallelism"]["tensor_parallel_degree"] == 2
-    assert {entry["feature"] for entry in shown.receipt} == set(run.receipt)
-    assert (shown.name, shown.state) == ("shown", "stopped")
+    run_id = offline.name.rpartition("-")[2]
+    assert run_id == before.name.rpartition("-")[2]
+    with Server() as server:
+        server.sync(desk.folder, offline)
+        server.shutdown()
+    rows, config = rows_of_lines(server.lines(run_id)), json.loads(server.said[run_id]["config"])
+    assert rows == run.rows
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 9))
+    assert config["parallelism"]["value"]["tensor_parallel_degree"] == 2
+    assert {entry["feature"] for entry in json.loads(server.files["receipt.json"])} == set(run.receipt)
+    assert (server.said[run_id]["displayName"], server.exits) == ("shown", {run_id: 0})
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(run.folder / "tensorboard"), purge_orphaned_data=False)
-    found.Reload()
+    found = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     losses = [(event.step, event.value) for event in found.Scalars("train/loss")]
     assert [step for step, _ in losses] == list(range(1, 9))
     assert all(

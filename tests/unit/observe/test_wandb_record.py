@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,49 +17,50 @@ import pytest
 from tests.support.needs import slow
 from tests.support.wandb_server import Server
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.wandb_runs import read_offline, rows_of_lines
+from titanlite.comparison.wandb_runs import rows_of_lines
 from titanlite.comparison.wandb_verdicts import send_verdicts
-from titanlite.config.schema import Config, Job, Metrics
-from titanlite.config.write import to_toml
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.observe.wandb_process import _open_lines
 
-ROOT = Path(__file__).parents[3]
 START = """
-import os, signal, sys, time
+import contextlib, os, signal, sys, time
 from pathlib import Path
-from titanlite.comparison.wandb_verdicts import send_verdicts
-from titanlite.config.schema import Config, Job, Metrics
+from titanlite.config.schema import Config, Data, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile
-folder, mode, first, last, loss, end, log_freq, *limits = sys.argv[1:]
+folder, mode, first, last, loss, end, log_freq, altered, *limits, password = sys.argv[1:]
 folder, first, last = Path(folder), int(first), int(last)
 module._INIT_TIMEOUT_S, module._FINISH_TIMEOUT_S = map(float, limits)
 module._END_S = {"offline": 100.0, "online": 100.0}
-config = Config(job=Job(name="mine"), metrics=Metrics(wandb="offline" if mode == "off" else mode))
-metrics = MetricsFile(folder / "metrics.jsonl", first - 1)
-run = module.WandbRun(config, folder, folder / "metrics.jsonl", print) if mode != "off" else None
+shown = Metrics(wandb="offline" if mode == "off" else mode, wandb_group="sweep", wandb_project="proj")
+config = Config(job=Job(name="mine"), data=Data(source="https://me:urlsecret@host/text.jsonl"), metrics=shown)
+path = folder / "metrics.jsonl"
+metrics = MetricsFile(path, first - 1)
+facts = dict(facts={"world_size": 2}, tags=["found by"])
+run = module.WandbRun(config, folder, path, print, **facts) if mode != "off" else None
 def write(row):
     metrics.write(row)
     if run:
         run.write(row)
+def until(is_done):
+    while not is_done() and not run._failed:
+        time.sleep(0.05)
+        run._hear(None)
 for step in range(first, last + 1):
     if step % int(log_freq) == 0:
         write({"step": step, "loss": float(loss), "tokens": 1000 * step, "mfu": float("nan"), "seconds": 1.0})
     if step % 3 == 0:
         write({"step": step, "tokens": 1000 * step, "validation_loss": float(loss) + 0.5})
     if step == first and run:  # what follows is of a run that has started
-        while not (run._started and run._taken) and not run._failed:
-            time.sleep(0.05)
-            run._hear(None)
+        until(lambda: run._started and run._taken)
+        exec(altered)
         print("started", flush=True)
         sys.stdin.readline()
+assert "wandb" not in sys.modules
 if run and end == "finish":
     run.finish()
 elif run:
-    while run._taken < run._rows:
-        time.sleep(0.05)
-        run._hear(None)
+    until(lambda: run._taken >= run._rows)
     if end == "killed with all":  # as a host that is switched off
         os.killpg(run._process.pid, signal.SIGKILL)
     else:
@@ -72,20 +74,30 @@ class History:
 
     def __init__(self, folder: Path, server: Server) -> None:
         self.folder, self.server, self.starts = folder / "run", server, 0
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
-        own = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "deadbeef" * 5, "HOME": str(folder)}
-        self.environment = {**clean, **own, "PYTHONPATH": str(ROOT)}
+        self.environment = server.environment(folder)
         self.of_starts: dict[str, str] = {}
 
+    @property
+    def run(self) -> str:
+        """Its id."""
+        return (self.folder / "wandb/run_id").read_text().strip()
+
     def start(
-        self, mode: str, first: int, last: int, end: str = "finish", log_freq: int = 1, outage: bool = False
+        self,
+        mode: str,
+        first: int,
+        last: int,
+        end: str = "finish",
+        log_freq: int = 1,
+        outage: bool = False,
+        altered: str = "",
     ) -> str:
         """Train from a step to a step, in a process of its own; with an outage, from the first row on."""
         self.starts += 1
-        given = [str(self.folder), mode, str(first), str(last), str(self.starts), end, str(log_freq)]
+        given = [str(self.folder), mode, str(first), str(last), str(self.starts), end, str(log_freq), altered]
         given += ["100" if self.server.up else "5", "2" if outage else "100"]  # no limit is met but in an outage
         process = subprocess.Popen(
-            [sys.executable, "-c", START, *given],
+            [sys.executable, "-c", START, *given, "--password=argvsecret"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=self.environment | self.of_starts, cwd=self.folder.parent,
         )  # fmt: skip
@@ -106,13 +118,8 @@ class History:
         return sorted(self.folder.glob("wandb/*run-*-*"), key=lambda path: path.name.removeprefix("offline-"))
 
     def sync(self, *folders: Path) -> None:
-        """Run `wandb sync` on these, one after the other; on all if none is given."""
-        each = map(str, folders or self.folders())
-        done = subprocess.run(
-            [sys.executable, "-m", "wandb", "sync", "--yes", "--include-synced", "--include-online", *each],
-            env=self.environment, capture_output=True, text=True, check=False, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        """Run `wandb sync` on these; on all if none is given."""
+        self.server.sync(self.folder.parent, *(folders or self.folders()))
 
     def recorded(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl."""
@@ -120,9 +127,8 @@ class History:
 
     def check(self, is_emptied: bool = False) -> None:
         """Hold the server's run against the record."""
-        run = (self.folder / "wandb/run_id").read_text().strip()
-        assert list(self.server.sent) == [run]
-        lines = self.server.lines(run, is_emptied)
+        assert list(self.server.sent) == [self.run]
+        lines = self.server.lines(self.run, is_emptied)
         assert rows_of_lines(lines) == self.recorded()
         assert [line["_step"] for line in lines] == list(range(len(lines)))  # of those that are empty, too
 
@@ -132,6 +138,48 @@ def history(tmp_path: Path) -> Iterator[History]:
     with Server() as server:
         yield History(tmp_path, server)
         server.shutdown()
+
+
+SECRETS = ("deadbeef" * 5, "hf_verysecrettoken", "argvsecret", "remotesecret", "urlsecret")
+
+
+def test_offline_for_real_and_again_after_a_resume(history: History) -> None:
+    who = "-c user.name=me -c user.email=me@example.com"
+    for command in ("init", "remote add origin https://remotesecret/x.git", f"{who} commit --allow-empty -m x"):
+        subprocess.run(["git", *command.split()], cwd=history.folder.parent, check=True, capture_output=True)
+    history.of_starts["HF_TOKEN"] = SECRETS[1]
+    assert history.start("offline", 1, 6) == "started\n"
+    run, between = history.run, time.time()
+    (history.folder / "experts.jsonl").write_text('{"step": 7, "tokens": 7000, "experts": {"layers.0": [3, 1]}}\n')
+    assert history.start("offline", 4, 7) == "started\n"  # resumed from step 3
+
+    (folder,) = history.folders()  # the newest start's, which has all
+    for path in (path for path in history.folder.rglob("*") if path.is_file()):
+        for secret in SECRETS:
+            assert secret.encode() not in path.read_bytes(), f"{secret} in {path}"
+        assert path.suffix not in (".patch", ".py"), path
+        assert path.name != "requirements.txt"
+        assert path.suffix != ".wandb" or sys.executable.encode() not in path.read_bytes()
+    history.sync()
+    history.check()
+    assert history.run == run
+    said, config = history.server.said[run], json.loads(history.server.said[run]["config"])
+    assert (said["project"], said["groupName"], said["displayName"], said["tags"]) == (
+        "proj", "sweep", "mine", ["found by"],
+    )  # fmt: skip
+    assert (config["optimizer"]["value"]["lr"], config["world_size"]["value"]) == (0.0003, 2)
+    axes = {metric.get("1") or metric["2"]: metric for metric in config["_wandb"]["value"]["m"]}
+    assert [2 in axes[name]["6"] for name in ("step", "tokens", "*")] == [True, True, False]  # hidden: no panels
+    assert history.server.exits == {run: 0}
+    lines = history.server.lines(run)
+    assert ["tokens" in line for line in lines] == [True] * 4 + [False] * 4 + [True] * 5  # empty where rows were lost
+    rows = [line for line in lines if "tokens" in line]
+    assert "perf/mfu" not in rows[0]
+    assert [int(row["step"]) for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7]
+    times = [float(row["_timestamp"]) for row in rows]
+    assert times[3] < between < times[4]  # a row that is sent again keeps its time
+    (picture,) = folder.glob("files/media/images/experts/heat_map_*.png")
+    assert picture.stat().st_size > 0
 
 
 def offline_and_both_synced(run: History) -> None:
@@ -181,7 +229,9 @@ def online_then_offline_then_online(run: History) -> None:
 
 def an_outage_at_the_start(run: History) -> None:
     run.server.up = False
-    assert "recording offline" in run.start("online", 1, 5, end="killed after 0")
+    said = run.start("online", 1, 5, end="killed after 0")
+    assert said.startswith("wandb: online failed (")
+    assert "recording offline" in said
     assert len(run.recorded()) == 6
     run.server.up = True
     run.start("online", 4, 6)
@@ -210,8 +260,6 @@ def an_error_in_mid_run(run: History) -> None:
 def an_outage_in_mid_run_and_a_resume(run: History) -> None:
     assert "cannot finish (Timed out" in run.start("online", 1, 5, outage=True)
     assert len(run.recorded()) == 6
-    (folder,) = run.folders()
-    assert read_offline(folder) == run.recorded()
     run.server.up = True
     run.start("online", 6, 7)
 
@@ -250,35 +298,84 @@ def starts_without_wandb_and_other_rows(run: History) -> None:
     run.start("online", 9, 10, log_freq=5)
 
 
-HISTORIES: list[Callable[[History], None]] = [starts_without_wandb_and_other_rows]
-# `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_from_the_
-# server` goes on online.
-_MORE = slow(
-    crashes_one_after_the_other,
-    no_answer_at_the_start,
-    no_answer_in_mid_run,
-    a_fresh_start_offline,
-    online_and_a_crash,
-    offline_and_both_synced,
-    online_and_resumed,
-    online_then_offline_then_online,
-    an_outage_at_the_start,
-    an_error_at_the_start,
-    an_error_in_mid_run,
-    offline_and_each_synced,
-    online_and_a_crash_whose_lost_steps_are_not_reached_again,
-    offline_and_a_crash,
-    an_outage_in_mid_run_and_a_sync,
-    an_outage_in_mid_run_and_a_resume,
-    a_fresh_start_online,
+def a_file_of_rows_that_is_moved_away_and_written_anew(run: History) -> None:
+    run.start("online", 1, 4, altered="path.rename('elsewhere'); metrics.sync()")
+
+
+def a_file_of_rows_that_is_replaced(run: History) -> None:
+    run.start("online", 1, 4, altered="path.unlink(); path.write_text('mine'); metrics.sync()")
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        starts_without_wandb_and_other_rows,
+        a_file_of_rows_that_is_moved_away_and_written_anew,
+        # `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_
+        # from_the_server` goes on online.
+        *slow(
+            crashes_one_after_the_other,
+            no_answer_at_the_start,
+            no_answer_in_mid_run,
+            a_fresh_start_offline,
+            online_and_a_crash,
+            offline_and_both_synced,
+            online_and_resumed,
+            online_then_offline_then_online,
+            an_outage_at_the_start,
+            an_error_at_the_start,
+            an_error_in_mid_run,
+            offline_and_each_synced,
+            online_and_a_crash_whose_lost_steps_are_not_reached_again,
+            offline_and_a_crash,
+            an_outage_in_mid_run_and_a_sync,
+            an_outage_in_mid_run_and_a_resume,
+            a_fresh_start_online,
+            a_file_of_rows_that_is_replaced,
+        ),
+    ],
+    ids=lambda acts: acts.__name__,
 )
-
-
-@pytest.mark.parametrize("acts", [*HISTORIES, *_MORE], ids=lambda acts: acts.__name__)
 def test_each_step_stands_once_with_its_last_value(history: History, acts: Callable[[History], None]) -> None:
     acts(history)
     history.check()
     history.check(is_emptied=True)
+
+
+def test_a_run_that_is_killed_is_recorded_to_its_last_row_and_has_failed(history: History) -> None:
+    history.start("online", 1, 40, end="killed after 0")
+    by = time.monotonic() + 300
+    while history.run not in history.server.exits:
+        assert time.monotonic() < by
+        time.sleep(0.1)
+    history.check()
+    assert len(history.recorded()) == 53
+    assert history.server.exits[history.run] == 1
+
+
+HANGS = """
+def core_of(pid):  # wandb's service
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError):
+            fields = dict(line.split(":\\t", 1) for line in status.read_text().splitlines() if ":\\t" in line)
+            if fields["PPid"] == str(pid) and fields["Name"].startswith("wandb-core"):
+                return int(fields["Pid"])
+core = core_of(run._process.pid)
+os.kill(core, signal.SIGSTOP)
+for more in range(5000):
+    write({"step": 10 + more, "loss": 2.0, "tokens": 1000 * more})
+module._END_S["offline"] = 2.0
+run.finish(1)
+os.kill(core, signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds wandb's service in /proc")
+def test_a_service_that_hangs_delays_neither_rows_nor_the_end(history: History) -> None:
+    said, _ = history.start("offline", 1, 1, altered=HANGS).splitlines()
+    assert said.startswith("wandb: cannot finish (no end within 2 s); it took ")
+    assert said.endswith(" of 5001 rows, and may not have sent them all; metrics.jsonl has every row")
 
 
 @pytest.mark.slow
@@ -343,7 +440,7 @@ def test_a_run_of_which_it_is_not_known_what_was_sent_gets_an_id_of_its_own(hist
     (history.folder / "wandb/lines").unlink()
     history.start("online", 3, 3)
     former, run = history.server.sent
-    assert (history.folder / "wandb/run_id").read_text().strip() == run != former
+    assert history.run == run != former
     assert len(history.server.lines(run)) == len(history.recorded()) == 4
 
 
@@ -361,12 +458,12 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     history.start("online", 1, 3)
     entry = {"feature": "compile", "requested": True, "applied": 3, "count": 3, "skipped": []}
     (history.folder / "receipt.json").write_text(json.dumps([entry]))
-    (history.folder / "config.toml").write_text(to_toml(Config(job=Job(name="mine"), metrics=Metrics(wandb="online"))))
     history.start("online", 4, 6)  # which keeps receipt and config beside the rows
     history.check()
     history.check(is_emptied=True)
     assert json.loads(history.server.files["receipt.json"]) == [entry]
-    path = f"me/proj/{(history.folder / 'wandb/run_id').read_text().strip()}"
+    (history.folder / "config.toml").write_bytes(history.server.files["config.toml"])
+    path = f"me/proj/{history.run}"
 
     def compare(*words: str, command: tuple[str, ...] = ("-c", COMPARE)) -> tuple[int, str, str]:
         done = subprocess.run(
@@ -380,8 +477,12 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     assert code == 1
     assert "me/proj/01234567 = Could not find run" in said
     assert "there is no such folder here" in said
+    history.server.sent["12345678"] = [(0, ['{"loss": 1.0, "_step": 0}'])]
+    code, _, said = compare("me/proj/12345678")
+    assert code == 1
+    assert "want: a run of titanlite's" in said
+    del history.server.sent["12345678"]
 
-    (history.folder / "config.toml").write_text(to_toml(Config(metrics=Metrics(wandb="online", wandb_project="proj"))))
     code, out, _ = compare(path, "--wandb", command=("-m", "titanlite", "compare"))
     assert code == 1, out  # both ended at step 6 of 10,000
     own, ended = path.rpartition("/")[2], "ended at step 6 of 10,000"
@@ -393,7 +494,8 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
     assert history.server.files["compare.png"] == (history.folder.parent / "compare.png").read_bytes()
 
     history.server.sent |= {"of-group": [], "other": []}
-    history.server.groups |= {own: "sweep", "of-group": "sweep", "other": "another"}
+    for run, group in ((own, "sweep"), ("of-group", "sweep"), ("other", "another")):
+        history.server.said.setdefault(run, {"config": "{}"})["groupName"] = group
     code, out, _ = compare(path, "--wandb", command=("-m", "titanlite", "compare"))
     assert code == 1, out  # both ended at step 6 of 10,000
     assert out.count("wandb: me/proj/of-group has the verdict\n") == 1
@@ -406,3 +508,8 @@ def test_verdicts_are_for_runs_that_wandb_has(tmp_path: Path) -> None:
     record = RunRecord(name="run", rows=[], config={}, state="", receipt=None)
     with pytest.raises(RunError, match="a run that wandb has"):
         send_verdicts([(tmp_path, record)], [], tmp_path / "compare.png")
+
+
+def test_lines_that_are_empty_are_no_rows() -> None:
+    lines = [{"_step": 0}, {"step": 1, "tokens": 5, "train/loss": 2.0, "_null": ["mfu"], "_step": 1}]
+    assert rows_of_lines(lines) == [{"step": 1, "tokens": 5, "loss": 2.0, "mfu": None}]
