@@ -29,32 +29,21 @@ DASHES = ((), (8, 4), (2, 3))  # of lines 1 to 7, 8 to 14, 15 to 21; then they r
 
 
 @dataclass(frozen=True)
-class Places:
-    """The places on the axes of a line's values. Arrays are [n].
-
-    Attributes:
-        steps: optimizer steps done.
-        tokens: trained on until then.
-        seconds: of training until then; None where the run's steps do not say how long they took.
-    """
-
-    steps: Values
-    tokens: Values
-    seconds: Values | None
-
-
-@dataclass(frozen=True)
 class Curve:
-    """One run's values of one metric.
+    """One run's values of one metric, and where they lie on the axes. Arrays are [n].
 
     Attributes:
         run: the run's number in the comparison.
-        places: of each value.
-        values: [n], NaN where a value was not finite.
+        steps: optimizer steps done.
+        tokens: trained on until then.
+        seconds: of training until then; None where the run's steps do not say how long they took.
+        values: NaN where a value was not finite.
     """
 
     run: int
-    places: Places
+    steps: Values
+    tokens: Values
+    seconds: Values | None
     values: Values
 
 
@@ -96,13 +85,11 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
         if "grad_norm" in by_metric and len(groups) == 1:  # it is of all parameters: the same line
             del by_metric[groups[0]]
         clock = _clock(record)
-        places: dict[tuple[int, ...], Places] = {}  # shared by the metrics of the same rows
         for key, rows in by_metric.items():
-            steps = tuple(row["step"] for row in rows)
-            if steps not in places:
-                places[steps] = _places_of(rows, clock)
-            lines.setdefault(key, []).append(Curve(run, places[steps], _values_of(rows, key)))
-    lines[DIFFERENCE] = _from_the_first(lines["loss"])
+            lines.setdefault(key, []).append(_curve(run, rows, key, clock))
+    first = [line for line in lines["loss"] if line.run == 0]
+    apart = [differences_from(line, first[0]) for line in lines["loss"] if first and line.run > 0]
+    lines[DIFFERENCE] = [line for line in apart if len(line.tokens)]
     return [_chart(name, found, records[0].name) for name, found in lines.items() if found]
 
 
@@ -112,12 +99,9 @@ def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tupl
     Returns:
         [n] tokens, ascending, and [n] differences, where both values are finite.
     """
-    ours, its = (Curve(0, _places_of(rows, None), _values_of(rows, metric)) for rows in (record.steps, first.steps))
-    found = differences_from(ours, its)
-    if found is None:
-        return np.empty(0), np.empty(0)
+    found = differences_from(*(_curve(0, run.steps, metric, None) for run in (record, first)))
     known = np.isfinite(found.values)
-    return found.places.tokens[known], found.values[known]
+    return found.tokens[known], found.values[known]
 
 
 def rows_a_piece(rows: int) -> int:
@@ -125,24 +109,32 @@ def rows_a_piece(rows: int) -> int:
     return 1 if rows <= LONGEST else 2 ** math.ceil(math.log2(3 * rows / LONGEST))  # a piece has three values
 
 
-def thin(line: Curve) -> tuple[int, Places, Values, Values, Values]:
+def thin(line: Curve) -> tuple[int, Curve, Values, Values]:
     """Cut a long line into pieces.
 
     Returns:
-        Rows a piece (1: the line is whole), the pieces' mean places, and their mean, least and greatest finite values,
-        NaN where there is none.
+        Rows a piece (1: the line is whole), the pieces' mean places and values, and their least and greatest values,
+        NaN where there is no finite one.
     """
-    size, where = rows_a_piece(len(line.values)), line.places
+    size = rows_a_piece(len(line.values))
     if size == 1:
-        return 1, where, line.values, line.values, line.values
-    seconds = None if where.seconds is None else _mean_of_rows(_cut_rows(where.seconds, size))
-    at = Places(_mean_of_rows(_cut_rows(where.steps, size)), _mean_of_rows(_cut_rows(where.tokens, size)), seconds)
-    pieces = _cut_rows(line.values, size)
+        return 1, line, line.values, line.values
+
+    def cut(values: Values) -> Values:  # [n / size, size], the last row filled up with NaN
+        filled = np.full(math.ceil(len(values) / size) * size, math.nan)
+        filled[: len(values)] = values
+        return filled.reshape(-1, size)
+
+    steps, tokens, seconds, mean = (
+        None if values is None else _mean_of_rows(cut(values))
+        for values in (line.steps, line.tokens, line.seconds, line.values)
+    )
+    pieces = cut(line.values)
     known = np.isfinite(pieces)
     some = known.any(axis=1)
     least = np.where(some, np.where(known, pieces, math.inf).min(axis=1), math.nan)
     greatest = np.where(some, np.where(known, pieces, -math.inf).max(axis=1), math.nan)
-    return size, at, _mean_of_rows(pieces), least, greatest
+    return size, Curve(line.run, steps, tokens, seconds, mean), least, greatest  # type: ignore[arg-type]
 
 
 def packed(values: Values, kind: str = "f4") -> str:
@@ -150,21 +142,19 @@ def packed(values: Values, kind: str = "f4") -> str:
     return base64.b64encode(values.astype(f"<{kind}").tobytes()).decode()
 
 
-def differences_from(line: Curve, first: Curve) -> Curve | None:
-    """Subtract the first run's values at equal numbers of tokens; None if there is none that both have."""
-    tokens, ours, its = np.intersect1d(line.places.tokens, first.places.tokens, return_indices=True)
-    if not len(tokens):
-        return None
-    seconds = line.places.seconds
-    where = Places(line.places.steps[ours], tokens, None if seconds is None else seconds[ours])
-    return Curve(line.run, where, line.values[ours] - first.values[its])
+def differences_from(line: Curve, first: Curve) -> Curve:
+    """Subtract the first run's values at equal numbers of tokens, of which there may be none."""
+    tokens, ours, its = np.intersect1d(line.tokens, first.tokens, return_indices=True)
+    seconds = None if line.seconds is None else line.seconds[ours]
+    return Curve(line.run, line.steps[ours], tokens, seconds, line.values[ours] - first.values[its])
 
 
-def _from_the_first(losses: Sequence[Curve]) -> list[Curve]:
-    first = next((line for line in losses if line.run == 0), None)
-    if first is None:
-        return []
-    return [found for line in losses if line.run > 0 and (found := differences_from(line, first)) is not None]
+def tokens_in_words(tokens: float, form: str = ".1f") -> str:
+    """Write a count of tokens as people say it: 2.0 B."""
+    for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if tokens >= size:
+            return f"{tokens / size:{form}}{name}"
+    return f"{tokens:.0f}"
 
 
 def _chart(name: str, lines: list[Curve], first: str) -> Chart:
@@ -188,22 +178,10 @@ def _clock(record: RunRecord) -> tuple[Values, Values] | None:
     return steps, np.concatenate([[0.0], np.cumsum(np.diff(steps) * seconds)])
 
 
-def _values_of(rows: Sequence[dict[str, Any]], key: str) -> Values:
-    values = (row.get(key) for row in rows)
-    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
-
-
-def _places_of(rows: Sequence[dict[str, Any]], clock: tuple[Values, Values] | None) -> Places:
-    steps = np.array([row["step"] for row in rows], dtype=np.float64)
-    tokens = np.array([row["tokens"] for row in rows], dtype=np.float64)
-    return Places(steps, tokens, None if clock is None else np.interp(steps, *clock))
-
-
-def _cut_rows(values: Values, size: int) -> Values:
-    """Return [n / size, size], the last row filled up with NaN."""
-    filled = np.full(math.ceil(len(values) / size) * size, math.nan)
-    filled[: len(values)] = values
-    return filled.reshape(-1, size)
+def _curve(run: int, rows: Sequence[dict[str, Any]], key: str, clock: tuple[Values, Values] | None) -> Curve:
+    found = ((row["step"], row["tokens"], math.nan if (value := row.get(key)) is None else value) for row in rows)
+    steps, tokens, values = np.array(list(found), dtype=np.float64).reshape(-1, 3).T
+    return Curve(run, steps, tokens, None if clock is None else np.interp(steps, *clock), values)
 
 
 def _mean_of_rows(pieces: Values) -> Values:

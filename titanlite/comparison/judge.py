@@ -16,15 +16,12 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from titanlite.comparison.curves import paired_differences
+from titanlite.comparison.curves import Values, paired_differences, tokens_in_words
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import NoiseBand, Verdict
+from titanlite.comparison.verdict import Verdict
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import is_of_step
-
-Series = NDArray[np.float64]
 
 # A run that drifts more times as far as nudged runs differs; by the number of nudged runs. Rounding grows along one
 # direction, so how far it carries a run is one number, normally distributed, and the ratio to the root mean square of k
@@ -67,7 +64,7 @@ def judge(
     _, norm = paired_differences(other, first, "grad_norm")
     is_equal = len(tokens) > 0 and not loss.any() and not norm.any()
     if apart := _apart(first, other, is_equal):
-        line = f"differs: {apart[0]} at {_tokens_in_words(apart[1])} tokens"
+        line = f"differs: {apart[0]} at {tokens_in_words(apart[1])} tokens"
         return Verdict(other.name, "differs", line, math.nan, math.nan, math.nan, apart[1], _band(first, nudged))
     if not len(tokens):
         return None
@@ -150,7 +147,7 @@ def tokens_to_equal_loss(first: RunRecord, other: RunRecord) -> float | None:
     return x[-1] / reached if reached else None
 
 
-def _reaches(tokens: Series, losses: Series, loss: float) -> float | None:
+def _reaches(tokens: Values, losses: Values, loss: float) -> float | None:
     """Return the tokens from which on a curve stays at or below a loss, between two steps by a straight line."""
     above = np.flatnonzero(losses > loss)
     if not len(above):
@@ -210,7 +207,7 @@ def _windows(n: int) -> list[slice]:
     return [slice(i, j) for i, j in pairwise(ends) if i < j <= n]
 
 
-def _envelope(tokens: Series, first: RunRecord, nudged: Sequence[RunRecord], metric: str) -> Series:
+def _envelope(tokens: Values, first: RunRecord, nudged: Sequence[RunRecord], metric: str) -> Values:
     """Return the largest drift so far of nudged runs, their root mean square, at the given tokens."""
     found = [np.zeros_like(tokens, dtype=np.float64)]
     for at, drift in (paired_differences(run, first, metric) for run in nudged):
@@ -220,11 +217,11 @@ def _envelope(tokens: Series, first: RunRecord, nudged: Sequence[RunRecord], met
     return np.sqrt(sum(found) / max(1, len(nudged)))
 
 
-def _rms(x: Series) -> float:
+def _rms(x: Values) -> float:
     return float(np.sqrt(np.mean(x**2)))
 
 
-def _interval(differences: Series) -> tuple[float, float]:
+def _interval(differences: Values) -> tuple[float, float]:
     """Return the interval of a mean by a circular block bootstrap; without end for fewer than `_FEWEST` values.
 
     A block is twice as long as it takes the correlation of the differences to fade, at most a fifth of them. Resampled
@@ -253,7 +250,7 @@ def _student(degrees: int) -> float:
     return _T[min(degrees, len(_T)) - 1]
 
 
-def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Series) -> float:
+def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Values) -> float:
     """Return how far the mean loss of one more seed would be from those of the given ones, 19 times of 20."""
     wanted = {*tokens.tolist()}
     of_runs = [{r["tokens"]: r["loss"] for r in run.steps if r["tokens"] in wanted} for run in (first, *seeds)]
@@ -265,15 +262,12 @@ def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Series) -> flo
     return _student(n - 1) * float(np.std(means, ddof=1)) * (1 + 1 / n) ** 0.5
 
 
-def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> NoiseBand | None:
-    if not nudged:
-        return None
+def _band(first: RunRecord, nudged: Sequence[RunRecord]) -> tuple[Values, Values] | None:
     tokens = np.array([row["tokens"] for row in first.steps], dtype=np.float64)
-    limit = BEYOND * _envelope(tokens, first, nudged, "loss")
-    return NoiseBand(tokens.astype(int).tolist(), (-limit).tolist(), limit.tolist())
+    return (tokens, BEYOND * _envelope(tokens, first, nudged, "loss")) if nudged else None
 
 
-def _smoothed(run: RunRecord) -> tuple[Series, Series]:
+def _smoothed(run: RunRecord) -> tuple[Values, Values]:
     rows = [(row["tokens"], row["loss"]) for row in run.steps if row["loss"] is not None]
     tokens, losses = np.array(rows, dtype=np.float64).reshape(-1, 2).T
     length = max(1, round(len(losses) * _LAST))
@@ -286,13 +280,5 @@ def _verdict_line(kind: str, mean: float, half: float, tokens: int, among: str, 
     if kind == "equal bits":
         return f"{kind}{among}{more}"
     interval = f" ± {half:.1g}" if math.isfinite(half) else ", of too few steps for an interval,"
-    size = f"{mean:+.2g}{interval} at {_tokens_in_words(tokens)} tokens".replace("-", "\N{MINUS SIGN}")
+    size = f"{mean:+.2g}{interval} at {tokens_in_words(tokens)} tokens".replace("-", "\N{MINUS SIGN}")
     return f"{kind}: {size}{among and ','}{among}{more}"
-
-
-def _tokens_in_words(tokens: int) -> str:
-    """Write a count of tokens as people say it: 2.0 B."""
-    for size, name in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if tokens >= size:
-            return f"{tokens / size:.1f}{name}"
-    return str(tokens)

@@ -22,8 +22,6 @@ from titanlite.comparison.curves import (
     LONGEST,
     Chart,
     Curve,
-    Places,
-    Values,
     metrics_of,
     packed,
     rows_a_piece,
@@ -134,7 +132,7 @@ def _notes(records: Sequence[RunRecord], metrics: Sequence[Chart]) -> list[str]:
     apart = {line.run for metric in metrics if metric.name == DIFFERENCE for line in metric.lines}
     if lone := set(range(1, len(records))) - apart - silent:
         notes.append(f"At no number of tokens that {records[0].name} logged, so without a difference: {names(lone)}.")
-    if timeless := {line.run for metric in metrics for line in metric.lines if line.places.seconds is None}:
+    if timeless := {line.run for metric in metrics for line in metric.lines if line.seconds is None}:
         notes.append(f"Without time per step, so not on the axis of time: {names(timeless)}.")
     return notes
 
@@ -153,15 +151,16 @@ def _curves(records: Sequence[RunRecord], metrics: Sequence[Chart], verdicts: Se
     """Return what the page draws: columns of places, metrics with their lines, and the axes that there are."""
     columns: dict[str, int] = {}  # packed → its number
 
-    def number(values: Values | None) -> int | None:
-        return None if values is None else columns.setdefault(packed(values, "f8"), len(columns))
-
-    def numbers(places: Places) -> dict[str, int | None]:
-        return {"steps": number(places.steps), "tokens": number(places.tokens), "seconds": number(places.seconds)}
+    def numbers(line: Curve) -> dict[str, int | None]:
+        columns_of = {"steps": line.steps, "tokens": line.tokens, "seconds": line.seconds}
+        return {
+            name: None if values is None else columns.setdefault(packed(values, "f8"), len(columns))
+            for name, values in columns_of.items()
+        }
 
     def drawn(line: Curve) -> dict[str, Any]:
-        size, places, mean, low, high = thin(line)
-        packed_line = {"run": line.run, "places": numbers(places), "size": size, "mean": packed(mean)}
+        size, mean, low, high = thin(line)
+        packed_line = {"run": line.run, "places": numbers(mean), "size": size, "mean": packed(mean.values)}
         if size > 1 and not np.array_equal(low, high, equal_nan=True):
             packed_line |= {"low": packed(low), "high": packed(high)}
         return packed_line | {"lost": int((~np.isfinite(line.values)).sum())}
@@ -174,7 +173,7 @@ def _curves(records: Sequence[RunRecord], metrics: Sequence[Chart], verdicts: Se
         if metric.name == DIFFERENCE:
             row["bands"] = _bands(metric, verdicts, records, numbers)
         shown.append(row)
-    has_time = any(line.places.seconds is not None for metric in metrics for line in metric.lines)
+    has_time = any(line.seconds is not None for metric in metrics for line in metric.lines)
     return {"axes": ["tokens", "steps", *(["seconds"] * has_time)], "metrics": shown, "columns": list(columns)}
 
 
@@ -189,12 +188,12 @@ def _bands(
         line = lines.get(runs[verdict.run])
         if verdict.band is None or line is None:
             continue
-        tokens = np.array(verdict.band.tokens, dtype=np.float64)
-        where = line.places
-        seconds = None if where.seconds is None else np.interp(tokens, where.tokens, where.seconds)
-        places = Places(np.interp(tokens, where.tokens, where.steps), tokens, seconds)
-        low, high = (packed(np.array(edge, dtype=np.float64)) for edge in (verdict.band.low, verdict.band.high))
-        bands.append({"run": line.run, "places": numbers(places), "low": low, "high": high})
+        tokens, limit = verdict.band
+        steps, seconds = (
+            None if where is None else np.interp(tokens, line.tokens, where) for where in (line.steps, line.seconds)
+        )
+        places = numbers(Curve(line.run, steps, tokens, seconds, limit))  # type: ignore[arg-type]
+        bands.append({"run": line.run, "places": places, "low": packed(-limit), "high": packed(limit)})
     return bands
 
 

@@ -1,22 +1,8 @@
 """The verdict on one run and the first, as the report and the picture take it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class NoiseBand:
-    """The differences in loss within which rounding is taken to be the cause, by the tokens trained on.
-
-    Attributes:
-        tokens: where the limits are known, ascending.
-        low: the lower limit there, in nats per token.
-        high: the upper limit there.
-    """
-
-    tokens: Sequence[int]
-    low: Sequence[float]
-    high: Sequence[float]
+from titanlite.comparison.curves import Values
 
 
 @dataclass(frozen=True)
@@ -32,7 +18,8 @@ class Verdict:
         low: the lower end of the mean's interval; -inf for too few steps, NaN where there is no mean.
         high: the upper end of it; inf or NaN likewise.
         tokens: how many the runs had trained on where the mean was taken.
-        band: the differences that are no more than noise; None where they are not known.
+        band: tokens trained on, [n], ascending, and the difference in loss within which rounding is taken to be the
+            cause, [n] nats per token; None where it is not known.
         is_short: whether one of the two has ended before the last step of its config, so that less was compared.
     """
 
@@ -43,7 +30,7 @@ class Verdict:
     low: float
     high: float
     tokens: int
-    band: NoiseBand | None = None
+    band: tuple[Values, Values] | None = None
     is_short: bool = False
 
     @property

@@ -65,10 +65,10 @@ def test_time_is_the_sum_of_the_steps_and_a_validation_lies_on_it() -> None:
         {"step": 15, "tokens": 150, "validation_loss": 4.5},
     ]
     run = RunRecord("a", rows, {}, "", None)
-    assert list(line_of(run).places.seconds) == [20, 30]
-    assert list(line_of(run, "validation_loss").places.seconds) == [25]
+    assert list(line_of(run).seconds) == [20, 30]
+    assert list(line_of(run, "validation_loss").seconds) == [25]
     del rows[0]["seconds"]
-    assert line_of(run).places.seconds is None
+    assert line_of(run).seconds is None
 
 
 def test_differences_are_of_equal_tokens_where_both_have_a_loss() -> None:
@@ -78,7 +78,7 @@ def test_differences_are_of_equal_tokens_where_both_have_a_loss() -> None:
 
     first = run([4.0, 3.0, None, 1.0])
     one, other = differences(first, run([4.5, None, 2.0, 1.25, 1.0]), run([2.0], 2))
-    np.testing.assert_array_equal(one.places.tokens, [10, 20, 30, 40])
+    np.testing.assert_array_equal(one.tokens, [10, 20, 30, 40])
     np.testing.assert_array_equal(one.values, [0.5, math.nan, math.nan, 0.25])
     np.testing.assert_array_equal(other.values, [-1.0])  # step 1 of twice the batch, at the tokens of step 2
     assert differences(first, RunRecord("b", [{"step": 1, "tokens": 15, "loss": 1.0}], {}, "", None)) == []
@@ -86,14 +86,14 @@ def test_differences_are_of_equal_tokens_where_both_have_a_loss() -> None:
 
 def test_a_long_line_is_cut_into_pieces_that_keep_mean_and_extremes() -> None:
     run = record("long", LONGEST + 1, lambda step: None if step <= 4 else 9.0 if step == 6 else 2.0 + step % 2)
-    size, places, mean, low, high = thin(line_of(run))
+    size, mean, low, high = thin(line_of(run))
     assert size == 4
-    assert len(mean) == math.ceil((LONGEST + 1) / 4)
-    np.testing.assert_array_equal(places.steps[:2], [2.5, 6.5])
-    np.testing.assert_array_equal(places.seconds[:1], [1.25])
-    np.testing.assert_array_equal([mean[1], low[1], high[1]], [(3 + 9 + 3 + 2) / 4, 2, 9])
-    np.testing.assert_array_equal([mean[0], low[0], high[0]], [math.nan] * 3)
-    assert (places.steps[-1], mean[-1]) == (LONGEST + 1, 3.0)  # the last piece is of one row
+    assert len(mean.values) == math.ceil((LONGEST + 1) / 4)
+    np.testing.assert_array_equal(mean.steps[:2], [2.5, 6.5])
+    np.testing.assert_array_equal(mean.seconds[:1], [1.25])
+    np.testing.assert_array_equal([mean.values[1], low[1], high[1]], [(3 + 9 + 3 + 2) / 4, 2, 9])
+    np.testing.assert_array_equal([mean.values[0], low[0], high[0]], [math.nan] * 3)
+    assert (mean.steps[-1], mean.values[-1]) == (LONGEST + 1, 3.0)  # the last piece is of one row
     assert thin(line_of(record("short", LONGEST, falling)))[0] == 1
 
 
@@ -110,7 +110,7 @@ def test_packed_numbers_are_little_endian_floats() -> None:
 
 
 def test_axis_of_a_long_run_shows_an_offset_of_a_hundredth() -> None:
-    x, y = line_of(record("a", 20_000, falling)).places.tokens, line_of(record("a", 20_000, falling)).values
+    x, y = line_of(record("a", 20_000, falling)).tokens, line_of(record("a", 20_000, falling)).values
     shown = running_median(x, y)
     low, high = fitted_limits([shown], 0, x[-1], x[-1])
     assert low < shown[1].min()

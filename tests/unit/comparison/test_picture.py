@@ -1,10 +1,11 @@
 import matplotlib.image
+import numpy as np
 
 from tests.support.run_folder import falling, record
 from titanlite.comparison.curves import COLOURS
 from titanlite.comparison.picture import draw_losses, loss_figure
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import NoiseBand, Verdict
+from titanlite.comparison.verdict import Verdict
 
 
 def texts(axes) -> list[str]:
@@ -13,9 +14,8 @@ def texts(axes) -> list[str]:
 
 def test_two_long_runs_with_a_verdict() -> None:
     runs = [record("base", 20_000, falling), record("other", 20_000, lambda step: falling(step) + 0.01 * (step > 500))]
-    tokens = [200_000, 10_000_000, 20_000_000]
-    band = NoiseBand(tokens, [-0.5, -0.002, -0.003], [0.5, 0.002, 0.003])
-    verdict = Verdict("other", "differs", "differs: +0.0100 ± 0.0003", 0.01, 0.0097, 0.0103, tokens[-1], band)
+    band = (np.array([200_000.0, 10_000_000, 20_000_000]), np.array([0.5, 0.002, 0.003]))
+    verdict = Verdict("other", "differs", "differs: +0.0100 ± 0.0003", 0.01, 0.0097, 0.0103, 20_000_000, band)
     figure = loss_figure(runs, [verdict])
     losses, differences = figure.axes
     assert figure.get_suptitle() == "other compared with base\ndiffers: +0.0100 ± 0.0003"
