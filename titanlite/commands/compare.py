@@ -81,42 +81,42 @@ def run(argv: Sequence[str]) -> int:
         require_place("--report", report, makes_folder=True)
     require_picture("titanlite compare", out, "losses.png")
     if "--wandb" in given:
-        paths_on_server(list(zip(folders, records, strict=True)))
+        paths_on_server(records)
     tolerance, steps = _number(given, "--tolerance", float), _number(given, "--layers", int)
     if len(records) == 1 and (asked := {"--floor", "--layers", "--seeds", "--tolerance"} & set(given)):
         fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"
         raise RunError.of("titanlite compare", "RUN", words[0], "a second run, to be judged against the first", fix)
     seeds = _seeds(records[0], given["--seeds"]) if "--seeds" in given else []
-    nudged = _floors(folders[0], records, "--floor" in given) if len(records) > 1 and records[0].steps else []
+    nudged = _floors(records, "--floor" in given) if len(records) > 1 and records[0].steps else []
     judged = [judge(records[0], record, nudged, seeds, tolerance) for record in records[1:]]
     verdicts = [verdict for verdict in judged if verdict is not None]
     for record, verdict in zip(records[1:], judged, strict=True):
         sys.stdout.write(_said(records, record, verdict))
     fails = any(verdict is None or not verdict.passes for verdict in judged)
     if steps is not None:
-        for folder, record in zip(folders[1:], records[1:], strict=True):
-            found, lone = parting((folders[0], records[0]), (folder, record), steps)
+        for record in records[1:]:
+            found, lone = parting(records[0], record, steps)
             fails |= found is not None
             sys.stdout.write(_parting_line(record, found, lone, steps))
     with writable("titanlite compare", "--out", out):
         draw_losses(records, out, verdicts)
     if "--wandb" in given:
-        for path in send_verdicts(list(zip(folders, records, strict=True)), judged, out):
+        for path in send_verdicts(records, judged, out):
             sys.stdout.write(f"wandb: {path} has the verdict\n")
     if report is not None:
         with writable("titanlite compare", "--report", report):
             write_report(records, report, verdicts)
-    written = [path for path in (out, _draw_experts(folders, records, out), report) if path is not None]
+    written = [path for path in (out, _draw_experts(records, out), report) if path is not None]
     sys.stdout.write(_tables(records) + "".join(f"{path}\n" for path in written))
     return int(fails)
 
 
-def _draw_experts(folders: Sequence[Path], records: Sequence[RunRecord], out: Path) -> Path | None:
+def _draw_experts(records: Sequence[RunRecord], out: Path) -> Path | None:
     """Draw the heat maps of those runs that are mixtures of experts; return the picture, if there is any."""
     found = {
         record.name: rows
-        for folder, record in zip(folders, records, strict=True)
-        if (path := RunFolder(folder).experts).is_file() and (rows := read_experts(path))
+        for record in records
+        if (path := RunFolder(record.path).experts).is_file() and (rows := read_experts(path))
     }
     if not found:
         return None
@@ -138,16 +138,16 @@ def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number |
     return number
 
 
-def _floors(folder: Path, records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
+def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
     """Return the nudged runs beside the first; if asked for, train as many as it takes to tell of each other run."""
     first, nudged = records[0], list[RunRecord]()
     for seed in range(1, FLOORS + 1):
-        floor = floor_of(folder, seed)
-        why = _useless(floor, folder, first)
+        floor = floor_of(first.path, seed)
+        why = _useless(floor, first)
         if why and is_asked and any(is_open(first, other, nudged) for other in records[1:]):
-            measure_floor(folder, first, seed)
-            if why := _useless(floor, folder, first):
-                want = f"the config of {folder}, nudged, to step {first.last_step:,}"
+            measure_floor(first, seed)
+            if why := _useless(floor, first):
+                want = f"the config of {first.path}, nudged, to step {first.last_step:,}"
                 raise RunError.of("titanlite compare", str(floor), why, want, "delete the folder, and compare again")
         elif why and not is_asked and floor.is_dir():
             sys.stdout.write(f"{floor} is not used as the floor: {why}; --floor trains it again\n")
@@ -156,14 +156,14 @@ def _floors(folder: Path, records: Sequence[RunRecord], is_asked: bool) -> list[
     return nudged
 
 
-def _useless(floor: Path, folder: Path, record: RunRecord) -> str:
-    """Return why a folder has no nudged run of the run of another; "" if it has."""
+def _useless(floor: Path, record: RunRecord) -> str:
+    """Return why a folder has no nudged run of a run; "" if it has."""
     if not os.path.isfile(floor / "metrics.jsonl") or not os.path.isfile(floor / "config.toml"):
         return "nothing was logged there"
     (nudged,) = read_runs([floor])
     found = _differing(record, nudged)
     if found != ["training.nudge"]:
-        return f"{', '.join(key for key in found if key != 'training.nudge') or 'nothing'} differs from {folder}"
+        return f"{', '.join(key for key in found if key != 'training.nudge') or 'nothing'} differs from {record.path}"
     if early := _ends_before(nudged, record):
         return early
     losses = ([row["loss"] for row in run.steps[: record.last_step]] for run in (nudged, record))

@@ -2,6 +2,7 @@
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +30,13 @@ def floor_of(folder: Path, seed: int) -> Path:
     return folder.with_name(f"{folder.name}-nudged{f'-{seed}' * (seed > 1)}")
 
 
-def measure_floor(folder: Path, record: RunRecord, seed: int) -> None:
+def measure_floor(record: RunRecord, seed: int) -> None:
     """Train a run once more with its initial weights nudged, into a folder beside it, with as many processes.
 
     Raises:
         RunError: it failed, or the folder does not say how many processes the run had.
     """
-    nudged, last = floor_of(folder, seed), record.last_step
+    nudged, last = floor_of(record.path, seed), record.last_step
     log = nudged / "logs" / "rank0.log"
     sys.stdout.write(
         f"{nudged}: training {last:,} steps once more, nudged by one rounding; {log} shows how far it is\n"
@@ -43,44 +44,33 @@ def measure_floor(folder: Path, record: RunRecord, seed: int) -> None:
     sys.stdout.flush()
     over = [f"--job.dump_folder={nudged.parent}", f"--job.name={nudged.name}", f"--job.stop_after={last}"]
     over.append(f"--training.nudge={seed}")
-    _run("titanlite.train", [*_config_flags(folder), *_ALONE, *over], folder, record)
+    _run("titanlite.train", record, *_ALONE, *over)
 
 
-def parting(
-    first: tuple[Path, RunRecord], other: tuple[Path, RunRecord], steps: int
-) -> tuple[Parting | None, list[str]]:
+def parting(first: RunRecord, other: RunRecord, steps: int) -> tuple[Parting | None, list[str]]:
     """Take the first steps of two runs once more; return where they part, and tensors that only one of them has.
-
-    Args:
-        first: folder and record of the baseline.
-        other: of the run in question.
-        steps: to take.
 
     Raises:
         RunError: a run failed, or its folder does not say how many processes it had.
     """
-    its, ours = _sketched(*first, steps), _sketched(*other, steps)
-    return first_parting(its, ours, _sketched(*first, steps, nudge=1)), sorted(its.keys() ^ ours.keys())
+    its, ours = _sketched(first, steps), _sketched(other, steps)
+    return first_parting(its, ours, _sketched(first, steps, nudge=1)), sorted(its.keys() ^ ours.keys())
 
 
-def _sketched(folder: Path, record: RunRecord, steps: int, nudge: int = 0) -> Sketches:
+def _sketched(record: RunRecord, steps: int, nudge: int = 0) -> Sketches:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "sketches.npz"
         over = [*_ALONE, *([f"--training.nudge={nudge}"] if nudge else [])]
-        _run("titanlite.training.sketch_steps", [str(out), str(steps), *_config_flags(folder), *over], folder, record)
+        _run("titanlite.training.sketch_steps", record, *over, before=[str(out), str(steps)])
         with np.load(out) as found:
             return dict(zip(found["names"].tolist(), found["sketches"], strict=True))
 
 
-def _config_flags(folder: Path) -> list[str]:
-    return ["--config", str(folder / "config.toml")]
-
-
-def _run(module: str, arguments: list[str], folder: Path, record: RunRecord) -> None:
-    """Run a module of titanlite on as many processes of this host as the run had."""
-    processes = processes_of(record.receipt)
+def _run(module: str, record: RunRecord, *flags: str, before: Sequence[str] = ()) -> None:
+    """Run a module of titanlite on a run's config, on as many processes of this host as the run had."""
+    processes, where = processes_of(record.receipt), str(record.path)
     if processes is None:
         want = "a receipt.json that has the layout of the run"
-        raise RunError.of("titanlite compare", str(folder), "", want, "start the run again: it is written at step 1")
-    if code := run_again(module, arguments, processes):
-        raise RunError.of("titanlite compare", str(folder), f"exit code {code}", "0", "fix the error printed above")
+        raise RunError.of("titanlite compare", where, "", want, "start the run again: it is written at step 1")
+    if code := run_again(module, [*before, "--config", str(record.path / "config.toml"), *flags], processes):
+        raise RunError.of("titanlite compare", where, f"exit code {code}", "0", "fix the error printed above")

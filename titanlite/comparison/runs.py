@@ -6,7 +6,7 @@ version can be read. A run on a server of Weights & Biases is first fetched as s
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ class RunRecord:
     state: str  # of status.json; "" if there is none
     receipt: list[dict[str, Any]] | None  # of receipt.json, an entry a feature; None if there is none
     is_running: bool = False  # now, by its status.json, which a job at work renews
+    path: Path = Path()  # as it was given
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -161,7 +162,7 @@ def _read(path: Path, name: str) -> RunRecord:
     if is_run_path(path):
         with tempfile.TemporaryDirectory() as folder:
             fetch_run(path, Path(folder))
-            return _read(Path(folder), name)
+            return replace(_read(Path(folder), name), path=path)
     rows = read_metrics(path / "metrics.jsonl")
     if bad := next((row for row in rows if type(row.get("tokens")) is not int), None):
         saw, want = str(bad.get("tokens")), "as many tokens as there were until then, a whole number"
@@ -169,7 +170,7 @@ def _read(path: Path, name: str) -> RunRecord:
         raise RunError.of(where, f"tokens of step {bad['step']}", saw, want, "restore the file from a copy")
     is_running = RunFolder(path).seems_in_use() is not None
     config, receipt = recorded_config(path), recorded_receipt(path)
-    return RunRecord(name, rows, config, _recorded_state(path), receipt, is_running)
+    return RunRecord(name, rows, config, _recorded_state(path), receipt, is_running, path)
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

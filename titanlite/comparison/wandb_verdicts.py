@@ -15,30 +15,27 @@ from titanlite.observe.metrics import RunError
 from titanlite.observe.wandb import has_login
 
 
-def paths_on_server(runs: Sequence[tuple[Path, RunRecord]]) -> list[str]:
+def paths_on_server(runs: Sequence[RunRecord]) -> list[str]:
     """Return the path of each run on wandb's server.
 
     Raises:
         RunError: a run is not one of wandb's, or there is no login.
     """
-    paths = [wandb_run_path(path, record.config) for path, record in runs]
-    for (path, _), found in zip(runs, paths, strict=True):
-        if found is None:
-            want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
-            raise RunError.of("titanlite compare", "--wandb", str(path), want, fix)
+    paths = [wandb_run_path(run.path, run.config) for run in runs]
+    if None in paths:
+        want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
+        raise RunError.of("titanlite compare", "--wandb", str(runs[paths.index(None)].path), want, fix)
     if not has_login():
         want = "a key for wandb's server, in the environment or of `wandb login`"
         raise RunError.of("titanlite compare", "--wandb", "", want, "`wandb login`, or set WANDB_API_KEY")
     return [path for path in paths if path]
 
 
-def send_verdicts(
-    runs: Sequence[tuple[Path, RunRecord]], verdicts: Sequence[Verdict | None], picture: Path
-) -> list[str]:
+def send_verdicts(runs: Sequence[RunRecord], verdicts: Sequence[Verdict | None], picture: Path) -> list[str]:
     """Write each verdict, and the picture, to the page of its run, and all of them to the other runs of its group.
 
     Args:
-        runs: the path and the content of each run; the first is the one that others are compared with.
+        runs: the first is the one that others are compared with.
         verdicts: on each run but the first.
         picture: the file.
 
@@ -49,9 +46,9 @@ def send_verdicts(
         RunError: as `paths_on_server` says, or the server does not take what is sent.
     """
     paths = paths_on_server(runs)
-    first = runs[0][1].name
+    first = runs[0].name
     lines = [f"the first of {len(runs)} runs", *(v.line if v else "no step in common" for v in verdicts)]
-    every = "; ".join(f"{record.name}: {line}" for (_, record), line in zip(runs[1:], lines[1:], strict=True))
+    every = "; ".join(f"{run.name}: {line}" for run, line in zip(runs[1:], lines[1:], strict=True))
     sent: list[str] = []
     want, fix = "a server of wandb's that takes verdicts on these runs", "`wandb login`; `wandb sync` offline runs"
     with wandb_server("titanlite compare", "--wandb", want, fix) as api:

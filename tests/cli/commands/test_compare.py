@@ -200,7 +200,7 @@ def test_layers_say_what_they_did_not_compare_and_the_exit_code_goes_by_them(tmp
     a, b = (make_run(tmp_path / name, [5.0]) for name in "ab")
     ones = reruns.np.ones(16)
     taken = {"a": {"1 x": ones, "1 y": ones}, "b": {"1 x": ones, "1 z": ones}}
-    monkeypatch.setattr(reruns, "_sketched", lambda folder, *_, **__: taken[folder.name])
+    monkeypatch.setattr(reruns, "_sketched", lambda run, *_, **__: taken[run.name])
     assert run([a, b, "--layers", "1", "--out", str(tmp_path / "p.png")]) == 0
     assert "no tensor of the first step differs by more than rounding; not compared are 2 " in capsys.readouterr().out
     taken["b"]["1 x"] = 2 * ones

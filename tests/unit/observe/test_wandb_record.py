@@ -505,9 +505,9 @@ def test_a_run_is_read_back_from_the_server(history: History) -> None:
 
 
 def test_verdicts_are_for_runs_that_wandb_has(tmp_path: Path) -> None:
-    record = RunRecord(name="run", rows=[], config={}, state="", receipt=None)
+    record = RunRecord("run", [], {}, "", None, path=tmp_path)
     with pytest.raises(RunError, match="a run that wandb has"):
-        send_verdicts([(tmp_path, record)], [], tmp_path / "compare.png")
+        send_verdicts([record], [], tmp_path / "compare.png")
 
 
 def test_lines_that_are_empty_are_no_rows() -> None:
