@@ -100,9 +100,9 @@ def _seen(category: str, run: ProfiledSteps) -> str:
     if category == RECOMPILATION:
         return f"torch.compile made {run.graphs} graphs in these steps, of which there should be none"
     if category in ASIDE:
-        return f"between the profiled steps was {_BETWEEN[category]}"
-    nothing_hides = f"nothing hides these collectives over {category.removeprefix(f'{COMMUNICATION} ')}"
-    return _SEEN.get(category, nothing_hides)
+        return f"between the profiled steps was {category}"
+    axis = category.removeprefix(f"{COMMUNICATION} ")
+    return _SEEN.get(category, f"nothing hides these collectives over {axis}")
 
 
 def advice(category: str, run: ProfiledSteps) -> str:
@@ -124,12 +124,6 @@ def advice(category: str, run: ProfiledSteps) -> str:
 _SEEN = {
     DATA_WAIT: "every rank waits for the loader's thread to read its next batches",
     HOST: "the device has nothing to do while the host prepares its work",
-}
-_BETWEEN = {
-    VALIDATION: "a validation, the loss on held-out text",
-    EVALUATION: "an evaluation, the accuracy in tasks",
-    SAVING: "a checkpoint that was saved",
-    NUMERICS: "a measurement of what float8 does to each layer",
 }
 _WITHOUT = "profiling.start_step chooses steps without it"
 _COPY_ENGINES = 'parallelism.fsdp_copy_engines = "default" takes no multiprocessors from matmuls'
