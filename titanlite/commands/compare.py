@@ -143,61 +143,50 @@ def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
     first, nudged = records[0], list[RunRecord]()
     for seed in range(1, FLOORS + 1):
         floor = floor_of(first.path, seed)
-        why = _useless(floor, first)
+        found, why = _floor(floor, first)
         if why and is_asked and any(is_open(first, other, nudged) for other in records[1:]):
             measure_floor(first, seed)
-            if why := _useless(floor, first):
+            found, why = _floor(floor, first)
+            if why:
                 want = f"the config of {first.path}, nudged, to step {first.last_step:,}"
                 raise RunError.of("titanlite compare", str(floor), why, want, "delete the folder, and compare again")
         elif why and not is_asked and floor.is_dir():
             sys.stdout.write(f"{floor} is not used as the floor: {why}; --floor trains it again\n")
-        if not why:
-            nudged += read_runs([floor])
+        nudged += found
     return nudged
 
 
-def _useless(floor: Path, record: RunRecord) -> str:
-    """Return why a folder has no nudged run of a run; "" if it has."""
-    if not os.path.isfile(floor / "metrics.jsonl") or not os.path.isfile(floor / "config.toml"):
-        return "nothing was logged there"
-    (nudged,) = read_runs([floor])
-    found = _differing(record, nudged)
-    if found != ["training.nudge"]:
-        return f"{', '.join(key for key in found if key != 'training.nudge') or 'nothing'} differs from {record.path}"
-    if early := _ends_before(nudged, record):
-        return early
-    losses = ([row["loss"] for row in run.steps[: record.last_step]] for run in (nudged, record))
-    return "" if len({*map(tuple, losses)}) > 1 else "its losses are those of the run itself, so nothing was nudged"
+def _floor(floor: Path, first: RunRecord) -> tuple[list[RunRecord], str]:
+    """Read the nudged run of a folder; where there is none of the first's config, say why."""
+    if not all(os.path.isfile(floor / name) for name in ("metrics.jsonl", "config.toml")):
+        return [], "nothing was logged there"
+    found = read_runs([floor])
+    why = _unfit(found[0], first, "training.nudge")
+    losses = {tuple(row["loss"] for row in run.steps[: first.last_step]) for run in (found[0], first)}
+    if not why and len(losses) == 1:
+        why = "its losses are those of the run itself, so nothing was nudged"
+    return ([], why) if why else (found, "")
 
 
-def _ends_before(run: RunRecord, record: RunRecord) -> str:
-    """Say where a run ends that lacks steps of another, which it is to be a measure for; "" if it has them."""
-    last = run.last_step
-    return f"it ends at step {last:,} of {record.last_step:,}" if last < record.last_step else ""
-
-
-def _differing(record: RunRecord, other: RunRecord) -> list[str]:
-    """Return the keys of training in which two configs differ."""
-    return [key for key, _ in config_differences([record, other]) if key.startswith(_OF_TRAINING)]
-
-
-def _seeds(record: RunRecord, paths: str) -> list[RunRecord]:
+def _seeds(first: RunRecord, paths: str) -> list[RunRecord]:
     """Read runs that differ from the first in their seed alone, and go as far."""
     found = read_runs([Path(path) for path in paths.split(",")])
     want, fix = "runs of the first's config with another training.seed each", "train it with --training.seed 1 and 2"
-    problems = [
-        Problem(run.name, f"{', '.join(keys) or 'nothing'} differs", want, fix)
-        for run in found
-        if (keys := _differing(record, run)) != ["training.seed"]
-    ]
-    problems += [
-        Problem(run.name, why, "the steps of the first", fix) for run in found if (why := _ends_before(run, record))
-    ]
+    problems = [Problem(run.name, why, want, fix) for run in found if (why := _unfit(run, first, "training.seed"))]
     if len({run.config.get("training.seed") for run in found}) < 2:
         problems.append(Problem("--seeds", paths, "two seeds or more, for there to be a spread", fix))
     if problems:
         raise RunError(describe("titanlite compare", problems))
     return found
+
+
+def _unfit(run: RunRecord, first: RunRecord, key: str) -> str:
+    """Say why a run is no measure for the first: more than one key of training differs, or it ends earlier."""
+    keys = [name for name, _ in config_differences([first, run]) if name.startswith(_OF_TRAINING)]
+    if keys != [key]:
+        return f"{', '.join(name for name in keys if name != key) or 'nothing'} differs from {first.path}"
+    last = run.last_step
+    return f"it ends at step {last:,} of {first.last_step:,}" if last < first.last_step else ""
 
 
 def _said(records: Sequence[RunRecord], record: RunRecord, verdict: Verdict | None) -> str:
