@@ -208,27 +208,25 @@ def test_layers_say_what_they_did_not_compare_and_the_exit_code_goes_by_them(tmp
     assert "b: equal bits\nb: differs first in step 1: x" in capsys.readouterr().out
 
 
-def test_a_verdict_needs_a_second_run(tmp_path):
-    with pytest.raises(RunError, match="a second run"):
-        run([make_run(tmp_path / "a", falling()), "--floor"])
+@pytest.mark.parametrize(
+    ("names", "flags", "said"),
+    [
+        ("a", ["--floor"], "a second run"),
+        ("ab", ["--tolerance", "none"], "--tolerance.*none"),
+        ("ab", ["--tolerance", "0"], "--tolerance.*0"),
+        ("ab", ["--layers", "1.5"], r"--layers.*1\.5"),
+        ("ab", ["--layers", "1"], r"receipt\.json"),  # it does not say how many processes the run had
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(names, flags, said, tmp_path):
+    with pytest.raises(RunError, match=said):
+        run([*(make_run(tmp_path / name, falling()) for name in names), *flags])
 
 
 def test_inside_a_runs_folder(tmp_path, monkeypatch):
     make_run(tmp_path / "a", falling())
     monkeypatch.chdir(tmp_path / "a")
     assert run([".", "."]) == 0
-
-
-@pytest.mark.parametrize(("flag", "value"), [("--tolerance", "none"), ("--tolerance", "0"), ("--layers", "1.5")])
-def test_numbers_are_checked(flag, value, tmp_path):
-    with pytest.raises(RunError, match=f"{flag}.*{value}"):
-        run([*(make_run(tmp_path / name, [5.0]) for name in ("a", "b")), flag, value])
-
-
-def test_a_run_that_does_not_say_how_many_processes_it_had_has_no_layers(tmp_path):
-    runs = [make_run(tmp_path / name, falling()) for name in ("a", "b")]
-    with pytest.raises(RunError, match=r"receipt\.json"):
-        run([*runs, "--layers", "1"])
 
 
 def test_a_run_that_failed_before_its_first_row_is_to_be_left_out(tmp_path):
@@ -286,31 +284,30 @@ def test_nothing_to_compare(tmp_path):
     assert not (tmp_path / "new/loss.png").exists()
 
 
-def test_a_damaged_config_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "contents", "said"),
+    [
+        ("config.toml", [b"[job\n"], r"(.|\n)*line 1"),
+        ("config.toml", [b"[job]\nname = '\xff'\n"], r"(.|\n)*utf-8"),
+        (
+            "metrics.jsonl",
+            [b'{"step": 2, "loss": 4.0}\n', b'{"step": 2, "validation_loss": 4.0}\n'],
+            r"1 problem\n  tokens of step 2 = None\n +want: as many",
+        ),
+        ("status.json", [b"", b'{"state"', b"[]"], r"1 problem(.|\n)*want: a JSON object"),
+        (
+            "receipt.json",
+            [b"", b"{}", b'[{"feature": 3}]', b'[{"feature": "float8", "skipped": [1]}]'],
+            r"1 problem(.|\n)*want: a JSON list of features",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(file, contents, said, tmp_path):
     folder = make_run(tmp_path / "a", [5.0])
-    (tmp_path / "a/config.toml").write_text("[job\n")
-    with pytest.raises(RunError, match=r"a/config\.toml: (.|\n)*line 1"):
-        run([folder])
-    (tmp_path / "a/config.toml").write_bytes(b"[job]\nname = '\xff'\n")
-    with pytest.raises(RunError, match=r"a/config\.toml: (.|\n)*utf-8"):
-        run([folder])
-
-
-@pytest.mark.parametrize("row", ['{"step": 2, "loss": 4.0}', '{"step": 2, "validation_loss": 4.0}'])
-def test_half_a_row_of_metrics_is_named(tmp_path, row):
-    folder = make_run(tmp_path / "a", [5.0])
-    with (tmp_path / "a/metrics.jsonl").open("a") as file:
-        file.write(f"{row}\n")
-    with pytest.raises(RunError, match=r"a/metrics\.jsonl: 1 problem\n  tokens of step 2 = None\n +want: as many"):
-        run([folder])
-
-
-@pytest.mark.parametrize("text", ["", '{"state"', "[]"])
-def test_a_damaged_status_is_named(tmp_path, text):
-    folder = make_run(tmp_path / "a", [5.0])
-    (tmp_path / "a/status.json").write_text(text)
-    with pytest.raises(RunError, match=r"a/status\.json: 1 problem(.|\n)*want: a JSON object"):
-        run([folder])
+    for content in contents:
+        (tmp_path / "a" / file).write_bytes(content)
+        with pytest.raises(RunError, match=rf"a/{file}: {said}"):
+            run([folder])
 
 
 def test_a_picture_that_cannot_be_written(tmp_path):
@@ -332,14 +329,6 @@ def test_a_report_is_written_where_it_is_asked_for(tmp_path, capsys):
         run([folder, "--report", str(tmp_path / "page.pdf")])
     with pytest.raises(ConfigError, match=r"--report = .*/page\.html/x\.html \((.|\n)*fix:  --report x\.html"):
         run([folder, "--report", str(page / "x.html")])
-
-
-@pytest.mark.parametrize("text", ["", "{}", '[{"feature": 3}]', '[{"feature": "float8", "skipped": [1]}]'])
-def test_a_damaged_receipt_is_named(tmp_path, text):
-    folder = make_run(tmp_path / "a", [5.0])
-    (tmp_path / "a/receipt.json").write_text(text)
-    with pytest.raises(RunError, match=r"a/receipt\.json: 1 problem(.|\n)*want: a JSON list of features"):
-        run([folder])
 
 
 def test_the_experts_of_those_runs_that_have_any_are_a_second_picture(tmp_path, capsys):
