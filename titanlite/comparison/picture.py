@@ -161,7 +161,8 @@ def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], has_circle
     handles: list[Any] = []
     for run, record in enumerate(records):
         name = record.name if record.steps else f"{record.name} (no logged step)"
-        handles.append(Line2D([], [], label=name, **style_of(run, len(records)) | {"linewidth": 2}))
+        style = {**style_of(run, len(records)), "linewidth": 2}
+        handles.append(Line2D([], [], label=name, **style))
     if has_circles:
         circle = {"marker": "o", "markersize": 4, "markerfacecolor": "white", "color": "#555555"}
         handles.append(Line2D([], [], linestyle="none", label="validation", **circle))

@@ -241,7 +241,7 @@ def _show_experts(run: "wandb.Run", path: Path, say: Any) -> None:
         rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         with TemporaryDirectory() as folder:
             if rows:
-                draw_heat_map({run.name: rows}, Path(folder, "experts.png"))
+                draw_heat_map({run.name or "": rows}, Path(folder, "experts.png"))
                 run.summary["experts/heat_map"] = wandb.Image(str(Path(folder, "experts.png")))
     except Exception as error:  # no reason not to finish
         say(failed=["draw the experts", _first_line(error)])
