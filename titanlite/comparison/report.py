@@ -6,7 +6,6 @@ steps, tokens or seconds is there once, however many lines share it.
 """
 
 import json
-import math
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -79,7 +78,7 @@ def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ve
         script=Markup("\n".join(scripts)),
         data=Markup(json.dumps(curves, separators=(",", ":")).replace("<", "\\u003c")),
         runs=runs,
-        verdicts=[(verdict, _size(verdict, records[0].name)) for verdict in verdicts],
+        verdicts=verdicts,
         notes=_notes(records, metrics),
         axes=curves["axes"],
         colours=curves["colours"],
@@ -101,16 +100,6 @@ def _note(record: RunRecord) -> str:
     return ", ".join(filter(None, (state, "" if record.steps else "no logged step")))
 
 
-def _size(verdict: Verdict, first: str) -> str:
-    """Write the mean difference of a verdict and its interval, as far as there are any."""
-    if math.isnan(verdict.mean_difference):
-        return ""
-    interval = f"interval {verdict.low:+.5f} to {verdict.high:+.5f}"
-    interval = interval if math.isfinite(verdict.high) else "of too few steps for an interval"
-    less = f"{verdict.run} less {first}: mean difference {verdict.mean_difference:+.5f} nats per token"
-    return f"{less}, {interval}, at {verdict.tokens:,} tokens"
-
-
 def _notes(records: Sequence[RunRecord], metrics: Sequence[Chart]) -> list[str]:
     """Say what the charts do not show as it is in the files."""
 
@@ -126,11 +115,8 @@ def _notes(records: Sequence[RunRecord], metrics: Sequence[Chart]) -> list[str]:
             f"A line of more than {LONGEST:,} rows is drawn in pieces, here of {size} rows ({names(by_size[size])}): "
             "the line is their mean, the shade goes from the least value to the greatest."
         )
-    silent = {run for run, record in enumerate(records) if not record.steps}
-    if silent:
-        notes.append(f"Without a logged step, and so without a line: {names(silent)}.")
     apart = {line.run for metric in metrics if metric.name == DIFFERENCE for line in metric.lines}
-    if lone := set(range(1, len(records))) - apart - silent:
+    if lone := {run for run, record in enumerate(records) if run and record.steps} - apart:
         notes.append(f"At no number of tokens that {records[0].name} logged, so without a difference: {names(lone)}.")
     if timeless := {line.run for metric in metrics for line in metric.lines if line.seconds is None}:
         notes.append(f"Without time per step, so not on the axis of time: {names(timeless)}.")

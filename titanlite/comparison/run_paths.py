@@ -49,12 +49,7 @@ def _runs_around(path: Path, file: str) -> Iterator[Path]:
     def runs(paths: Sequence[Path]) -> list[Path]:
         return [path for path in paths if all(os.path.isfile(path / name) for name in ("config.toml", file))]
 
-    if not os.path.lexists(path):
-        try:
-            near = nearest(path.name, [run.name for run in runs([*path.parent.iterdir()])])
-        except OSError:
-            near = None
-        yield from [] if near is None else [path.parent / near]
-        return
-    yield from runs([*path.parents, *path.resolve().parents])
-    yield from runs(sorted(path.iterdir())) if os.path.isdir(path) else []
+    if os.path.lexists(path):
+        yield from runs([*path.parents, *path.resolve().parents, *sorted(path.glob("*"))])
+    elif near := nearest(path.name, [run.name for run in runs([*path.parent.glob("*")])]):
+        yield path.parent / near

@@ -246,6 +246,7 @@ def test_a_run_that_failed_before_its_first_row_is_to_be_left_out(tmp_path):
         ("minr", "there is no such folder", "mine"),
         ("mine/metrics.jsonl", "this is a file", "mine"),
         ("mine/checkpoints/step-1/state.json", "this is a file", "mine"),
+        ("mine/wandb/offline-run-1-2", "config.toml and metrics.jsonl missing", "mine"),
         ("other.txt", "this is a file", None),
         ("bf16", "there is no such folder", None),
         ("nothing/mine", "there is no such folder", None),
@@ -256,6 +257,7 @@ def test_a_path_that_is_no_folder_is_told_the_run_that_was_meant(tmp_path, given
     (tmp_path / "mino").mkdir()  # is near, too, and no run
     (tmp_path / "mine/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "mine/checkpoints/step-1/state.json").touch()
+    (tmp_path / "mine/wandb/offline-run-1-2").mkdir(parents=True)
     (tmp_path / "other.txt").touch()
     with pytest.raises(RunError) as error:
         run([str(tmp_path / "mine"), str(tmp_path / given)])
