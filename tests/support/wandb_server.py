@@ -70,7 +70,7 @@ class Server(http.server.ThreadingHTTPServer):
         asked = ["-m", "wandb", "sync", "--yes", "--include-synced", "--include-online"]
         done = subprocess.run(
             [sys.executable, *asked, *map(str, folders)],
-            env=self.environment(home), capture_output=True, text=True, check=False, timeout=300,
+            env=self.environment(home), cwd=home, capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
 

@@ -7,11 +7,9 @@ input without one says that training was killed. What it reports goes to standar
 The run in wandb is the recorded one: each row of metrics.jsonl once, whatever was offline, lost or sent twice. The
 server keeps a run's rows as numbered lines, and a line that is sent again replaces what was there. So every start sends
 the whole file from line 0 on, and one folder of wandb's holds all of the run; older ones are removed, for somebody may
-sync them later. The lines of rows that a crash lost, whose steps are trained again, are sent once more, empty. To know
-them, `lines` says what has ever been sent as which line. It is only added to, and before the line is sent:
-
-    1795678967.5    a row, sent at that time; it keeps it
-    keep 12         a start, which found 12 rows in metrics.jsonl: those after them are lost
+sync them later. Behind these rows come empty lines, as many as were ever sent beyond them: of rows that a crash lost,
+whose steps are trained again. `lines` has the time of each row that was sent, and nothing for an empty line; what is
+added to it is on disk before it is sent.
 
 wandb is given as little as needed: the config (without its secrets), the receipt and a save-list that was chosen, the
 rows, at the end a mixture's heat map, and the machine's load (each start's over that of former ones). Not the command
@@ -60,11 +58,13 @@ def main() -> None:
     doing = "start"
     try:
         kept = Path(work["metrics"]).read_bytes()[: work["kept_bytes"]].splitlines()
-        lines, marks = _open_lines(Path(work["folder"], "wandb/lines"), len(kept))
+        lines, times, lost = _open_lines(Path(work["folder"], "wandb/lines"), len(kept))
         run = _start_or_offline(work, say)
-        doing, rows = "log", iter(kept)
-        for sent_at in marks:
-            run.log({} if sent_at is None else _row(next(rows), sent_at))
+        doing = "log"
+        for row, sent_at in zip(kept, times, strict=True):
+            run.log(_row(row, sent_at))
+        for _ in range(lost):
+            run.log({})
         _remove_older(run, work)
         exit_code = _follow(run, lines, commands, work, say)
         _show_experts(run, Path(work["folder"], "experts.jsonl"), say)
@@ -86,34 +86,20 @@ def _end_after(trainer: int, seconds: float) -> None:
     os._exit(1)
 
 
-def _open_lines(path: Path, kept: int) -> tuple[int, list[float | None]]:
-    """Open the file of lines; return it, and when the row of each was sent, None for one that is to be empty."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
+    """Open the file of lines; return it, when each kept row was sent, and how many empty lines go behind these."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
-    sent = path.read_bytes()
-    os.ftruncate(file, sent.rfind(b"\n") + 1)  # a line that was cut off was not sent
-    marks: list[float | None] = []
-    for line in [*sent.split(b"\n")[:-1], b"keep %d" % kept]:
-        try:
-            if line.startswith(b"keep "):
-                rows = [at for at, sent_at in enumerate(marks) if sent_at is not None]
-                for at in rows[int(line[5:]) :]:
-                    marks[at] = None
-            else:
-                marks.append(float(line))
-        except ValueError:  # damaged, and a line all the same
-            marks.append(None)
-    now = time.time()
-    new = [now] * (kept - sum(sent_at is not None for sent_at in marks))  # of starts without wandb
-    _append_lines(file, f"keep {kept}\n" + f"{now}\n" * len(new))
-    return file, marks + new
-
-
-def _append_lines(file: int, text: str) -> None:
-    """Add to the file of lines, and have it on disk: what is sent next is not to be forgotten in a power cut."""
-    os.write(file, text.encode())
+    marks = path.read_text().split("\n")[:-1]  # a line that was cut off was not sent
+    times = [mark for mark in marks if mark][:kept]
+    times += [str(time.time())] * (kept - len(times))  # of starts without wandb
+    lost = max(0, len(marks) - kept)
+    text = "".join(f"{mark}\n" for mark in [*times, *[""] * lost])
+    os.pwrite(file, text.encode(), 0)  # no fewer lines at any instant
+    os.ftruncate(file, os.lseek(file, len(text), os.SEEK_SET))
     os.fsync(file)
+    return file, [float(mark) for mark in times], lost
 
 
 def _row(line: bytes, sent_at: float) -> dict[str, Any]:
@@ -194,7 +180,8 @@ def _follow(run: "wandb.Run", lines: int, commands: IO[bytes], work: dict[str, A
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
         if new := _rows_from(Path(work["metrics"]), at):
             now = time.time()
-            _append_lines(lines, f"{now}\n" * len(new))
+            os.write(lines, f"{now}\n".encode() * len(new))
+            os.fsync(lines)  # what is sent next is not to be forgotten in a power cut
             for row in new:
                 run.log(_row(row, now))
             at, taken = at + sum(map(len, new)), taken + len(new)

@@ -391,40 +391,41 @@ def test_a_copy_of_an_earlier_folder_may_be_synced_last(history: History) -> Non
 
 
 @pytest.mark.parametrize(
-    ("said", "kept", "marks"),
+    ("said", "kept", "times", "lost"),
     [
-        ("", 0, []),
-        ("1.5\n2.5\n", 2, [1.5, 2.5]),
-        ("1.5\n2.5\n3.5\n", 1, [1.5, None, None]),
-        ("1.5\n2.5\n3.5\nkeep 1\n4.5\n5.5\n", 2, [1.5, None, None, 4.5, None]),
-        ("1.5\n2.5\nkeep 1\n3.5\n", 0, [None, None, None]),
-        ("1.5\n2.5\n3.", 2, [1.5, 2.5]),  # cut off, and so not sent
-        ("1.5\n\0\0\nkeep x\n4.5\n", 2, [1.5, None, None, 4.5]),
+        ("", 0, [], 0),
+        ("1.5\n2.5\n", 2, [1.5, 2.5], 0),
+        ("1.5\n2.5\n3.5\n", 1, [1.5], 2),
+        ("1.5\n\n\n4.5\n5.5\n", 2, [1.5, 4.5], 3),
+        ("1.5\n2.5\n\n", 0, [], 3),
+        ("1.5\n2.5\n3.", 2, [1.5, 2.5], 0),  # cut off, and so not sent
     ],
 )
 def test_lines_of_rows_that_are_lost_become_empty(
-    tmp_path: Path, said: str, kept: int, marks: list[float | None]
+    tmp_path: Path, said: str, kept: int, times: list[float], lost: int
 ) -> None:
     path = tmp_path / "lines"
     path.write_text(said)
     for _ in range(2):  # what a start adds changes nothing for the next
-        file, found = _open_lines(path, kept)
+        file, *found = _open_lines(path, kept)
+        os.write(file, b"9.5\n")
         os.close(file)
-        assert found == marks
+        assert path.read_text().endswith("\n9.5\n" if kept + lost else "9.5\n")
+        path.write_text(path.read_text().removesuffix("9.5\n"))
+        assert found == [times, lost]
 
 
-def test_rows_of_starts_without_wandb_get_lines_of_their_own(tmp_path: Path) -> None:
+def test_rows_of_starts_without_wandb_get_the_time_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    path.write_text("1.5\nkeep 0\n")
-    file, (lost, *new) = _open_lines(path, 2)
+    path.write_text("1.5\n\n")
+    file, times, lost = _open_lines(path, 2)
     os.close(file)
-    assert lost is None
-    assert len(new) == 2
-    assert all(sent_at and sent_at > 1.5 for sent_at in new)
+    assert (times[0], lost) == (1.5, 0)
+    assert times[1] > 1.5
 
 
 def test_a_start_waits_for_the_process_of_an_earlier_one(tmp_path: Path) -> None:
-    file, _ = _open_lines(tmp_path / "lines", 0)
+    file, *_ = _open_lines(tmp_path / "lines", 0)
     waiting = threading.Thread(target=lambda: os.close(_open_lines(tmp_path / "lines", 0)[0]))
     waiting.start()
     waiting.join(0.3)
