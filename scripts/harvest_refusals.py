@@ -31,7 +31,7 @@ sys.path.insert(0, str(HERE))
 
 from tests.support import record_refusals  # noqa: E402
 from tests.support.refusals import ARGV, CONFIG, FILE, input_of, problems_of  # noqa: E402
-from titanlite.config.read import schema_keys  # noqa: E402
+from titanlite.config.schema import schema_keys  # noqa: E402
 
 COMMANDS = (  # but for those that start others
     *("validate", "plan", "convert", "recipes", "schema", "compare", "explain", "data", "completion", "new"),

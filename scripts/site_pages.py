@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT))
 
 from titanlite.config.build import describe_type, show  # noqa: E402
 from titanlite.config.explain import field_docs, table_keys, table_of  # noqa: E402
-from titanlite.config.ranges import RANGES  # noqa: E402
-from titanlite.config.read import schema_keys, sections  # noqa: E402
+from titanlite.config.ranges import range_in_words, range_of  # noqa: E402
+from titanlite.config.schema import schema_keys, sections  # noqa: E402
 
 KEYS = "reference/keys.md"
 # Which kind of recipe says what a key means.
@@ -111,11 +111,12 @@ def keys_page() -> str:
         "`train.py --help SECTION` prints the same, and [`titanlite schema`](commands.md) gives it to editors.",
     ]
     for section, cls in sections().items():
-        hints = get_type_hints(cls)
+        hints, ranged = get_type_hints(cls), get_type_hints(cls, include_extras=True)
         lines += ["", f"## {section}", "", inspect.getdoc(cls) or ""]
         for field in dataclasses.fields(cls):
             key = f"{section}.{field.name}"
-            lines += ["", f"### `{key}` {{ #{key} }}", "", f"*{head(key, hints[field.name], field.default)}*", ""]
+            about = head(hints[field.name], range_of(ranged[field.name]), field.default)
+            lines += ["", f"### `{key}` {{ #{key} }}", "", f"*{about}*", ""]
             lines += [docs[cls.__name__][field.name], "", *recipes_of(key)]
             if table := table_of(hints[field.name]):
                 lines += ["", "| key | type | meaning |", "|---|---|---|"]
@@ -126,13 +127,10 @@ def keys_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def head(key: str, hint: Any, default: object) -> str:
+def head(hint: Any, span: str, default: object) -> str:
     """Return the line under a key's name: its type, range and default."""
     kind = describe_type(hint).replace("[", r"\[").replace("*", r"\*")
-    if span := RANGES.get(key):
-        low, high = span[1:-1].split(", ")
-        kind += f", {'at least' if span[0] == '[' else 'above'} {low}"
-        kind += "" if high == "inf" else f", {'at most' if span[-1] == ']' else 'below'} {high}"
+    kind += f", {range_in_words(span)}" if span else ""
     return f"{kind[0].upper()}{kind[1:]}. Default: {'not given' if default is None else f'`{show(default)}`'}."
 
 

@@ -21,18 +21,24 @@ from typing import Any, Literal, cast, overload
 
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_float8, check_keys, check_model, check_optimizer, check_save_rules
-from titanlite.config.config_json import FROM_CHECKPOINT, model_of
+from titanlite.config.config_json import model_of
 from titanlite.config.own_groups import optimizer_recipe
-from titanlite.config.port import flavor, save_list
 from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
-from titanlite.config.renamed import OLD_FLOAT8_RECIPES
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.config.toml_file import read_merged, shipped_folder
+from titanlite.config.torchtitan import flavor
 from titanlite.durable import require_reachable
 from titanlite.errors import RecipeError, nearest
 
 Kind = Literal["model", "float8", "activation_checkpoint", "optimizer"]
+OLD_FLOAT8_RECIPES = {
+    "all_tensorwise": "tensorwise",
+    "all_axiswise": "rowwise",
+    "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
+}
+"""Names that torchao and torchtitan gave recipes of the same arithmetic in earlier releases."""
+
 _NO_RULES: Mapping[str, OwnRule] = MappingProxyType({})
 AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 
@@ -195,8 +201,6 @@ def _find(
         choices = (
             [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
         )  # it may be a flavor alone
-    if kind == "activation_checkpoint" and name in ("selective", "memory_budget"):  # torchtitan's words
-        there = save_list(name, "2")
     problems, key = Problems(origin), key or KINDS[kind].key
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
     near = near or nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)

@@ -46,8 +46,7 @@ def main() -> None:
             raise ConfigError(lack)
     if (found := newest_state(run.config)) is not None:  # refuse the state of another optimizer
         changed_optimizer(*found, run.config, foreseen.rules, run.optimizer)
-    notices, warnings = [*run.port.count(), *run.hints], [*run.warnings]
-    notices += [to_paste.rstrip()] if (to_paste := run.port.to_paste()) else []
+    notices, warnings = [*run.hints], [*run.warnings]
     if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:

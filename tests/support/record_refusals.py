@@ -23,9 +23,8 @@ import titanlite
 from tests.support.refusals import CONFIG
 from titanlite import recipes
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.read import sections
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, SaveList
-from titanlite.config.schema import Config, Model
+from titanlite.config.schema import Config, Model, sections
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml, toml_table
 from titanlite.errors import Problem, TitanliteError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_import_order import ROWS
-from titanlite.config.read import schema_keys, sections
+from titanlite.config.schema import schema_keys, sections
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md")), *sorted((ROOT / "docs").rglob("*.md"))]

@@ -6,12 +6,11 @@ from typing import get_args
 
 import pytest
 
-from titanlite.config.renamed import OLD_FLOAT8_RECIPES
 from titanlite.config.schema import Config, Job, Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.preflight.checked_run import checked_run
-from titanlite.recipes import Kind, load, model_dims, names
+from titanlite.recipes import OLD_FLOAT8_RECIPES, Kind, load, model_dims, names
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -437,8 +436,8 @@ def test_a_model_of_no_layers_is_refused(tmp_path: Path) -> None:
     [
         ("top_k = 200", "experts.top_k = 200\n      want: at most experts.n_experts = 128"),
         ("ffn_dim = 200", "experts.ffn_dim = 200\n      want: a multiple of 128\n      fix:  ffn_dim = 256"),
-        ("scale = 0.0", "experts.scale = 0.0\n      want: a number above 0"),
-        ("balance_loss = -1.0", "experts.balance_loss = -1.0\n      want: a number of at least 0"),
+        ("scale = 0.0", "experts.scale = 0.0\n      want: a number, above 0"),
+        ("balance_loss = -1.0", "experts.balance_loss = -1.0\n      want: a number, at least 0"),
         ("z_loss = inf", "experts.z_loss = inf\n"),
         ('score = "softmax_of_chosen"\nnormalised = false', "experts.normalised = false\n      want: true beside"),
         ('score = "top"', "experts.score"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.explain import field_docs
-from titanlite.config.read import schema_keys, sections
+from titanlite.config.schema import schema_keys, sections
 
 pytest.importorskip("mkdocs", reason="the site is built where titanlite[docs] is installed")
 pytest.importorskip("material", reason="the site is built where titanlite[docs] is installed")

@@ -28,10 +28,9 @@ from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.checkpoint.store import require_none
-from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
 from titanlite.errors import CheckpointError, describe
 from titanlite.float8.weight import local_data

@@ -22,11 +22,11 @@ from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.export import trained_tokenizer
 from titanlite.config.build import show
-from titanlite.config.config_json import FROM_CHECKPOINT, check_weight_files, recipe_of
+from titanlite.config.config_json import check_weight_files, recipe_of
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.read import read_config
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, Model, Training
+from titanlite.config.schema import FROM_CHECKPOINT, Config, Model, Training
 from titanlite.data.prepare import check_vocabulary
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer, panics_raised
 from titanlite.durable import require_reachable, write_durably

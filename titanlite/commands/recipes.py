@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from titanlite.commands.arguments import Command, apart
-from titanlite.config.config_json import FROM_CHECKPOINT, recipe_of
+from titanlite.config.config_json import recipe_of
 from titanlite.config.own_rules import rules_of_file
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, OwnRule
+from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError, nearest
 from titanlite.preflight.checked_run import checked_run

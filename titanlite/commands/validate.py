@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
             found.append(error)
     if found or foreseen is None:
         raise ConfigError(*(report for error in found for report in error.args)) if len(found) > 1 else found[0]
-    sys.stdout.write(summary(checked, foreseen, given.file, given.world, step, samples) + checked.port.to_paste())
+    sys.stdout.write(summary(checked, foreseen, given.file, given.world, step, samples))
     return 0
 
 
@@ -158,7 +158,7 @@ def summary(
     n = len(checked.warnings)
     lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]
     lines += ["  warning: " + text.replace("\n", "\n  ") for text in checked.warnings]
-    lines += [f"  {hint}" for hint in (*checked.port.hint(), *checked.hints, *long) if hint]
+    lines += [f"  {hint}" for hint in (*checked.hints, *long) if hint]
     return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from titanlite.config.problems import Problems, show
-from titanlite.config.renamed import SYNONYMS, replacement
+from titanlite.config.synonyms import SYNONYMS
+from titanlite.config.torchtitan import answer_to_value
 from titanlite.errors import nearest
 
 T = TypeVar("T")
@@ -147,7 +148,7 @@ def repair(hint: Any, value: object, path: str, default: object) -> str:
     meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
     if meant != "" and any(_fits(o, meant) for o in options):
         return f"{key} = {show(meant)}"
-    if fix := replacement(path, value):
+    if fix := answer_to_value(path, value):
         return fix
     if any(get_origin(o) is tuple and get_args(o)[0] is str for o in options) and isinstance(value, str):
         return f"{key} = [{show(value)}]"

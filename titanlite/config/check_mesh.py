@@ -3,10 +3,9 @@
 import math
 
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.config_json import FROM_CHECKPOINT
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, Model
+from titanlite.config.schema import FROM_CHECKPOINT, Config, Model
 
 RUN = 128
 """Tokens that one context-parallel rank has in a row, at least: the rows of a tile of queries of the kernels."""

@@ -1,26 +1,23 @@
 """Check what the schemas of recipes (`recipe_schema.py`) cannot say: that values fit each other and the hardware."""
 
 import dataclasses
-import math
 import re
 from typing import get_args
 
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.build import show
-from titanlite.config.problems import Problems
-from titanlite.config.ranges import GROUP_RANGES, out_of_range
+from titanlite.config.problems import Problems, show
+from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import (
     BLOCKS,
     KEYS_OF_RULE,
     MATMULS,
-    Experts,
     Float8Recipe,
     Granularity,
     ModelDims,
     OptimizerRecipe,
     SaveList,
 )
-from titanlite.config.schema import Model, Optimizer
+from titanlite.config.schema import Model
 from titanlite.errors import nearest
 
 OP_CLASSES = ("attention", "matmul", "communication", "statistics", "cast", "experts", "dispatch", "route")
@@ -29,39 +26,24 @@ _OF_LAYERS = tuple(name for name in OP_CLASSES if name not in ("attention", "rou
 
 def check_model(recipe: ModelDims, problems: Problems) -> None:
     """Check that dimensions are positive, heads even; `config/check.py` compares them, after the overrides."""
-    for name, value in dataclasses.asdict(recipe).items():
-        if value == 0 and getattr(ModelDims, name, None) == 0:
-            continue  # not given; `config/architectures.py` knows who needs it
-        if isinstance(value, int | float) and not isinstance(value, bool) and not value > 0:
-            problems.add(name, show(value), "a number above 0", f"{name} = the published size")
+    check_ranges(recipe, problems, fix="{} = the published size")
     if not recipe.ffn_dim and recipe.experts is None:
         problems.add("ffn_dim", "", "a whole number; it is missing", "add ffn_dim = …, or a table [experts]")
-    if recipe.experts is not None:
-        _check_experts(recipe.experts, problems)
     if recipe.head_dim % 2:  # no key of a config overrides it
         want = "an even width, for rotary pairs"
         problems.add("head_dim", show(recipe.head_dim), want, "head_dim = the published size")
-
-
-def _check_experts(experts: Experts, problems: Problems) -> None:
-    """Check that a router can choose among the experts, and that kernels know their width."""
-
-    def add(key: str, want: str, fix: str) -> None:
-        problems.add(f"experts.{key}", show(getattr(experts, key)), want, fix)
-
-    for key in ("n_experts", "top_k", "ffn_dim", "scale"):
-        if not 0 < getattr(experts, key) < math.inf:
-            add(key, "a number above 0", f"{key} = the published size")
-    for key in ("shared", "balance_loss", "z_loss", "balance_bias"):
-        if not 0 <= getattr(experts, key) < math.inf:
-            add(key, "a number of at least 0", f"{key} = 0")
-    if experts.n_experts > 0 and experts.top_k > experts.n_experts:
-        add("top_k", f"at most experts.n_experts = {experts.n_experts}", f"top_k = {experts.n_experts}")
+    experts = recipe.experts
+    if experts is None:
+        return
+    if 0 < experts.n_experts < experts.top_k:
+        want = f"at most experts.n_experts = {experts.n_experts}"
+        problems.add("experts.top_k", show(experts.top_k), want, f"top_k = {experts.n_experts}")
     if experts.ffn_dim > 0 and experts.ffn_dim % 128:
-        add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-experts.ffn_dim // 128) * 128}")
+        fix = f"ffn_dim = {-(-experts.ffn_dim // 128) * 128}"
+        problems.add("experts.ffn_dim", show(experts.ffn_dim), "a multiple of 128", fix)
     if experts.score == "softmax_of_chosen" and not experts.normalised:
         want = 'true beside score = "softmax_of_chosen": such weights sum to 1 already'
-        add("normalised", want, "leave normalised out")
+        problems.add("experts.normalised", "false", want, "leave normalised out")
 
 
 _PAIRS = {  # of granularities in one matmul that exist, in either order
@@ -128,9 +110,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         elif recipe.fsdp_all_gather != "float8":
             want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
             problems.add("fsdp_all_gather", show(recipe.fsdp_all_gather), want, 'fsdp_all_gather = "float8"')
-    if not recipe.min_compute_capability > 0:
-        given = show(recipe.min_compute_capability)
-        problems.add("min_compute_capability", given, "a number above 0", "leave min_compute_capability out")
+    check_ranges(recipe, problems)
     unit, why = max(((BLOCKS[g][1], "blocks are whole") for g in grains if g in BLOCKS), default=(1, ""))
     if recipe.status != "emulated" and unit < 16:
         unit, why = 16, "tensor cores multiply no other widths"  # in float8, a row is whole words of 16 bytes
@@ -183,16 +163,12 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
     """Check that there is a group, that each has only keys of its rule, and their numbers in their ranges."""
     if not recipe.groups:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
+    check_ranges(recipe, problems)
     for name, group in recipe.groups.items():
         own = group.keys_of_rule
         if not re.fullmatch(r"[\w-]+", name):  # it is a part of metrics' names
             plain = re.sub(r"[^\w-]+", "_", name) or "all"
             problems.add(f"groups.{name}", "", "a name of letters, digits, _ and -", f"[groups.{plain}]")
-        for key, span in GROUP_RANGES.items():
-            value = getattr(group, key) if key not in group.own_keys else None
-            if value is not None and (text := out_of_range(value, span)):
-                fix = f"leave {key} out" + (": [optimizer] says it" if hasattr(Optimizer, key) else "")
-                problems.add(f"groups.{name}.{key}", show(value), text, fix)
         for key in dict.fromkeys(key for keys in KEYS_OF_RULE.values() for key in keys):
             if key not in own and (value := getattr(group, key)) is not None:
                 rules = [show(rule) for rule, keys in KEYS_OF_RULE.items() if key in keys]

@@ -1,35 +1,30 @@
 """Read the command line: `FILE` or `--config FILE`, and flags, dotted paths of TOML keys, which win over the file.
 
-tyro turns the flags into a `Config`. Two things are done around it. Booleans take `--x`, `--x=false` and `--x true`
-alike, where tyro knows either the pair `--x`/`--no-x` or a value: it is asked for values, and they are spelled out
-for it first. And its error boxes become this project's four-part messages, for all bad flags at once: unknown flags
-are found here, and if tyro refuses the rest, each flag is tried by itself to see which ones it refuses.
+A flag's words become the value that its key would have in the file. Booleans take `--x`, `--x=false` and `--x true`
+alike, lists several words, or one as TOML has it. All bad flags are reported at once, beside what is wrong in the file.
 """
 
-import contextlib
-import io
 import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import make_dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 import tomli
-import tyro
 
-from titanlite.config.build import describe_type, repair
+from titanlite.config.build import describe_type, options_of, repair
 from titanlite.config.explain import overview, section_page, table_of
-from titanlite.config.port import Port
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
-from titanlite.config.read import read_what_is_right, schema_keys, sections, suggest_key
-from titanlite.config.schema import Config
+from titanlite.config.read import read_what_is_right, suggest_key
+from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
-def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems, Port]:
+def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
     """Read the config file that the command line names, and apply the flags.
 
     Args:
@@ -37,8 +32,8 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
         usage: what the help page begins with, as "train.py FILE".
 
     Returns:
-        The config, whose values fit the schema, but are not yet checked against each other; what is wrong with keys and
-        values, which are as if they were not given; and what else there is to say of a file from torchtitan.
+        The config, whose values fit the schema, but are not yet checked against each other; and what is wrong with keys
+        and values, which are as if they were not given.
 
     Raises:
         ConfigError: there is not one file, or it is missing or not TOML.
@@ -53,10 +48,10 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
     files = flags.pop("config", [])
     is_named = files not in ([], [""])  # "" as of a variable that is not set
     unread: tuple[str, ...] = ()
-    config, problems, port = Config(), Problems(Origin("".join(files))), Port()
+    config, problems = Config(), Problems(Origin("".join(files)))
     try:
         if is_named:
-            config, problems, port = read_what_is_right(Path(files[0]), flags)
+            config, problems = read_what_is_right(Path(files[0]))
     except ConfigError as error:
         unread = error.args
     # A typing mistake on the command line is reported together with those in the file.
@@ -69,7 +64,7 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
     config = _apply(known, config, problems)
     if unread:
         raise ConfigError(*unread, *problems.error(ConfigError).args)
-    return config, problems, port
+    return config, problems
 
 
 def answer_help(argv: Sequence[str], usage: str) -> None:
@@ -167,52 +162,43 @@ def _as_toml(text: str) -> object:
 
 
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
-    """Return `config` with the flags applied, and add a problem for each flag whose values do not fit."""
-    if not flags:
-        return config
-    spelled = {key: _spell(key, schema_keys()[key], values) for key, values in flags.items()}
-    result = _tyro([word for words in spelled.values() for word in words], config)
-    if result is not None:
-        return result
-    for key, words in list(spelled.items()):
-        if _tyro(words, config) is None:
-            del spelled[key]
-            hint, saw, name = schema_keys()[key], " ".join(flags[key]), key.partition(".")[2]
+    """Return `config` with the flags applied, and add a problem for each flag whose words are no value of its key."""
+    for key, words in flags.items():
+        hint, (section, _, name) = schema_keys()[key], key.partition(".")
+        try:
+            table = replace(getattr(config, section), **{name: _value_of_flag(hint, words)})
+            config = replace(config, **{section: table})
+        except ValueError:
+            saw = " ".join(words)
             fix = repair(hint, saw, key, attrgetter(key)(Config())).replace(f"{name} = ", f"--{key} ", 1)
-            if hint is str and len(flags[key]) > 1 and all(map(os.path.exists, flags[key])):
-                saw = f"{flags[key][0]} and {len(flags[key]) - 1} more"
+            if hint is str and len(words) > 1 and all(map(os.path.exists, words)):
+                saw = f"{words[0]} and {len(words) - 1} more"
                 fix = f"put the pattern in quotes, as --{key} '*.txt': the shell gives the files that match it instead"
             problems.add(f"--{key}", saw, describe_type(hint), fix, at=COMMAND_LINE)
-    return _tyro([word for words in spelled.values() for word in words], config) or config
+    return config
 
 
-def _spell(key: str, hint: Any, values: list[str]) -> list[str]:
-    """Write one flag as tyro reads it: booleans as True and False, lists without commas, one value after `=`."""
-    if hint is bool:
-        words = {"true": "True", "false": "False"}
-        values = [words.get(v.lower(), v) for v in values] or ["True"]
+def _value_of_flag(hint: Any, words: list[str]) -> Any:
+    """Return the value that the words behind a flag say; "None" says that a key is not given, where it need not be.
+
+    Raises:
+        ValueError: they say none that its key can have.
+    """
+    options = options_of(hint)
     if get_origin(hint) is tuple:
-        text = ",".join(values)
+        text = ",".join(words)
         if text.startswith("[") and text.endswith("]"):  # as TOML has it, with or without what the shell took away
             text = text[1:-1]
-        values = [part for p in text.split(",") if (part := p.strip(" \"'"))]
-    return [f"--{key}={values[0]}"] if len(values) == 1 else [f"--{key}", *values]
-
-
-def _tyro(args: list[str], config: Config) -> Config | None:
-    """Let tyro parse the flags; None if it refuses them. What it prints is replaced by our message.
-
-    It is given the sections that are named: to look through all of the schema would take most of its time.
-    """
-    types, quiet = get_type_hints(Config), io.StringIO()
-    named = dict.fromkeys(word[2:].partition(".")[0] for word in args if word.startswith("--"))
-    asked: type[Any] = make_dataclass("Asked", [(section, types[section]) for section in named])
-    # Help pages are ours: to look for comments in the schema's source would take a third of the time.
-    how = tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff
-    with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet), contextlib.suppress(SystemExit):
-        of_config = asked(*(getattr(config, section) for section in named))
-        read: Any = tyro.cli(asked, args=args, default=of_config, config=how, use_underscores=True)
-        result = replace(config, **{section: getattr(read, section) for section in named})
-        numbers = (n for key in schema_keys() if type(n := attrgetter(key)(result)) is int)
-        return None if any(n.bit_length() > 63 for n in numbers) else result  # as a file may say no more
-    return None
+        return tuple(part for p in text.split(",") if (part := p.strip(" \"'")))
+    (word,) = words or (["true"] if hint is bool else [])
+    if word == "None" and options != [hint]:
+        return None
+    for option in options:
+        if option is str or (get_origin(option) is Literal and word in get_args(option)):
+            return word
+        if option is bool and word.lower() in ("true", "false"):
+            return word.lower() == "true"
+        with suppress(ValueError):
+            if option is float or (option is int and int(word).bit_length() < 64):  # as a file may say no more
+                return option(word)
+    raise ValueError(word)

@@ -24,10 +24,9 @@ from titanlite.config.hugging_face import (
 )
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, RopeScaling
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.json_file import MALFORMED, read_json
 
-FROM_CHECKPOINT = "from_checkpoint"  # as model.flavor: the dimensions are those of the folder
 KEY = "checkpoint.initial_load_path"
 
 

@@ -1,6 +1,6 @@
 """Write the config of titanlite that a config of torchtitan means.
 
-`port.py` says what each key is here, in the words of an error; this is the same said as a file. What has a counterpart
+`torchtitan_config.py` says what each key is here; this writes it as a file. What has a counterpart
 is a line, with a comment where its name, default or meaning differs; what has none is a comment with the reason; what
 asks for nothing is left out and counted. Comments of the original are not kept: they explain torchtitan's choices.
 """
@@ -15,13 +15,12 @@ from typing import Any, cast
 import tomli
 
 from titanlite.config.build import from_table
-from titanlite.config.port import BOS, SETS, TorchtitanConfig, answer_to_value, flavor, stands_for
 from titanlite.config.problems import Origin, Problems, show
-from titanlite.config.read import schema_keys, sections, suggest_key
-from titanlite.config.renamed import replacement
-from titanlite.config.schema import Config
+from titanlite.config.read import suggest_key
+from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.config.toml_file import read_merged
-from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, MODELS
+from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, MODELS, answer_to_key, answer_to_value, flavor
+from titanlite.config.torchtitan_config import BOS, SETS, TorchtitanConfig, stands_for
 from titanlite.errors import ConfigError
 
 _WIDTH = 100  # of a line with its comment
@@ -139,7 +138,7 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
     """
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     given = dict(_leaves(table))
-    there = TorchtitanConfig({key: value for key, value in given.items() if key in KEYS}, given)
+    there = TorchtitanConfig(given)
     origin = Origin(str(path), places)
     made, problems, own = ConvertedConfig(origin, given), Problems(origin), there.own_keys()
     answered = dict[str, str]()
@@ -151,14 +150,15 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
         elif key in own:
             answered[key] = there.answer(key)
         elif key not in schema_keys():
-            answered[key] = replacement(key, value) or _unknown(key, value)
+            text = answer_to_key(key)
+            answered[key] = text.replace("{}", show(value)) if text else _unknown(key, value)
         elif answer := _other_value(there, key, value):
             answered[key] = answer
         else:
             made.kept.append(key)
             made.lines[key] = _Line(show(value), _other_meaning(there, key))
     problems.raise_all()
-    if not own and not any(key in schema_keys() or replacement(key, given[key]) for key in answered):
+    if not own and not any(key in schema_keys() or answer_to_key(key) for key in answered):
         want = "a key or a value that only torchtitan has, as model.hf_assets_path; none is: this is no file to convert"
         raise ConfigError.of(str(path), "keys", "", want, f"titanlite validate {path}")
     for key, answer in answered.items():
@@ -219,7 +219,7 @@ def _unknown(key: str, value: object) -> str:
 
 
 def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
-    """Add the lines that an answer of `port.py` sets, or the reason if it sets none."""
+    """Add the lines that an answer of `torchtitan_config.py` sets, or the reason if it sets none."""
     answer = _in_full(key, answer)
     found = list(SETS.finditer(answer))
     if not found:

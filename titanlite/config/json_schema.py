@@ -1,6 +1,6 @@
 """The JSON Schema of a config, by which editors complete and check a TOML file (taplo, Even Better TOML).
 
-It says of each key what `schema.py` and `ranges.py` say: its text, type, choices, range and default. It is of draft 7,
+It says of each key what `schema.py` says: its text, type, choices, range and default. It is of draft 7,
 the newest that taplo reads. A whole number written as 1e4 passes it, as JSON has no other, and what keys say against
 each other is beyond it: `titanlite validate` has the last word.
 """
@@ -9,11 +9,10 @@ import dataclasses
 import inspect
 import json
 from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.build import options_of
 from titanlite.config.explain import field_docs
-from titanlite.config.ranges import LIST_RANGES, RANGES
 from titanlite.config.schema import Config
 from titanlite.config.toml_file import shipped_folder
 
@@ -43,7 +42,7 @@ def config_json_schema() -> dict[str, Any]:
 
 def _object(cls: type, prefix: str) -> dict[str, Any]:
     """Return the schema of a table whose keys are the fields of a dataclass, and no others."""
-    hints, docs = get_type_hints(cls), field_docs().get(cls.__name__, {})
+    hints, docs = get_type_hints(cls, include_extras=True), field_docs().get(cls.__name__, {})
     properties, required = dict[str, Any](), list[str]()
     for f in dataclasses.fields(cls):
         key = f"{prefix}{f.name}"
@@ -71,18 +70,19 @@ def _value(key: str, hint: Any) -> dict[str, Any]:
 def _option(key: str, option: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(option):
         return _object(option if isinstance(option, type) else type(option), f"{key}.")
+    if get_origin(option) is Annotated:
+        return {**_TYPES[option.__origin__], **_range(option.__metadata__[0])}
     if get_origin(option) is Literal:
         return {"enum": list(get_args(option))}
     if get_origin(option) is tuple:
         return {"type": "array", "items": _option(f"{key}[]", get_args(option)[0])}
     if get_origin(option) is dict:
         return {"type": "object", "additionalProperties": _option(f"{key}{{}}", get_args(option)[1])}
-    span = RANGES.get(key) or LIST_RANGES.get(key)
-    return {**_TYPES[option], **(_range(span) if span and option in (int, float) else {})}
+    return _TYPES[option]
 
 
 def _range(span: str) -> dict[str, Any]:
-    """Return the bounds of a range as `ranges.py` writes it, as "[0, inf)"."""
+    """Return the bounds of a range as `schema.py` writes it, as "[0, inf)"."""
     low, high = span[1:-1].split(", ")
     bounds: dict[str, Any] = {_BOUNDS[span[0]]: json.loads(low)}
     if high != "inf":

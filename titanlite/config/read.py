@@ -1,39 +1,23 @@
 """Read a config file into a `Config`, strictly, and say for every unknown key what was probably meant.
 
 tomli parses, `toml_file.py` merges what the file extends, `build.py` checks each key and value against the schema.
-`renamed.py` answers the keys of torchtitan. What is left for this file is to know the whole schema when a key is not
-found: it may belong to another section, or be misspelt.
+What is left for this file is to know the whole schema when a key is not found: it may belong to another section, be
+torchtitan's or another trainer's, or be misspelt.
 """
 
 import dataclasses
-import functools
-from collections.abc import Collection
+import re
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import cast
 
 from titanlite.config.build import from_table
-from titanlite.config.port import Port, take_out
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Experts, ParameterGroup
-from titanlite.config.renamed import SYNONYMS, replacement
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, schema_keys, sections
+from titanlite.config.synonyms import SYNONYMS
 from titanlite.config.toml_file import read_merged
+from titanlite.config.torchtitan import answer_to_key
 from titanlite.errors import nearest
-
-
-@functools.cache
-def sections() -> dict[str, type]:
-    """Return the sections of the schema and their dataclasses, in order."""
-    hints = get_type_hints(Config)
-    return {f.name: hints[f.name] for f in dataclasses.fields(Config)}
-
-
-@functools.cache
-def schema_keys() -> dict[str, Any]:
-    """Return every dotted key of the schema and its type, in order."""
-    return {
-        f"{section}.{name}": hint for section, cls in sections().items() for name, hint in get_type_hints(cls).items()
-    }
 
 
 def read_config(path: Path) -> tuple[Config, Origin]:
@@ -45,25 +29,24 @@ def read_config(path: Path) -> tuple[Config, Origin]:
     Raises:
         ConfigError: a file is missing or is not TOML, or keys or values do not fit the schema (all of them at once).
     """
-    config, problems, _ = read_what_is_right(path)
+    config, problems = read_what_is_right(path)
     problems.raise_all()
     return config, problems.origin
 
 
-def read_what_is_right(path: Path, flags: Collection[str] = ()) -> tuple[Config, Problems, Port]:
+def read_what_is_right(path: Path) -> tuple[Config, Problems]:
     """Read a TOML file, and those it extends, into a `Config`; a key that is wrong is as if it were not given.
 
     Returns:
-        The config, what is wrong with its keys and values, and what else there is to say if it comes from torchtitan.
+        The config, and what is wrong with its keys and values.
 
     Raises:
         ConfigError: a file is missing or is not TOML.
     """
     table, places = read_merged(path, find=lambda name, at: Path(at.source).parent / name)
     problems = Problems(Origin(str(path), places))
-    table, port = take_out(table, problems, flags)
     config = from_table(Config, table, problems, suggest=suggest_key)
-    return cast("Config", config), problems, port
+    return cast("Config", config), problems
 
 
 def suggest_key(path: str, value: object = None) -> str | None:
@@ -73,8 +56,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
         A sentence, or None if nothing is near.
     """
     section, _, key = path.rpartition(".")
-    if fix := replacement(path, value):
-        return fix
+    if there := answer_to_key(path):
+        return f"this is torchtitan's; {re.sub('^use ', 'titanlite convert FILE writes ', there.replace(' = {}', ''))}"
     if "[" in section:  # a table of a list has keys of its own
         return None
     of_experts = {field.name for field in dataclasses.fields(Experts)}

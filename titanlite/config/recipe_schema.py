@@ -8,16 +8,17 @@ from dataclasses import KW_ONLY, dataclass, fields
 from typing import ClassVar, Literal
 
 from titanlite.config.problems import Origin
+from titanlite.config.schema import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Llama 3.1 frequency scaling: low frequencies are divided by `factor`, high ones kept, those between blended."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_seq_len: int
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat
+    high_freq_factor: PositiveFloat
+    original_seq_len: PositiveInt
 
 
 ROUTER_TRAINING = ("balance_loss", "z_loss", "balance_bias")
@@ -31,16 +32,18 @@ class Experts:
     A token's router gives each expert a logit; the token goes to its `top_k` best, whose results are summed by weight.
     """
 
-    n_experts: int  # of a layer (E)
-    top_k: int  # of a token (K)
-    ffn_dim: int  # inner width of one expert (F), a multiple of 128
+    n_experts: PositiveInt  # of a layer (E)
+    top_k: PositiveInt  # of a token (K)
+    ffn_dim: PositiveInt  # inner width of one expert (F), a multiple of 128
     score: Literal["softmax", "softmax_of_chosen", "sigmoid"] = "softmax"  # softmax: over all experts, then top-k
     normalised: bool = True  # the weights of a token's experts are divided by their sum
-    scale: float = 1.0  # of the weights
-    shared: int = 0  # experts beside these that every token goes to
-    balance_loss: float = 0.0  # coefficient of the loss of unequal use, in the mean over mixtures
-    z_loss: float = 0.0  # coefficient of the loss of large logits, likewise
-    balance_bias: float = 0.0  # what a step moves an expert's bias by, which shifts the choice alone; 0: none
+    scale: PositiveFloat = 1.0  # of the weights
+    shared: NonNegativeInt = 0  # experts beside these that every token goes to
+    balance_loss: NonNegativeFloat = 0.0  # coefficient of the loss of unequal use, in the mean over mixtures
+    z_loss: NonNegativeFloat = 0.0  # coefficient of the loss of large logits, likewise
+    balance_bias: NonNegativeFloat = (
+        0.0  # what a step moves an expert's bias by, which shifts the choice alone; 0: none
+    )
 
     @property
     def trains_by_loss(self) -> bool:
@@ -53,23 +56,23 @@ class ModelDims:
     """The dimensions of one model size. Keys whose default is 0 are not for every architecture."""
 
     help: str
-    n_layers: int
-    dim: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int = 0  # of a dense feed-forward
+    n_layers: PositiveInt
+    dim: PositiveInt
+    n_heads: PositiveInt
+    n_kv_heads: PositiveInt
+    ffn_dim: NonNegativeInt = 0  # of a dense feed-forward
     _: KW_ONLY
-    vocab_size: int
-    norm_eps: float
-    rope_theta: float = 0.0
+    vocab_size: PositiveInt
+    norm_eps: PositiveFloat
+    rope_theta: NonNegativeFloat = 0.0
     tied_embeddings: bool = False
     rope_scaling: RopeScaling | None = None
-    head_dim: int = 0  # width of a head, where it is not dim / n_heads
-    window: int = 0  # tokens that a local layer attends to, its own included
-    local_rope_theta: float = 0.0  # rope_theta of local layers
-    global_every: int = 0  # every so many layers, the last of them attends to all tokens
-    max_seq_len: int = 0  # positions that have a learned embedding
-    logit_softcap: float = 0.0  # c of the logits c · tanh(x / c) of any architecture; 0: they are x
+    head_dim: NonNegativeInt = 0  # width of a head, where it is not dim / n_heads
+    window: NonNegativeInt = 0  # tokens that a local layer attends to, its own included
+    local_rope_theta: NonNegativeFloat = 0.0  # rope_theta of local layers
+    global_every: NonNegativeInt = 0  # every so many layers, the last of them attends to all tokens
+    max_seq_len: NonNegativeInt = 0  # positions that have a learned embedding
+    logit_softcap: NonNegativeFloat = 0.0  # c of the logits c · tanh(x / c) of any architecture; 0: they are x
     experts: Experts | None = None  # in the place of a dense feed-forward
     refs: tuple[str, ...] = ()
 
@@ -213,7 +216,7 @@ class Float8Recipe:
     accumulation: Float8Accumulation
     fsdp_all_gather: Literal["high_precision", "float8"] = "high_precision"
     reduce_amax: bool = False  # over tensor-parallel ranks: a tensor has the scale and the bytes of one device
-    min_compute_capability: float = 8.9  # of GPUs; below it the recipe is emulated
+    min_compute_capability: PositiveFloat = 8.9  # of GPUs; below it the recipe is emulated
     dim_multiple: int = 16  # layers with other widths cannot be converted
     status: Literal["stable", "experimental", "emulated"] = "stable"  # "emulated": no device has a lowering for it yet
     refs: tuple[str, ...] = ()
@@ -259,12 +262,12 @@ class ParameterGroup:
     pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
     optional: bool = False  # may take nothing
-    lr_factor: float = 1.0  # of the learning rate
-    weight_decay: float | None = None  # decoupled
-    beta1: float | None = None  # of adamw, as the two that follow
-    beta2: float | None = None  # of normuon, too
-    eps: float | None = None
-    momentum: float | None = None  # of muon and normuon, as what follows; the defaults are those of `UpdateSettings`
+    lr_factor: PositiveFloat = 1.0  # of the learning rate
+    weight_decay: NonNegativeFloat | None = None  # decoupled
+    beta1: Decay | None = None  # of adamw, as the two that follow
+    beta2: Decay | None = None  # of normuon, too
+    eps: PositiveFloat | None = None
+    momentum: Decay | None = None  # of muon and normuon, as what follows; the defaults are those of `UpdateSettings`
     nesterov: bool | None = None
     # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
     polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] | None = None

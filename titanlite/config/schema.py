@@ -1,15 +1,17 @@
 """The config schema: one frozen dataclass per TOML section. This file is the reference of every key.
 
-The docstring under a field is its help text (`--help SECTION`), and its default is what runs if nothing is said.
-Types are kept to what a TOML file can say: bool, int, float, str, tuples of str or of tables, tables of numbers,
-`Literal` choices, and `| None` for "not given". `config/read.py` checks each value against its type,
-`config/check.py` checks values against each other.
+A field has all that is said of its key: its type, with the range of a number, its default, which is what runs if nothing
+is said, and its help text, the docstring under it. Flags, `--help SECTION`, the JSON Schema and the page of every key
+are made from these. Types are kept to what a TOML file can say: bool, int, float, str, tuples of str or of tables,
+tables of numbers, `Literal` choices, and `| None` for "not given". `config/read.py` checks each value against its type,
+`config/ranges.py` numbers against their range, `config/check.py` values against each other.
 
 Most keys have the names of torchtitan's last TOML release; `config/torchtitan.py` has its keys, and what they are here.
 """
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+import functools
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from titanlite.config.architectures import ARCHITECTURES
 
@@ -17,6 +19,19 @@ if TYPE_CHECKING:  # a checker cannot look into a table
     ArchitectureName = str
 else:
     ArchitectureName = Literal[tuple(ARCHITECTURES)]
+
+FROM_CHECKPOINT = "from_checkpoint"
+"""Flavor of a model whose dimensions are those of `checkpoint.initial_load_path`."""
+
+# Ranges of numbers: [ ] include the bound, ( ) exclude it. -1 stands for all where a range begins there, and 0 is none.
+PositiveInt = Annotated[int, "[1, inf)"]
+NonNegativeInt = Annotated[int, "[0, inf)"]
+CountOrAll = Annotated[int, "[-1, inf)"]
+Seconds = Annotated[int, "[1, 31536000]"]  # a year; a timedelta does not hold every number
+PositiveFloat = Annotated[float, "(0, inf)"]
+NonNegativeFloat = Annotated[float, "[0, inf)"]
+Fraction = Annotated[float, "[0, 1]"]
+Decay = Annotated[float, "[0, 1)"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +44,7 @@ class Job:
     """Folder that holds the run folders."""
     strict: bool = True
     """Stop before step 2 if a requested feature was not applied, or only partly."""
-    stop_after: int = 0
+    stop_after: NonNegativeInt = 0
     """Save, if `checkpoint.enable`, and exit with code 0 after this step, before `training.steps` is reached. 0: off."""
     stop_with_launcher: bool = True
     """Save and stop when the launcher (torchrun, srun, mpirun, a script) has ended without ending its ranks. Set it to false for ranks that a script starts and leaves to themselves. A process without a rank has no launcher."""
@@ -47,21 +62,21 @@ class Model:
     """Path of a Python file with your own architecture, used instead of `name`. Its recipes are `model/<file without .py>-<flavor>.toml` in `job.recipe_dirs`."""
     flavor: str = "8B"
     """Size, looked up as `recipes/model/<name>-<flavor>.toml` (`titanlite recipes model`), or `from_checkpoint`: all dimensions are those of the config.json in `checkpoint.initial_load_path`. Of `llama3`: debug, 1B, 3B (Llama 3.2), 8B, 70B, 405B (Llama 3.1)."""
-    n_layers: int | None = None
+    n_layers: Annotated[int, "[1, 10000]"] | None = None
     """Transformer blocks."""
-    dim: int | None = None
+    dim: PositiveInt | None = None
     """Width of the residual stream (D)."""
-    n_heads: int | None = None
+    n_heads: PositiveInt | None = None
     """Query heads (H)."""
-    n_kv_heads: int | None = None
+    n_kv_heads: PositiveInt | None = None
     """Key/value heads (K); each serves n_heads / n_kv_heads query heads."""
-    ffn_dim: int | None = None
+    ffn_dim: PositiveInt | None = None
     """Inner width of the feed-forward (F); a multiple of 128. Not of a mixture of experts: its recipe has that of one expert."""
-    vocab_size: int | None = None
+    vocab_size: PositiveInt | None = None
     """Rows of the embedding (V); at least as many as the tokenizer has ids."""
-    rope_theta: float | None = None
+    rope_theta: PositiveFloat | None = None
     """Base of the rotary frequencies."""
-    logit_softcap: float | None = None
+    logit_softcap: NonNegativeFloat | None = None
     """Cap logits softly, at `logit_softcap * tanh(logits / logit_softcap)`: in training, validation and evaluation. It is part of the model: of Hugging Face's classes, that of gemma3 alone has it. 0: no cap."""
 
 
@@ -73,9 +88,9 @@ class MixtureSource:
     """Name of the source, of letters, digits, - and _: in metrics, in `data.stage.weights`, and for its order. Another name is another source."""
     source: str
     """Like `data.source`."""
-    weight: float
+    weight: NonNegativeFloat
     """Share of the tokens, relative to the sum of all weights, until a stage gives others."""
-    max_epochs: float | None = None
+    max_epochs: PositiveFloat | None = None
     """Refuse a run that would go through the source more often than this."""
 
 
@@ -83,17 +98,17 @@ class MixtureSource:
 class Stage:
     """A change of the run from a number of tokens on. What is not given stays as it was."""
 
-    from_tokens: int
+    from_tokens: NonNegativeInt
     """Tokens trained on before the stage. It begins with the first step at or after them; 0 is the start of the run."""
     weights: dict[str, float] = field(default_factory=dict[str, float])
     """Weight of each source of the mixture, by name, as `{web = 0.5, code = 0.5}`. Sources that are not named have none."""
-    seq_len: int | None = None
+    seq_len: PositiveInt | None = None
     """Tokens per sequence (S). The longest of all stages is a multiple of it."""
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Sequences per optimizer step over all ranks."""
-    local_batch_size: int | None = None
+    local_batch_size: PositiveInt | None = None
     """Sequences per data-parallel rank per micro-step."""
-    lr_decay_to: float | None = None
+    lr_decay_to: Fraction | None = None
     """Fraction of the peak that the learning rate reaches by the end of the stage, in the shape of `lr_scheduler.decay_type`. If any stage has it, the rate is constant after warm-up in stages without it."""
 
 
@@ -111,21 +126,21 @@ class Data:
     """Field that holds the text of a .jsonl or .parquet record, or of a dataset's row."""
     document_mask: bool = True
     """Attend within documents alone: attention, positions and targets end where a document does. Without it a sample is read as one text."""
-    separator_id: int | None = None
+    separator_id: NonNegativeInt | None = None
     """Id that ends each document in token files. Not given: they have no documents. Not for text, whose tokenizer has one."""
     packing: Literal["concat", "best_fit"] = "concat"
     """How documents become samples: `concat` cuts the row of all documents into samples, and documents where they end. `best_fit` keeps each document of at most `training.seq_len` tokens whole in one sample, cuts longer ones once each `training.seq_len` tokens, pads what is left over, and predicts nothing behind a document's end, with and without `document_mask`. Validation is always `concat`."""
-    max_tokens: int = 0
+    max_tokens: NonNegativeInt = 0
     """Limit on the tokens taken from `source`: reading ends with the document that reaches it. Not for token files. 0: no limit."""
-    max_bad_records: int = 0
+    max_bad_records: NonNegativeInt = 0
     """Maximum number of unusable records to skip. The first ten are named; exceeding the maximum is an error."""
-    max_record_mib: int = 64
+    max_record_mib: Annotated[int, "[1, 1048576]"] = 64
     """Maximum size of a record: a line of a .jsonl file, or a text of a .parquet file or dataset. A larger one is unusable. It also limits a .txt file that the tokenizer takes only whole."""
-    shuffle_window: int = 0
+    shuffle_window: NonNegativeInt = 0
     """Tokens of the source within which its samples are shuffled, window after window: training needs a source's beginning only. In an epoch each sample occurs once. 0: the whole source."""
     prepare: Literal["first", "background"] = "first"
     """When sources are tokenized. `first`: all of them before the first step. `background`: by a process on each host, while training reads what is there; it needs a `shuffle_window`, and trains as `first` does, bit for bit."""
-    prepare_lead: int = 2_000_000_000
+    prepare_lead: NonNegativeInt = 2_000_000_000
     """With `prepare = "background"`: tokens of each source, beyond those that training has come to, at which the process pauses until training has caught up. 0: no limit."""
     cache_dir: str = "~/.cache/titanlite/data"
     """Folder for token shards. Hosts may share it; where each has its own, each tokenizes."""
@@ -139,23 +154,23 @@ class Data:
 class Training:
     """How much, in what batches, at what precision."""
 
-    steps: int = 10_000
+    steps: PositiveInt = 10_000
     """Optimizer steps. With `tokens`, as many as those take, whatever is given here."""
-    tokens: int = 0
+    tokens: NonNegativeInt = 0
     """Tokens to train on: the run ends with the step that reaches them, and the learning rate follows tokens in place of steps. 0: `steps` says how long it is."""
-    seq_len: int = 2048
+    seq_len: PositiveInt = 2048
     """Tokens per sequence (S): of training, unless a `data.stage` has another, of validation and of evaluation."""
-    local_batch_size: int = 1
+    local_batch_size: PositiveInt = 1
     """Sequences per data-parallel rank per micro-step."""
-    global_batch_size: int | None = None
+    global_batch_size: PositiveInt | None = None
     """Sequences per optimizer step over all ranks; it determines gradient accumulation. Not given: one micro-step."""
-    max_norm: float = 1.0
+    max_norm: NonNegativeFloat = 1.0
     """Maximum global L2 norm of gradients; larger ones are clipped. 0: no clipping."""
-    z_loss: float = 0.0
+    z_loss: NonNegativeFloat = 0.0
     """Coefficient of the z-loss, the mean square of the logits' log-sum-exp over targets, whose gradient is added to that of the loss; often 1e-4 or 1e-5. `loss` in metrics.jsonl stays the cross-entropy, `z_loss` is the mean before its coefficient; validation has none. 0: off."""
-    seed: int = 0
+    seed: Annotated[int, "[0, 4294967295]"] = 0
     """Seed of the initial weights and of the data order. The same seed gives the same run under any layout."""
-    nudge: int = 0
+    nudge: NonNegativeInt = 0
     """Other than 0: seed by which each initial weight is moved up or down by one rounding of `mixed_precision_param`, or of bfloat16 in a float8 run. A run that differs from another in this alone shows how far rounding drives them apart; `titanlite compare` uses it as its floor."""
     deterministic: bool = False
     """Use deterministic kernels only; slower."""
@@ -175,15 +190,15 @@ class Optimizer:
     """Optimizer recipe: groups of parameters, and the rule by which each is updated. What a group leaves out of learning rate, betas, eps and weight decay is what the other keys say; `titanlite recipes optimizer` lists them."""
     file: str = ""
     """Python file with update rules of your own: classes that groups of the recipe name as their `rule`."""
-    lr: float = 3e-4
+    lr: PositiveFloat = 3e-4
     """Peak learning rate; that of a group is a factor of it."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
-    weight_decay: float = 0.1
+    weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay."""
     weight_decay_schedule: Literal["constant", "lr"] = "constant"
     """How weight decay goes in a run. In each step weights shrink by the learning rate times weight decay, and so with the schedule already. `lr`: weight decay itself is multiplied by the learning rate over its peak, too."""
@@ -191,7 +206,7 @@ class Optimizer:
     """Parameters without weight decay, as shell patterns of their names. A pattern that matches nothing is an error."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the stored moments."""
-    ema_decay: float = 0.0
+    ema_decay: Decay = 0.0
     """Decay of an exponential moving average of the weights, kept beside them in float32 and moved after each update; as 0.999, over about the last 1000 updates. At first it is shorter. `validation.weights` and `titanlite export --ema` use it. 0: none."""
     fresh_state: bool = False
     """Go on from a checkpoint of another optimizer, whose parameters had other rules or whose state another dtype: with its weights and place in the data, and fresh state of the optimizer. A checkpoint of the same optimizer is resumed as ever."""
@@ -201,15 +216,15 @@ class Optimizer:
 class LRScheduler:
     """Learning rate: linear warm-up, constant, decay."""
 
-    warmup_steps: int = 200
+    warmup_steps: NonNegativeInt = 200
     """Steps of linear warm-up."""
-    warmup_tokens: int | None = None
+    warmup_tokens: NonNegativeInt | None = None
     """Tokens of linear warm-up, in place of `warmup_steps`; with `training.tokens` alone."""
-    decay_ratio: float | None = None
+    decay_ratio: Annotated[float, "(0, 1]"] | None = None
     """Fraction of `training.steps` or `training.tokens`, at the end, over which the rate decays (warm-up, stable, decay). Not given: decay starts when warm-up ends, as it does where there is less room."""
     decay_type: Literal["cosine", "linear", "sqrt"] = "cosine"
     """Shape of the decay."""
-    min_lr_factor: float = 0.1
+    min_lr_factor: Fraction = 0.1
     """Learning rate that the decay ends at, one step after the last, as a fraction of the peak."""
 
 
@@ -217,15 +232,15 @@ class LRScheduler:
 class Parallelism:
     """The mesh. The product of the degrees is the number of processes."""
 
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: PositiveInt = 1
     """Replicas of the sharded model (HSDP)."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: CountOrAll = -1
     """Ranks over which FSDP shards parameters, gradients and optimizer state. -1: all remaining ranks."""
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: PositiveInt = 1
     """Ranks over which each layer is split; includes sequence parallelism and a vocabulary-parallel loss."""
-    context_parallel_degree: int = 1
+    context_parallel_degree: PositiveInt = 1
     """Ranks over which the tokens of each sequence are split, each token attending to those of the others, too. FSDP shards parameters over these as well. 1: each rank has whole sequences."""
-    expert_parallel_degree: int = 1
+    expert_parallel_degree: PositiveInt = 1
     """Ranks, of those that shard each parameter, that the experts of a layer are shared out over: tokens travel to them. 1: each rank computes with all experts, gathered as all other weights."""
     async_tensor_parallel: bool = False
     """Overlap the collectives of tensor parallelism with their matmuls, in kernels that do both at once."""
@@ -239,9 +254,9 @@ class Parallelism:
 class Comm:
     """Time limits. When one is exceeded, the run ends with a message instead of hanging; after half of it the log says where each rank is. Time in which a job is suspended does not count."""
 
-    init_timeout_seconds: int = 600
+    init_timeout_seconds: Seconds = 600
     """Limit where the compiler or the disk is at work: start-up, the first step, validation, saving."""
-    train_timeout_seconds: int = 180
+    train_timeout_seconds: Seconds = 180
     """Limit for every other step."""
 
 
@@ -251,7 +266,7 @@ class ActivationCheckpoint:
 
     recipe: str = "none"
     """Name of a save-list (`titanlite recipes activation_checkpoint`), the path of one, or `auto`: the fastest within `budget_gib`."""
-    budget_gib: float | None = None
+    budget_gib: PositiveFloat | None = None
     """With `auto`: peak memory, in GiB, that the run may reserve on each GPU (`memory_gib` in metrics.jsonl). CUDA, NCCL and copy engines need a few GiB more."""
 
 
@@ -283,9 +298,9 @@ class Validation:
     """Like `data.source`. `python_stdlib_held_out` is the part that `python_stdlib` leaves out."""
     sources: tuple[str, ...] = ()
     """More held-out sources, each written `NAME=SOURCE`. Each has numbers of its own in metrics.jsonl: `validation_loss.NAME` and `validation_bits_per_byte.NAME`."""
-    freq: int = 500
+    freq: PositiveInt = 500
     """Steps between validations."""
-    steps: int = -1
+    steps: CountOrAll = -1
     """Global batches per validation. -1: the whole source once."""
     weights: Literal["model", "ema", "both"] = "model"
     """Weights to validate: those that are trained (`model`), their average (`ema`, with `optimizer.ema_decay`), or one after the other. Losses of the average are `validation_loss_ema` and `validation_bits_per_byte_ema` in metrics.jsonl."""
@@ -297,7 +312,7 @@ class Evaluation:
 
     tasks: tuple[str, ...] = ()
     """Each `hellaswag`, `arc_easy`, `arc_challenge` or `piqa`, from the hub or the cache of `datasets`; the path of a .jsonl file of your own, one `{"query": …, "choices": […], "gold": 0}` a line; or `NAME=PATH`. It logs `accuracy.NAME` and, by the choices' bytes, `accuracy_norm.NAME`."""
-    freq: int | None = None
+    freq: PositiveInt | None = None
     """Steps between evaluations; there is one after the last step, too. Not given: 1000, or more where a step has few tokens, so that at most 2 % as many tokens are evaluated as are trained on: below 1 % of the time."""
 
 
@@ -307,13 +322,13 @@ class Checkpoint:
 
     enable: bool = True
     """Save checkpoints, and resume from them."""
-    interval: int = 500
+    interval: PositiveInt = 500
     """Steps between checkpoints; the last step is always saved."""
-    keep_latest_k: int = 3
+    keep_latest_k: NonNegativeInt = 3
     """Complete checkpoints to keep. 0: all."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """`disabled`: training waits until the checkpoint is written. `async`: training waits only until the tensors are copied to host memory; a thread then writes them."""
-    resume: Literal["auto", "never"] | int = "auto"
+    resume: Literal["auto", "never"] | PositiveInt = "auto"
     """`auto`: the newest complete checkpoint, or a fresh start if there is none. `never`: the run folder must be new. A number: the checkpoint of that step."""
     initial_load_path: str = ""
     """Folder that a fresh run begins from; ignored when resuming. In Hugging Face's layout (config.json, safetensors): its weights. A run of titanlite, or one of its checkpoints: weights, optimizer and place in the data, to go on from as a branch. Empty: random weights from `training.seed`."""
@@ -323,9 +338,9 @@ class Checkpoint:
 class Metrics:
     """Metrics that are logged, and where."""
 
-    log_freq: int = 1
+    log_freq: PositiveInt = 1
     """Steps between log lines. In between, the host does not wait for the device."""
-    float8_numerics_freq: int = 0
+    float8_numerics_freq: NonNegativeInt = 0
     """Steps between measurements of float8 error in each converted layer. Each takes one more forward pass, without the compiler, on the step's first micro-batch. It logs to metrics.jsonl, per layer, `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>` (fraction of values beyond the range), `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>` (fraction that became zero), and `float8_output_sqnr_db.<layer>` (signal-to-noise ratio of the output against that in `training.mixed_precision_param`). 0: off."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases. It never ends a run: what it cannot send stays in metrics.jsonl. `offline` writes `wandb/` in the run's folder, for `wandb sync`."""
@@ -343,9 +358,9 @@ class Profiling:
 
     enable: bool = False
     """Write to `profile/` a summary of each rank, which `titanlite explain` reads, a trace of rank 0, `rank0.json.gz` (open it in Perfetto), and a table of its longest kernels."""
-    start_step: int = 10
+    start_step: PositiveInt = 10
     """First step of the profile."""
-    steps: int = 3
+    steps: PositiveInt = 3
     """Steps in the profile."""
 
 
@@ -369,3 +384,18 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profiling: Profiling = field(default_factory=Profiling)
+
+
+@functools.cache
+def sections() -> dict[str, type]:
+    """Return the sections of the schema and their dataclasses, in order."""
+    hints = get_type_hints(Config)
+    return {f.name: hints[f.name] for f in fields(Config)}
+
+
+@functools.cache
+def schema_keys() -> dict[str, Any]:
+    """Return every dotted key of the schema and its type, in order."""
+    return {
+        f"{section}.{name}": hint for section, cls in sections().items() for name, hint in get_type_hints(cls).items()
+    }

@@ -1,11 +1,14 @@
 """List every key of torchtitan v0.2.2, the last release configured in TOML: its default there, and what it is here.
 
 The answer is None where titanlite has the key under the same name, and otherwise a text. What titanlite has instead
-stands in it as `section.key = value`, where `{}` is the value that was given. `port.py` has the few answers that
+stands in it as `section.key = value`, where `{}` is the value that was given. `torchtitan_config.py` has the few that
 depend on the value or on other keys. `docs/coming_from_torchtitan.md` shows what differs, and is held to this file.
 """
 
+import re
 from typing import Any
+
+from titanlite.config.problems import show
 
 _CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml"
 _PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
@@ -285,3 +288,66 @@ VALUES: dict[str, dict[object, str]] = {
     },
 }
 """Values of keys that are the same here, and what to write instead."""
+
+OLDER: dict[str, str] = {
+    "job.print_args": "remove it; the resolved config is in <dump_folder>/<name>/config.toml",
+    "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor (a share of the peak)",
+    "training.dataloader": "remove it; batches are read ahead from token shards, without workers",
+    "training.batch_size": "use training.local_batch_size = {}",
+    "training.tensor_parallel_degree": "use parallelism.tensor_parallel_degree = {}",
+    "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree = {}",
+    "training.compile": "use compile.enable = {}",
+    "training.warmup_steps": "use lr_scheduler.warmup_steps = {}",
+    "debug": "use training.seed and training.deterministic",
+    "parallelism.enable_compiled_autograd": "remove it; titanlite has no compiled autograd",
+    "parallelism.pipeline_parallel_split_points": "remove it; titanlite has no pipeline parallelism",
+    "float8.recipe_name": "use float8.recipe = {}",
+    "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe sets it (fsdp_all_gather)",
+    "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; fsdp_all_gather in the float8 recipe includes it",
+    "float8.force_recompute_fp8_weight_in_bwd": "remove it; titanlite has no recomputation of float8 weights",
+    "float8.moe_fqns_prototype": "remove it; experts compute in float8 where float8.recipe has scales by row",
+    "float8.emulate": "remove it; a device without float8 emulates it, and receipt.json says so",
+    "quantize": "use float8.recipe and float8.filter_fqns",
+    "mx": 'use float8.recipe = "mxfp8", which is emulated',
+    "checkpoint.enable_checkpoint": "use checkpoint.enable = {}",
+    "checkpoint.interval_type": "remove it; checkpoint.interval counts steps",
+    "experimental": "remove it; titanlite has no experimental section",
+    "fault_tolerance": "remove it; titanlite has no torchft: restart with torchrun --max-restarts",
+    "memory_estimation": "remove it; titanlite plan FILE --world N prints the memory of a run",
+    "validation.enabled": "use validation.enable = {}",
+    "validation.dataloader": "remove it; batches are read from token shards, without workers",
+}
+"""Keys of earlier releases, and sections that have others."""
+
+MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")
+"""A flavor of a model that masks other documents."""
+
+
+def answer_to_key(key: str) -> str | None:
+    """Say what a dotted key of torchtitan, or a section of it, is here, with `{}` for its value; None of any other."""
+    _, text = KEYS.get(key, (None, None))
+    while key and not text:
+        text, key = OLDER.get(key), key.rpartition(".")[0]
+    return text
+
+
+def answer_to_value(key: str, value: object) -> str | None:
+    """Say what to write instead of a value of torchtitan that a key of the same name has not; None if it has it."""
+    return VALUES[key].get(value) if key in VALUES and isinstance(value, str | int | float) else None
+
+
+def flavor(architecture: str, name: str) -> str | None:
+    """Say what a size of torchtitan is here, or None if it has none of this name that is called otherwise."""
+    if (architecture, name) in FLAVORS:
+        base, over = FLAVORS[architecture, name]
+        dimensions = (f"model.{key} = {value}" for key, value in over.items())
+        return f"use model.flavor = {show(base)}, {', '.join(dimensions)}"
+    if mask := MASKS.fullmatch(name):
+        plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
+        return f"{plain}; documents are masked where data.document_mask is true, which it is by default"
+    if architecture == "qwen3" and name in MIXTURES:
+        here, over = MIXTURES[name]
+        dimensions = "".join(f"model.{key} = {value}, " for key, value in over.items())
+        answer = f"use model.name = {show('qwen3_moe')}, {dimensions}model.flavor = {show(here)}"
+        return f"{answer}; {BALANCED}" if here == name else answer
+    return None

@@ -15,17 +15,13 @@ from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
-from titanlite.config.config_json import FROM_CHECKPOINT, KEY
+from titanlite.config.config_json import KEY
 from titanlite.config.own_rules import rules_of_file
-from titanlite.config.port import BOS, Port, stands_for
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
-from titanlite.config.read import schema_keys
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
-from titanlite.config.renamed import unread_environment
-from titanlite.config.schema import Config
+from titanlite.config.schema import FROM_CHECKPOINT, Config, schema_keys
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.data.stages import StageTable
-from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
 from titanlite.preflight.hints import (
@@ -37,6 +33,7 @@ from titanlite.preflight.hints import (
     other_vocabulary,
     trained_on,
     unaligned_vocabulary,
+    unread_environment,
 )
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.start import (
@@ -59,7 +56,6 @@ class CheckedRun:
         save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
         origin: the place of each key.
         table: the stages of the run, from where a start takes it up.
-        port: what a config from torchtitan says and leaves out.
     """
 
     config: Config
@@ -69,7 +65,6 @@ class CheckedRun:
     optimizer: OptimizerRecipe
     origin: Origin
     inputs: Inputs
-    port: Port
     table: StageTable
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
@@ -81,11 +76,8 @@ class _Checks:
 
     def __init__(self, problems: Problems) -> None:
         self.problems, self.origin = problems, problems.origin
-        self.wrong = set[str]()  # keys and sections
-        for key in problems.wrong_keys():
-            # What is no key may have been meant as any of its section, unless torchtitan has it.
-            meant = stands_for(key)
-            self.wrong |= {key} if key in schema_keys() else {key.partition(".")[0]} if meant is None else meant
+        # Keys and sections: what is no key may have been meant as any of its section.
+        self.wrong = {key if key in schema_keys() else key.partition(".")[0] for key in problems.wrong_keys()}
 
     def are_right(self, *keys: str) -> bool:
         """Return whether nothing is wrong with these keys or sections, nor with a key of one of these sections."""
@@ -125,7 +117,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         ConfigError: something is wrong; all that can be said of the rest in spite of it is in the message.
         SystemExit: with 0, after `--help`.
     """
-    config, problems, port = parse_what_is_right(argv, "train.py FILE [--section.key VALUE ...]")
+    config, problems = parse_what_is_right(argv, "train.py FILE [--section.key VALUE ...]")
     checks, origin = _Checks(problems), problems.origin
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))
@@ -157,13 +149,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
-    named = config.data.tokenizer if "data.tokenizer" in origin.places else port.tokenizer
-    is_text = inputs is None or inputs.is_text
-    if BOS in port.left_out and not (is_text and has_bos(named)):
-        port = port.without_bos()
     if problems or dims is None or optimizer is None or inputs is None or table is None:
-        of_port = (*port.hint(), port.to_paste().rstrip())
-        raise ConfigError(*problems.error(ConfigError).args, *(text for text in of_port if text))
+        raise problems.error(ConfigError)
     cut, few = cut_schedule(config, table), other_vocabulary(config, inputs, dims.vocab_size)
     is_look = origin.of("training.steps") == COMMAND_LINE  # at a few steps of a long run
     warnings = [not_chosen(config, not few, origin), few, *inputs.warnings, *trained_on(config, inputs)]
@@ -177,7 +164,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     found = (hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused)
     found = (*found, cut if is_look else None, experts_stay(config, dims, float8))
     hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
-    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, port, table, hints, warned, saved)
+    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, hints, warned, saved)
 
 
 def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None, OptimizerRecipe | None]:

@@ -110,6 +110,23 @@ def no_login(config: Config) -> str | None:
     return f'metrics.wandb = "online": {why}; `wandb login`, or set WANDB_API_KEY'
 
 
+def unread_environment(config: Config) -> tuple[str, ...]:
+    """Name variables that wandb would read, where the config, which counts, says another value."""
+    says = {
+        "WANDB_PROJECT": ("metrics.wandb_project", config.metrics.wandb_project),
+        "WANDB_MODE": ("metrics.wandb", config.metrics.wandb),
+        "WANDB_NAME": ("job.name", config.job.name),
+        "WANDB_RUN_NAME": ("job.name", config.job.name),
+    }
+    if config.metrics.wandb == "off":
+        return ()
+    return tuple(
+        f'{name}={given} of the environment is not used; {key} = "{value}" is'
+        for name, (key, value) in says.items()
+        if (given := os.environ.get(name, value)) != value
+    )
+
+
 def experts_stay(config: Config, dims: ModelDims, recipe: Float8Recipe | None) -> str | None:
     """Say so if a float8 recipe is none for experts, and nobody has left them out."""
     why = recipe and dims.experts and obstacle_of_experts(recipe)

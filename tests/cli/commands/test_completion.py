@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.commands.conftest import Call
 from titanlite.commands import COMMANDS, main
-from titanlite.config.read import schema_keys
+from titanlite.config.schema import schema_keys
 
 COMPLETE = """
 source ./script

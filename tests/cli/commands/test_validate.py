@@ -105,12 +105,6 @@ def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
     assert "\n  warning: lr_scheduler.decay_ratio = 0.95 is cut" in out
 
 
-def test_torchtitans_word_for_a_save_list_is_answered_as_its_own_key(file: str) -> None:
-    fix = 'fix:  use activation_checkpoint.recipe = "full", or "none" where memory allows'
-    with pytest.raises(ConfigError, match=fix):
-        checked_run([file, "--activation_checkpoint.recipe", "selective"])
-
-
 def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     recipe = 'extends = "qwen3_moe-debug"\n[experts]\nbalance_bias = 0.001\n'

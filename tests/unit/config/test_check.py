@@ -4,21 +4,27 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from tests.unit.config.test_command_line import parse
 from titanlite.config.check import check_config, last_step, sequences_per_step
 from titanlite.config.problems import Origin, Place
-from titanlite.config.ranges import RANGES
-from titanlite.config.read import schema_keys
+from titanlite.config.ranges import range_of
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, Stage
+from titanlite.config.schema import Config, Stage, schema_keys, sections
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
 
 LLAMA_8B = load("model", "llama3-8B")
+RANGES = {
+    f"{section}.{name}": span
+    for section, cls in sections().items()
+    for name, hint in get_type_hints(cls, include_extras=True).items()
+    if (span := range_of(hint))
+}
 
 
 def changed(config: Config, **values: object) -> Config:

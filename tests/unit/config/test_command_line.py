@@ -8,8 +8,7 @@ import pytest
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.explain import table_of
 from titanlite.config.problems import Origin, Place
-from titanlite.config.read import schema_keys, sections
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.errors import ConfigError
 
 
@@ -21,7 +20,7 @@ def file(tmp_path: Path) -> str:
 
 
 def parse(argv: Sequence[str], usage: str) -> tuple[Config, Origin]:
-    config, problems, _ = parse_what_is_right(argv, usage)
+    config, problems = parse_what_is_right(argv, usage)
     problems.raise_all()
     return config, problems.origin
 
@@ -113,8 +112,8 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--optimizer.ema", "0.9"], ["did you mean optimizer.ema_decay?"]),
         (["--optimizer.momentum", "0.9"], ["write momentum in a group of a recipe of your own: docs/optimizers.md"]),
         (["--training"], ["--training", "see --help training"]),
-        (["--activation_checkpoint.mode", "full"], ['use --activation_checkpoint.recipe "full"']),
-        (["--training.compile"], ["use --compile.enable true"]),
+        (["--activation_checkpoint.mode", "full"], ["titanlite convert FILE writes activation_checkpoint.recipe"]),
+        (["--training.compile"], ["this is torchtitan's; titanlite convert FILE writes compile.enable"]),
         (["--checkpoint.async_mode", "async_with_pinned_mem"], ['fix:  --checkpoint.async_mode "async"']),
         (["--training.steps", "1e4"], ["want: a whole number", "fix:  --training.steps 10000"]),
         (["--training.steps", "many"], ["--training.steps = many", "fix:  --training.steps 10000 (the default)"]),

@@ -485,8 +485,8 @@ def test_an_index_names_no_file_elsewhere(name: object, tmp_path: Path) -> None:
     ("over", "said"),
     [
         ({"moe_intermediate_size": 48}, "moe_intermediate_size (it says 48, which is not a multiple of 128)"),
-        ({"num_experts_per_tok": 0}, "num_experts_per_tok (it says 0, which is not a number above 0)"),
-        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef (it says -1, which is not a number of at least 0)"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok (it says 0, which is not a whole number, at least 1)"),
+        ({"router_aux_loss_coef": -1}, "router_aux_loss_coef (it says -1, which is not a number, at least 0)"),
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob (it says "yes", which is not true or false)'),
         ({"head_dim": 127}, "head_dim (it says 127, which is not an even width, for rotary pairs)"),
         ({"rope_scaling": "llama3"}, "a config.json of qwen3_moe as transformers writes it"),
@@ -498,7 +498,7 @@ def test_a_value_that_cannot_be_is_told_with_what_is_wanted(over: dict[str, obje
 
 def test_a_logit_cap_that_cannot_be_is_told_by_its_name(tmp_path: Path) -> None:
     made = made_of(make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=-1))
-    assert "final_logit_softcapping (it says -1, which is not a number above 0)" in str(made)
+    assert "final_logit_softcapping (it says -1, which is not a number, at least 0)" in str(made)
 
 
 def test_of_a_folder_of_another_size_of_the_same_shapes_the_epsilon_tells(tmp_path: Path) -> None:

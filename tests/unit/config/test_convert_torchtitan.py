@@ -1,4 +1,4 @@
-"""What `titanlite convert` writes beside the values, which test_port.py holds to the messages of `validate`."""
+"""What `titanlite convert` writes beside the values, whose values test_torchtitan.py has."""
 
 from pathlib import Path
 

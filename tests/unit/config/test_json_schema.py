@@ -11,14 +11,14 @@ import pytest
 import tomli
 from jsonschema import Draft7Validator
 
+from tests.unit.config.test_check import RANGES
 from titanlite.commands import main
 from titanlite.config.build import from_table, options_of
 from titanlite.config.explain import field_docs
 from titanlite.config.json_schema import config_json_schema
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.ranges import RANGES, check_ranges
-from titanlite.config.read import schema_keys, sections
-from titanlite.config.schema import Config
+from titanlite.config.ranges import check_ranges
+from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 

@@ -9,11 +9,12 @@ import tomli
 
 from titanlite.config.build import from_table
 from titanlite.config.problems import Origin, Place, Problems
-from titanlite.config.read import read_config, schema_keys, suggest_key
+from titanlite.config.read import read_config, suggest_key
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.renamed import SYNONYMS, replacement
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, schema_keys
+from titanlite.config.synonyms import SYNONYMS
 from titanlite.config.toml_file import shipped_folder
+from titanlite.config.torchtitan import answer_to_key
 from titanlite.errors import ConfigError
 
 
@@ -110,12 +111,12 @@ steps = 1
         ("[checkpoint]\nresume = true", ['want: "auto", "never" or a whole number']),
         ('[checkpoint]\nresume = "100"', ["fix:  resume = 100"]),
         ('[training]\nglobal_batch_size = "64"', ["want: a whole number", "fix:  global_batch_size = 64"]),
-        ("[metrics]\nenable_wandb = true", ["line 2  metrics.enable_wandb", "use metrics.wandb"]),
-        ('[checkpoint]\nasync_mode = "async_with_pinned_mem"', ['fix:  async_mode = "async"']),
         (
-            '[activation_checkpoint]\nmode = ["full"]',
-            ["want: keys of titanlite", "fix:  use activation_checkpoint.recipe"],
+            "[metrics]\nenable_wandb = true",
+            ["line 2  metrics.enable_wandb", "convert FILE writes metrics.wandb"],
         ),
+        ('[checkpoint]\nasync_mode = "async_with_pinned_mem"', ['fix:  async_mode = "async"']),
+        ('[activation_checkpoint]\nmode = ["full"]', ["convert FILE writes activation_checkpoint.recipe"]),
         ("[training]\nshuffle_need = 1", ["fix:  remove it"]),  # no nearer to training.seed than to any other
         ("[training]\ndataset_seed = 1", ["fix:  remove it"]),
         (
@@ -159,7 +160,7 @@ def test_names_of_other_trainers_are_none_here_and_lead_to_keys_that_are() -> No
         assert name not in names
         assert {key for key in meant.split() if "." in key} <= schema_keys().keys()
         for path in (name, f"trainer.{name}", f"{meant.partition('.')[0]}.{name}"):
-            assert suggest_key(path) == f"did you mean {meant}?" or replacement(path)
+            assert suggest_key(path) == f"did you mean {meant}?" or answer_to_key(path)
     from_table(ModelDims, {"hidden_size": 64}, problems := Problems(Origin("recipe")))
     assert "did you mean dim?" in [problem.fix for problem in problems.found()]
 

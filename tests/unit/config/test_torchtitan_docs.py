@@ -3,10 +3,10 @@
 from operator import attrgetter
 from pathlib import Path
 
-from titanlite.config.port import TorchtitanConfig
 from titanlite.config.problems import show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, SWITCHES
+from titanlite.config.torchtitan_config import TorchtitanConfig
 
 DOCS = Path(__file__).parents[3] / "docs" / "coming_from_torchtitan.md"
 ALL_ON = {switch: True if KEYS[switch][0] is False else 2 for switch in SWITCHES}
@@ -22,7 +22,7 @@ def table(*rows: tuple[str, ...]) -> str:
 
 
 def other_defaults() -> str:
-    """Whatever `Port.to_paste` may say: all features are on, for the keys that only matter then."""
+    """Whatever `titanlite convert` may add: all features are on, for the keys that only matter then."""
     found = TorchtitanConfig({"model.converters": ["float8"], **ALL_ON}).left_out(())
     found |= {key: show(KEYS[key][0]) for key in ALL_ON if KEYS[key][1] is None and KEYS[key][0] is False}
     rows: list[tuple[str, ...]] = []

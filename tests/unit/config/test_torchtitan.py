@@ -1,4 +1,4 @@
-"""Configs of torchtitan v0.2.2: every key and choice is answered, and a config that follows the answers is accepted."""
+"""Configs of torchtitan v0.2.2: every key and choice is converted, and what is written is accepted."""
 
 import re
 from dataclasses import replace
@@ -15,25 +15,22 @@ from tokenizers import Tokenizer, models
 from titanlite import recipes
 from titanlite.commands import main
 from titanlite.config.json_schema import config_json_schema
-from titanlite.config.port import stands_for
-from titanlite.config.read import read_config, read_what_is_right, schema_keys
 from titanlite.config.recipe_schema import Experts
-from titanlite.config.renamed import _OLDER, replacement
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, schema_keys
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
     DATASETS,
     FLAVORS,
     IDLE,
     KEYS,
-    MIXTURES,
+    OLDER,
     SAME_DEFAULT,
     SWITCHES,
     UNSAID,
 )
+from titanlite.config.torchtitan_config import stands_for
 from titanlite.errors import ConfigError
 from titanlite.preflight.checked_run import checked_run
-from titanlite.preflight.same_run import dotted
 
 CHOICES: dict[str, list[Any]] = {
     "model.name": ["llama3", "qwen3"],
@@ -72,7 +69,6 @@ CHOICES: dict[str, list[Any]] = {
     "lr_scheduler.min_lr_factor": [0.0, 0.1],
     "training.mixed_precision_reduce": ["float32"],
 }
-LEFT_OUT = "left out, with another default in torchtitan"
 
 
 def make_tokenizer(folder: Path, *special: str) -> None:
@@ -106,36 +102,12 @@ def nested(keys: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
-def validate(keys: dict[str, Any], world: int | None = None) -> tuple[Config | None, str]:
-    """The config, if it is one, and what is said of it, or what is to be pasted."""
-    Path("run.toml").write_text(tomli_w.dumps(nested(keys)))
-    try:
-        checked = checked_run(["--config", "run.toml"], world)
-    except ConfigError as error:
-        return None, str(error)
-    return checked.config, "\n".join([*checked.port.hint(), *checked.hints, checked.port.to_paste()])
-
-
-def follow(keys: dict[str, Any], said: str) -> dict[str, Any]:
-    """The config with what a message says, and nothing else: no knowledge of either schema."""
-    problems, _, to_paste = said.partition(LEFT_OUT)
-    followed = dict(keys)
-    for where, fix in re.findall(r"^  line \d+  (\S+)(?: = .*)?\n      want: .*\n      fix:  (.*)$", problems, re.M):
-        del followed[where]
-        fix = re.sub(r"^(\w+ = )", rf"{where.rpartition('.')[0]}.\1", fix)
-        sets = "\n".join(f"{key} = {value}" for key, value in re.findall(SET, fix))
-        followed |= dotted(tomli.loads(sets))
-    pasted = dotted(tomli.loads("\n".join(to_paste.splitlines()[1:])))
-    assert not set(pasted) & set(followed)
-    return followed | pasted
-
-
-def converted(keys: dict[str, Any]) -> Config:
-    """What titanlite convert makes of them, under the name that a run has if none is given."""
+def converted(keys: dict[str, Any], world: int | None = None) -> Config:
+    """What titanlite convert makes of them, which titanlite accepts, under the name that a run has by itself."""
     Path("theirs.toml").write_text(tomli_w.dumps(nested(keys)))
     Path("ours.toml").unlink(missing_ok=True)
     assert main(["convert", "theirs.toml", "--out", "ours.toml"]) == 0
-    config, _ = read_config(Path("ours.toml"))
+    config = checked_run(["ours.toml"], world).config
     return replace(config, job=replace(config.job, name=Config().job.name))
 
 
@@ -156,7 +128,7 @@ def values_of(key: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(key: str) -> None:
+def test_every_choice_of_every_key_is_converted_to_what_is_accepted(key: str) -> None:
     on = {
         switch: True if KEYS[switch][0] is False else 2
         for switch, keys in SWITCHES.items()
@@ -167,21 +139,7 @@ def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(ke
     if key.startswith("quantize."):
         on["model.converters"] = [".".join(key.split(".")[:3])]
     for value in values_of(key):
-        keys = {"model.print_after_conversion": False, **on, key: value}  # the first of which says where it is from
-        config, said = validate(keys)
-        if KEYS[key][1] is not None:
-            assert key in said, f"{key} = {value}: {said}"
-        if config is None:
-            fixes = re.findall(r"fix:  (.*)", said)
-            assert all(re.match(r"use |remove it|choose one of these|\w+ = ", fix) for fix in fixes), said
-        else:
-            assert LEFT_OUT in said
-        config, said = validate(follow(keys, said))
-        assert config is not None, f"{key} = {value}: {said}"
-        assert said.strip() == "" or said.startswith(
-            ("keys of torchtitan", "model.vocab_size")
-        )  # nothing is left out now
-        assert converted(keys) == config
+        converted({"model.print_after_conversion": False, **on, key: value})  # the first says where it is from
 
 
 @pytest.mark.parametrize(
@@ -257,28 +215,36 @@ def test_every_choice_of_every_key_is_answered_and_the_answer_can_be_followed(ke
         ),
     ],
 )
-def test_what_is_followed_is_what_was_asked(keys: dict[str, Any], expected: dict[str, Any]) -> None:
-    keys = {"job.description": "mine", **keys}
-    config, _ = validate(follow(keys, validate(keys)[1]))
-    assert config is not None
+def test_what_is_converted_is_what_was_asked(keys: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = converted({"job.description": "mine", **keys})
     assert {key: attrgetter(key)(config) for key in expected} == expected
-    assert converted(keys) == config
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss", "flux", "llama4"])
-def test_a_model_that_is_none_here_is_said_to_be_none(name: str) -> None:
-    fix = "choose one of these: titanlite has no such model"
-    assert f'"qwen3_moe", "olmoe" or "mixtral"\n      fix:  {fix}' in validate({"model.name": name})[1]
-
-
-@pytest.mark.parametrize("flavor", ["debugmodel_moe", "30B-A3B", "235B-A22B"])
-def test_a_mixture_of_experts_has_a_name_of_its_own(flavor: str) -> None:
-    said = validate({"model.name": "qwen3", "model.flavor": flavor})[1]
-    here, over = MIXTURES[flavor]
-    dimensions = "".join(f"model.{key} = {value}, " for key, value in over.items())
-    assert f'fix:  use model.name = "qwen3_moe", {dimensions}model.flavor = "{here}"' in said
-    assert ("balanced by a loss" in said) == (here == flavor)
-    assert validate({"model.name": "qwen3_moe", "model.flavor": here})[0] is not None
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "[training]\nenable_cpu_offload = true",
+            ["line 2  training.enable_cpu_offload = true", "remove it; titanlite"],
+        ),
+        ("[job]\nprint_config = false", ["line 2  job.print_config = false", "remove it; the resolved config"]),
+        ("[training]\nbatch_size = 4", ["titanlite convert FILE writes training.local_batch_size"]),
+        ("[metrics]\nenable_wandb = true", ['titanlite convert FILE writes metrics.wandb = "online"']),
+        ("[memory_estimation]\nenable = true", ["line 1  memory_estimation", "titanlite plan FILE --world N"]),
+        (
+            "[debug]\nmoe_force_load_balance = true",
+            ["line 1  debug", "writes training.seed and training.deterministic"],
+        ),
+        ('[model]\nname = "llama4"', ["choose one of these: titanlite has no such model"]),
+        ('[model]\nname = "qwen3"\nflavor = "32B"', ['use model.flavor = "8B", model.n_layers = 64, model.dim = 5120']),
+    ],
+)
+def test_a_key_or_value_of_torchtitan_is_told_what_convert_writes(text: str, said: list[str]) -> None:
+    Path("run.toml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        checked_run(["run.toml"])
+    for part in said:
+        assert part in str(refused.value)
 
 
 def test_its_small_mixture_has_the_same_dimensions_and_is_balanced_as_there() -> None:
@@ -294,27 +260,8 @@ def test_one_recipe_of_ones_own_is_not_overruled(tmp_path: Path) -> None:
     (tmp_path / "mine/model/llama3-debugmodel.toml").write_text(
         'help = "Mine."\nextends = "llama3-debug"\nn_layers = 3\n'
     )
-    config, _ = validate({"model.flavor": "debugmodel", "job.recipe_dirs": ["mine"]})
-    assert config is not None
-
-
-def test_keys_that_ask_for_nothing_are_one_line_and_not_a_problem() -> None:
-    keys = {
-        "parallelism.pipeline_parallel_degree": 1,
-        "job.print_config": False,
-        "quantize.linear.float8.emulate": True,
-    }
-    config, said = validate(keys)
-    assert config is not None
-    assert said.splitlines()[0].endswith(f": {', '.join(keys)}")
-
-
-def test_a_key_of_the_wrong_type_is_a_problem() -> None:
-    assert 'profiling.enable_profiling = "true"' in validate({"profiling.enable_profiling": "true"})[1]
-    for value in ("x", [{"a": 1}]):
-        for key in KEYS:
-            Path("run.toml").write_text(tomli_w.dumps(nested({key: value})))
-            read_what_is_right(Path("run.toml"))  # whatever it is, nothing else is raised
+    (tmp_path / "run.toml").write_text('model.flavor = "debugmodel"\njob.recipe_dirs = ["mine"]')
+    assert checked_run(["run.toml"]).dims.n_layers == 3
 
 
 @pytest.mark.parametrize(
@@ -333,52 +280,23 @@ def test_documents_begin_with_bos_where_the_tokenizer_has_one(
     if bos is not None:
         make_tokenizer(Path("mine"), *filter(None, [bos]))
     keys = {"model.name": architecture, "model.flavor": "debugmodel", "model.hf_assets_path": "mine"}
-    _, said = validate(keys)
-    assert "\n  [data]\n" in said
-    assert ("  add_bos_token = true  # false here\n" in said) == is_offered
+    Path("theirs.toml").write_text(tomli_w.dumps(nested(keys)))
+    assert main(["convert", "theirs.toml", "--out", "ours.toml"]) == 0
+    assert (
+        "\nadd_bos_token = true  # torchtitan's default; false here\n" in Path("ours.toml").read_text()
+    ) == is_offered
     if bos is not None:
-        config, said = validate(follow(keys, said))
-        assert config is not None, said
-        assert config.data.add_bos_token == is_offered
-        assert "add_bos_token" not in said
-
-
-def test_a_run_says_only_how_many_keys_have_no_effect() -> None:
-    validate({"parallelism.pipeline_parallel_degree": 1, "job.print_config": False})
-    port = checked_run(["run.toml"]).port
-    assert port.count() == ("2 keys of torchtitan have no effect here (titanlite validate lists them)",)
-    validate({"job.print_config": False})
-    assert checked_run(["run.toml"]).port.count() == (
-        "1 key of torchtitan has no effect here (titanlite validate lists it)",
-    )
-    validate({})
-    assert checked_run(["run.toml"]).port.count() == ()
-
-
-def test_flags_count_as_given(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text('[job]\ndescription = "x"\n')
-    (tmp_path / "long.toml").write_text('extends = ["run.toml"]\n[lr_scheduler]\nwarmup_steps = 100\n')
-    assert checked_run(["long.toml", "--training.steps", "50"]).config.lr_scheduler.warmup_steps == 100  # a look
-    to_paste = checked_run(["run.toml", "--optimizer.lr", "1e-3"]).port.to_paste()
-    assert "  lr = " not in to_paste
-    assert '  [lr_scheduler]\n  decay_type = "linear"  # "cosine" here\n' in to_paste
-
-
-def test_a_file_of_titanlite_is_told_nothing_of_it() -> None:
-    config, said = validate({"model.flavor": "debug", "optimizer.lr": 1e-3})
-    assert config is not None
-    assert said.strip() == ""
-    assert LEFT_OUT not in validate({"training.stepz": 5})[1]
+        assert checked_run(["ours.toml"]).config.data.add_bos_token == is_offered
 
 
 def test_the_keys_are_those_of_both_schemas() -> None:
     """A key that is added to titanlite must leave what is torchtitan's own."""
     assert {key for key, (_, answer) in KEYS.items() if answer is None} == set(KEYS) & set(schema_keys())
-    for answer in [*(answer for _, answer in KEYS.values() if answer), *_OLDER.values()]:  # what is recommended exists
+    for answer in [*(answer for _, answer in KEYS.values() if answer), *OLDER.values()]:  # what is recommended exists
         assert {key for key, _ in re.findall(SET, answer)} <= set(schema_keys()), answer
     assert {key for key in KEYS for named in stands_for(key) or () if named not in schema_keys()} == set()
     assert set(UNSAID) <= set(schema_keys())
-    assert not set(_OLDER) & set(schema_keys())
+    assert not set(OLDER) & set(schema_keys())
     for prefix in (
         *ASKED_BY_DEFAULT,
         *IDLE,
@@ -387,20 +305,6 @@ def test_the_keys_are_those_of_both_schemas() -> None:
         *(p for keys in SWITCHES.values() for p in keys),
     ):
         assert any(key.startswith(prefix) for key in KEYS), prefix
-
-
-@pytest.mark.parametrize(
-    ("key", "fix"),
-    [
-        ("training.batch_size", "use training.local_batch_size = 4"),
-        ("float8.recipe_name", "use float8.recipe = 4"),
-        ("mx.recipe_name", 'use float8.recipe = "mxfp8"'),
-        ("memory_estimation.disable_fake_mode", "titanlite plan FILE --world N"),
-        ("debug.moe_force_load_balance", "tokens go where the router sends them"),
-    ],
-)
-def test_a_single_key_is_answered_as_well(key: str, fix: str) -> None:
-    assert fix in (replacement(key, 4) or "")
 
 
 COMMON: dict[str, Any] = {
@@ -534,15 +438,9 @@ SHOWN_AS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_each_of_its_files_is_ported_by_the_messages_alone_in_one_round(name: str) -> None:
+def test_each_of_its_files_is_converted_to_the_same_values(name: str) -> None:
     keys = FILES[name]
-    config, said = validate(keys, world=64)
-    assert config is None
-    config, said = validate(follow(keys, said), world=64)
-    assert config is not None, said
-    assert LEFT_OUT not in said
-    assert converted(keys) == config
-    assert checked_run(["ours.toml"], 64).port.hint() == ()
+    config = converted(keys, world=64)
     Draft7Validator(config_json_schema()).validate(tomli.loads(Path("ours.toml").read_text()))
     for key, (default, answer) in KEYS.items():
         value, here = keys.get(key, default), SHOWN_AS.get(key, key)
@@ -569,8 +467,8 @@ def test_sizes_that_are_called_otherwise_have_the_same_dimensions() -> None:
     assert set(FLAVORS) == set(there)
     for (name, flavor), expected in there.items():
         keys = {"model.name": name, "model.flavor": flavor, "data.tokenizer": "bytes"}
-        Path("run.toml").write_text(tomli_w.dumps(nested(follow(keys, validate(keys)[1]))))
-        m = checked_run(["--config", "run.toml"]).dims
+        converted(keys)
+        m = checked_run(["ours.toml"]).dims
         scaling = m.rope_scaling and m.rope_scaling.factor
         sizes = (m.n_layers, m.dim, m.n_heads, m.n_kv_heads, m.head_dim, m.ffn_dim, m.vocab_size, m.rope_theta)
         assert (*sizes, m.norm_eps, m.tied_embeddings, scaling) == expected

@@ -1,118 +1,45 @@
-"""Port a config of torchtitan: which of its keys ask for nothing, what the others are here, and what it leaves out.
+"""Say what a config of torchtitan asks for: the value of each of its keys, and what that is in titanlite.
 
-Keys that ask for nothing that titanlite does otherwise are named in one hint. Each other is a problem whose fix says
-what to write instead, where there is something as `section.key = value`. Keys that are left out may have another
-default here: `Port.to_paste` has them ready.
+`torchtitan.py` has what a key is here whatever the rest of the file says; here are the answers that depend on its value
+or on other keys, which keys ask for nothing, and which defaults of torchtitan differ.
 """
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
+from collections.abc import Collection, Mapping
+from dataclasses import fields
 from operator import attrgetter
 from typing import Any, cast
 
 from titanlite.config.architectures import ARCHITECTURES
-from titanlite.config.problems import Problems, show
+from titanlite.config.problems import show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
-    BALANCED,
     DATASETS,
-    FLAVORS,
     IDLE,
     KEYS,
-    MIXTURES,
+    MASKS,
     MODELS,
     SAME_DEFAULT,
     SWITCHES,
     UNSAID,
-    VALUES,
+    flavor,
 )
 
-_SECTIONS = {key[: dot.start()] for key in KEYS for dot in re.finditer(r"\.", key)}
-_FORMER = {"optimizer.name"}  # keys that titanlite had, too
 BOS = "data.add_bos_token"
-_MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")  # a flavor that masks other documents
 SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
-@dataclass(frozen=True)
-class Port:
-    """The idle and missing keys of a config from torchtitan, beside its problems.
+class TorchtitanConfig:
+    """Look up keys of a torchtitan config: the value given, or the default there.
 
     Attributes:
-        idle: keys that ask for nothing that titanlite does otherwise.
-        left_out: keys whose default differs, in the order of the schema, with that of torchtitan as TOML has it.
-        tokenizer: the path that `data.tokenizer` has once all is followed, unless it is given.
+        given: every key of the file by its dotted name, those of titanlite among them.
     """
 
-    idle: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict[str, str])
-    tokenizer: str = ""
-
-    def hint(self) -> tuple[str, ...]:
-        """Name the idle keys in one line, or in none."""
-        why = "keys of torchtitan that have no effect here, and can be removed"
-        return (f"{why}: {', '.join(self.idle)}",) if self.idle else ()
-
-    def count(self) -> tuple[str, ...]:
-        """Say how many keys are idle, or nothing."""
-        n = len(self.idle)
-        have = f"{n} key{'s of torchtitan have' if n > 1 else ' of torchtitan has'} no effect here"
-        return (f"{have} (titanlite validate lists {'them' if n > 1 else 'it'})",) if n else ()
-
-    def without_bos(self) -> "Port":
-        """Return what is left for a tokenizer without a token that begins documents."""
-        return replace(self, left_out={k: v for k, v in self.left_out.items() if k != BOS})
-
-    def to_paste(self) -> str:
-        """Return what is left out, by section, each key with its value there and here; "" if nothing is."""
-        if not self.left_out:
-            return ""
-        lines = ["left out, with another default in torchtitan; to train as there, paste into their sections:"]
-        for section, keys in groupby(self.left_out, key=lambda key: key.partition(".")[0]):
-            lines.append(f"  [{section}]")
-            for key in keys:
-                here = attrgetter(key)(Config())
-                value = f"{key.partition('.')[2]} = {self.left_out[key]}"
-                lines.append(f"  {value}  # {'not given' if here is None else show(here)} here")
-        return "\n".join(lines) + "\n"
-
-
-def take_out(table: Mapping[str, Any], problems: Problems, elsewhere: Collection[str]) -> tuple[dict[str, Any], Port]:
-    """Take the keys that only torchtitan has out of a config.
-
-    Returns:
-        The table without them, and what else there is to say; nothing if there are none.
-    """
-    ported = TorchtitanConfig(dict(_known(table)), given := {*problems.origin.places, *elsewhere})
-    own = ported.own_keys()
-    if all(KEYS[key][1] is None for key in own):
-        return dict(table), Port()
-    idle = [key for key in own if ported.asks_nothing(key)]
-    answers = {key: ported.answer(key) for key in own if key not in idle}
-    for key, answer in answers.items():
-        want = "keys of titanlite; this is one of torchtitan's"
-        problems.add(key, show(ported.given[key]), want, answer)
-    warmup, steps = "lr_scheduler.warmup_steps", ported("training.steps")
-    if warmup in ported.given and ported(warmup) > steps and not {warmup, "training.steps"} & {*elsewhere}:
-        want = f"at most training.steps = {steps}, to which torchtitan shortens it"
-        problems.add(warmup, show(ported(warmup)), want, f"warmup_steps = {steps}")
-    of_values = (answer_to_value(key, value) or "" for key, value in ported.given.items())
-    settled = dict(found for answer in (*answers.values(), *of_values) for found in SETS.findall(answer))
-    is_ours = {*own} <= _FORMER  # no file of torchtitan has only these
-    left_out = {} if is_ours else ported.left_out({*given, *settled})
-    tokenizer = (settled | left_out).get("data.tokenizer", "").strip('"')
-    return _without(table, own), Port(tuple(idle), left_out, tokenizer)
-
-
-class TorchtitanConfig:
-    """Look up keys of a torchtitan config: the value given, or the default there."""
-
-    def __init__(self, given: Mapping[str, Any], beside: Collection[str] = ()) -> None:
-        self.given, self.beside = given, beside
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self.given = given
 
     def __call__(self, key: str) -> Any:
         """Return the value; the default for one of another type."""
@@ -128,7 +55,7 @@ class TorchtitanConfig:
         """Return the given keys that titanlite has not, or not with torchtitan's word for none."""
         batch = "training.global_batch_size"
         none = [batch] if batch in self.given and self(batch) == KEYS[batch][0] else []
-        return [key for key in self.given if KEYS[key][1] is not None] + none
+        return [key for key in self.given if key in KEYS and KEYS[key][1] is not None] + none
 
     def asks_nothing(self, key: str) -> bool:
         """Return whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
@@ -145,7 +72,7 @@ class TorchtitanConfig:
     def _is_settled(self, key: str) -> bool:
         """Return whether another key covers this one, or its value is what titanlite has."""
         mode = "activation_checkpoint.mode"
-        if (here := stands_for(key)) and here <= {*self.beside}:
+        if (here := stands_for(key)) and here <= {*self.given}:
             return True
         match key.split("."):
             case ["quantize", part, kind, name]:
@@ -191,7 +118,7 @@ class TorchtitanConfig:
                 return save_list(self("activation_checkpoint.mode"), self("activation_checkpoint.selective_ac_option"))
             case ["training" | "validation" as section, "dataset"] if value in DATASETS:
                 source = f"use {section.replace('training', 'data')}.source = {show(DATASETS[value])}"
-                if (section, value) != ("training", "c4") or "data.max_tokens" in self.beside:
+                if (section, value) != ("training", "c4") or "data.max_tokens" in self.given:
                     return source
                 why = "all of it is 156 billion tokens, which are tokenized before the first step"
                 return f"{source}, with data.max_tokens = {self._tokens():_}: {why}"
@@ -256,33 +183,11 @@ class TorchtitanConfig:
             found["lr_scheduler.warmup_steps"] = show(self("training.steps"))
         if self("model.name") == "qwen3":  # whose tokenizers have no bos_token
             del found[BOS]
-        if _MASKS.fullmatch(str(self("model.flavor"))):
+        if MASKS.fullmatch(str(self("model.flavor"))):
             del found["data.document_mask"]
         here = Config()
         order = [f"{part.name}.{f.name}" for part in fields(here) for f in fields(getattr(here, part.name))]
         return {k: found[k] for k in order if k in found and k not in given and found[k] != show(attrgetter(k)(here))}
-
-
-def answer_to_value(key: str, value: object) -> str | None:
-    """Say what to write instead of a value of torchtitan that a key of the same name has not; None if it has it."""
-    return VALUES[key].get(value) if key in VALUES and isinstance(value, str | int | float) else None
-
-
-def flavor(architecture: str, name: str) -> str | None:
-    """Say what a size of torchtitan is here, or None if it has none of this name that is called otherwise."""
-    if (architecture, name) in FLAVORS:
-        base, over = FLAVORS[architecture, name]
-        dimensions = (f"model.{key} = {value}" for key, value in over.items())
-        return f"use model.flavor = {show(base)}, {', '.join(dimensions)}"
-    if mask := _MASKS.fullmatch(name):
-        plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
-        return f"{plain}; documents are masked where data.document_mask is true, which it is by default"
-    if architecture == "qwen3" and name in MIXTURES:
-        here, over = MIXTURES[name]
-        dimensions = "".join(f"model.{key} = {value}, " for key, value in over.items())
-        answer = f"use model.name = {show('qwen3_moe')}, {dimensions}model.flavor = {show(here)}"
-        return f"{answer}; {BALANCED}" if here == name else answer
-    return None
 
 
 def save_list(mode: str, option: str) -> str:
@@ -298,29 +203,6 @@ def save_list(mode: str, option: str) -> str:
         return 'use activation_checkpoint.recipe = "every_second_matmul"'
     why = f"no save-list recomputes one of every {option} blocks" if option != "1" else "all blocks are recomputed"
     return f'use activation_checkpoint.recipe = "full", or "none" where memory allows; {why}'
-
-
-def _known(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a table that torchtitan has, and their values."""
-    for name, value in table.items():
-        if (key := f"{prefix}{name}") in KEYS:
-            yield key, value
-        elif isinstance(value, dict) and key in _SECTIONS:
-            yield from _known(cast("dict[str, Any]", value), f"{key}.")
-
-
-def _without(table: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> dict[str, Any]:
-    """Copy the table without some of its keys, and without sections of torchtitan that have no others."""
-    rest: dict[str, Any] = {}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and key in _SECTIONS:
-            value = _without(cast("dict[str, Any]", value), keys, f"{key}.")
-            if not value:
-                continue
-        if key not in keys:
-            rest[name] = value
-    return rest
 
 
 def stands_for(key: str) -> set[str] | None:

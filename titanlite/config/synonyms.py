@@ -1,0 +1,37 @@
+"""Keys that other trainers, and Hugging Face's files, have for the same thing."""
+
+_ELSEWHERE = {
+    "optimizer.lr": "learning_rate max_lr peak_lr base_lr",
+    "optimizer.beta1": "adam_beta1",
+    "optimizer.beta2": "adam_beta2",
+    "optimizer.eps": "adam_eps adam_epsilon epsilon",
+    "optimizer.weight_decay": "wd",
+    "lr_scheduler.warmup_steps": "warmup warmup_iters num_warmup_steps lr_warmup_steps lr_warmup_iters warmup_ratio",
+    "lr_scheduler.decay_type": "lr_scheduler_type lr_decay_style",
+    "lr_scheduler.min_lr_factor (a share of the peak)": "min_lr lr_min",
+    "training.steps": "max_steps max_iters train_iters train_steps num_steps num_train_steps num_iterations",
+    "training.steps or training.tokens": "epochs num_epochs num_train_epochs max_epochs",
+    "training.seq_len": "seq_length sequence_length max_seq_length max_length block_size context_length",
+    "training.local_batch_size": "micro_batch_size device_batch_size per_device_train_batch_size",
+    "training.local_batch_size or training.global_batch_size": "batch_size",
+    "training.global_batch_size": "train_batch_size total_batch_size gradient_accumulation_steps grad_accum_steps",
+    "training.max_norm": "grad_clip clip_grad max_grad_norm clip_grad_norm gradient_clipping gradient_clip_val",
+    "training.mixed_precision_param": "dtype precision mixed_precision bf16",
+    "model.n_layers": "num_layers n_layer num_hidden_layers",
+    "model.dim": "hidden_size d_model n_embd",
+    "model.n_heads": "num_heads n_head num_attention_heads",
+    "model.n_kv_heads": "num_kv_heads num_key_value_heads num_query_groups",
+    "model.ffn_dim": "intermediate_size ffn_hidden_size d_ff",
+    "data.source": "dataset dataset_name data_path train_data",
+    "data.tokenizer": "tokenizer_name tokenizer_path",
+    "parallelism.tensor_parallel_degree": "tensor_parallel_size tensor_model_parallel_size",
+    "checkpoint.interval": "save_steps save_interval save_every",
+    "checkpoint.keep_latest_k": "save_total_limit",
+    "validation.freq": "eval_steps eval_interval eval_every",
+    "metrics.log_freq": "log_interval logging_steps log_every",
+    "job.dump_folder": "output_dir out_dir",
+    "job.name": "run_name",
+    "activation_checkpoint.recipe": "gradient_checkpointing",
+}
+SYNONYMS = {name: ours for ours, names in _ELSEWHERE.items() for name in names.split()}
+"""Keys of other trainers, whatever their section, and what they are here."""
