@@ -34,7 +34,7 @@ from tests.support.refusals import ARGV, CONFIG, FILE, input_of, problems_of  # 
 from titanlite.config.schema import schema_keys  # noqa: E402
 
 COMMANDS = (  # but for those that start others
-    *("validate", "plan", "convert", "recipes", "schema", "compare", "explain", "data", "completion", "new"),
+    *("validate", "plan", "convert", "recipes", "schema", "compare", "explain", "data", "new"),
     *("export", "evaluate", "prepare"),
 )
 OF_A_LINE = 12  # keys that are none of the schema, of one line of code: paths, and keys of torchtitan's

@@ -12,7 +12,9 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import field, make_dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import titanlite
 from titanlite.errors import ConfigError, nearest
@@ -33,8 +35,10 @@ COMMANDS = (
     "export",
     "verify-resume",
     "schema",
-    "completion",
 )
+
+
+_COMPLETION = "--tyro-print-completion"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +56,9 @@ def _run_command(name: str, *rest: str) -> int:
     try:
         if name in ("--help", "-h"):
             sys.stdout.write(_overview())
+            return 0
+        if name == _COMPLETION:
+            _print_completion(*rest)
             return 0
         if name == "--version" and not rest:
             sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
@@ -103,8 +110,41 @@ def _version_of_torch() -> str:
         return "is not installed"
 
 
+def _print_completion(shell: str = "") -> None:
+    """Have tyro print the script by which a shell completes commands, their flags, and keys with their choices."""
+    if shell not in ("bash", "zsh"):
+        raise ConfigError.of("command line", _COMPLETION, shell, "bash or zsh", f"titanlite {_COMPLETION} bash")
+    import tyro
+
+    from titanlite.commands.arguments import TAKES_CONFIG, Command
+    from titanlite.config.schema import Config
+
+    def flags_of(name: str) -> type:
+        command: Command = importlib.import_module(f"{__name__}.{module_of(name)}").COMMAND
+        fields: list[tuple[str, Any, Any]] = [("words", tyro.conf.Positional[tuple[Path, ...]], ())]
+        for n, (row, about) in enumerate(command.rows.items()):
+            flag, _, value = row.partition(" ")
+            if flag.startswith("--"):
+                arg = tyro.conf.arg(name=flag[2:], help=about)
+                fields.append((f"own_{n}", Annotated[str if value else bool, arg], "" if value else False))
+        if command.takes == TAKES_CONFIG:
+            fields.append(("config", Annotated[Config, tyro.conf.arg(name="")], Config()))
+        return make_dataclass("Flags", [(key, kind, field(default=default)) for key, kind, default in fields])
+
+    with suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            {name: flags_of(name) for name in COMMANDS},
+            prog="titanlite",
+            args=[_COMPLETION, shell],
+            config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+            use_underscores=True,
+        )
+    if shell == "bash":  # what it completes no word of may be a file
+        sys.stdout.write("complete -o default -F _tyro_titanlite titanlite\n")
+
+
 def _overview() -> str:
-    lines = ["usage: titanlite [--version] COMMAND [--help] ...", ""]
+    lines = [f"usage: titanlite [--version] [{_COMPLETION} SHELL] COMMAND [--help] ...", ""]
     for name in COMMANDS:
         source = Path(__file__).with_name(f"{module_of(name)}.py").read_text(encoding="utf-8")
         help_text = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]

@@ -83,7 +83,7 @@ PLANTED: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "a folder to evaluate": (lambda f: ["evaluate", f"{f}/{HOSTILE}"], "TARGET"),
     "a file to convert": (lambda f: ["convert", config(f, f"[training]\n{TOML} = 1\n")[0]], "1 problem"),
     "a command": (lambda f: [HOSTILE], "titanlite --help"),
-    "a shell": (lambda f: ["completion", HOSTILE], "completion bash"),
+    "a shell": (lambda f: ["--tyro-print-completion", HOSTILE], "bash or zsh"),
     "a schema's file": (lambda f: ["schema", "--out", f"{f}/{HOSTILE}"], "c$x^$"),
 }
 

@@ -861,7 +861,7 @@ def test_help_lists_the_commands_without_importing_them() -> None:
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
     names = "new train validate convert plan recipes prepare data compare explain evaluate export verify-resume"
-    assert list(shown) == [*names.split(), "schema", "completion"]
+    assert list(shown) == [*names.split(), "schema"]
     assert all(len(line) <= 120 for line in lines)
 
 
@@ -884,7 +884,6 @@ def test_help_lists_the_commands_without_importing_them() -> None:
         ("train", ["--gpus N"]),
         ("convert", ["--out FILE"]),
         ("schema", []),
-        ("completion", []),
         ("prepare", []),
         ("compare", ["--out FILE"]),
         ("export", ["--step N", "--out FOLDER", "--dtype DTYPE", "--tokenizer FILE"]),
