@@ -10,8 +10,7 @@ import os
 from collections.abc import Collection
 from operator import attrgetter
 
-from titanlite.config.build import show
-from titanlite.config.check_data import check_data
+from titanlite.config.check_data import check_data, check_held_out
 from titanlite.config.check_mesh import (
     check_batch,
     check_context_parallel,
@@ -22,12 +21,11 @@ from titanlite.config.check_mesh import (
     ranks_of_shards,
     tokens_of_rank,
 )
-from titanlite.config.held_out import check_held_out
-from titanlite.config.problems import Origin, Problems
+from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import check_stages, longest_seq_len, stage_configs
+from titanlite.config.stages import longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 
 _FROM_HOME = (  # keys of paths in which ~ stands for a home
@@ -71,8 +69,6 @@ def check_config(
     check_ranges(config, problems)
     _check_names(config, problems)
     check_held_out(config, problems)
-    if are_read("data", "training"):
-        check_data(config, problems)
     counts: tuple[int, ...] = ()
     if model is not None:
         check_dims(model, config.model, problems)
@@ -84,7 +80,7 @@ def check_config(
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim or 1, model.vocab_size)
     is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
     if are_read("training", "data"):
-        check_stages(config, problems)
+        check_data(config, problems)
     if is_in_range and are_read("training", "parallelism"):
         check_mesh(config, model, world_size, problems)
         check_expert_parallel(config, model, world_size, problems)
@@ -97,7 +93,7 @@ def check_config(
     if are_read("training", "job", "profiling") and not config.training.tokens:  # else the steps are not known yet
         check_steps(config, problems)
     if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
-        _check_features(config, model, problems)
+        _check_features(config, problems)
     problems.raise_all()
 
 
@@ -151,19 +147,18 @@ def _check_batches(config: Config, world_size: int | None, problems: Problems) -
     for n, _, now in stage_configs(config):
         if n is None or now.training == config.training or not _can_divide(now):
             continue
-        own = Problems(Origin(""))
+        section, own = f"data.stage[{n}]", Problems(Origin(""))
         check_batch(now, world_size, own)
-        check_context_parallel(now, world_size, problems, f"data.stage[{n}]")
+        check_context_parallel(now, world_size, problems, section)
         tokens, tensor = tokens_of_rank(now), config.parallelism.tensor_parallel_degree
         if tokens % tensor:
-            whole = "seq_len × local_batch_size"
-            if config.parallelism.context_parallel_degree > 1:
-                whole += " / context_parallel_degree"
-            want = f"{whole} to be a multiple of tensor_parallel_degree = {tensor}; it is {tokens}"
-            problems.add(f"data.stage[{n}].seq_len", str(now.training.seq_len), want, "a larger seq_len or batch")
+            split = " / context_parallel_degree" * (config.parallelism.context_parallel_degree > 1)
+            want = f"seq_len × local_batch_size{split} to be a multiple of tensor_parallel_degree = {tensor}; "
+            saw = str(now.training.seq_len)
+            problems.add(f"{section}.seq_len", saw, f"{want}it is {tokens}", "a larger seq_len or batch")
         for problem in own.found():
             name = problem.where.partition(".")[2]
-            problems.add(f"data.stage[{n}].{name}", problem.saw, problem.want, problem.fix)
+            problems.add(f"{section}.{name}", problem.saw, problem.want, problem.fix)
 
 
 def check_last_steps(config: Config, origin: Origin) -> None:
@@ -179,79 +174,71 @@ def check_last_steps(config: Config, origin: Origin) -> None:
 
 def check_steps(config: Config, problems: Problems) -> None:
     """Check that all that happens at a given step happens within the run."""
-    steps, profiling = config.training.steps, config.profiling
+    steps, profiling, refuse = config.training.steps, config.profiling, problems.about(config)
     if steps < 1:
         return  # out of range, and reported
-    limit = f"at most training.steps = {steps}"
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
-        problems.add("job.stop_after", str(config.job.stop_after), limit, fix, against="training.steps")
-    last = profiling.start_step + profiling.steps - 1
+        refuse("job.stop_after", f"at most training.steps = {steps}", fix, "training.steps")
+    last, first = profiling.start_step + profiling.steps - 1, max(1, steps - profiling.steps + 1)
     if profiling.enable and last > steps:
         want = f"a trace within the run: step {last} is after training.steps = {steps}"
-        first = max(1, steps - profiling.steps + 1)
         if profiling.start_step > first:
-            fix = f"start_step = {first}"
-            problems.add("profiling.start_step", str(profiling.start_step), want, fix, against="training.steps")
+            refuse("profiling.start_step", want, f"start_step = {first}", "training.steps")
         if profiling.steps > steps:
-            problems.add("profiling.steps", str(profiling.steps), want, f"steps = {steps}", against="training.steps")
+            refuse("profiling.steps", want, f"steps = {steps}", "training.steps")
 
 
 def _check_names(config: Config, problems: Problems) -> None:
     """Check that paths can be files or folders, and that required names are given."""
-    name = config.job.name
+    name, file, refuse = config.job.name, config.model.file, problems.about(config)
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
-        want = "the name of a folder, of at most 255 bytes"
-        problems.add("job.name", show(name), want, f'name = "{Config().job.name}" (the default)')
-    for key, folder in (("job.dump_folder", config.job.dump_folder), ("data.cache_dir", config.data.cache_dir)):
-        if "://" in folder:
+        refuse("job.name", "the name of a folder, of at most 255 bytes", f'name = "{Config().job.name}" (the default)')
+    for key in ("job.dump_folder", "data.cache_dir"):
+        if "://" in attrgetter(key)(config):
             fix = "mount what is behind the URL, and name the folder that it is mounted on"
-            problems.add(key, show(folder), "a folder of this host's, and no URL", fix)
-    require_reachable(config.model.file)
-    if config.model.file and not config.model.file.endswith(".py"):
-        problems.add("model.file", show(config.model.file), "a Python file", 'file = "my_model.py"')
-    elif config.model.file and not os.path.isfile(config.model.file):
-        problems.add("model.file", show(config.model.file), "a file that exists", "its path from where you start")
+            refuse(key, "a folder of this host's, and no URL", fix)
+    require_reachable(file)
+    if file and not file.endswith(".py"):
+        refuse("model.file", "a Python file", 'file = "my_model.py"')
+    elif file and not os.path.isfile(file):
+        refuse("model.file", "a file that exists", "its path from where you start")
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
-        default = Config().metrics.wandb_project
-        fix = f'wandb_project = "{default}" (the default)'
-        problems.add("metrics.wandb_project", '""', "the name of a project", fix)
+        fix = f'wandb_project = "{Config().metrics.wandb_project}" (the default)'
+        refuse("metrics.wandb_project", "the name of a project", fix)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        want, fix = "the package tensorboard, which is not installed here", "pip install -e '.[tensorboard]'"
-        problems.add("metrics.tensorboard", "true", want, f"{fix}, or tensorboard = false")
+        fix = "pip install -e '.[tensorboard]', or tensorboard = false"
+        refuse("metrics.tensorboard", "the package tensorboard, which is not installed here", fix)
 
 
-def _check_features(config: Config, model: ModelDims | None, problems: Problems) -> None:
+def _check_features(config: Config, problems: Problems) -> None:
     """Check that no feature is asked for that does not exist, or that another key turns off."""
-    checkpoint = config.checkpoint
+    chosen, refuse = config.activation_checkpoint, problems.about(config)
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
-        problems.add("parallelism.async_tensor_parallel", "true", want, "async_tensor_parallel = false")
-    chosen = config.activation_checkpoint
+        refuse("parallelism.async_tensor_parallel", want, "async_tensor_parallel = false")
     if chosen.recipe == "auto" and chosen.budget_gib is None:
         want = "activation_checkpoint.budget_gib as well: the peak GiB that the run may reserve on each GPU"
-        problems.add("activation_checkpoint.recipe", '"auto"', want, "budget_gib = 60.0")
+        refuse("activation_checkpoint.recipe", want, "budget_gib = 60.0")
     if chosen.recipe != "auto" and chosen.budget_gib is not None:
         want = f'not given with recipe = {show(chosen.recipe)}: only "auto" uses a budget'
-        problems.add("activation_checkpoint.budget_gib", show(chosen.budget_gib), want, 'recipe = "auto"')
-    if not checkpoint.enable and isinstance(checkpoint.resume, int):
-        want = "checkpoints, but checkpoint.enable = false"
-        problems.add("checkpoint.resume", show(checkpoint.resume), want, "checkpoint.enable = true")
+        refuse("activation_checkpoint.budget_gib", want, 'recipe = "auto"')
+    if not config.checkpoint.enable and isinstance(config.checkpoint.resume, int):
+        refuse("checkpoint.resume", "checkpoints, but checkpoint.enable = false", "checkpoint.enable = true")
     if config.metrics.float8_numerics_freq > 0 and config.float8.recipe == "none":
         want = 'a float8 recipe, but float8.recipe = "none": there is nothing to measure'
-        given = str(config.metrics.float8_numerics_freq)
-        problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
+        refuse("metrics.float8_numerics_freq", want, "float8_numerics_freq = 0", "float8.recipe")
 
 
 def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
     """Check that there is something to gather, among ranks with peers' memory, and that sums are in its dtype."""
-    shards = ranks_of_shards(config, world)
+    shards, refuse = ranks_of_shards(config, world), problems.about(config)
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
-        problems.add("parallelism.fsdp_copy_engines", show("always"), want, 'fsdp_copy_engines = "default"')
+        refuse("parallelism.fsdp_copy_engines", want, 'fsdp_copy_engines = "default"')
     if config.training.mixed_precision_reduce != "float32":
-        saw, want = show(config.training.mixed_precision_reduce), '"float32", in which fsdp_copy_engines adds gradients'
-        problems.add("training.mixed_precision_reduce", saw, want, 'mixed_precision_reduce = "float32"')
+        want = '"float32", in which fsdp_copy_engines adds gradients'
+        refuse("training.mixed_precision_reduce", want, 'mixed_precision_reduce = "float32"')
 
 
 def uses_copy_engines(config: Config, shards: int) -> bool:

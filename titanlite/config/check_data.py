@@ -1,26 +1,136 @@
-"""Check what is asked of the data: what needs no look at any file."""
+"""Check the keys of data, its mixture and stages, and of validation, against each other: no file is looked at."""
 
-from titanlite.config.problems import Problems
+import re
+
+from titanlite.config.problems import COMMAND_LINE, Problems, show
 from titanlite.config.schema import Config
-from titanlite.config.stages import stage_configs
+from titanlite.config.stages import replaced_keys, stage_configs
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_data(config: Config, problems: Problems) -> None:
-    """Check that the keys of the data fit each other."""
-    window, seq_len = config.data.shuffle_window, config.training.seq_len
-    if config.data.prepare == "background" and not window:
+    """Refuse what no data can be, mixtures and stages among it."""
+    data, tokens, refuse = config.data, config.training.tokens, problems.about(config)
+    if data.prepare == "background" and not data.shuffle_window:
         want = '"first" without data.shuffle_window: an order of the whole source begins anywhere in it'
-        problems.add("data.prepare", '"background"', want, f"shuffle_window = {1 << 26}", against="data.shuffle_window")
-    if config.data.prepare == "background" and config.data.packing == "best_fit":
+        refuse("data.prepare", want, f"shuffle_window = {1 << 26}", "data.shuffle_window")
+    if data.prepare == "background" and data.packing == "best_fit":
         want = '"concat" with data.prepare = "background": how documents fit together is decided over all of them'
-        problems.add("data.packing", '"best_fit"', want, 'prepare = "first"', against="data.prepare")
-    lengths = sorted({seq_len, *(now.training.seq_len for _, _, now in stage_configs(config))})
-    longest = lengths[-1]
-    if 0 < window < longest:
-        of = "training.seq_len" if longest == seq_len else "the longest seq_len of data.stage"
-        want = f"0, or at least the {longest} tokens of a sample ({of})"
-        problems.add("data.shuffle_window", str(window), want, "shuffle_window = 0 (the whole source)")
-    if config.data.packing == "best_fit" and len(lengths) > 1:
-        several = ", ".join(map(str, lengths))
-        want = f'"concat" where stages have several seq_len ({several}): documents are packed for one'
-        problems.add("data.packing", '"best_fit"', want, 'packing = "concat", or one seq_len in all stages')
+        refuse("data.packing", want, 'prepare = "first"', "data.prepare")
+    lengths = sorted({config.training.seq_len, *(now.training.seq_len for _, _, now in stage_configs(config))})
+    if 0 < data.shuffle_window < lengths[-1]:
+        of = "training.seq_len" if lengths[-1] == config.training.seq_len else "the longest seq_len of data.stage"
+        want = f"0, or at least the {lengths[-1]} tokens of a sample ({of})"
+        refuse("data.shuffle_window", want, "shuffle_window = 0 (the whole source)")
+    if data.packing == "best_fit" and len(lengths) > 1:
+        want = (
+            f'"concat" where stages have several seq_len ({", ".join(map(str, lengths))}): documents are packed for one'
+        )
+        refuse("data.packing", want, 'packing = "concat", or one seq_len in all stages')
+    _check_mixture(config, problems)
+    for key, by in replaced_keys(config).items():
+        _check_replaced(config, key, by, problems)
+    schedule = config.lr_scheduler
+    if schedule.warmup_tokens is not None and not tokens:
+        want = "not given without training.tokens: the learning rate follows steps"
+        refuse("lr_scheduler.warmup_tokens", want, "give training.tokens")
+    if schedule.decay_ratio is not None and any(stage.lr_decay_to is not None for stage in data.stage):
+        want = "not given with lr_decay_to in data.stage, which says when the learning rate falls"
+        refuse("lr_scheduler.decay_ratio", want, "remove it")
+    begins = [stage.from_tokens for stage in data.stage]
+    for n, begin in enumerate(begins):
+        before = max([-1, *begins[:n]])
+        if 0 <= begin <= before:  # below, its range says so
+            want = f"more than {before:,}, where the stage before it begins"
+            refuse(f"data.stage[{n}].from_tokens", want, "write stages in the order of training")
+        if tokens and begin >= tokens:
+            want = f"less than training.tokens = {tokens}, where the run ends"
+            refuse(f"data.stage[{n}].from_tokens", want, "a larger training.tokens")
+        _check_weights(config, n, problems)
+        if data.packing == "best_fit" and data.stage[n].seq_len not in (None, config.training.seq_len):
+            want = f"training.seq_len = {config.training.seq_len}: best_fit packs documents into samples of one length"
+            refuse(f"data.stage[{n}].seq_len", want, 'packing = "concat"')
+    _check_lengths(config, problems)
+
+
+def _check_lengths(config: Config, problems: Problems) -> None:
+    """Refuse lengths of which not each divides the longest, at the one that fits the others least."""
+    given = {"training.seq_len": config.training.seq_len}
+    given |= {f"data.stage[{n}].seq_len": stage.seq_len for n, stage in enumerate(config.data.stage) if stage.seq_len}
+    lengths = [length for length in given.values() if length]
+    if min(lengths, default=0) <= 0 or not any(max(lengths) % length for length in lengths):
+        return
+
+    def fit(key: str) -> int:
+        return sum(max(given[key], other) % min(given[key], other) == 0 for other in lengths)
+
+    odd = min(reversed(given), key=fit)  # of equals the last, which was written to be another
+    others = ", ".join(f"{given[key]} ({key})" for key in given if given[key] != given[odd])
+    want = f"lengths that divide the longest, as samples are cut into pieces of it; the others are {others}"
+    problems.add(odd, str(given[odd]), want, "powers of 2 divide each other")
+
+
+def _check_replaced(config: Config, key: str, by: str, problems: Problems) -> None:
+    """Refuse a key that is given though another takes its place; of a file that is extended it is replaced."""
+    place, other = problems.origin.places.get(key), problems.origin.of(by)
+    if place is not None and place.source in (other.source, problems.origin.source, COMMAND_LINE.source):
+        shown = {"data.mixture": "[[data.mixture]]", "data.stage": "lr_decay_to in [[data.stage]]"}.get(by, by)
+        fix = "remove it, or make it a source of the mixture" if by == "data.mixture" else f"remove it, or {shown}"
+        problems.about(config)(key, f"not given with {shown}, which takes its place", fix)
+
+
+def _check_mixture(config: Config, problems: Problems) -> None:
+    """Check names, and that there is something to mix."""
+    mixture, refuse = config.data.mixture, problems.about(config)
+    for n, source in enumerate(mixture):
+        key = f"data.mixture[{n}].name"
+        if not _NAME.fullmatch(source.name):
+            plain = re.sub(r"[^A-Za-z0-9_-]+", "_", source.name) or "web"
+            refuse(key, "a name of letters, digits, - and _", f'name = "{plain}"')
+        elif source.name in [other.name for other in mixture[:n]]:
+            refuse(key, "one source of that name", "give each a name of its own")
+    if mixture and config.data.max_tokens:
+        refuse("data.max_tokens", "0 with [[data.mixture]], whose sources are taken by weight", "max_tokens = 0")
+    weights = [source.weight for source in mixture]
+    if mixture and not any(weights) and min(weights) >= 0:
+        want = "a sum above 0: the sources are taken by their share of it"
+        problems.add("data.mixture", "weights that sum to 0", want, "give at least one source a weight")
+
+
+def _check_weights(config: Config, n: int, problems: Problems) -> None:
+    """Check the weights of one stage."""
+    weights, names = config.data.stage[n].weights, [source.name for source in config.data.mixture]
+    key, refuse = f"data.stage[{n}].weights", problems.about(config)
+    if weights and not names:
+        want = "not given without [[data.mixture]]: there is one source"
+        problems.add(key, ", ".join(weights), want, "remove it, or write the sources as [[data.mixture]]")
+        return
+    for name, weight in weights.items():
+        if name not in names:
+            refuse(f"{key}.{name}", f"one of {', '.join(names)}", "a source of the mixture")
+        elif not 0 <= weight < float("inf"):
+            refuse(f"{key}.{name}", "a number, at least 0", f"{name} = 0.0 leaves it out")
+    if weights and not any(weights.values()):
+        problems.add(key, "weights that sum to 0", "a sum above 0", "give at least one source a weight")
+
+
+def check_held_out(config: Config, problems: Problems) -> None:
+    """Refuse further sources without a name, of one name, or where validation is off; and an average without one."""
+    validation, refuse, names = config.validation, problems.about(config), set[str]()
+    for text in validation.sources:
+        name, _, source = text.partition("=")
+        if not _NAME.fullmatch(name) or not source:
+            want, fix = "NAME=SOURCE, with a name of letters, digits, - and _", f"sources = [{show(f'more={text}')}]"
+            problems.add("validation.sources", show(text), want, fix)
+        elif name in names:
+            want = f"one source of the name {name}"
+            problems.add("validation.sources", show(text), want, "give each a name of its own")
+        names.add(name)
+    for key, is_asked in {"sources": validation.sources, "weights": validation.weights != "model"}.items():
+        if is_asked and not validation.enable:
+            want = "validation, but validation.enable = false"
+            refuse(f"validation.{key}", want, "validation.enable = true")
+    if validation.weights != "model" and not config.optimizer.ema_decay:
+        want = "an average of the weights, but optimizer.ema_decay = 0"
+        refuse("validation.weights", want, 'weights = "model", or optimizer.ema_decay = 0.999')

@@ -6,9 +6,10 @@ gathers everything that is wrong before anything is raised: a person fixes a fil
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
@@ -64,6 +65,23 @@ class Problems:
         if COMMAND_LINE in (place, self.origin.of(against)) and fix.startswith(line):
             fix = f"--{where} {fix.removeprefix(line)}"
         self._found.append((place, Problem(where, saw, want, fix, place.line)))
+
+    def about(self, table: object, where: str = "") -> Callable[..., None]:
+        """Return `refuse(key, want, fix, against="")`, which adds a problem of a key with the value that it has.
+
+        Args:
+            table: a config, a recipe or a table of one, in which `key` is dotted, as "data.stage[0].seq_len".
+            where: what the keys begin with in the file, as "rules[0].".
+        """
+
+        def refuse(key: str, want: str, fix: str, against: str = "") -> None:
+            value: Any = table
+            for part in re.findall(r"[^.\[\]]+", key):
+                at = int(part) if isinstance(value, tuple) else part
+                value = value[at] if isinstance(value, tuple | Mapping) else getattr(value, part)
+            self.add(f"{where}{key}", show(value), want, fix, against=against)
+
+        return refuse
 
     def is_own(self, key: str) -> bool:
         """Return whether the source itself gives `key`, not a file that it extends."""
