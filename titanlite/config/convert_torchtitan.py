@@ -19,8 +19,8 @@ from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.read import suggest_key
 from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.config.toml_file import read_merged
-from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, MODELS, answer_to_key, answer_to_value, flavor
-from titanlite.config.torchtitan_config import BOS, SETS, TorchtitanConfig, stands_for
+from titanlite.config.torchtitan import ASKED_BY_DEFAULT, MODELS, answer_to_value, flavor
+from titanlite.config.torchtitan_config import BOS, SETS, TorchtitanConfig, default_there, stands_for
 from titanlite.errors import ConfigError
 
 _WIDTH = 100  # of a line with its comment
@@ -146,19 +146,20 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
         if key in own and there.asks_nothing(key):
             made.idle.append(key)
         elif key in own and stands_for(key) and not there.fits(key):
-            problems.add(key, show(value), f"what torchtitan has there, as {show(KEYS[key][0])}", there.answer(key))
+            problems.add(
+                key, show(value), f"what torchtitan has there, as {show(default_there(key))}", there.answer(key)
+            )
         elif key in own:
             answered[key] = there.answer(key)
         elif key not in schema_keys():
-            text = answer_to_key(key)
-            answered[key] = text.replace("{}", show(value)) if text else _unknown(key, value)
+            answered[key] = _unknown(key, value)
         elif answer := _other_value(there, key, value):
             answered[key] = answer
         else:
             made.kept.append(key)
             made.lines[key] = _Line(show(value), _other_meaning(there, key))
     problems.raise_all()
-    if not own and not any(key in schema_keys() or answer_to_key(key) for key in answered):
+    if not own and not any(key in schema_keys() for key in answered):
         want = "a key or a value that only torchtitan has, as model.hf_assets_path; none is: this is no file to convert"
         raise ConfigError.of(str(path), "keys", "", want, f"titanlite validate {path}")
     for key, answer in answered.items():
@@ -243,7 +244,7 @@ def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
 def _add_what_is_off(made: ConvertedConfig, there: TorchtitanConfig) -> None:
     """Add the keys of features that are off as comments, for when one is switched on."""
     for key in [*made.idle]:
-        if there.is_off(key) and (there(key) != KEYS[key][0] or key in ASKED_BY_DEFAULT):
+        if there.is_off(key) and (there(key) != default_there(key) or key in ASKED_BY_DEFAULT):
             found = {target: value for target, value in SETS.findall(there.answer(key)) if target not in made.lines}
             if found:
                 made.idle.remove(key)

@@ -77,8 +77,10 @@ class Problems:
         def refuse(key: str, want: str, fix: str, against: str = "") -> None:
             value: Any = table
             for part in re.findall(r"[^.\[\]]+", key):
-                at = int(part) if isinstance(value, tuple) else part
-                value = value[at] if isinstance(value, tuple | Mapping) else getattr(value, part)
+                if isinstance(value, tuple):
+                    value = cast("tuple[Any, ...]", value)[int(part)]
+                else:
+                    value = cast("Any", value[part] if isinstance(value, Mapping) else getattr(value, part))
             self.add(f"{where}{key}", show(value), want, fix, against=against)
 
         return refuse

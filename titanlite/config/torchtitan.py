@@ -1,6 +1,7 @@
-"""List every key of torchtitan v0.2.2, the last release configured in TOML: its default there, and what it is here.
+"""List the keys of torchtitan v0.2.2, the last release configured in TOML: the default there, and what it is here.
 
-The answer is None where titanlite has the key under the same name, and otherwise a text. What titanlite has instead
+Keys that are the same here, with the same default, are left out. The answer is None where the default alone differs,
+and otherwise a text. What titanlite has instead
 stands in it as `section.key = value`, where `{}` is the value that was given. `torchtitan_config.py` has the few that
 depend on the value or on other keys. `docs/coming_from_torchtitan.md` shows what differs, and is held to this file.
 """
@@ -27,7 +28,6 @@ _GARBAGE = "remove it; garbage collection is not configurable"
 
 KEYS: dict[str, tuple[Any, str | None]] = {
     "job.config_file": (None, "remove it; the file is named on the command line, as --config FILE"),
-    "job.dump_folder": ("./outputs", None),
     "job.description": ("default job", "remove it; it is shown nowhere. job.name names the run and its folder"),
     "job.print_config": (False, _CONFIG),
     "job.save_config_file": (None, _CONFIG),
@@ -45,7 +45,6 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "metrics.save_tb_folder": ("tb", "remove it; the files are in <dump_folder>/<name>/tensorboard"),
     "metrics.save_for_all_ranks": (False, "remove it; metrics are global"),
     "metrics.enable_wandb": (False, 'use metrics.wandb = "online"'),
-    "model.name": ("llama3", None),
     "model.flavor": ("debugmodel", None),
     "model.hf_assets_path": ("./tests/assets/tokenizer", "use data.tokenizer = {}"),
     "model.tokenizer_path": (None, "use data.tokenizer = {}"),
@@ -53,60 +52,26 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "model.print_after_conversion": (False, "remove it; receipt.json says what was converted"),
     "optimizer.name": ("AdamW", 'use optimizer.recipe = "adamw"'),
     "optimizer.lr": (8e-4, None),
-    "optimizer.beta1": (0.9, None),
-    "optimizer.beta2": (0.95, None),
-    "optimizer.eps": (1e-8, None),
-    "optimizer.weight_decay": (0.1, None),
     "optimizer.implementation": ("fused", "remove it; AdamW is always fused"),
     "optimizer.early_step_in_backward": (False, "remove it; titanlite has no optimizer step inside backward"),
-    "lr_scheduler.warmup_steps": (200, None),
     "lr_scheduler.total_steps": (None, "use training.steps = {}"),
-    "lr_scheduler.decay_ratio": (None, None),
     "lr_scheduler.decay_type": ("linear", None),
     "lr_scheduler.min_lr_factor": (0.0, None),
     "training.dataset": ("c4_test", "use data.source (a path, or hf:<dataset>)"),
     "training.dataset_path": (None, "use data.source = {}"),
     "training.local_batch_size": (8, None),
     "training.global_batch_size": (-1, None),
-    "training.seq_len": (2048, None),
-    "training.max_norm": (1.0, None),
-    "training.steps": (10_000, None),
     "training.enable_cpu_offload": (False, "remove it; titanlite has no CPU offload"),
     "training.dtype": ("float32", "remove it; master weights are float32. Compute is training.mixed_precision_param"),
-    "training.mixed_precision_param": ("bfloat16", None),
-    "training.mixed_precision_reduce": ("float32", None),
-    "training.gc_freq": (50, _GARBAGE),
-    "training.gc_debug": (False, _GARBAGE),
-    "training.dataloader.num_workers": (0, _LOADER),
-    "training.dataloader.persistent_workers": (False, _LOADER),
-    "training.dataloader.pin_memory": (False, _LOADER),
-    "training.dataloader.prefetch_factor": (None, _LOADER),
-    "parallelism.data_parallel_replicate_degree": (1, None),
-    "parallelism.data_parallel_shard_degree": (-1, None),
-    "parallelism.fsdp_reshard_after_forward": ("default", None),
-    "parallelism.tensor_parallel_degree": (1, None),
     "parallelism.disable_loss_parallel": (False, "remove it; the loss is always parallel over the vocabulary"),
     "parallelism.enable_async_tensor_parallel": (False, "use parallelism.async_tensor_parallel = {}"),
     "parallelism.pipeline_parallel_degree": (1, _PIPELINE),
     "parallelism.module_fqns_per_model_part": (None, _PIPELINE),
-    "parallelism.pipeline_parallel_first_stage_less_layers": (1, _PIPELINE),
-    "parallelism.pipeline_parallel_last_stage_less_layers": (1, _PIPELINE),
-    "parallelism.pipeline_parallel_layers_per_stage": (None, _PIPELINE),
-    "parallelism.pipeline_parallel_schedule": ("1F1B", _PIPELINE),
-    "parallelism.pipeline_parallel_schedule_csv": ("", _PIPELINE),
-    "parallelism.pipeline_parallel_microbatch_size": (1, _PIPELINE),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": (True, _PIPELINE),
-    "parallelism.context_parallel_degree": (1, None),
-    "parallelism.context_parallel_load_balancer": ("headtail", _CONTEXT),
-    "parallelism.context_parallel_rotate_method": ("allgather", _CONTEXT),
-    "parallelism.expert_parallel_degree": (1, None),
     "parallelism.expert_tensor_parallel_degree": (1, _EXPERTS),
     "parallelism.expert_parallel_comm_backend": ("standard", _EXPERTS),
     "checkpoint.enable": (False, None),
     "checkpoint.enable_ft_dataloader_checkpoints": (True, "remove it; every checkpoint has the position in the data"),
     "checkpoint.folder": ("checkpoint", "remove it; checkpoints are in <dump_folder>/<name>/checkpoints"),
-    "checkpoint.interval": (500, None),
-    "checkpoint.initial_load_path": (None, None),
     "checkpoint.initial_load_model_only": (True, "remove it; only weights are loaded, without optimizer and schedule"),
     "checkpoint.initial_load_in_hf": (
         False,
@@ -123,7 +88,6 @@ KEYS: dict[str, tuple[Any, str | None]] = {
         "float32",
         "remove it; checkpoints are in float32. titanlite export RUN --dtype converts them",
     ),
-    "checkpoint.async_mode": ("disabled", None),
     "checkpoint.keep_latest_k": (10, None),
     "checkpoint.load_step": (-1, "use checkpoint.resume = {}"),
     "checkpoint.exclude_from_loading": ([], "remove it; a checkpoint is loaded whole"),
@@ -159,41 +123,58 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "remove it; mxfp8 is emulated"),
     "quantize.linear.mx.recipe_name": ("mxfp8_cublas", 'use float8.recipe = "mxfp8", which is emulated'),
     "quantize.linear.mx.filter_fqns": (["output"], "use float8.filter_fqns = {}"),
-    "quantize.grouped_mm.float8.fqns": ([], _GROUPED),
-    "quantize.grouped_mm.mx.recipe_name": ("mxfp8", _GROUPED),
-    "quantize.grouped_mm.mx.fqns": ([], _GROUPED),
     "comm.init_timeout_seconds": (300, None),
     "comm.train_timeout_seconds": (100, None),
     "comm.trace_buf_size": (20_000, f"{_FLIGHT} TORCH_FR_BUFFER_SIZE"),
-    "comm.save_traces_folder": ("comm_traces", f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
-    "comm.save_traces_file_prefix": ("rank_", f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
     "comm.mode": ("default", _PLAN),
     "memory_estimation.enable": (False, _PLAN),
-    "memory_estimation.disable_fake_mode": (False, _PLAN),
     "fault_tolerance.enable": (False, _TORCHFT),
-    "fault_tolerance.process_group": ("gloo", _TORCHFT),
-    "fault_tolerance.process_group_timeout_ms": (10_000, _TORCHFT),
-    "fault_tolerance.replica_id": (0, _TORCHFT),
-    "fault_tolerance.group_size": (0, _TORCHFT),
-    "fault_tolerance.min_replica_size": (1, _TORCHFT),
-    "fault_tolerance.semi_sync_method": (None, _TORCHFT),
     "experimental.custom_import": ("", "remove it; model.file takes an architecture of your own"),
     "experimental.custom_args_module": ("", "remove it; titanlite has no custom config module"),
-    "validation.enable": (False, None),
     "validation.dataset": ("c4_validation", "use validation.source (a path, or hf:<dataset>)"),
     "validation.dataset_path": (None, "use validation.source = {}"),
     "validation.local_batch_size": (8, "remove it; validation uses training.local_batch_size"),
     "validation.seq_len": (2048, "remove it; validation uses training.seq_len"),
     "validation.freq": (10, None),
-    "validation.steps": (-1, None),
-    "validation.dataloader.num_workers": (0, _LOADER),
-    "validation.dataloader.persistent_workers": (False, _LOADER),
-    "validation.dataloader.pin_memory": (False, _LOADER),
-    "validation.dataloader.prefetch_factor": (None, _LOADER),
     "debug.seed": (None, "use training.seed = {}"),
     "debug.deterministic": (False, "use training.deterministic = {}"),
     "debug.deterministic_warn_only": (False, "remove it; a kernel that is not deterministic is an error"),
     "debug.moe_force_load_balance": (False, "remove it; tokens go where the router sends them"),
+    # Several that begin so; and keys of earlier releases.
+    "training.gc_": (None, _GARBAGE),
+    "parallelism.pipeline_parallel_": (None, _PIPELINE),
+    "parallelism.context_parallel_": (None, _CONTEXT),
+    "quantize.grouped_mm": (None, _GROUPED),
+    "comm.save_traces_": (None, f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
+    "fault_tolerance": (None, _TORCHFT),
+    "memory_estimation": (None, _PLAN),
+    "job.print_args": (None, "remove it; the resolved config is in <dump_folder>/<name>/config.toml"),
+    "lr_scheduler.lr_min": (None, "use lr_scheduler.min_lr_factor (a share of the peak)"),
+    "training.dataloader": (None, _LOADER),
+    "training.batch_size": (None, "use training.local_batch_size = {}"),
+    "training.tensor_parallel_degree": (None, "use parallelism.tensor_parallel_degree = {}"),
+    "training.data_parallel_degree": (None, "use parallelism.data_parallel_shard_degree = {}"),
+    "training.compile": (None, "use compile.enable = {}"),
+    "training.warmup_steps": (None, "use lr_scheduler.warmup_steps = {}"),
+    "debug": (None, "use training.seed and training.deterministic"),
+    "parallelism.enable_compiled_autograd": (None, "remove it; titanlite has no compiled autograd"),
+    "parallelism.pipeline_parallel_split_points": (None, "remove it; titanlite has no pipeline parallelism"),
+    "float8.recipe_name": (None, "use float8.recipe = {}"),
+    "float8.enable_fsdp_float8_all_gather": (None, _RECIPE),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": (
+        None,
+        _RECIPE,
+    ),
+    "float8.force_recompute_fp8_weight_in_bwd": (None, "remove it; titanlite has no recomputation of float8 weights"),
+    "float8.moe_fqns_prototype": (None, "remove it; experts compute in float8 where float8.recipe has scales by row"),
+    "float8.emulate": (None, "remove it; a device without float8 emulates it, and receipt.json says so"),
+    "quantize": (None, "use float8.recipe and float8.filter_fqns"),
+    "mx": (None, 'use float8.recipe = "mxfp8", which is emulated'),
+    "checkpoint.enable_checkpoint": (None, "use checkpoint.enable = {}"),
+    "checkpoint.interval_type": (None, "remove it; checkpoint.interval counts steps"),
+    "experimental": (None, "remove it; titanlite has no experimental section"),
+    "validation.enabled": (None, "use validation.enable = {}"),
+    "validation.dataloader": (None, _LOADER),
 }
 
 SWITCHES = {
@@ -229,9 +210,6 @@ ASKED_BY_DEFAULT = (
     *("validation.dataset", "validation.local_batch_size", "validation.seq_len"),
 )
 """Keys that ask for something at their default, too. All others ask for nothing there."""
-
-SAME_DEFAULT = ("job.dump_folder", "training.global_batch_size")
-"""Defaults that mean the same, though they are written otherwise."""
 
 MODELS = {
     **dict.fromkeys(("deepseek_v3", "flux", "gpt_oss", "llama4", "vlm", "transformers_modeling_backend"), ""),
@@ -289,46 +267,16 @@ VALUES: dict[str, dict[object, str]] = {
 }
 """Values of keys that are the same here, and what to write instead."""
 
-OLDER: dict[str, str] = {
-    "job.print_args": "remove it; the resolved config is in <dump_folder>/<name>/config.toml",
-    "lr_scheduler.lr_min": "use lr_scheduler.min_lr_factor (a share of the peak)",
-    "training.dataloader": "remove it; batches are read ahead from token shards, without workers",
-    "training.batch_size": "use training.local_batch_size = {}",
-    "training.tensor_parallel_degree": "use parallelism.tensor_parallel_degree = {}",
-    "training.data_parallel_degree": "use parallelism.data_parallel_shard_degree = {}",
-    "training.compile": "use compile.enable = {}",
-    "training.warmup_steps": "use lr_scheduler.warmup_steps = {}",
-    "debug": "use training.seed and training.deterministic",
-    "parallelism.enable_compiled_autograd": "remove it; titanlite has no compiled autograd",
-    "parallelism.pipeline_parallel_split_points": "remove it; titanlite has no pipeline parallelism",
-    "float8.recipe_name": "use float8.recipe = {}",
-    "float8.enable_fsdp_float8_all_gather": "remove it; the float8 recipe sets it (fsdp_all_gather)",
-    "float8.precompute_float8_dynamic_scale_for_fsdp": "remove it; fsdp_all_gather in the float8 recipe includes it",
-    "float8.force_recompute_fp8_weight_in_bwd": "remove it; titanlite has no recomputation of float8 weights",
-    "float8.moe_fqns_prototype": "remove it; experts compute in float8 where float8.recipe has scales by row",
-    "float8.emulate": "remove it; a device without float8 emulates it, and receipt.json says so",
-    "quantize": "use float8.recipe and float8.filter_fqns",
-    "mx": 'use float8.recipe = "mxfp8", which is emulated',
-    "checkpoint.enable_checkpoint": "use checkpoint.enable = {}",
-    "checkpoint.interval_type": "remove it; checkpoint.interval counts steps",
-    "experimental": "remove it; titanlite has no experimental section",
-    "fault_tolerance": "remove it; titanlite has no torchft: restart with torchrun --max-restarts",
-    "memory_estimation": "remove it; titanlite plan FILE --world N prints the memory of a run",
-    "validation.enabled": "use validation.enable = {}",
-    "validation.dataloader": "remove it; batches are read from token shards, without workers",
-}
-"""Keys of earlier releases, and sections that have others."""
-
 MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")
 """A flavor of a model that masks other documents."""
 
 
 def answer_to_key(key: str) -> str | None:
     """Say what a dotted key of torchtitan, or a section of it, is here, with `{}` for its value; None of any other."""
-    _, text = KEYS.get(key, (None, None))
-    while key and not text:
-        text, key = OLDER.get(key), key.rpartition(".")[0]
-    return text
+    if key in KEYS:
+        return KEYS[key][1]
+    begun = [name for name in KEYS if f"{key}.".startswith(name if name.endswith("_") else f"{name}.")]
+    return KEYS[max(begun, key=len)][1] if begun else None
 
 
 def answer_to_value(key: str, value: object) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.problems import show
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, schema_keys
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
     DATASETS,
@@ -21,13 +21,14 @@ from titanlite.config.torchtitan import (
     KEYS,
     MASKS,
     MODELS,
-    SAME_DEFAULT,
     SWITCHES,
     UNSAID,
+    answer_to_key,
     flavor,
 )
 
 BOS = "data.add_bos_token"
+BATCH = "training.global_batch_size"
 SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
@@ -43,31 +44,31 @@ class TorchtitanConfig:
 
     def __call__(self, key: str) -> Any:
         """Return the value; the default for one of another type."""
-        return self.given.get(key, KEYS[key][0]) if self.fits(key) else KEYS[key][0]
+        return self.given.get(key, default_there(key)) if self.fits(key) else default_there(key)
 
     def fits(self, key: str) -> bool:
         """Return whether a value, if one is given, has the type of the default, where that has one."""
-        default = KEYS[key][0]
+        default = default_there(key)
         value = self.given.get(key, default)
         return default is None or type(value) is type(default) or (type(default) is float and type(value) is int)
 
     def own_keys(self) -> list[str]:
         """Return the given keys that titanlite has not, or not with torchtitan's word for none."""
-        batch = "training.global_batch_size"
-        none = [batch] if batch in self.given and self(batch) == KEYS[batch][0] else []
-        return [key for key in self.given if key in KEYS and KEYS[key][1] is not None] + none
+        own = [key for key in self.given if key not in schema_keys() and answer_to_key(key)]
+        none = [BATCH] if BATCH in self.given and self(BATCH) == default_there(BATCH) else []
+        return own + none
 
     def asks_nothing(self, key: str) -> bool:
         """Return whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
         if not self.fits(key):
             return False
-        is_default = self(key) == KEYS[key][0] and key not in ASKED_BY_DEFAULT
+        is_default = self(key) == default_there(key) and key not in ASKED_BY_DEFAULT
         return is_default or key.startswith(IDLE) or self.is_off(key) or self._is_settled(key)
 
     def is_off(self, key: str) -> bool:
         """Return whether a key belongs to a feature that is not on."""
-        off = (s for s, keys in SWITCHES.items() if key != s and key.startswith(keys))
-        return any(self(switch) in (KEYS[switch][0], "") for switch in off)
+        off = (s for s, keys in SWITCHES.items() if s not in (key, *stands_for(key)) and key.startswith(keys))
+        return any(self(switch) in (default_there(switch), None) for switch in off)
 
     def _is_settled(self, key: str) -> bool:
         """Return whether another key covers this one, or its value is what titanlite has."""
@@ -97,7 +98,7 @@ class TorchtitanConfig:
     def answer(self, key: str) -> str:
         """Say what a key is here."""
         value: Any = self(key)
-        text = KEYS[key][1] or ""
+        text = answer_to_key(key) or ""
         if not self.fits(key):
             return text.replace(" = {}", "")
         match key.split("."):
@@ -177,7 +178,7 @@ class TorchtitanConfig:
                 continue
             if key in ASKED_BY_DEFAULT:
                 found |= {} if self._is_settled(key) else dict(SETS.findall(self.answer(key)))
-            elif answer is None and default is not None and key not in SAME_DEFAULT:
+            elif answer is None and key != BATCH:
                 found[key] = show(default)
         if self("training.steps") < self("lr_scheduler.warmup_steps"):  # where warm-up is as long as the run at most
             found["lr_scheduler.warmup_steps"] = show(self("training.steps"))
@@ -205,9 +206,14 @@ def save_list(mode: str, option: str) -> str:
     return f'use activation_checkpoint.recipe = "full", or "none" where memory allows; {why}'
 
 
-def stands_for(key: str) -> set[str] | None:
-    """Return the keys that are set here where torchtitan sets `key`; None if it has no key of its own of this name."""
-    _, answer = KEYS.get(key, (None, None))
-    if answer is None:
-        return None
+def stands_for(key: str) -> set[str]:
+    """Return the keys that are set here where torchtitan sets `key`."""
+    answer = answer_to_key(key) or ""
     return {*re.findall(r"[a-z0-9_]+\.[a-z0-9_]+", answer if answer.startswith("use ") else "")}
+
+
+def default_there(key: str) -> Any:
+    """Return torchtitan's default of a key; None where it has none."""
+    if key in KEYS:
+        return KEYS[key][0]
+    return attrgetter(key)(Config()) if key in schema_keys() else None

@@ -23,12 +23,10 @@ from titanlite.config.torchtitan import (
     FLAVORS,
     IDLE,
     KEYS,
-    OLDER,
-    SAME_DEFAULT,
     SWITCHES,
     UNSAID,
 )
-from titanlite.config.torchtitan_config import stands_for
+from titanlite.config.torchtitan_config import default_there, stands_for
 from titanlite.errors import ConfigError
 from titanlite.preflight.checked_run import checked_run
 
@@ -115,7 +113,7 @@ SET = r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)'
 
 
 def values_of(key: str) -> list[Any]:
-    default = KEYS[key][0]
+    default = default_there(key)
     if key in CHOICES:
         return CHOICES[key]
     if isinstance(default, bool):
@@ -127,10 +125,10 @@ def values_of(key: str) -> list[Any]:
     return [*([] if default is None else [default]), [["a"]] if key.endswith("model_part") else "other"]
 
 
-@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("key", {**CHOICES, **{key: 0 for key, (default, _) in KEYS.items() if default is not None}})
 def test_every_choice_of_every_key_is_converted_to_what_is_accepted(key: str) -> None:
     on = {
-        switch: True if KEYS[switch][0] is False else 2
+        switch: True if default_there(switch) is False else 2
         for switch, keys in SWITCHES.items()
         if key.startswith(keys) and switch not in (key, "checkpoint.initial_load_path")
     }
@@ -292,19 +290,12 @@ def test_documents_begin_with_bos_where_the_tokenizer_has_one(
 def test_the_keys_are_those_of_both_schemas() -> None:
     """A key that is added to titanlite must leave what is torchtitan's own."""
     assert {key for key, (_, answer) in KEYS.items() if answer is None} == set(KEYS) & set(schema_keys())
-    for answer in [*(answer for _, answer in KEYS.values() if answer), *OLDER.values()]:  # what is recommended exists
-        assert {key for key, _ in re.findall(SET, answer)} <= set(schema_keys()), answer
-    assert {key for key in KEYS for named in stands_for(key) or () if named not in schema_keys()} == set()
+    for key, (_, answer) in KEYS.items():  # what is recommended exists
+        assert {*stands_for(key), *(key for key, _ in re.findall(SET, answer or ""))} <= set(schema_keys()), key
     assert set(UNSAID) <= set(schema_keys())
-    assert not set(OLDER) & set(schema_keys())
-    for prefix in (
-        *ASKED_BY_DEFAULT,
-        *IDLE,
-        *SAME_DEFAULT,
-        *SWITCHES,
-        *(p for keys in SWITCHES.values() for p in keys),
-    ):
-        assert any(key.startswith(prefix) for key in KEYS), prefix
+    prefixes = (*ASKED_BY_DEFAULT, *IDLE, *SWITCHES, *(p for keys in SWITCHES.values() for p in keys))
+    for prefix in prefixes:
+        assert any(key.startswith(prefix) or prefix.startswith(key) for key in {*KEYS, *schema_keys()}), prefix
 
 
 COMMON: dict[str, Any] = {
@@ -442,11 +433,11 @@ def test_each_of_its_files_is_converted_to_the_same_values(name: str) -> None:
     keys = FILES[name]
     config = converted(keys, world=64)
     Draft7Validator(config_json_schema()).validate(tomli.loads(Path("ours.toml").read_text()))
-    for key, (default, answer) in KEYS.items():
-        value, here = keys.get(key, default), SHOWN_AS.get(key, key)
-        off = any(not keys.get(switch) for switch, under in SWITCHES.items() if key != switch and key.startswith(under))
-        if (answer is None or key in SHOWN_AS) and not off and key not in (*SAME_DEFAULT, "model.flavor"):
-            assert attrgetter(here)(config) == (value if value is not None else attrgetter(here)(Config())), key
+    for key in {**KEYS, **keys}:
+        here, off = SHOWN_AS.get(key, key), {s for s, under in SWITCHES.items() if key != s and key.startswith(under)}
+        is_left = key in ("training.global_batch_size", "model.flavor") or any(not keys.get(switch) for switch in off)
+        if here in schema_keys() and not is_left:
+            assert attrgetter(here)(config) == keys.get(key, default_there(key)), key
     assert config.optimizer.weight_decay_exclude == ()
     assert config.data.source == {"c4": "hf:allenai/c4:en"}.get(keys["training.dataset"], "hf:./tests/assets/c4_test")
     assert config.data.tokenizer == f"{keys['model.hf_assets_path']}/tokenizer.json"

@@ -6,10 +6,10 @@ from pathlib import Path
 from titanlite.config.problems import show
 from titanlite.config.schema import Config
 from titanlite.config.torchtitan import ASKED_BY_DEFAULT, KEYS, SWITCHES
-from titanlite.config.torchtitan_config import TorchtitanConfig
+from titanlite.config.torchtitan_config import TorchtitanConfig, default_there
 
 DOCS = Path(__file__).parents[3] / "docs" / "coming_from_torchtitan.md"
-ALL_ON = {switch: True if KEYS[switch][0] is False else 2 for switch in SWITCHES}
+ALL_ON = {switch: True if default_there(switch) is False else 2 for switch in SWITCHES}
 
 
 def cell(text: object) -> str:
@@ -24,7 +24,7 @@ def table(*rows: tuple[str, ...]) -> str:
 def other_defaults() -> str:
     """Whatever `titanlite convert` may add: all features are on, for the keys that only matter then."""
     found = TorchtitanConfig({"model.converters": ["float8"], **ALL_ON}).left_out(())
-    found |= {key: show(KEYS[key][0]) for key in ALL_ON if KEYS[key][1] is None and KEYS[key][0] is False}
+    found |= {key: show(False) for key in ALL_ON if default_there(key) is False and key in list_of_keys()}
     rows: list[tuple[str, ...]] = []
     for key in sorted(found, key=list_of_keys().index):
         here = attrgetter(key)(Config())
