@@ -5,6 +5,7 @@ only walks the brackets, strings and keys, and reads no value.
 """
 
 import re
+from collections import deque
 
 _TOKEN = re.compile(
     r"""\"{3}(?:\\.|[^\\])*?\"{3}(?!\") | '{3}.*?'{3}(?!') | "(?:\\.|[^"\\])*" | '[^']*'   # strings, long first
@@ -16,81 +17,68 @@ _TOKEN = re.compile(
 
 def key_lines(text: str) -> dict[str, int]:
     """Return the line of each key and table of valid TOML, from 1; elements of arrays are `key[0]`, `key[1]`, …"""
-    return _KeyWalk(text).lines
+    lines, tokens, line, seen = dict[str, int](), deque[tuple[str, int]](), 1, 0
+    for match in _TOKEN.finditer(text):
+        line += text.count("\n", seen, match.start())
+        seen = match.start()
+        if not match[0].startswith("#"):
+            tokens.append((match[0], line))
 
+    def skip(mark: str) -> bool:
+        found = bool(tokens) and tokens[0][0] == mark
+        if found:
+            tokens.popleft()
+        return found
 
-class _KeyWalk:
-    """One pass over the tokens of a TOML text."""
-
-    def __init__(self, text: str) -> None:
-        self.lines: dict[str, int] = {}
-        self.tokens: list[tuple[str, int]] = []
-        line, seen = 1, 0
-        for match in _TOKEN.finditer(text):
-            line += text.count("\n", seen, match.start())
-            seen = match.start()
-            if not match[0].startswith("#"):
-                self.tokens.append((match[0], line))
-        self.at = 0
-        table, n_tables = "", dict[str, int]()
-        while self.at < len(self.tokens):
-            if self._skip("\n"):
-                continue
-            line = self.tokens[self.at][1]
-            if not self._skip("["):
-                self._pair(table)
-                continue
-            is_array = self._skip("[")
-            table = self._key()
-            if is_array:
-                self.lines.setdefault(table, line)
-                n_tables[table] = n_tables.get(table, -1) + 1
-                table = f"{table}[{n_tables[table]}]"
-            self._record(table, line)
-            while self._skip("]"):
-                pass
-
-    def _skip(self, mark: str) -> bool:
-        if self.at < len(self.tokens) and self.tokens[self.at][0] == mark:
-            self.at += 1
-            return True
-        return False
-
-    def _record(self, path: str, line: int) -> None:
+    def record(path: str, line: int) -> None:
         """Record a key, and those that a dotted key implies."""
         while path:
-            self.lines.setdefault(path, line)
+            lines.setdefault(path, line)
             path = path.rpartition(".")[0]
 
-    def _key(self) -> str:
-        parts = [self.tokens[self.at][0].strip("\"'")]
-        self.at += 1
-        while self._skip("."):
-            parts.append(self.tokens[self.at][0].strip("\"'"))
-            self.at += 1
+    def read_key() -> str:
+        parts = [tokens.popleft()[0].strip("\"'")]
+        while skip("."):
+            parts.append(tokens.popleft()[0].strip("\"'"))
         return ".".join(parts)
 
-    def _pair(self, table: str) -> None:
-        line = self.tokens[self.at][1]
-        key = self._key()
-        path = f"{table}.{key}" if table else key
-        self._record(path, line)
-        self._skip("=")
-        self._value(path)
+    def read_pair(prefix: str) -> None:
+        line = tokens[0][1]
+        path = f"{prefix}{read_key()}"
+        record(path, line)
+        skip("=")
+        read_value(path)
 
-    def _value(self, path: str) -> None:
-        if self._skip("["):
-            n = 0
-            while not self._skip("]"):
-                if self._skip(","):
+    def read_value(path: str) -> None:
+        n = 0
+        if skip("["):
+            while not skip("]"):
+                if skip(","):
                     n += 1
-                elif not self._skip("\n"):
-                    self.lines.setdefault(f"{path}[{n}]", self.tokens[self.at][1])
-                    self._value(f"{path}[{n}]")
-        elif self._skip("{"):
-            while not self._skip("}"):
-                if not self._skip(",") and not self._skip("\n"):
-                    self._pair(path)
+                elif not skip("\n"):
+                    lines.setdefault(f"{path}[{n}]", tokens[0][1])
+                    read_value(f"{path}[{n}]")
+        elif skip("{"):
+            while not skip("}"):
+                if not skip(",") and not skip("\n"):
+                    read_pair(f"{path}.")
         else:  # a scalar: a date or a float is several tokens
-            while self.at < len(self.tokens) and self.tokens[self.at][0] not in ("\n", ",", "]", "}"):
-                self.at += 1
+            while tokens and tokens[0][0] not in ("\n", ",", "]", "}"):
+                tokens.popleft()
+
+    prefix, n_tables = "", dict[str, int]()
+    while tokens:
+        line = tokens[0][1]
+        if skip("["):
+            is_array, table = skip("["), read_key()
+            if is_array:
+                lines.setdefault(table, line)
+                n_tables[table] = n_tables.get(table, -1) + 1
+                table = f"{table}[{n_tables[table]}]"
+            record(table, line)
+            prefix = f"{table}."
+            while skip("]"):
+                pass
+        elif not skip("\n"):
+            read_pair(prefix)
+    return lines

@@ -9,15 +9,14 @@ import copy
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import tomli
 
-from titanlite.config.build import show
 from titanlite.config.locate import key_lines
-from titanlite.config.problems import Place
+from titanlite.config.problems import Place, show
 from titanlite.durable import require_reachable
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
@@ -49,56 +48,53 @@ def read_merged(
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
-    return _read_chain(path, find, added_first, {}, {})
+    known = dict[str, tuple[Table, dict[str, Place]]]()  # by what a file is, whatever its path
 
+    def read_chain(path: Path, above: dict[str, Path]) -> tuple[Table, dict[str, Place]]:
+        """Read a file that those `above` extend."""
+        real = os.path.realpath(path)
+        if real in known:
+            return known[real]
+        own, lines = _read_one(path)
+        chain, line = {**above, real: path}, lines.pop("extends", None)
+        extends: object = own.pop("extends", [])
 
-def _read_chain(
-    path: Path,
-    find: Callable[[str, Place], Path],
-    added_first: str,
-    above: dict[str, Path],
-    known: dict[str, tuple[Table, dict[str, Place]]],
-) -> tuple[Table, dict[str, Place]]:
-    """Read a file, those `above` it being read, those `known` already: by what they are, whatever their paths."""
-    real = os.path.realpath(path)
-    if real in known:
-        return known[real]
-    own, lines = _read_one(path)
-    chain = {**above, real: path}
-    extends_line = lines.pop("extends", None)
-    extends: object = own.pop("extends", [])
-    names = cast("list[object]", extends) if isinstance(extends, list) else [extends]
+        def refuse(saw: str, want: str, fix: str) -> ConfigError:
+            return ConfigError(describe(str(path), [Problem("extends", saw, want, fix, line)]))
 
-    def refuse(saw: str, want: str, fix: str) -> ConfigError:
-        return ConfigError(describe(str(path), [Problem("extends", saw, want, fix, extends_line)]))
+        table, places = Table(), dict[str, Place]()
 
-    read: list[tuple[Table, dict[str, Place]]] = []
-    for name in names:
-        if not isinstance(name, str):
-            raise refuse(show(name), "a list of names, in quotes", 'extends = ["base.toml"]')
-        base = find(name, Place(str(path), extends_line))
-        require_reachable(base)
-        if not os.path.isfile(base):
-            raise refuse(show(name), f"the path of an existing TOML file; there is no file {base}", nearest_file(base))
-        base = _without_dots(base)
-        if os.path.realpath(base) in chain:
-            circle = " → ".join(str(p) for p in (*chain.values(), base))
-            raise refuse(show(name), f"files that do not extend each other in a circle: {circle}", "remove this name")
-        if len(chain) == _DEEPEST:
-            want = f"at most {_DEEPEST} files that extend each other, from {next(iter(chain.values()))} on"
-            raise refuse(show(name), want, "list files beside each other: a later one wins")
-        read.append(_read_chain(base, find, added_first, chain, known))
-    read.append((own, {key: Place(str(path), line) for key, line in lines.items()}))
-    table, places = Table(), dict[str, Place]()
-    for over, over_places in read:
-        before = table.get(added_first)
-        there = {*cast("Table", before)} if isinstance(before, dict) else set[str]()
-        _merge_table(table, places, copy.deepcopy(over))  # which another file may extend as well
-        places.update(over_places)
-        if there and isinstance(after := table[added_first], dict):
-            table[added_first] = dict(sorted(cast("Table", after).items(), key=lambda each: each[0] in there))  # stable
-    known[real] = table, places
-    return table, places
+        def merge(over: Table, over_places: dict[str, Place]) -> None:
+            before = table.get(added_first)
+            there = {*cast("Table", before)} if isinstance(before, dict) else set[str]()
+            _merge_table(table, places, copy.deepcopy(over))  # which another file may extend as well
+            places.update(over_places)
+            if there and isinstance(after := table[added_first], dict):
+                items = sorted(cast("Table", after).items(), key=lambda each: each[0] in there)  # stable
+                table[added_first] = dict(items)
+
+        for name in cast("list[object]", extends) if isinstance(extends, list) else [extends]:
+            if not isinstance(name, str):
+                raise refuse(show(name), "a list of names, in quotes", 'extends = ["base.toml"]')
+            base = find(name, Place(str(path), line))
+            require_reachable(base)
+            if not os.path.isfile(base):
+                want = f"the path of an existing TOML file; there is no file {base}"
+                raise refuse(show(name), want, nearest_file(base))
+            base = _without_dots(base)
+            if os.path.realpath(base) in chain:
+                circle = " → ".join(map(str, (*chain.values(), base)))
+                want = f"files that do not extend each other in a circle: {circle}"
+                raise refuse(show(name), want, "remove this name")
+            if len(chain) == _DEEPEST:
+                want = f"at most {_DEEPEST} files that extend each other, from {next(iter(chain.values()))} on"
+                raise refuse(show(name), want, "list files beside each other: a later one wins")
+            merge(*read_chain(base, chain))
+        merge(own, {key: Place(str(path), at) for key, at in lines.items()})
+        known[real] = table, places
+        return table, places
+
+    return read_chain(path, {})
 
 
 def _without_dots(path: Path) -> Path:
@@ -133,28 +129,26 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
         is_missing = isinstance(error, FileNotFoundError)
         fix = nearest_file(path) if is_missing else "make it a file that you can read, or name another"
         raise ConfigError.of(str(path), seen, "", f"a TOML file, looked for from {Path.cwd()}", fix) from None
-    _check_values(path, table, lines)
+    if problems := [*_unusable(table, "", lines)]:
+        raise ConfigError(describe(str(path), problems))
     return table, lines
 
 
-def _check_values(path: Path, table: Table, lines: dict[str, int]) -> None:
-    """Refuse what TOML can say and nothing here can use, wherever it stands."""
-    problems, left = list[Problem](), [(cast("object", table), "", 0)]
-    while left:
-        value, key, depth = left.pop()
-        if isinstance(value, dict | list) and depth == _DEEPEST:
-            problems.append(_too_deep(key, lines.get(key)))
-        elif isinstance(value, dict):
-            inside = cast("Table", value).items()
-            left += [(below, f"{key}.{name}" if key else name, depth + 1) for name, below in inside]
-        elif isinstance(value, list):
-            left += [(below, f"{key}[{n}]", depth + 1) for n, below in enumerate(cast("list[object]", value))]
-        elif type(value) is int and value.bit_length() > 63:
-            problems.append(_too_large(key, f"a number of {value.bit_length():,} bits", lines.get(key)))
-        elif isinstance(value, str) and "\0" in value:
-            problems.append(Problem(key, show(value), "text without NUL", "remove it", lines.get(key)))
-    if problems:
-        raise ConfigError(describe(str(path), problems[::-1]))
+def _unusable(value: object, key: str, lines: dict[str, int], depth: int = 0) -> Iterator[Problem]:
+    """Yield what TOML can say and nothing here can use, wherever it stands."""
+    line = lines.get(key)
+    if isinstance(value, dict | list) and depth == _DEEPEST:
+        yield _too_deep(key, line)
+    elif isinstance(value, dict):
+        for name, below in cast("Table", value).items():
+            yield from _unusable(below, f"{key}.{name}" if key else name, lines, depth + 1)
+    elif isinstance(value, list):
+        for n, below in enumerate(cast("list[object]", value)):
+            yield from _unusable(below, f"{key}[{n}]", lines, depth + 1)
+    elif type(value) is int and value.bit_length() > 63:
+        yield _too_large(key, f"a number of {value.bit_length():,} bits", line)
+    elif isinstance(value, str) and "\0" in value:
+        yield Problem(key, show(value), "text without NUL", "remove it", line)
 
 
 def _too_deep(where: str, line: int | None) -> Problem:
