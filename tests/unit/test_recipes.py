@@ -261,14 +261,6 @@ def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None
     ("text", "parts"),
     [
         (
-            'extends = "blockwise"\n[weight]\noutput = "row"\n',
-            ['line 3  weight.output = "row"', 'one of "1x128", "128x128" beside input.output = "1x128"', '"1x128"'],
-        ),
-        (
-            'extends = "blockwise"\n[input]\noutput = "128x128"\n',  # cuBLAS has one of the two by 128×128
-            ['line 3  input.output = "128x128"', 'one of "1x128" beside weight.output = "128x128"', 'output = "1x128"'],
-        ),
-        (
             'extends = "mxfp8"\ndim_multiple = 128\n[grad_output]\ngrad_input = "1x128"\n',
             ['line 4  grad_output.grad_input = "1x128"', 'one of "1x32" beside weight.grad_input = "1x32"'],
         ),
@@ -277,36 +269,8 @@ def test_a_float8_all_gather_of_rows_needs_powers_of_two(tmp_path: Path) -> None
             ['line 2  scale_rounding = "e8m0_rceil"', "row have no E8M0 scales", 'scale_rounding = "pow2_floor"'],
         ),
         (
-            'extends = "mxfp8"\nscale_rounding = "exact"\n',
-            ['line 2  scale_rounding = "exact"', "stored as E8M0", 'scale_rounding = "e8m0_rceil"'],
-        ),
-        (
-            'extends = "blockwise"\n[accumulation]\ngrad_input = "fast"\n',
-            ['line 3  accumulation.grad_input = "fast"', "block by block", 'grad_input = "split"'],
-        ),
-        (
-            'extends = "rowwise"\ndim_multiple = 8\n',
-            ["line 2  dim_multiple = 8", "a multiple of 16: tensor cores", "dim_multiple = 16"],
-        ),
-        (
             'extends = "blockwise"\ndim_multiple = 16\n',
             ["line 2  dim_multiple = 16", "a multiple of 128: blocks are whole", "dim_multiple = 128"],
-        ),
-        (
-            'extends = "blockwise"\nfsdp_all_gather = "float8"\n',
-            ['line 2  fsdp_all_gather = "float8"', 'both "tensor"', 'fsdp_all_gather = "high_precision"'],
-        ),
-        (
-            'extends = "rowwise"\nreduce_amax = true\n',
-            ["line 2  reduce_amax = true", "row would stay a rank's own", "leave reduce_amax out"],
-        ),
-        (
-            'extends = "tensorwise"\nreduce_amax = true\nfsdp_all_gather = "high_precision"\n',
-            ['line 3  fsdp_all_gather = "high_precision"', "reduced at once", 'fsdp_all_gather = "float8"'],
-        ),
-        (
-            'extends = "blockwise"\n[weight]\ndtype = "e5m2"\n[grad_output]\ndtype = "e5m2"\n',
-            ['line 3  weight.dtype = "e5m2"', "no e5m2 × e5m2", 'weight.dtype = "e4m3"'],
         ),
     ],
 )
@@ -346,27 +310,14 @@ def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rules", "parts"),
     [
-        ('[[rules]]\nop = "matmull"\naction = "save"', ['line 4  rules[0].op = "matmull"', 'did you mean "matmul"?']),
         ('[[rules]]\nop = "matmul"\naction = "keep"', ['line 5  rules[0].action = "keep"', '"save" or "recompute"']),
-        ('[[rules]]\nop = "matmul"\naction = "save"\nevery = 0', ["line 6  rules[0].every = 0", "at least 1"]),
         ('[[rules]]\nop = "aten.mm.default"\naction = "save"\nevery = 2', ["rules[0].every = 2"]),
         ('[[rules]]\nop = "attention"\naction = "save"\nmodule = ["wo"]', ["rules[0].module", "remove module"]),
-        ('[[rules]]\nop = "block"\naction = "recompute"', ["rules[0].action", 'action = "save"']),
-        ('[[rules]]\nop = "block"\naction = "save"\nmodule = ["wo"]', ["rules[0].module", "remove module"]),
-        (
-            '[[rules]]\nop = "attention"\naction = "save"\n[[rules]]\nop = "block"\naction = "save"',
-            ["line 7  rules[1].op", "move the rule up"],
-        ),
         (
             '[[rules]]\nop = "matmul"\naction = "save"\n[[rules]]\nop = "matmul"\naction = "save"\nmodule = ["wo"]',
             ["line 7  rules[1].op", "can never match"],
         ),
-        (
-            '[[rules]]\nop = "matmul"\naction = "save"\n[[rules]]\nop = "experts"\naction = "save"',
-            ["line 7  rules[1].op", "can never match"],
-        ),
         ('[[rules]]\nop = "route"\naction = "save"\nmodule = ["w13"]', ["rules[0].module", "remove module"]),
-        ('rules = [{ op = "matmul" }]', ["line 3  rules[0].action", "it is missing"]),
         ('rules = "matmul"', ["want: a list of tables"]),
     ],
 )

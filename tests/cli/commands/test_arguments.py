@@ -13,12 +13,7 @@ EXPORT = "titanlite export RUN [--step N] [--ema] [--out FOLDER] [--dtype DTYPE]
 FLAGS = "a flag of this command:"
 OF_COMPARE = "--floor, --seeds, --tolerance, --layers, --out, --wandb, --report"
 MISTAKES = {
-    "export": ("RUN\n", "a run's folder, with config.toml and checkpoints", "titanlite export outputs/run"),
-    "export run --stp 2": ("--stp\n", f"{FLAGS} --step, --ema, --out", "did you mean --step?"),
     "export run --stp=2": ("--stp = 2\n", f"{FLAGS} --step, --ema, --out", "did you mean --step?"),
-    "export run -step 2": ("-step\n", f"{FLAGS} --step, --ema, --out", "did you mean --step?"),
-    "export run --run=2": ("--run = 2\n", f"{FLAGS} --step, --ema, --out", EXPORT),
-    "export run --step": ("--step\n", "a value", "--step N\n"),
     "export run --out --step 2": ("--out\n", "a value", "--out FOLDER\n"),
     "export run --step two": ("--step = two\n", "one of 2, 10\n", "--step 10"),
     f"export run --step 1{'0' * 5000}": (
@@ -28,18 +23,6 @@ MISTAKES = {
     ),
     "export run --step -1": ("--step = -1\n", "one of 2, 10\n", "--step 10"),
     "export run --step 1": ("--step = 1\n", "one of 2, 10\n", "--step 10"),
-    "export run --dtype fp16": ("--dtype = fp16\n", "bfloat16 or float32", "--dtype bfloat16"),
-    "export run step=2": ("step=2\n", "one run alone", "titanlite export outputs/run"),
-    "export 5": ("5\n", "a run's folder", "give the path <dump_folder>/<name> of a run"),
-    "compare": ("RUN\n", "a run's folder", "titanlite compare outputs/run"),
-    "compare 5": (
-        "5\n",
-        "a run's folder, with config.toml and metrics.jsonl; there is no such folder",
-        "give the path",
-    ),
-    "compare run --outt x.png": ("--outt\n", f"{FLAGS} {OF_COMPARE}\n", "did you mean --out?"),
-    "compare run -v": ("-v\n", f"{FLAGS} {OF_COMPARE}\n", "titanlite compare RUN [RUN ...] [--floor] [--seeds "),
-    "compare run --out": ("--out\n", "a value", "--out FILE\n"),
     "validate run.toml --wrld 2": ("--wrld\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
     "validate run.toml more": ("more\n", "a flag, such as --training.steps 100", "leave it out"),
     "validate more.toml run.toml": ("FILE = more.toml run.toml\n", "one config", "titanlite validate more.toml"),
@@ -51,12 +34,6 @@ MISTAKES = {
     "plan run.toml --why --activation-checkpoint": ("--why\n", "a value", "--why TENSOR\n"),
     "plan run.toml --world 2 --diff=": ("FILE\n", "one config", "titanlite plan configs/debug.toml --world 2\n"),
     "prepare": ("FILE\n", "one config, as the first", "titanlite prepare configs/debug.toml\n"),
-    "recipes float8 --wrld 2": (
-        "--wrld\n",
-        f"{FLAGS} --job.recipe_dirs, --optimizer.file, --from, --measure\n",
-        "titanlite recipes [KIND",
-    ),
-    "recipes --job.recipe_dir x": ("--job.recipe_dir\n", FLAGS, "did you mean --job.recipe_dirs?"),
     "recipes float8 --measure=": ("FILE\n", "one config", "titanlite recipes float8 --measure configs/debug.toml\n"),
     "verify-resume run.toml --step=2": (
         "--step = 2\n",

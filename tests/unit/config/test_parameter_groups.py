@@ -205,44 +205,16 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
     ("text", "parts"),
     [
         ("", ["  groups\n", "it is missing"]),
-        ("[groups]", ["at least one group"]),
-        (
-            '[groups.a]\nrule = "adam"',
-            ['groups.a.rule = "adam"', 'one of "adamw", "muon", "normuon",', 'did you mean "adamw"?'],
-        ),
-        ('[groups."a.b"]\nrule = "adamw"', ["groups.a.b", "a name of letters", "fix:  [groups.a_b]"]),
         ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing", 'add rule = "adamw"']),
         ('[groups.hidden]\nrule = "muon"\n[groups.hiden]\nmomentum = 0.9', ["line 4", "did you mean [groups.hidden]?"]),
-        ('[groups.a]\nrule = "adamw"\nlr_factor = 0.0', ["line 4  groups.a.lr_factor = 0.0", "above 0"]),
-        ('[groups.a]\nrule = "adamw"\nbeta2 = 1.0', ["line 4  groups.a.beta2 = 1.0", "below 1"]),
-        ('[groups.a]\nrule = "adamw"\nmoment = 0.9', ["groups.a.moment = 0.9", "one of rule, pattern"]),
-        (
-            '[groups.a]\nrule = "adamw"\nmomentum = 0.9',
-            ["line 4  groups.a.momentum = 0.9", 'beta1, beta2, eps; this is one of "muon"', "remove momentum"],
-        ),
-        ('[groups.a]\nrule = "adamw"\nnesterov = false', ["groups.a.nesterov = false", "remove nesterov"]),
-        ('[groups.a]\nrule = "muon"\neps = 1e-8', ["line 4  groups.a.eps", 'polynomials; this is one of "adamw"']),
-        ('[groups.a]\nrule = "muon"\nbeta2 = 0.9', ['polynomials; this is one of "adamw" and "normuon"']),
-        ('[groups.a]\nrule = "normuon"\nbeta1 = 0.9', ["momentum, nesterov, polynomials, beta2; this is one of"]),
-        (
-            '[groups.a]\nrule = "muon"\nmomentum = 1.0',
-            ["momentum = 1.0", "below 1", "fix:  leave momentum out"],
-        ),
         ('[groups.a]\nrule = "muon"\npolynomials = "polar_expres"', ["a list of lists of numbers", '"polar_express"?']),
-        ('[groups.a]\nrule = "muon"\npolynomials = []', ["at least one list of three numbers"]),
         ('[groups.a]\nrule = "muon"\npolynomials = [[3, 1]]', ["groups.a.polynomials = [[3.0, 1.0]]", "three numbers"]),
-        (
-            '[groups.a]\nrule = "muon"\npolynomials = [0, 0, 0]',
-            ["a list of lists of numbers", "polynomials = [[0, 0, 0]]"],
-        ),
-        ('[groups.a]\nrule = "muon"\npolynomials = [[0, 0, 0]]', ["(0, 3]; after step 1"]),  # nothing would move
         ('[groups.a]\nrule = "muon"\npolynomials = [[-1.5, 0.5, 0]]', ["(0, 3]; after step 1"]),  # uphill
         ('[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, nan]]', ["(0, 3]; after step 1"]),
         (  # with a sign forgotten
             '[groups.a]\nrule = "muon"\npolynomials = [[1.5, -0.5, 0], [3.4445, 4.7750, 2.0315]]',
             ["groups.a.polynomials = [[1.5, -0.5, 0.0], [3.4445,", "(0, 3]; after step 2 one is not"],
         ),
-        ('[groups.a]\nrule = "adamw"\npattern = "*"', ['pattern = ["*"]']),
         ('[[groups]]\nrule = "adamw"', ["want: a table of tables", "fix:  write each as a table: [groups.NAME]"]),
     ],
 )
