@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from titanlite.config.build import describe_type, show  # noqa: E402
-from titanlite.config.explain import field_docs, table_keys, table_of  # noqa: E402
+from titanlite.config.explain import table_keys, table_of  # noqa: E402
 from titanlite.config.ranges import range_in_words, range_of  # noqa: E402
-from titanlite.config.schema import schema_keys, sections  # noqa: E402
+from titanlite.config.schema import help_texts, schema_keys, sections  # noqa: E402
 
 KEYS = "reference/keys.md"
 # Which kind of recipe says what a key means.
@@ -103,7 +103,7 @@ def bars(table: str, column: str) -> str:
 
 def keys_page() -> str:
     """Return the page of every key: of each its type, range, default and text, and who sets it."""
-    docs, configs = field_docs(), shipped_configs()
+    configs = shipped_configs()
     lines = [
         "# Every key",
         "",
@@ -117,7 +117,7 @@ def keys_page() -> str:
             key = f"{section}.{field.name}"
             about = head(hints[field.name], range_of(ranged[field.name]), field.default)
             lines += ["", f"### `{key}` {{ #{key} }}", "", f"*{about}*", ""]
-            lines += [docs[cls.__name__][field.name], "", *recipes_of(key)]
+            lines += [help_texts(cls)[field.name], "", *recipes_of(key)]
             if table := table_of(hints[field.name]):
                 lines += ["", "| key | type | meaning |", "|---|---|---|"]
                 lines += [f"| `{name}` | {kind} | {text} |" for name, kind, text in table_keys(table)]

@@ -24,9 +24,8 @@ from titanlite import recipes
 from titanlite.byte_size import GIB
 from titanlite.commands import main
 from titanlite.config.build import show
-from titanlite.config.explain import field_docs
 from titanlite.config.recipe_schema import Experts
-from titanlite.config.schema import Config, Model, Optimizer
+from titanlite.config.schema import Config, Model, Optimizer, help_texts
 from titanlite.forecast.update_time import computed_flops
 from titanlite.models.experts import MixtureOfExperts, count_parameters
 from titanlite.models.find import build_model
@@ -347,8 +346,8 @@ def test_a_page_states_what_the_code_has(path: str) -> None:
 
 
 def test_trust_names_the_keys_that_name_code() -> None:
-    docs, trust = field_docs(), text_of("docs/checkpoint.md").partition("## Trust")[2]
-    of_section = ((f.name, docs[type(getattr(CONFIG, f.name)).__name__]) for f in fields(CONFIG))
+    trust = text_of("docs/checkpoint.md").partition("## Trust")[2]
+    of_section = ((f.name, help_texts(type(getattr(CONFIG, f.name)))) for f in fields(CONFIG))
     keys = [f"`{name}.{key}`" for name, of in of_section for key, text in of.items() if "Python file" in text]
     assert len(keys) >= 2
     assert not [key for key in keys if key not in trust]

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.explain import field_docs
-from titanlite.config.schema import schema_keys, sections
+from titanlite.config.schema import help_texts, schema_keys, sections
 
 pytest.importorskip("mkdocs", reason="the site is built where titanlite[docs] is installed")
 pytest.importorskip("material", reason="the site is built where titanlite[docs] is installed")
@@ -60,7 +59,7 @@ def test_every_key_has_its_paragraph(site: Path) -> None:
     ids, text = set(re.findall(r'<h3 id="([^"]+)"', page.read_text())), plain(read(page).text)
     assert ids == set(schema_keys())
     for cls in sections().values():
-        for doc in field_docs()[cls.__name__].values():
+        for doc in help_texts(cls).values():
             assert plain(doc) in text
 
 

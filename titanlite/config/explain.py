@@ -1,17 +1,16 @@
 """The help pages: one screen that lists the sections, and one page for each section.
 
-The texts are the docstrings of `schema.py`, read from its source, so that a key is explained in one place.
+The texts are those of `schema.py`, so that a key is explained in one place.
 """
 
-import ast
 import dataclasses
 import inspect
 import textwrap
 from typing import Any, get_args, get_origin, get_type_hints
 
-from titanlite.config import schema
-from titanlite.config.build import describe_type, show
-from titanlite.config.read import sections
+from titanlite.config.build import describe_type
+from titanlite.config.problems import show
+from titanlite.config.schema import help_texts, sections
 
 _WIDTH = 80
 
@@ -39,7 +38,7 @@ def overview(usage: str) -> str:
 def section_page(name: str) -> str:
     """Return the page of `--help SECTION`: each key with its type, default and meaning."""
     cls = sections()[name]
-    hints, docs = get_type_hints(cls), field_docs()[cls.__name__]
+    hints, docs = get_type_hints(cls), help_texts(cls)
     lines = [f"[{name}]  {inspect.getdoc(cls)}"]
     for field in dataclasses.fields(cls):
         default = "not given" if field.default is None else show(field.default)
@@ -61,25 +60,9 @@ def table_of(hint: Any) -> type | None:
 
 def table_keys(table: type) -> list[tuple[str, str, str]]:
     """Return each key of a table in a list, with its type, whether it must be given, and its meaning."""
-    hints, docs = get_type_hints(table), field_docs()[table.__name__]
+    hints, docs = get_type_hints(table), help_texts(table)
     found: list[tuple[str, str, str]] = []
     for f in dataclasses.fields(table):
         must = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         found.append((f.name, describe_type(hints[f.name]) + "; must be given" * must, docs[f.name]))
     return found
-
-
-def field_docs() -> dict[str, dict[str, str]]:
-    """Return the docstring under each field, by class and field: Python itself keeps none."""
-    docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            own = docs.setdefault(node.name, {})
-            for field, doc in zip(node.body, node.body[1:], strict=False):
-                if (
-                    isinstance(field, ast.AnnAssign)
-                    and isinstance(field.target, ast.Name)
-                    and isinstance(doc, ast.Expr)
-                ):
-                    own[field.target.id] = str(ast.literal_eval(doc.value))
-    return docs

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.build import options_of
-from titanlite.config.explain import field_docs
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, help_texts
 from titanlite.config.toml_file import shipped_folder
 
 _TYPES: dict[Any, dict[str, Any]] = {
@@ -42,7 +41,7 @@ def config_json_schema() -> dict[str, Any]:
 
 def _object(cls: type, prefix: str) -> dict[str, Any]:
     """Return the schema of a table whose keys are the fields of a dataclass, and no others."""
-    hints, docs = get_type_hints(cls, include_extras=True), field_docs().get(cls.__name__, {})
+    hints, docs = get_type_hints(cls, include_extras=True), help_texts(cls)
     properties, required = dict[str, Any](), list[str]()
     for f in dataclasses.fields(cls):
         key = f"{prefix}{f.name}"

@@ -129,22 +129,22 @@ def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
         is_missing = isinstance(error, FileNotFoundError)
         fix = nearest_file(path) if is_missing else "make it a file that you can read, or name another"
         raise ConfigError.of(str(path), seen, "", f"a TOML file, looked for from {Path.cwd()}", fix) from None
-    if problems := [*_unusable(table, "", lines)]:
+    if problems := [*_meaningless(table, "", lines)]:
         raise ConfigError(describe(str(path), problems))
     return table, lines
 
 
-def _unusable(value: object, key: str, lines: dict[str, int], depth: int = 0) -> Iterator[Problem]:
+def _meaningless(value: object, key: str, lines: dict[str, int], depth: int = 0) -> Iterator[Problem]:
     """Yield what TOML can say and nothing here can use, wherever it stands."""
     line = lines.get(key)
     if isinstance(value, dict | list) and depth == _DEEPEST:
         yield _too_deep(key, line)
     elif isinstance(value, dict):
         for name, below in cast("Table", value).items():
-            yield from _unusable(below, f"{key}.{name}" if key else name, lines, depth + 1)
+            yield from _meaningless(below, f"{key}.{name}" if key else name, lines, depth + 1)
     elif isinstance(value, list):
         for n, below in enumerate(cast("list[object]", value)):
-            yield from _unusable(below, f"{key}[{n}]", lines, depth + 1)
+            yield from _meaningless(below, f"{key}[{n}]", lines, depth + 1)
     elif type(value) is int and value.bit_length() > 63:
         yield _too_large(key, f"a number of {value.bit_length():,} bits", line)
     elif isinstance(value, str) and "\0" in value:

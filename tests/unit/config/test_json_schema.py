@@ -14,11 +14,10 @@ from jsonschema import Draft7Validator
 from tests.unit.config.test_check import RANGES
 from titanlite.commands import main
 from titanlite.config.build import from_table, options_of
-from titanlite.config.explain import field_docs
 from titanlite.config.json_schema import config_json_schema
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import check_ranges
-from titanlite.config.schema import Config, schema_keys, sections
+from titanlite.config.schema import Config, help_texts, schema_keys, sections
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 
@@ -83,7 +82,7 @@ def test_every_key_has_its_help_text_and_section() -> None:
     for section, cls in sections().items():
         assert SCHEMA["properties"][section]["description"] == cls.__doc__
         said = {name: key["description"] for name, key in SCHEMA["properties"][section]["properties"].items()}
-        assert said == field_docs()[cls.__name__]
+        assert said == help_texts(cls)
 
 
 @pytest.mark.parametrize("table", [{"training": {"stepz": 5}}, {"trainin": {}}, {"steps": 5}, {"training": 5}])
