@@ -17,7 +17,6 @@ from titanlite.config.check_mesh import (
     check_dims,
     check_expert_parallel,
     check_mesh,
-    data_ranks,
     ranks_of_shards,
     tokens_of_rank,
 )
@@ -25,7 +24,7 @@ from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
-from titanlite.config.stages import longest_seq_len, stage_configs
+from titanlite.config.stages import data_ranks, longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 
 _FROM_HOME = (  # keys of paths in which ~ stands for a home

@@ -6,6 +6,7 @@ from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config, Model
+from titanlite.config.stages import data_ranks
 
 RUN = 128
 """Tokens that one context-parallel rank has in a row, at least: the rows of a tile of queries of the kernels."""
@@ -181,19 +182,6 @@ def _ranks_left(config: Config, world: int | None) -> int | None:
     """Return the ranks that replicas and tensor parallelism leave to others; None if that is not known."""
     others = config.parallelism.data_parallel_replicate_degree * config.parallelism.tensor_parallel_degree
     return None if world is None or world % others else world // others  # `check_mesh` says so of the latter
-
-
-def data_ranks(config: Config, world: int | None) -> int:
-    """Return the ranks, or groups of context-parallel ones, that have samples of their own.
-
-    If the number of processes is not known, the fewest that there can be.
-    """
-    p = config.parallelism
-    if p.data_parallel_shard_degree != -1:
-        return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
-    if world is not None:
-        return max(1, world // (p.tensor_parallel_degree * p.context_parallel_degree))
-    return p.data_parallel_replicate_degree
 
 
 def _divisors(n: int) -> list[int]:

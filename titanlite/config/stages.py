@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from titanlite.config.check_mesh import data_ranks
 from titanlite.config.schema import Config
 
 SOLE = ""
@@ -72,6 +71,19 @@ def stage_configs(config: Config) -> Iterator[tuple[int | None, int, Config]]:
         shape = {key: value for key, value in given.items() if value is not None}
         now = replace(now, training=replace(now.training, **shape))
         yield n, stage.from_tokens, now
+
+
+def data_ranks(config: Config, world: int | None) -> int:
+    """Return the ranks, or groups of context-parallel ones, that have samples of their own.
+
+    If the number of processes is not known, the fewest that there can be.
+    """
+    p = config.parallelism
+    if p.data_parallel_shard_degree != -1:
+        return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
+    if world is not None:
+        return max(1, world // (p.tensor_parallel_degree * p.context_parallel_degree))
+    return p.data_parallel_replicate_degree
 
 
 def asked_stages(config: Config, world_size: int | None) -> tuple[AskedStage, ...]:

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from titanlite.config.check_mesh import data_ranks
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
+from titanlite.config.stages import data_ranks
 from titanlite.forecast.attended import AttendedShare
 from titanlite.models.find import build_model
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
