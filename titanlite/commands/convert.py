@@ -16,6 +16,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError
+from titanlite.preflight.output_file import require_new, writable
 from titanlite.recipes import model_dims
 
 COMMAND = Command(
@@ -35,26 +36,21 @@ def run(argv: list[str]) -> int:
     if len(files) != 1:
         want, fix = "one config of torchtitan", "titanlite convert llama3_8b.toml --out mine.toml"
         raise ConfigError.of("command line", "TORCHTITAN.toml", " ".join(files), want, fix)
-    out = own.get("--out", "")
-    if out and Path(out).exists():
-        raise ConfigError.of(
-            "command line", "--out", out, "a file that does not exist", f"remove {out}, or name another"
-        )
-    made = convert_torchtitan(Path(files[0]), Path(out or files[0]).stem)
+    out = Path(own["--out"]) if "--out" in own else None
+    if out is not None:
+        require_new("--out", out)
+    made = convert_torchtitan(Path(files[0]), (out or Path(files[0])).stem)
     config = made.config()
     dims = model_dims(config, made.origin)  # a model that is none here is nothing to convert
     if not has_bos(config.data.tokenizer):
         made.without_bos()
     summary = "\n".join([made.summary(), *_to_change(config, dims)])
-    if not out:
+    if out is None:
         sys.stdout.write(made.to_toml())
         sys.stderr.write(f"{summary}\n")
         return 0
-    try:
-        Path(out).write_text(made.to_toml(), encoding="utf-8")
-    except OSError as error:
-        want = "a file that can be written"
-        raise ConfigError.of("command line", "--out", out, f"{want}: {error.strerror}", "name another") from None
+    with writable("titanlite convert", "--out", out):
+        out.write_text(made.to_toml(), encoding="utf-8")
     sys.stdout.write(f"{summary}\nnext: titanlite validate {out} --world N\n")
     return 0
 

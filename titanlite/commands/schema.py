@@ -7,13 +7,12 @@ A config names the file in its first line, as `#:schema ./titanlite.schema.json`
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 
 from titanlite.commands.arguments import Command
 from titanlite.errors import ConfigError
-from titanlite.preflight.output_file import require_place, writable
+from titanlite.preflight.output_file import require_new, writable
 
 _OUT = {"--out FILE": "file to write, which must not exist; without it, the schema goes to standard output"}
 COMMAND = Command("schema", __doc__ or "", _OUT, "")
@@ -27,10 +26,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError.of("command line", words[0], "", want, f"titanlite schema --out {words[0]}")
     out = Path(given["--out"]) if "--out" in given else None
     if out is not None:
-        require_place("--out", out)
-        if os.path.lexists(out):
-            fix = f"remove {out}, or name another"
-            raise ConfigError.of("command line", "--out", str(out), "a file that does not exist", fix)
+        require_new("--out", out)
     from titanlite.config.json_schema import config_json_schema
 
     text = json.dumps(config_json_schema(), indent=2, ensure_ascii=False) + "\n"

@@ -57,7 +57,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
     """
     section, _, key = path.rpartition(".")
     if there := answer_to_key(path):
-        return f"this is torchtitan's; {re.sub('^use ', 'titanlite convert FILE writes ', there.replace(' = {}', ''))}"
+        there = re.sub("^use ", "this is torchtitan's; titanlite convert FILE writes ", there.replace(" = {}", ""))
+        return re.sub("^remove it", "remove it, a key of torchtitan's", there)
     if "[" in section:  # a table of a list has keys of its own
         return None
     of_experts = {field.name for field in dataclasses.fields(Experts)}

@@ -62,6 +62,18 @@ def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
         raise ConfigError.of("command line", flag, saw, want, f"{flag} {path.name}")
 
 
+def require_new(flag: str, path: Path) -> None:
+    """Refuse a file that exists, or that cannot be written.
+
+    Raises:
+        ConfigError: with the flag that names it.
+    """
+    require_place(flag, path)
+    if os.path.lexists(path):
+        fix = f"remove {path}, or name another"
+        raise ConfigError.of("command line", flag, str(path), "a file that does not exist", fix)
+
+
 @contextmanager
 def writable(command: str, flag: str, path: Path) -> Iterator[None]:
     """Tell a failure to write a file as one of the flag that names it.
