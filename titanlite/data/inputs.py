@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlite.config.build import show
 from titanlite.config.held_out import held_out_sources
 from titanlite.config.schema import Config, Data
 from titanlite.config.stages import least_samples, longest_seq_len, source_keys
@@ -124,7 +125,9 @@ def check_inputs(
         used = None if source.kind == "tokens" else tokenizer
         # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
-            folder = shard_folder(source, config.data, used, id_dtype(source, used, vocab_size), source.stamps())
+            folder = shard_folder(
+                source, config.data, used, id_dtype(source, config.data, used, vocab_size), source.stamps()
+            )
             if is_folder(folder):
                 separator = used.separator_id if used else config.data.separator_id
                 shards[key] = TokenShards(folder, used.fingerprint if used else "", separator=separator)
@@ -147,7 +150,7 @@ def check_inputs(
             elif at_least is not None:
                 sample_count(source.name, tokens[key], seq_len, at_least, key, max_tokens)
         if source.kind == "tokens" and config.data.separator_id is not None and vocab_size is not None:
-            dtype = token_dtype(source, vocab_size)
+            dtype = token_dtype(source, config.data, vocab_size)
             if text := require_separator(source, dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
                 warnings.append(text)
             read = _validated(config, tokens.get(key, 0), sequences) if key.startswith("validation.") else 0
@@ -162,10 +165,11 @@ def check_inputs(
     for key in found:
         attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
-    if config.data.separator_id is not None and found and all(source.kind != "tokens" for source in found.values()):
-        want = "token files among the sources: of text, the separator is the tokenizer's"
-        where, saw = "data.separator_id", str(config.data.separator_id)
-        problems.extend(DataError.of("data", where, saw, want, "leave separator_id out").args)
+    if found and all(source.kind != "tokens" for source in found.values()):
+        for name, default in (("separator_id", None), ("token_dtype", "auto")):  # the tokenizer says both of text
+            if (asked := getattr(config.data, name)) != default:
+                want, fix = "token files among the sources: of text, the tokenizer decides it", f"leave {name} out"
+                problems.extend(DataError.of("data", f"data.{name}", show(asked), want, fix).args)
     if problems:
         raise DataError(*problems)
     return Inputs(found, tokens, shards, tokenizer, tuple(warnings))
@@ -203,7 +207,7 @@ def _count_if_small(
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
             return None
-        dtype, warnings = token_dtype(source, vocab_size), list[str]()
+        dtype, warnings = token_dtype(source, data, vocab_size), list[str]()
         if is_small:
             check_meta(found := scan(source, dtype, lambda _: None), data, vocab_size, source.key)
             warnings = data_warnings(source.key, found, vocab_size)

@@ -147,7 +147,7 @@ def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Prep
     if found.kind != "tokens":
         tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
         check_vocabulary(tokenizer, vocab_size)
-    dtype, stamps = id_dtype(found, tokenizer, vocab_size), found.stamps()
+    dtype, stamps = id_dtype(found, data, tokenizer, vocab_size), found.stamps()
     if tokenizer is None and data.separator_id is not None and key.startswith("data."):
         require_separator(found, dtype, data.separator_id)
     folder = shard_folder(found, data, tokenizer, dtype, stamps)
@@ -183,10 +183,10 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     return planned.open()
 
 
-def id_dtype(source: Source, tokenizer: Tokenizer | None, vocab_size: int) -> str:
+def id_dtype(source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int) -> str:
     """Choose the dtype of the ids in a source's shards; token files have no tokenizer."""
     if tokenizer is None:
-        return token_dtype(source, vocab_size)
+        return token_dtype(source, data, vocab_size)
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 

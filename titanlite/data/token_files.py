@@ -1,10 +1,10 @@
 """Read token files that somebody else made: flat ids, little-endian uint16 or uint32, without a header.
 
 Such a file does not say what it is, and read as the wrong type it is a corpus of nonsense that trains without an
-error. The rule: uint32 if `model.vocab_size` exceeds 65,536, else uint16, unless something beside the file states a
-type: a `meta.json` with a "dtype", as titanlite's own shards have, or Megatron's .idx of the same name. A header and
-bytes that show another type are errors: ids are small numbers, so the bytes that stay zero tell width and order. The
-first use reads every file once, as an id that the model has no row for is an error, too.
+error. The type is `data.token_dtype`, or what stands beside the file: a `meta.json` with a "dtype", as titanlite's own
+shards have, or Megatron's .idx of the same name. Where nothing states one it is uint32 if `model.vocab_size` exceeds
+65,536, else uint16. A header is an error. The first use reads every file once, as an id that the model has no row for
+is an error, too.
 """
 
 import struct
@@ -14,14 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
+from titanlite.config.schema import Data
 from titanlite.data.shards import BLOCK_BYTES, Meta, Shard, block_hash, token_hash
 from titanlite.data.sources import BEGINNINGS, Source
 from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _CHUNK_BYTES = 4 * BLOCK_BYTES
-_HEAD_BYTES = 1 << 15  # of a chunk, that are looked at for the type of its ids
-_LEAST_BYTES, _ENOUGH_BYTES = 128, 1 << 13  # that show a type by which of them are zero; by how often each value occurs
 _HEADERS = (  # by what a file begins with; and what reads the ids behind it
     (b"\x93NUMPY", "numpy's header", "np.load({file!r})"),
     (struct.pack("<2i", 20240520, 1), "llm.c's header", "np.fromfile({file!r}, '<u2', offset=1024)"),
@@ -30,31 +29,38 @@ _HEADERS = (  # by what a file begins with; and what reads the ids behind it
     (b"MMIDIDX", "Megatron's index, not its ids", ""),
     *((begin, kind, "") for begin, kind in BEGINNINGS),
 )
-_LARGEST_ID, _FEW_IDS = 1 << 20, 8  # as a floating-point number; and different ones that padding may have
+_HEAD_BYTES = max(len(begin) for begin, _, _ in _HEADERS)
 _MEGATRON = "<9sQBQQ"  # its index: magic, version, type, sequences, documents; int32 lengths; int64 places, in bytes
 _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 
 
-def token_dtype(source: Source, vocab_size: int) -> str:
+def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
     """Return the type of the ids in token files, by the rule above.
 
     Returns:
         "uint16" or "uint32".
 
     Raises:
-        DataError: what stands beside the files states another type, or several; a file has a header, shows another
-            type at its beginning, or has a size that is no whole number of ids.
+        DataError: files state different types, or another than the key; one has a header, or a size that is no whole
+            number of ids.
     """
     rule = "uint32" if vocab_size > 1 << 16 else "uint16"
     sizes = {Path(file): n_bytes for file, n_bytes, _ in source.stamps()}
     folders = {folder: _of_meta(folder / "meta.json", source) for folder in dict.fromkeys(f.parent for f in sizes)}
-    dtypes: dict[str, Path] = {}
+    by_key = "" if data.token_dtype == "auto" else data.token_dtype
+    dtypes = {by_key: "data.token_dtype"} if by_key else dict[str, str]()
     for file, n_bytes in sizes.items():
-        stated = [dtype for dtype in (_of_index(file, n_bytes, source), folders[file.parent]) if dtype]
-        dtypes |= {dtype: dtypes.get(dtype, file) for dtype in stated or [rule]}
+        stated = [dtype for dtype in (_of_index(file, n_bytes, source), folders[file.parent], by_key) if dtype]
+        for dtype in stated or [rule]:
+            dtypes.setdefault(dtype, str(file))
     if len(dtypes) > 1:
-        seen = ", ".join(f"{dtype} for {file}" for dtype, file in dtypes.items())
-        raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
+        seen = ", ".join(f"{dtype} for {what}" for dtype, what in dtypes.items())
+        fix = (
+            f'data.token_dtype = "{next(d for d in dtypes if d != by_key)}"'
+            if by_key
+            else "convert the files to one type"
+        )
+        raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", fix)
     dtype = next(iter(dtypes))
     item = np.dtype(dtype).itemsize
     for file in source.paths:
@@ -64,24 +70,15 @@ def token_dtype(source: Source, vocab_size: int) -> str:
                 how = f": {read.format(file=str(file))}.astype('{_code(dtype)}').tofile('ids.bin')" if read else ""
                 fix = f"write the ids alone{how}"
                 raise _ids_error(source, f"{source.name!r}: {file} begins with {what}", f"{dtype} ids, no header", fix)
-        _check_type(source, file, dtype, head)
     odd = [(f, n) for f, n in sizes.items() if n % item]
     if odd:
         seen = "\n      ".join(f"{f} has {n} bytes" for f, n in odd[:10])
         want = f"{dtype} ids ({item} bytes each) for model.vocab_size = {vocab_size}"
         fix = "write the files again"
         if dtype == "uint32":
-            fix += '; if they hold uint16, put {"dtype": "uint16"} in a meta.json beside them'
+            fix += '; if they hold uint16, data.token_dtype = "uint16"'
         raise _ids_error(source, f"{source.name!r}:\n      {seen}", want, fix)
     return dtype
-
-
-def separator_seen(source: Source, dtype: str, separator: int, limit: int | None) -> bool | None:
-    """Return whether an id is in token files; None: not in their first `limit` tokens, and there are more."""
-    tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
-    if any((ids == separator).any() for ids in first_ids(source, dtype, tokens if limit is None else limit)):
-        return True
-    return False if limit is None or tokens <= limit else None
 
 
 def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
@@ -106,10 +103,11 @@ def require_separator(source: Source, dtype: str, separator: int, limit: int | N
     Raises:
         DataError: it is nowhere in a source that is trained on.
     """
-    if seen := separator_seen(source, dtype, separator, limit):
+    tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
+    if any((ids == separator).any() for ids in first_ids(source, dtype, limit or tokens)):
         return None
     saw, want = f"{separator}, which ends no document", f"the id that ends each document of {source.name!r}"
-    if seen is None:
+    if limit and limit < tokens:
         return f"data.separator_id = {saw} in the first {limit:,} tokens of {source.key} = {source.name!r}"
     if source.key.startswith("validation."):  # which may be one document
         return f"data.separator_id = {saw} of {source.key} = {source.name!r}: each of its samples is one"
@@ -124,7 +122,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
         What meta.json of these files is to say; the files stay where they are.
 
     Raises:
-        DataError: a file shows another type, cannot be read, or is a shard that has changed since it was prepared.
+        DataError: a file cannot be read, or is a shard that has changed since it was prepared.
     """
     digest, n_bytes, shards = token_hash(dtype), 0, list[Shard]()
     prepared = _prepared(source)
@@ -132,7 +130,6 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
         tokens, max_id, max_at, hashes = 0, -1, 0, list[str]()
         for chunk in _file_chunks(file, source, _CHUNK_BYTES):
             ids = np.frombuffer(chunk, _code(dtype))
-            _check_type(source, file, dtype, chunk[:_HEAD_BYTES])
             digest.update(ids.data)
             hashes += [block_hash(chunk[i : i + BLOCK_BYTES]) for i in range(0, len(chunk), BLOCK_BYTES)]
             top = int(ids.argmax())
@@ -171,8 +168,8 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
         saw = f"{meta.source!r}: id {largest.max_id}{negative} at token {largest.max_at} of {largest.path}"
         want = f"ids below model.vocab_size = {vocab_size}, in a file of {meta.dtype}"
         fix = "set model.vocab_size to that of the tokenizer that made the file"
-        if meta.dtype == "uint32":
-            fix += ', or, if it holds uint16, put {"dtype": "uint16"} in meta.json beside it'
+        other = "uint16" if meta.dtype == "uint32" else "uint32"
+        fix += f', or, if it holds {other}, data.token_dtype = "{other}"'
         raise DataError.of("data", key, saw, want, fix)
 
 
@@ -220,64 +217,12 @@ def _readable(source: Source, file: Path, stated: str) -> str:
         return f"uint{8 * dtype.itemsize}"
     saw = f"{source.name!r}: {file} states {stated!r}"
     code = dtype.str if dtype.kind in "iuf" else "TYPE"
-    fix = f"{_conversion(code, 'FILE', '<u4')}, and state uint32"
+    fix = f"write the ids again: np.fromfile('FILE', {code!r}).astype('<u4').tofile('ids.bin'), and state uint32"
     raise _ids_error(source, saw, "ids of 16 or 32 bits, little-endian", fix)
-
-
-def _conversion(code: str, file: Path | str, to: str) -> str:
-    return f"write the ids again: np.fromfile({str(file)!r}, {code!r}).astype({to!r}).tofile('ids.bin')"
 
 
 def _code(dtype: str) -> str:
     return np.dtype(dtype).newbyteorder("<").str
-
-
-def _check_type(source: Source, file: Path, dtype: str, data: bytes) -> None:
-    """Refuse a file of which some bytes show another type than the one that it is to be read as."""
-    found = _type_shown(np.frombuffer(data, np.uint8, len(data) // 8 * 8).reshape(-1, 8))
-    if found is None or found == _code(dtype):
-        return
-    name = ("big-endian " if found.startswith(">") else "") + np.dtype(found).newbyteorder("=").name
-    saw = f"{source.name!r}: {file} holds {name if found != '|u1' else 'text, or ids of one byte'}, as its bytes show"
-    state = f'put {{"dtype": "uint32"}} in {file.parent / "meta.json"}'
-    if found == "<u4":
-        fix = state
-    elif np.dtype(found).itemsize <= np.dtype(dtype).itemsize:
-        fix = _conversion(found, file, _code(dtype))
-    else:  # some ids may need more than 16 bits
-        fix = f"{_conversion(found, file, '<u4')}, and {state}"
-    raise _ids_error(source, saw, f"{dtype} ids", fix)
-
-
-def _type_shown(data: np.ndarray) -> str | None:
-    """Return the type that bytes, [N, 8], show, by numpy's code; None if they may be any.
-
-    Ids are small numbers: those of 32 or 64 bits leave upper bytes zero, and as floating-point numbers they are whole.
-    Of ids of 16 bits, the lower byte takes all values within a few thousand ids, the upper one fewer. In text no byte
-    is 255.
-    """
-    if data.size < _LEAST_BYTES or np.count_nonzero(data) < _LEAST_BYTES // 8:
-        return None
-    for code in ("<f4", ">f4", "<f8", ">f8"):
-        values = data.view(code)
-        with np.errstate(invalid="ignore"):
-            are_ids = ((values >= 0) & (values < _LARGEST_ID) & (values == np.floor(values))).all()
-        if are_ids and len(np.unique(values)) > _FEW_IDS:
-            return code
-    largest = data.max(0).tolist()
-    for order, tops in (("<", largest), (">", largest[::-1])):
-        if not any(tops[3:]):
-            return f"{order}i8"
-        third, are_words = max(tops[2], tops[6]), tops[0] and tops[4] and not (tops[3] or tops[7])
-        if are_words and (not third or (third < 16 and tops[1] and tops[5])):
-            return f"{order}u4"
-    # But for zeros, of which padding has many.
-    first, second = (np.bincount(data[:, i::2].ravel(), minlength=256)[1:] for i in (0, 1))
-    n_first, n_second, is_enough = np.count_nonzero(first), np.count_nonzero(second), data.size >= _ENOUGH_BYTES
-    if (n_first == 0 and n_second > 8) or (is_enough and n_first < 240 and n_second >= 250):
-        return ">u2"
-    is_alike = is_enough and n_first > 20 and np.minimum(first, second).sum() > 0.8 * max(first.sum(), second.sum())
-    return "|u1" if is_alike and not first[-1] and not second[-1] else None
 
 
 def _file_chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:

@@ -4,13 +4,15 @@ import json
 import os
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from titanlite.config.schema import Data
+from titanlite.config.schema import Config, Data
+from titanlite.data.inputs import check_inputs
 from titanlite.data.prepare import prepare
 from titanlite.data.shard_writer import ShardWriter
 from titanlite.data.shards import Meta, TokenShards, sample_count
@@ -262,8 +264,9 @@ def test_sample_count(tmp_path: Path) -> None:
         sample_count("x", shards.tokens, 16, at_least=6)
 
 
-def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin") -> TokenShards:
-    return prepare(str(tmp_path / source), Data(cache_dir=str(tmp_path / "cache")), vocab_size, progress=False)
+def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin", **keys: str) -> TokenShards:
+    data = Data(cache_dir=str(tmp_path / "cache"), **keys)  # type: ignore[arg-type]
+    return prepare(str(tmp_path / source), data, vocab_size, progress=False)
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("<u2", 1 << 16), ("<u4", (1 << 16) + 1)])
@@ -327,7 +330,7 @@ def test_odd_sizes_are_refused(tmp_path: Path) -> None:
         open_files(tmp_path, 256)
     (tmp_path / "in" / "a.bin").write_bytes(b"abcdef")
     with pytest.raises(
-        DataError, match=r"a\.bin has 6 bytes\n.*want: uint32 ids \(4 bytes each\)(.|\n)*put \{\"dtype\""
+        DataError, match=r"a\.bin has 6 bytes\n.*want: uint32 ids \(4 bytes each\)(.|\n)*data.token_dtype = \"uint16\""
     ):
         open_files(tmp_path, 100_000)
 
@@ -344,111 +347,45 @@ def test_ids_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
         open_files(tmp_path, 300)
 
 
-def test_ids_of_the_other_width_are_found_out(tmp_path: Path) -> None:
+def test_the_type_is_what_the_key_says_or_else_what_stands_beside_or_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     np.arange(1, 101, dtype="<u4").tofile(tmp_path / "in" / "a.bin")
-    with pytest.raises(
-        DataError, match=r"a\.bin holds uint32, (.|\n)*fix:  put {\"dtype\": \"uint32\"} in .*/in/meta.json"
-    ):
-        open_files(tmp_path, 256)
+    assert open_files(tmp_path, 256).tokens == 200  # as uint16, which nothing contradicts
+    assert open_files(tmp_path, 70_000).read(98, 2).tolist() == [99, 100]
+    assert open_files(tmp_path, 256, token_dtype="uint32").read(98, 2).tolist() == [99, 100]
     (tmp_path / "in" / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
     assert open_files(tmp_path, 256).read(98, 2).tolist() == [99, 100]
+    assert open_files(tmp_path, 256, token_dtype="uint32").tokens == 100
+    with pytest.raises(DataError, match=r"uint16 for data.token_dtype, uint32 for .*a\.bin\n(.|\n)*= \"uint32\""):
+        open_files(tmp_path, 256, token_dtype="uint16")
     (tmp_path / "in" / "meta.json").unlink()
-    for few_or_no_words in (np.arange(1, 20, dtype="<u4"), np.zeros(100, "<u4")):
-        few_or_no_words.tofile(tmp_path / "in" / "a.bin")
-        open_files(tmp_path, 256)
     np.arange(1, 101, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
-    with pytest.raises(DataError, match=r"if it holds uint16, put"):
+    with pytest.raises(DataError, match=r'if it holds uint16, data.token_dtype = "uint16"'):
         open_files(tmp_path, 70_000)
+    assert open_files(tmp_path, 70_000, token_dtype="uint16").read(98, 2).tolist() == [99, 100]
 
 
-def text_ids(n: int, vocab_size: int) -> np.ndarray:
-    """Ids as frequent as those of text: most are small, the largest is there."""
-    ids = np.minimum(np.random.default_rng(0).zipf(1.2, n), vocab_size) - 1
-    ids[n // 2] = vocab_size - 1
-    return ids
-
-
-WRITTEN = {  # what people write: numpy's code, and how it is called
-    "<i8": "int64",
-    "<u8": "int64",
-    ">i8": "big-endian int64",
-    "<i4": "uint32",
-    ">u4": "big-endian uint32",
-    ">u2": "big-endian uint16",
-    "u1": "text, or ids of one byte",
-    "<f4": "float32",
-    ">f4": "big-endian float32",
-    "<f8": "float64",
-    ">f8": "big-endian float64",
-}
-
-
-@pytest.mark.parametrize("code", WRITTEN)
-@pytest.mark.parametrize("vocab_size", [256, 300, 50257, 128_256])
-def test_ids_of_every_type_are_read_right_or_refused_by_name(code: str, vocab_size: int, tmp_path: Path) -> None:
-    """Under the rule of the vocabulary and under the other one; numpy's default, int64, is the commonest."""
-    (tmp_path / "in").mkdir()
-    ids, file, meta = text_ids(20_001, vocab_size), tmp_path / "in" / "a.bin", tmp_path / "in" / "meta.json"
-    ids = ids[ids < {"u1": 245, ">u2": 60_000}.get(code, vocab_size)]  # of UTF-8
-    ids.astype(code).tofile(file)
-    for stated in (None, "uint16", "uint32"):
-        if stated:
-            meta.write_text(json.dumps({"dtype": stated}))
-        read_as = stated or ("uint32" if vocab_size > 1 << 16 else "uint16")
-        if (code, read_as) == ("<i4", "uint32"):
-            assert np.array_equal(open_files(tmp_path, vocab_size).read(0, len(ids)), ids)
-            continue
-        with pytest.raises(DataError) as e:
-            open_files(tmp_path, vocab_size)
-        assert f"a.bin holds {WRITTEN[code]}, as its bytes show\n" in str(e.value)
-
-
-@pytest.mark.parametrize("vocab_size", [2, 10, 256, 257, 300, 1000, 32_000, 50_257, 62_000, 1 << 16, 128_256])
-@pytest.mark.parametrize("n", [1, 63, 64, 100, 5000, 300_000])
-def test_ids_of_the_right_type_are_never_refused(n: int, vocab_size: int, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    dtype = "<u4" if vocab_size > 1 << 16 else "<u2"
-    made = np.random.default_rng(n).integers(0, vocab_size, n), text_ids(n, vocab_size), np.arange(n) % vocab_size
-    for i, ids in enumerate(made):
-        ids.astype(dtype).tofile(tmp_path / "in" / f"{i}.bin")
-    padded = np.zeros(20_000, dtype)
-    padded[::4000] = 1  # short documents, each padded to a row
-    long = np.zeros((100, 1000), dtype)
-    long[:, :100] = text_ids(10_000, vocab_size).reshape(100, 100)
-    long.tofile(tmp_path / "in" / "padded_text.bin")
-    ended = np.full(40_000, min(257, vocab_size - 1), dtype)  # of equal bytes
-    ended[20_000:] = min(256, vocab_size - 1)  # whose lower one is zero
-    ended[:20_000].tofile(tmp_path / "in" / "zz_ends_0.bin")
-    ended[20_000:].tofile(tmp_path / "in" / "zz_ends_1.bin")
-    padded.tofile(tmp_path / "in" / "padded.bin")
-    whole = np.full(20_000, min(0x4900, vocab_size - 1), dtype)  # of which two are a whole number as one float32
-    whole.tofile(tmp_path / "in" / "zz_whole.bin")
-    made = *made, padded, long.ravel(), ended, whole
-    assert np.array_equal(open_files(tmp_path, vocab_size).read(0, 3 * n + 180_000), np.concatenate(made))
+def test_a_type_without_token_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a text that is long enough")
+    data = Data(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"), token_dtype="uint32")
+    with pytest.raises(DataError, match=r'data.token_dtype = "uint32"\n.*want: token files among the sources'):
+        check_inputs(replace(Config(), data=data), 256)
 
 
 def test_the_conversion_that_a_refusal_names_makes_it_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    ids = text_ids(20_000, 50_257)
-    for how in ("<i8", ">i8", ">u2", "npy", "llm.c"):
+    ids = np.random.default_rng(0).integers(0, 50_257, 20_000)
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(ids)
+    for is_numpy in (True, False):
         with open("a.bin", "wb") as file:
-            if how == "npy":
+            if is_numpy:
                 np.save(file, ids.astype(np.uint16))
-            elif how == "llm.c":
-                header = np.zeros(256, np.int32)
-                header[:3] = 20240520, 1, len(ids)
-                file.write(header.tobytes() + ids.astype("<u2").tobytes())
             else:
-                ids.astype(how).tofile(file)
-        Path("meta.json").unlink(missing_ok=True)
+                file.write(header.tobytes() + ids.astype("<u2").tobytes())
         with pytest.raises(DataError) as e:
             prepare("a.bin", Data(cache_dir="cache"), 1 << 16, progress=False)
-        fix = str(e.value).partition("fix:  ")[2]
-        code, _, state = fix.partition(": ")[2].partition(", and put ")
-        eval(code, {"np": np})
-        if state:
-            Path("meta.json").write_text(state.partition(" in ")[0])
+        eval(str(e.value).partition("fix:  ")[2].partition(": ")[2], {"np": np})
         shards = prepare("ids.bin", Data(cache_dir="cache"), 1 << 16, progress=False)
         assert np.array_equal(shards.read(0, shards.tokens), ids)
 
@@ -472,7 +409,7 @@ def test_headers_are_no_ids(head: bytes, said: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.bin").write_bytes(head + bytes(1200 - len(head)))
     with pytest.raises(DataError, match=f"a.bin begins with {said}(.|\n)*want: uint16 ids, no header"):
-        token_dtype(resolve(f"{tmp_path}/in"), 1 << 16)  # before the files are read
+        token_dtype(resolve(f"{tmp_path}/in"), Data(), 1 << 16)  # before the files are read
 
 
 def megatron(file: Path, ids: np.ndarray, code: int, dtype: str) -> None:
@@ -485,7 +422,7 @@ def megatron(file: Path, ids: np.ndarray, code: int, dtype: str) -> None:
 
 def test_an_index_of_megatron_states_the_type(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    file, ids = tmp_path / "in" / "a_text_document.bin", text_ids(400, 1000)
+    file, ids = tmp_path / "in" / "a_text_document.bin", np.arange(400)
     for code, dtype in ((4, "<i4"), (8, "<u2")):
         megatron(file, ids, code, dtype)
         for vocab_size in (1000, 100_000):
