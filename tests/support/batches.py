@@ -7,13 +7,13 @@ import torch
 from titanlite.config.schema import Config, Training
 from titanlite.data.batches import TrainBatches
 from titanlite.data.context_split import ContextGroup
+from titanlite.data.corpus import Corpus
 from titanlite.data.samples import ConcatenatedSamples
-from titanlite.data.shards import TokenShards
 from titanlite.data.stages import stage_table
 
 
 def batches_of_source(
-    shards: TokenShards,
+    shards: Corpus,
     *,
     seq_len: int,
     seed: int,

@@ -13,10 +13,11 @@ from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
 from titanlite.config.stages import least_samples, source_keys, trained_keys
+from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import many_epochs
 from titanlite.data.packing import PackingCounts, count_packing, documents_in_words, open_packed
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import TokenShards, sample_count
+from titanlite.data.shards import sample_count
 from titanlite.data.windows import order_in_words
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
@@ -68,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _packing(shards: TokenShards, counts: PackingCounts | None, used: str) -> str:
+def _packing(shards: Corpus, counts: PackingCounts | None, used: str) -> str:
     """Say what both ways to pack would do to the documents of a source; of one that is concatenated, its beginning."""
     if counts is None:
         return "\n  packing      not known: data.separator_id says which id ends a document of token files"
@@ -79,7 +80,7 @@ def _packing(shards: TokenShards, counts: PackingCounts | None, used: str) -> st
     )
 
 
-def _summary(shards: TokenShards, counts: PackingCounts | None, epochs: str) -> str:
+def _summary(shards: Corpus, counts: PackingCounts | None, epochs: str) -> str:
     meta = shards.meta
     lines = [
         meta.source,

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -19,11 +20,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite.config.schema import Data
-from titanlite.data.cache import say_failed
-from titanlite.data.growing import GrowingShards, wait_for
+from titanlite.data.cache import maker_failed, say_failed
+from titanlite.data.corpus import POLL_SECONDS, Corpus
 from titanlite.data.prepare import plan_preparation
 from titanlite.data.progress import Progress
-from titanlite.data.shards import TokenShards
 from titanlite.data.unfinished import read_wanted
 from titanlite.errors import DataError, TitanliteError
 from titanlite.streams import guard_streams
@@ -41,14 +41,11 @@ class BackgroundPreparation:
         vocab_size: of the model.
     """
 
-    def __init__(self, corpora: Mapping[str, GrowingShards], data: Data, vocab_size: int) -> None:
+    def __init__(self, corpora: Mapping[str, Corpus], data: Data, vocab_size: int) -> None:
         asked = {
             "data": asdict(data),
             "vocab_size": vocab_size,
-            "sources": [
-                [key, shards.planned.source.name, str(shards.folder), shards.planned.terms]
-                for key, shards in corpora.items()
-            ],
+            "sources": [[key, corpus.source, str(corpus.folder), corpus.terms] for key, corpus in corpora.items()],
         }
         start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
         # A session of its own: Ctrl-C, and a launcher that ends the run's processes, are the run's to answer.
@@ -62,7 +59,12 @@ class BackgroundPreparation:
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
-        wait_for(dict(corpora), lambda: self._process.poll() is None)
+        for corpus in corpora.values():  # until each is there or being made by somebody
+            while not corpus.folder.exists():
+                said = maker_failed(corpus.folder, corpus.terms)
+                if said is None or self._process.poll() is not None:
+                    break
+                time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
         """End the process. What it has put on disk is gone on from at the next start."""
@@ -75,7 +77,7 @@ class BackgroundPreparation:
             self._process.wait()
 
 
-def open_growing(source: str, data: Data, vocab_size: int, key: str) -> TokenShards | GrowingShards:
+def open_growing(source: str, data: Data, vocab_size: int, key: str) -> Corpus:
     """Open what is there of a source's shards. Token files, which are used where they lie, are made ready at once.
 
     Raises:
@@ -84,7 +86,7 @@ def open_growing(source: str, data: Data, vocab_size: int, key: str) -> TokenSha
     planned = plan_preparation(source, data, vocab_size, key)
     if planned.tokenizer is None or source.startswith("memory://"):  # which is of this process
         planned.make(Progress(f"reading {source}", enable=False))
-    return planned.open() if planned.folder.exists() else GrowingShards(planned)
+    return planned.open(grows=not planned.folder.exists())
 
 
 def prepare_for_run() -> int:

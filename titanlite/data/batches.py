@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
+from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import (
     NO_SEPARATOR,
     counted,
@@ -32,7 +33,7 @@ from titanlite.data.document_starts import (
 )
 from titanlite.data.mixture import Mixture, Taken, seed_of
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
-from titanlite.data.shards import BLOCK_BYTES, TokenShards, sample_count
+from titanlite.data.shards import BLOCK_BYTES, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.kernels.attention import Bounds
 from titanlite.kernels.context_attention import KeyChunks
@@ -280,7 +281,7 @@ class ValidationBatches:
 
     def __init__(
         self,
-        shards: TokenShards,
+        shards: Corpus,
         *,
         seq_len: int,
         global_batch_size: int,

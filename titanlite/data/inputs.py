@@ -19,9 +19,9 @@ from titanlite.data.cache_folder import (
     check_cache_is_outside,
     is_folder,
     max_tokens_of,
-    shard_folder,
     unusable_cache,
 )
+from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import require_target
 from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
@@ -31,11 +31,11 @@ from titanlite.data.prepare import (
     check_used_whole,
     check_vocabulary,
     data_warnings,
-    id_dtype,
     new_tally,
     no_text,
+    preparation_of,
 )
-from titanlite.data.shards import Meta, Shard, TokenShards, sample_count
+from titanlite.data.shards import Meta, Shard, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
 from titanlite.data.token_files import first_ids, require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +52,7 @@ class Inputs:
 
     sources: dict[str, Source]
     tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
-    shards: dict[str, TokenShards]  # of those that are prepared already
+    shards: dict[str, Corpus]  # of those that are prepared already
     tokenizer: Tokenizer | None  # of text; not loaded where all sources are token files
     warnings: tuple[str, ...] = ()
 
@@ -104,7 +104,7 @@ def check_inputs(
     sources = {key: (source, least) for key, source in source_keys(config).values()}
     sources |= {key: (source, sequences and 1) for key, source in held_out_sources(config).items()}
     found: dict[str, Source] = {}
-    shards, tokens = dict[str, TokenShards](), dict[str, int]()
+    shards, tokens = dict[str, Corpus](), dict[str, int]()
     tokenizer, warnings = None, list[str]()
 
     def attempt(check: Callable[[], object]) -> None:
@@ -125,13 +125,9 @@ def check_inputs(
         used = None if source.kind == "tokens" else tokenizer
         # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
-            folder = shard_folder(
-                source, config.data, used, id_dtype(source, config.data, used, vocab_size), source.stamps()
-            )
-            if is_folder(folder):
-                separator = used.separator_id if used else config.data.separator_id
-                shards[key] = TokenShards(folder, used.fingerprint if used else "", separator=separator)
-                check_meta(shards[key].meta, config.data, vocab_size, key)
+            planned = preparation_of(source, config.data, vocab_size, used)
+            if is_folder(planned.folder):
+                shards[key] = planned.open()
                 said = data_warnings(key, shards[key].meta, vocab_size)
                 counted = shards[key].tokens, shards[key].meta.max_tokens, said
         if counted is None:

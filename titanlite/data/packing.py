@@ -25,8 +25,9 @@ from titanlite.config.schema import Data
 from titanlite.data.best_fit import DocumentCuts, Pieces, packed_windows
 from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import unusable_cache
+from titanlite.data.corpus import Corpus
 from titanlite.data.progress import Progress
-from titanlite.data.shards import BLOCK_BYTES, TokenShards, block_hash, block_hashes
+from titanlite.data.shards import BLOCK_BYTES, block_hash, block_hashes
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
 from titanlite.json_file import read_json, with_hash, without_hash
@@ -98,7 +99,7 @@ class PackedSamples:
         DataError: the index is not of these shards, or damaged.
     """
 
-    def __init__(self, shards: TokenShards, folder: Path) -> None:
+    def __init__(self, shards: Corpus, folder: Path) -> None:
         self.folder, self._shards = folder, shards
         try:
             meta = without_hash(read_json(folder / "meta.json"), is_required=False)
@@ -146,12 +147,12 @@ class PackedSamples:
         return pair
 
 
-def index_folder(shards: TokenShards, seq_len: int, separator: int) -> Path:
+def index_folder(shards: Corpus, seq_len: int, separator: int) -> Path:
     """Return the place of an index, there or not."""
     return shards.folder.with_name(f"{shards.folder.name}.packed-{seq_len}-{separator}")
 
 
-def pack_documents(shards: TokenShards, seq_len: int, separator: int, progress: bool) -> PackedSamples:
+def pack_documents(shards: Corpus, seq_len: int, separator: int, progress: bool) -> PackedSamples:
     """Open the index of some shards; make it first if it is not there.
 
     Any number of processes may call this at once: one works, the others wait.
@@ -181,7 +182,7 @@ def pack_documents(shards: TokenShards, seq_len: int, separator: int, progress: 
     return PackedSamples(shards, folder)
 
 
-def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -> PackedSamples:
+def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples:
     """Open the bins of `data.source`; see `pack_documents`.
 
     Raises:
@@ -195,7 +196,7 @@ def open_packed(shards: TokenShards, data: Data, seq_len: int, progress: bool) -
         raise unusable_cache(data, e) from e
 
 
-def documents_in_words(shards: TokenShards, counts: PackingCounts | None) -> str:
+def documents_in_words(shards: Corpus, counts: PackingCounts | None) -> str:
     """Say how many documents a source has, by its shards or else by what was counted."""
     if shards.meta.documents or counts is None:
         return f"{shards.meta.documents:,}" if shards.meta.documents else "not known"
@@ -203,7 +204,7 @@ def documents_in_words(shards: TokenShards, counts: PackingCounts | None) -> str
     return f"{counts.documents:,}{part}"
 
 
-def count_packing(shards: TokenShards, seq_len: int, separator: int, limit: int = COUNTED_TOKENS) -> PackingCounts:
+def count_packing(shards: Corpus, seq_len: int, separator: int, limit: int = COUNTED_TOKENS) -> PackingCounts:
     """Count what `pack_documents` would make of the first `limit` tokens of a source, and store nothing."""
     bins = whole = 0
     cuts, tokens = DocumentCuts(seq_len), min(limit, shards.tokens)
@@ -213,7 +214,7 @@ def count_packing(shards: TokenShards, seq_len: int, separator: int, limit: int 
 
 
 def _write_index(
-    folder: Path, shards: TokenShards, seq_len: int, separator: int, report: Callable[[int], None]
+    folder: Path, shards: Corpus, seq_len: int, separator: int, report: Callable[[int], None]
 ) -> PackingCounts:
     """Write spans and offsets."""
     cuts, n_spans, bins, whole = DocumentCuts(seq_len), 0, 0, 0
@@ -233,7 +234,7 @@ def _write_index(
 
 
 def _pieces_of(
-    shards: TokenShards, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], None]
+    shards: Corpus, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], None]
 ) -> Iterator[Pieces]:
     """Cut the first tokens of a source into pieces; a document that has not ended there ends there."""
     for start in range(0, tokens, _BLOCK_TOKENS):

@@ -26,11 +26,12 @@ from titanlite.data.cache_folder import (
     shard_folder,
     unusable_cache,
 )
+from titanlite.data.corpus import Corpus
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.remote import telling
 from titanlite.data.shard_writer import ShardWriter
-from titanlite.data.shards import Meta, Shard, TokenShards
+from titanlite.data.shards import Meta, Shard
 from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import check_ids, require_separator, scan, token_dtype
@@ -73,17 +74,25 @@ class Preparation:
         """Return the id that ends each document; None where that is not known."""
         return self.tokenizer.separator_id if self.tokenizer else self.data.separator_id
 
-    def open(self) -> TokenShards:
-        """Open the shards, which are there.
+    def open(self, grows: bool = False) -> Corpus:
+        """Open the shards, which are there, or of a corpus that `grows` still being made.
 
         Raises:
             DataError: they cannot be read, or do not fit this run.
         """
-        fingerprint = self.tokenizer.fingerprint if self.tokenizer else ""
-        shards = TokenShards(self.folder, fingerprint, self.source.count, self.separator)
-        shards.inputs = self.inputs
-        check_meta(shards.meta, self.data, self.vocab_size, self.source.key)
-        return shards
+        return Corpus(
+            self.folder,
+            grows=grows,
+            source=self.source.name,
+            key=self.source.key,
+            terms=self.terms,
+            data=self.data,
+            tokenizer=self.tokenizer.fingerprint if self.tokenizer else "",
+            files=self.source.count,
+            separator=self.separator,
+            inputs=self.inputs,
+            check=lambda meta: check_meta(meta, self.data, self.vocab_size, self.source.key),
+        )
 
     def make(self, progress: Progress, lead: Callable[[Path], int] | None = None) -> None:
         """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
@@ -147,14 +156,24 @@ def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Prep
     if found.kind != "tokens":
         tokenizer = load_tokenizer(data.tokenizer, data.add_bos_token)
         check_vocabulary(tokenizer, vocab_size)
-    dtype, stamps = id_dtype(found, data, tokenizer, vocab_size), found.stamps()
+    planned = preparation_of(found, data, vocab_size, tokenizer)
     if tokenizer is None and data.separator_id is not None and key.startswith("data."):
-        require_separator(found, dtype, data.separator_id)
-    folder = shard_folder(found, data, tokenizer, dtype, stamps)
-    return Preparation(found, data, vocab_size, tokenizer, dtype, stamps, folder)
+        require_separator(found, planned.dtype, data.separator_id)
+    return planned
 
 
-def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> TokenShards:
+def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Tokenizer | None) -> Preparation:
+    """Say how a source is to be prepared; `tokenizer` is None of token files."""
+    if tokenizer is None:
+        dtype = token_dtype(source, data, vocab_size)
+    else:
+        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+    stamps = source.stamps()
+    folder = shard_folder(source, data, tokenizer, dtype, stamps)
+    return Preparation(source, data, vocab_size, tokenizer, dtype, stamps, folder)
+
+
+def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> Corpus:
     """Open the token shards of a source; make them first if they are not there.
 
     Any number of processes may call this at once: one works, the others wait.
@@ -181,13 +200,6 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
         notice = f"{key} = {source!r} has {n_bytes / 1e6:,.0f} MB, which are tokenized before the first step"
     planned.make(Progress(title, progress, notice))
     return planned.open()
-
-
-def id_dtype(source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int) -> str:
-    """Choose the dtype of the ids in a source's shards; token files have no tokenizer."""
-    if tokenizer is None:
-        return token_dtype(source, data, vocab_size)
-    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
 def whole_from_hub(source: Source, data: Data) -> str:

@@ -9,13 +9,13 @@ import numpy as np
 
 from titanlite.config.schema import Config
 from titanlite.config.stages import source_keys
+from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import mask_documents
 from titanlite.data.mixture import Mixture, seed_of
 from titanlite.data.packing import PackedSamples, index_folder, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.sample_documents import SampleDocument, documents_of
 from titanlite.data.samples import ConcatenatedSamples, Samples
-from titanlite.data.shards import TokenShards
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import units_at
 from titanlite.errors import DataError
@@ -34,7 +34,7 @@ class OpenSource:
 
     name: str
     asked: str
-    shards: TokenShards
+    shards: Corpus
     samples: Samples
 
     def attends_within(self, sample: int, first: int, seq_len: int) -> list[int]:
@@ -64,7 +64,7 @@ def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int)
     return found
 
 
-def prepared_sources(config: Config, shards: Mapping[str, TokenShards], unit_len: int) -> dict[str, OpenSource] | None:
+def prepared_sources(config: Config, shards: Mapping[str, Corpus], unit_len: int) -> dict[str, OpenSource] | None:
     """Open what a run trains on as far as all of it is prepared, and packed if it is to be; None: it is not.
 
     Args:

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, document_starts
 from titanlite.data.samples import Samples
-from titanlite.data.shards import TokenShards
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SampleDocument:
 
 
 def documents_of(
-    samples: Samples, shards: TokenShards, sample: int, first: int = 0, count: int | None = None
+    samples: Samples, shards: Corpus, sample: int, first: int = 0, count: int | None = None
 ) -> list[SampleDocument]:
     """Return the documents of a sample, in order; padding is none.
 

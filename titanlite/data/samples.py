@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from titanlite.data.growing import GrowingShards
-from titanlite.data.shards import TokenShards
+from titanlite.data.corpus import Corpus
 from titanlite.data.windows import units_at, units_needed
 from titanlite.errors import DataError, NoMoreDataError
 
@@ -59,21 +58,18 @@ class ConcatenatedSamples:
     Args:
         shards: the source.
         seq_len: tokens of a sample (S).
-        check: called once by `wait`, when it is known how many samples there are; not of shards that are whole.
+        check: called once by `wait`, when it is known how many samples there are; not of a source that is whole.
     """
 
-    def __init__(
-        self, shards: TokenShards | GrowingShards, seq_len: int, check: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, shards: Corpus, seq_len: int, check: Callable[[], object] = lambda: None) -> None:
         self.seq_len = seq_len
         self._shards, self._check = shards, check
-        self._is_checked = isinstance(shards, TokenShards)
+        self._is_checked = shards.is_whole
 
     @property
     def n(self) -> int | None:
         """Return how many there are; None: not known yet."""
-        tokens = self._shards.tokens
-        return None if tokens is None else max(0, (tokens - 1) // self.seq_len)
+        return max(0, (self._shards.tokens - 1) // self.seq_len) if self._shards.is_whole else None
 
     def wait(self, samples: int) -> None:
         """Wait for samples; see `Samples.wait`."""

@@ -4,17 +4,10 @@ A folder of shards holds `shard-00000.bin`, … (little-endian uint16, or uint32
 `meta.json`, which says what is in them. Token files that somebody else made stay where they are; their folder holds a
 `meta.json` alone, with their paths. There is no index of documents: sample i is tokens[i·S : i·S + S + 1], the row cut
 into equal pieces, its last token being the target of the one before.
-
-Each sample is read where it lies, through the page cache, which all ranks of a host share, and its file closed again: a
-corpus of thousands of files needs no more descriptors and address space than one of a single file. Mapped into memory,
-each would keep both, and one that shrinks would kill the process with SIGBUS, without a word. A file that has changed
-at equal size trains on, or has ids that the model has no row for; so a block of it is held against its hash before its
-first token is read.
 """
 
 import dataclasses
 import hashlib
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_origin
@@ -98,109 +91,14 @@ class Meta:
             if meta.dtype not in ("uint16", "uint32"):
                 raise ValueError(f"dtype {meta.dtype!r}")
             for s in meta.shards:
-                if s.hashes and len(s.hashes) != _n_blocks(s, meta.dtype):
+                if s.hashes and len(s.hashes) != n_blocks(s, meta.dtype):
                     raise ValueError(f"{len(s.hashes)} hashes of {s.path}")
             return meta
         except (OSError, ValueError, TypeError, KeyError) as e:
             if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
-                raise _shard_unreadable(folder, e) from e
+                raise shard_unreadable(folder, e) from e
             want = f"a folder of token shards with a meta.json of version {VERSION}"
-            raise _damaged(folder, f"{type(e).__name__}: {e}", want) from e
-
-
-class TokenShards:
-    """Read a corpus of token ids, from any thread and any process.
-
-    Args:
-        folder: of meta.json.
-        tokenizer: fingerprint of the tokenizer that made the ids; "" where that is not known.
-        files: of its source that were taken, passed over and met twice, in words.
-        separator: id that ends each document; None where that is not known.
-
-    Raises:
-        DataError: meta.json cannot be read, or a shard is missing or has another size than it says.
-    """
-
-    def __init__(self, folder: Path, tokenizer: str = "", files: str = "", separator: int | None = None) -> None:
-        self.folder, self.tokenizer, self.files, self.separator = folder, tokenizer, files, separator
-        self.inputs = ""  # hash of what its tokens are made of, where that is known
-        self.meta = Meta.read(folder)
-        self.tokens = self.meta.tokens
-        self.fingerprint = self.meta.fingerprint
-        self._dtype = np.dtype(self.meta.dtype).newbyteorder("<")
-        self._paths = [folder / s.path for s in self.meta.shards]
-        self._starts = np.cumsum([0] + [s.tokens for s in self.meta.shards])
-        self._blocks = np.cumsum([0] + [_n_blocks(s, self.meta.dtype) for s in self.meta.shards])
-        self.checked = np.zeros(self._blocks[-1], bool)  # blocks known to be right, of all shards in a row
-        for i in range(len(self._paths)):
-            self._check_size(i, _file_size(folder, self._paths[i]))
-
-    def wait(self, tokens: int) -> int:
-        """Return the number of all tokens, at once: they are there."""
-        return self.tokens
-
-    def read(self, start: int, count: int) -> np.ndarray:
-        """Copy some tokens, across shard boundaries.
-
-        Returns:
-            [count] int64.
-
-        Raises:
-            IndexError: there are no such tokens.
-            DataError: a shard has changed, or cannot be read.
-        """
-        if start < 0 or count < 0 or start + count > self.tokens:
-            raise IndexError(f"tokens {start} … {start + count} of {self.tokens}")
-        out, done = np.empty(count, np.int64), 0
-        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
-        while done < count:
-            at = start + done - int(self._starts[shard])
-            n = min(count - done, self.meta.shards[shard].tokens - at)
-            if n:
-                offset, size = at * self._dtype.itemsize, n * self._dtype.itemsize
-                for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
-                    self.check(int(self._blocks[shard]) + block)
-                out[done : done + n] = np.frombuffer(self._read(shard, offset, size), self._dtype, count=n)
-            done, shard = done + n, shard + 1
-        return out
-
-    def check(self, block: int) -> None:
-        """Hold a block against its hash, once; without one, against the largest id that its shard should have.
-
-        Raises:
-            DataError: the shard has changed, or cannot be read.
-        """
-        if self.checked[block]:
-            return
-        at = int(np.searchsorted(self._blocks, block, side="right")) - 1
-        shard, path, start = self.meta.shards[at], self._paths[at], (block - int(self._blocks[at])) * BLOCK_BYTES
-        content = self._read(at, start, BLOCK_BYTES)
-        if shard.hashes:
-            is_right = block_hash(content) == shard.hashes[start // BLOCK_BYTES]
-        else:
-            is_right = int(np.frombuffer(content, self._dtype).max(initial=0)) <= shard.max_id
-        if not is_right:
-            saw = f"{path} has changed: bytes {start} to {start + len(content)} are not those that were written"
-            raise _damaged(self.folder, saw, f"the content that {self.folder / 'meta.json'} was written for")
-        self.checked[block] = True
-
-    def _read(self, shard: int, start: int, size: int) -> bytes:
-        """Read bytes of one shard."""
-        try:
-            with open(self._paths[shard], "rb", buffering=0) as file:
-                content = os.pread(file.fileno(), size, start)
-                is_now = os.fstat(file.fileno()).st_size  # after reading: what was read is whole
-        except OSError as e:
-            self._check_size(shard, _file_size(self.folder, self._paths[shard]))
-            raise _shard_unreadable(self.folder, e) from e
-        self._check_size(shard, is_now)
-        return content
-
-    def _check_size(self, shard: int, size: int | None) -> None:
-        path, expected = self._paths[shard], self.meta.shards[shard].tokens * self._dtype.itemsize
-        if size != expected:
-            saw = f"{path} is missing" if size is None else f"{path} has {size} bytes"
-            raise _damaged(self.folder, saw, f"{expected} bytes, as {self.folder / 'meta.json'} says")
+            raise damaged(folder, f"{type(e).__name__}: {e}", want) from e
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":
@@ -251,15 +149,9 @@ def sample_count(
     return n_samples
 
 
-def _n_blocks(shard: Shard, dtype: str) -> int:
+def n_blocks(shard: Shard, dtype: str) -> int:
+    """Return the blocks of a shard that have a hash each."""
     return -(-shard.tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
-
-
-def _file_size(folder: Path, path: Path) -> int | None:
-    try:
-        return path.stat().st_size if path.is_file() else None
-    except OSError as e:  # before Python 3.14, of a folder that may not be entered
-        raise _shard_unreadable(folder, e) from e
 
 
 T = TypeVar("T")
@@ -278,11 +170,13 @@ def typed(read: T) -> T:
     return read
 
 
-def _shard_unreadable(folder: Path, e: OSError) -> DataError:
+def shard_unreadable(folder: Path, e: OSError) -> DataError:
+    """Make the error to raise where the system does not let a folder of shards be read."""
     want, fix = "folders and files that can be read", "make it readable, or set data.cache_dir to another folder"
     return DataError.of(str(folder), e.filename or "a file", e.strerror or str(e), want, fix)
 
 
-def _damaged(folder: Path, saw: str, want: str) -> DataError:
+def damaged(folder: Path, saw: str, want: str) -> DataError:
+    """Make the error to raise where a folder holds something else than was written."""
     fix = f"delete {folder}; it is made again from the source at the next run"
     return DataError.of(str(folder), "token shards", saw, want, fix)

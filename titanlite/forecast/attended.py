@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from titanlite.config.schema import Config
+from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import Mixture
 from titanlite.data.run_samples import prepared_sources
-from titanlite.data.shards import TokenShards
 from titanlite.data.stages import StageTable
 from titanlite.observe.peak_flops import mean_attended
 
@@ -56,7 +56,7 @@ class AttendedShare:
         return [(starts[first : first + tokens] - first).astype(np.int32) for first in firsts.tolist()]
 
 
-def attended_share(config: Config, table: StageTable, shards: Mapping[str, TokenShards]) -> AttendedShare | None:
+def attended_share(config: Config, table: StageTable, shards: Mapping[str, Corpus]) -> AttendedShare | None:
     """Look at some samples of the sources of a run, of each as many as it has of the run; the seed makes no difference.
 
     Args:

@@ -13,12 +13,12 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import least_samples, source_keys
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.batches import TrainBatches, ValidationBatches
-from titanlite.data.growing import GrowingShards
+from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import data_warnings, named_bad_records, prepare
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples
-from titanlite.data.shards import Meta, TokenShards, sample_count
+from titanlite.data.shards import Meta, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
@@ -36,23 +36,20 @@ class Corpora:
         train: what it trains on, by the name of each source; that of `data.source` is "".
         keys: the config key of each of these, by its name.
         held_out: what it validates on, by the key of each source.
+        growing: those that were still being made when this start began, by key.
         packed: the samples of each source of `train`, if `data.packing` makes them of whole documents.
         making: what makes those that grow, on the first rank of a host.
     """
 
-    train: Mapping[str, TokenShards | GrowingShards]
+    train: Mapping[str, Corpus]
     keys: Mapping[str, str]
-    held_out: dict[str, TokenShards]
+    held_out: dict[str, Corpus]
+    growing: dict[str, Corpus]
     packed: dict[str, PackedSamples]
     making: BackgroundPreparation | None = None
 
     @property
-    def growing(self) -> dict[str, GrowingShards]:
-        """The corpora that were still being made when this start began, by key."""
-        return {key: shards for key, shards in self.sources.items() if isinstance(shards, GrowingShards)}
-
-    @property
-    def sources(self) -> dict[str, TokenShards | GrowingShards]:
+    def sources(self) -> dict[str, Corpus]:
         """The corpora by the key that names the source of each."""
         return {**{self.keys[name]: shards for name, shards in self.train.items()}, **self.held_out}
 
@@ -112,14 +109,14 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
         progress: whether this process shows how far it is.
     """
     config, vocab_size = asked.config, asked.dims.vocab_size
-    train, making = dict[str, TokenShards | GrowingShards](), None
+    train, making = dict[str, Corpus](), None
     keys = {name: key for name, (key, _) in source_keys(config).items()}
     for name, (key, source) in source_keys(config).items():
         if config.data.prepare == "background":
             train[name] = open_growing(source, config.data, vocab_size, key)
         else:
             train[name] = prepare(source, config.data, vocab_size, progress=progress, key=key)
-    growing = {keys[name]: shards for name, shards in train.items() if isinstance(shards, GrowingShards)}
+    growing = {keys[name]: shards for name, shards in train.items() if not shards.is_whole}
     if growing and os.environ.get("LOCAL_RANK", "0") == "0":  # one on each host
         making = BackgroundPreparation(growing, config.data, vocab_size)
     held_out = {
@@ -129,9 +126,8 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
     packed: dict[str, PackedSamples] = {}
     if config.data.packing == "best_fit":
         for name, shards in train.items():
-            assert isinstance(shards, TokenShards)  # noqa: S101  # the config is checked
             packed[name] = open_packed(shards, config.data, asked.table.unit_len, progress)
-    return Corpora(train, keys, held_out, packed, making)
+    return Corpora(train, keys, held_out, growing, packed, making)
 
 
 def require_same_data(data: Corpora) -> None:
@@ -153,8 +149,8 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
     for key, source in data.sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
-        if isinstance(source, GrowingShards):
-            is_ahead = f"{source.there:,} tokens are there already" if source.there else "none of it is there yet"
+        if key in data.growing:
+            is_ahead = f"{source.tokens:,} tokens are there already" if source.tokens else "none of it is there yet"
             console.notice(f"{key} is tokenized in the background; {is_ahead}")
             receipt.add(growing_entry(key, source))
             continue
@@ -176,12 +172,12 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
         receipt.add(Entry(feature, "best_fit", applied, count=counts.bins, key="data.packing"))
 
 
-def growing_entry(key: str, shards: GrowingShards) -> Entry:
+def growing_entry(key: str, shards: Corpus) -> Entry:
     """Return the receipt's entry of a source that is tokenized in the background: of all it gave, once it has ended."""
-    if shards.finished is None:
-        applied = {"prepare": "background", "tokens_so_far": shards.there}
-        return Entry(key, shards.planned.source.name, applied, count=1)
-    whole = data_entry(key, shards.finished.meta)
+    if not shards.is_whole:
+        applied = {"prepare": "background", "tokens_so_far": shards.tokens}
+        return Entry(key, shards.source, applied, count=1)
+    whole = data_entry(key, shards.meta)
     assert isinstance(whole.applied, dict)  # noqa: S101
     return replace(whole, applied={"prepare": "background", **whole.applied})
 
@@ -262,11 +258,10 @@ def open_batches(
     return train, held_out
 
 
-def _check_length(shards: TokenShards | GrowingShards, unit_len: int, least: int, key: str) -> None:
+def _check_length(shards: Corpus, unit_len: int, least: int, key: str) -> None:
     """Raise if a source has fewer samples than a step takes, where that is known."""
-    finished = shards if isinstance(shards, TokenShards) else shards.finished
-    if finished is not None:
-        meta = finished.meta
+    if shards.is_whole:
+        meta = shards.meta
         sample_count(meta.source, meta.tokens, unit_len, least, key, meta.max_tokens)
 
 

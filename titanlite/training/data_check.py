@@ -1,7 +1,7 @@
 """Hold the token shards against their hashes once per start, while training goes on.
 
 A thread checks this rank's share of the blocks, those of a host being shared out among its ranks; a block that this
-rank is to read and has not checked, `TokenShards.read` checks first. So the first step waits for a few blocks, and not
+rank is to read and has not checked, `Corpus.read` checks first. So the first step waits for a few blocks, and not
 for the corpus. Ranks tell each other nothing: one that has found damage asks all to stop as a signal does, and where
 they then meet, all raise what it found. A rank that has no batch for it takes part in the steps until there with
 padding; nothing of them is kept. That nobody makes a corpus any more that is still being made is found here too: it
@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from titanlite.checkpoint.collective import on_all_ranks
-from titanlite.data.growing import GrowingShards
-from titanlite.data.shards import TokenShards
+from titanlite.data.corpus import Corpus
 from titanlite.errors import DataError, NoMoreDataError
 
 _LOOK_SECONDS = 0.5  # between looks at what is still being made
@@ -28,7 +27,7 @@ class DataCheck:
         corpora: in the order in which they are checked.
     """
 
-    def __init__(self, corpora: Sequence[TokenShards | GrowingShards]) -> None:
+    def __init__(self, corpora: Sequence[Corpus]) -> None:
         self.met: DataError | None = None  # in place of a batch, for the loop to set
         self._corpora, self._closing = corpora, threading.Event()
         self._thread = ThreadPoolExecutor(1, "data_check")
@@ -66,8 +65,8 @@ class DataCheck:
     def _check(self) -> None:
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         place = int(os.environ.get("LOCAL_RANK", "0")) % n_ranks  # by launcher, whose ranks see the same files
-        growing = [corpus for corpus in self._corpora if isinstance(corpus, GrowingShards)]
-        for corpus in (corpus for corpus in self._corpora if isinstance(corpus, TokenShards)):
+        growing = [corpus for corpus in self._corpora if not corpus.is_whole]
+        for corpus in (corpus for corpus in self._corpora if corpus not in growing):
             n_blocks = len(corpus.checked)
             for block in range(place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks):
                 if self._closing.is_set():
@@ -75,7 +74,7 @@ class DataCheck:
                 corpus.check(block)
                 for other in growing:
                     other.poll()
-        while growing := [corpus for corpus in growing if corpus.finished is None]:  # just written, in this run
+        while growing := [corpus for corpus in growing if not corpus.is_whole]:  # just written, in this run
             for corpus in growing:
                 corpus.poll()
             if self._closing.wait(_LOOK_SECONDS):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from titanlite.data.growing import GrowingShards
+from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import data_warnings
 from titanlite.observe.console import Console
 from titanlite.observe.shared_wait import SharedWait
@@ -37,6 +37,7 @@ class DataWait:
         self._shared, self._receipt = shared, receipt
         self._data, self._vocab_size, self._console, self._is_first = data, vocab_size, console, is_first
         self._activity: dict[str, tuple[int, int]] = {}
+        self._ended: set[str] = set()  # keys of those that are told of
         self._told, self._since = 0.0, time.monotonic()
 
     def wait(self, seconds: float, alive: Callable[[], object]) -> None:
@@ -46,7 +47,7 @@ class DataWait:
             seconds: since the wait began.
             alive: called if the tokenization has gone on since the last time.
         """
-        growing = {key: shards for key, shards in self._data.growing.items() if shards.finished is None}
+        growing = {key: shards for key, shards in self._data.growing.items() if not shards.is_whole}
         activity = {key: shards.activity for key, shards in growing.items()}
         if activity != self._activity:
             self._activity = activity
@@ -61,10 +62,10 @@ class DataWait:
     def tell_of_ends(self) -> None:
         """Say of each corpus that is whole by now what came of it, once."""
         for key, shards in self._data.growing.items():
-            if shards.finished is None or shards.is_told_of:
+            if not shards.is_whole or key in self._ended:
                 continue
-            shards.is_told_of = True
-            meta = shards.finished.meta
+            self._ended.add(key)
+            meta = shards.meta
             self._console.notice(f"{key} is tokenized to its end: {meta.tokens:,} tokens, {meta.documents:,} documents")
             self._receipt.replace(growing_entry(key, shards))
             for text in data_warnings(key, meta, self._vocab_size):
@@ -75,7 +76,7 @@ class DataWait:
         """Say at the end of a run how far each corpus is: in the receipt, of one that is not whole yet."""
         self.tell_of_ends()
         for key, shards in self._data.growing.items():
-            if shards.finished is None:
+            if not shards.is_whole:
                 self._receipt.replace(growing_entry(key, shards))
 
     def others_stop(self) -> bool:
@@ -88,5 +89,5 @@ class DataWait:
             require_same_data(self._data)
 
 
-def _how_far(shards: GrowingShards) -> str:
-    return f"{shards.there:,} tokens are there, {shards.wanted:,} are needed"
+def _how_far(shards: Corpus) -> str:
+    return f"{shards.tokens:,} tokens are there, {shards.wanted:,} are needed"

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE
-from titanlite.data.growing import GrowingShards
+from titanlite.data.corpus import Corpus
 from titanlite.data.order import epochs
-from titanlite.data.shards import TokenShards
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import order_in_words
 from titanlite.observe.console import WIDTH, duration
@@ -29,9 +28,7 @@ from titanlite.training.schedule import change_of_rate, learning_rate
 _WIDTH = 7  # of the words in front
 
 
-def first_lines(
-    run: Run, sources: Mapping[str, TokenShards | GrowingShards], position: Position, folder: RunFolder
-) -> list[str]:
+def first_lines(run: Run, sources: Mapping[str, Corpus], position: Position, folder: RunFolder) -> list[str]:
     """Say what is trained, on what, where, and who records it.
 
     Args:
@@ -45,10 +42,9 @@ def first_lines(
     steps, at, table = config.training.steps, position, position.table
     ahead = [table.row(step) for step in sorted({at.start + 1, *table.first_steps}) if at.start < step <= steps]
     each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in ahead or table.rows[-1:])
-    n_tokens = [source.tokens for source in sources.values()]
     has = "more, which are counted as they are tokenized"
-    if None not in n_tokens:
-        has = f"{sum(n or 0 for n in n_tokens):,}: {epochs(at.epoch(max(at.start, steps)))}"
+    if all(source.is_whole for source in sources.values()):
+        has = f"{sum(source.tokens for source in sources.values()):,}: {epochs(at.epoch(max(at.start, steps)))}"
     has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
     all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
     used = f", of which a token uses {run.n_active:,}" if run.n_active < run.n_elements else ""

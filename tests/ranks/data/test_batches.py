@@ -16,8 +16,8 @@ from tests.support.batches import batches_of_source
 from tests.support.ranks import run_ranks
 from tests.unit.data.test_shards import make_shards
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
+from titanlite.data.corpus import Corpus
 from titanlite.data.order import samples_at
-from titanlite.data.shards import TokenShards
 from titanlite.errors import DataError
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
 
@@ -26,12 +26,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> TokenShards:
+def shards(tmp_path: Path) -> Corpus:
     """25 samples of 8 tokens and a rest of 4; token i is i, so a sample shows where it is from."""
     return make_shards(tmp_path / "s", np.arange(25 * S + 4), shard_tokens=30)
 
 
-def train(shards: TokenShards, local: int = 2, rank: int = 0, size: int = 1, **more: int) -> TrainBatches:
+def train(shards: Corpus, local: int = 2, rank: int = 0, size: int = 1, **more: int) -> TrainBatches:
     return batches_of_source(
         shards,
         seq_len=S,
@@ -63,7 +63,7 @@ def steps_of(batches: TrainBatches, n: int) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("local", [1, 2])
-def test_a_step_has_the_same_samples_under_every_layout(shards: TokenShards, size: int, local: int) -> None:
+def test_a_step_has_the_same_samples_under_every_layout(shards: Corpus, size: int, local: int) -> None:
     ranks = [steps_of(train(shards, local, rank, size), 7) for rank in range(size)]
     for step in range(7):
         micro = G // (local * size)
@@ -71,13 +71,13 @@ def test_a_step_has_the_same_samples_under_every_layout(shards: TokenShards, siz
         assert seen == samples_at(np.arange(step * G, (step + 1) * G), 25, seed=1).tolist()
 
 
-def test_an_epoch_has_every_sample_once(shards: TokenShards) -> None:
+def test_an_epoch_has_every_sample_once(shards: Corpus) -> None:
     seen = [s for step in steps_of(train(shards), 7) for micro in step for s in micro]
     assert sorted(seen[:25]) == sorted(seen[25:50]) == list(range(25))
     assert seen[:25] != seen[25:50]
 
 
-def test_resuming_gives_the_same_batches(shards: TokenShards) -> None:
+def test_resuming_gives_the_same_batches(shards: Corpus) -> None:
     through = steps_of(train(shards), 9)
     batches = train(shards)
     for _ in range(4):
@@ -87,42 +87,42 @@ def test_resuming_gives_the_same_batches(shards: TokenShards) -> None:
     assert steps_of(train(shards, step=batches.step), 5) == through[4:]
 
 
-def test_another_layout_may_resume(shards: TokenShards) -> None:
+def test_another_layout_may_resume(shards: Corpus) -> None:
     through = steps_of(train(shards, local=8), 6)
     halves = [steps_of(train(shards, 2, rank, 2, step=3), 3) for rank in range(2)]
     for step in range(3):
         assert sorted(s for h in halves for m in h[step] for s in m) == sorted(through[3 + step][0])
 
 
-def test_an_error_of_the_thread_is_raised_by_next(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = TokenShards.read
+def test_an_error_of_the_thread_is_raised_by_next(shards: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Corpus.read
 
-    def fail(self: TokenShards, start: int, count: int) -> np.ndarray:
+    def fail(self: Corpus, start: int, count: int) -> np.ndarray:
         raise DataError("gone")
 
-    monkeypatch.setattr(TokenShards, "read", fail)
+    monkeypatch.setattr(Corpus, "read", fail)
     batches = train(shards)
     with pytest.raises(DataError, match="gone"):
         batches.next()
-    monkeypatch.setattr(TokenShards, "read", read)
+    monkeypatch.setattr(Corpus, "read", read)
     with pytest.raises(DataError, match="gone"):  # a step is never left out
         batches.next()
     batches.close()
 
 
-def test_waiting_is_measured(shards: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, waits, read = [0.0], threading.Event(), TokenShards.read
+def test_waiting_is_measured(shards: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, waits, read = [0.0], threading.Event(), Corpus.read
 
     def clock() -> float:
         waits.set()
         return now[0]
 
-    def wait_and_read(self: TokenShards, start: int, count: int) -> np.ndarray:
+    def wait_and_read(self: Corpus, start: int, count: int) -> np.ndarray:
         waits.wait()
         now[0] = 7.0
         return read(self, start, count)
 
-    monkeypatch.setattr(TokenShards, "read", wait_and_read)
+    monkeypatch.setattr(Corpus, "read", wait_and_read)
     monkeypatch.setattr("titanlite.data.batches.time", SimpleNamespace(monotonic=clock))
     batches = train(shards)
     batches.next()
@@ -132,7 +132,7 @@ def test_waiting_is_measured(shards: TokenShards, monkeypatch: pytest.MonkeyPatc
     batches.close()
 
 
-def test_no_thread_survives_close(shards: TokenShards) -> None:
+def test_no_thread_survives_close(shards: Corpus) -> None:
     before = threading.active_count()
     batches = train(shards)
     assert threading.active_count() == before + 1
@@ -141,13 +141,13 @@ def test_no_thread_survives_close(shards: TokenShards) -> None:
     assert threading.active_count() == before
 
 
-def test_the_interpreter_ends_with_batches_open(shards: TokenShards) -> None:
+def test_the_interpreter_ends_with_batches_open(shards: Corpus) -> None:
     script = f"""
 import torch
 from pathlib import Path
 from tests.support.batches import batches_of_source
-from titanlite.data.shards import TokenShards
-batches = batches_of_source(TokenShards(Path({str(shards.folder)!r})), seq_len=8, seed=1, global_batch_size=8,
+from titanlite.data.corpus import Corpus
+batches = batches_of_source(Corpus(Path({str(shards.folder)!r})), seq_len=8, seed=1, global_batch_size=8,
                        local_batch_size=2, dp_rank=0, dp_size=1, device=torch.device("cpu"))
 batches.next()
 raise SystemExit(7)
@@ -157,7 +157,7 @@ raise SystemExit(7)
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
-def validate(shards: TokenShards, local: int, rank: int, size: int, steps: int = -1) -> ValidationBatches:
+def validate(shards: Corpus, local: int, rank: int, size: int, steps: int = -1) -> ValidationBatches:
     return ValidationBatches(
         shards,
         seq_len=S,
@@ -172,7 +172,7 @@ def validate(shards: TokenShards, local: int, rank: int, size: int, steps: int =
 
 @pytest.mark.parametrize("steps", [-1, 2, 100])
 @pytest.mark.parametrize(("local", "size"), [(1, 1), (4, 1), (1, 2), (4, 2), (3, 3), (7, 4), (2, 26), (64, 2)])
-def test_validation_has_every_sample_once(shards: TokenShards, local: int, size: int, steps: int) -> None:
+def test_validation_has_every_sample_once(shards: Corpus, local: int, size: int, steps: int) -> None:
     seen: list[int] = []
     ranks = [validate(shards, local, rank, size, steps) for rank in range(size)]
     assert len({len(r) for r in ranks}) == 1
@@ -188,7 +188,7 @@ def test_validation_has_every_sample_once(shards: TokenShards, local: int, size:
     assert sorted(seen) == list(range(expected))
 
 
-def test_validation_may_be_repeated_and_needs_one_sample(shards: TokenShards, tmp_path: Path) -> None:
+def test_validation_may_be_repeated_and_needs_one_sample(shards: Corpus, tmp_path: Path) -> None:
     batches = validate(shards, 3, 1, 2)
     first, second = list(batches), list(batches)
     assert all(torch.equal(a.targets, b.targets) for a, b in zip(first, second, strict=True))
@@ -197,7 +197,7 @@ def test_validation_may_be_repeated_and_needs_one_sample(shards: TokenShards, tm
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_add_up_to_the_same_mean(shards: TokenShards, tmp_path: Path, world: int) -> None:
+def test_ranks_add_up_to_the_same_mean(shards: Corpus, tmp_path: Path, world: int) -> None:
     def body() -> None:
         total = torch.zeros(2, dtype=torch.int64)
         for batch in validate(shards, 4, dist.get_rank(), world):
@@ -211,13 +211,13 @@ def test_ranks_add_up_to_the_same_mean(shards: TokenShards, tmp_path: Path, worl
     assert run_ranks(body, tmp_path, world) == [expected] * world
 
 
-def test_order_of_steps_has_no_overlap_within_an_epoch(shards: TokenShards) -> None:
+def test_order_of_steps_has_no_overlap_within_an_epoch(shards: Corpus) -> None:
     steps = [{s for micro in step for s in micro} for step in steps_of(train(shards), 3)]
     assert all(not a & b for a, b in pairwise(steps))
 
 
 @pytest.mark.gpu
-def test_batches_reach_the_gpu(shards: TokenShards) -> None:
+def test_batches_reach_the_gpu(shards: Corpus) -> None:
     on_gpu = batches_of_source(
         shards,
         seq_len=S,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import titanlite.data.background
-import titanlite.data.growing
+import titanlite.data.corpus
 import titanlite.training.data_wait
 from tests.support.launched import Ended
 
@@ -42,7 +42,7 @@ def plan(program: str = "pass") -> Callable[[], None]:
 
     def plant() -> None:
         titanlite.data.background._PROGRAM = SLOW.format(program) + titanlite.data.background._PROGRAM
-        titanlite.data.growing._ALONE_SECONDS = 0.5
+        titanlite.data.corpus._ALONE_SECONDS = 0.5
         titanlite.training.data_wait._TELL_SECONDS = 0.0
 
     return plant

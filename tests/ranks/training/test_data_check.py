@@ -14,8 +14,8 @@ import titanlite.data.shards
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.unit.data.test_shards import make_shards
+from titanlite.data.corpus import Corpus
 from titanlite.data.order import samples_at
-from titanlite.data.shards import TokenShards
 from titanlite.errors import DataError
 from titanlite.training.data_check import DataCheck
 
@@ -48,7 +48,7 @@ def test_the_ranks_of_a_launcher_check_each_block_once(
         if launchers == 2:
             monkeypatch.setenv("LOCAL_RANK", "0")
             monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        shards = TokenShards(folder)
+        shards = Corpus(folder)
         hashed = checked_blocks(monkeypatch)
         check = DataCheck([shards])
         check._checking.result()
@@ -68,7 +68,7 @@ def test_what_the_share_of_one_rank_holds_ends_all_with_one_message(folder: Path
     file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
 
     def body() -> None:
-        check = DataCheck([TokenShards(folder)])
+        check = DataCheck([Corpus(folder)])
 
         check._checking.exception()
         with pytest.raises(DataError) as e:
@@ -161,9 +161,9 @@ def test_what_one_rank_alone_meets_ends_all_with_one_message(desk: "Desk", of: s
 def test_a_step_waits_for_no_other_rank_because_of_the_check(desk: "Desk") -> None:
     def plant() -> None:
         titanlite.data.shards.BLOCK_BYTES = 128
-        gather, check = dist.all_gather_object, TokenShards.check
+        gather, check = dist.all_gather_object, Corpus.check
         dist.all_gather_object = lambda *given: (print("gathers"), gather(*given))
-        TokenShards.check = lambda self, block: (time.sleep(0.02), check(self, block))  # longer than the run
+        Corpus.check = lambda self, block: (time.sleep(0.02), check(self, block))  # longer than the run
 
     flags = [f"--data.cache_dir={desk.folder}/slow", "--validation.enable=false"]
     runs = [desk.run(f"{n} steps", 2, *flags, f"--job.stop_after={n}", plant=plant) for n in (2, 6)]

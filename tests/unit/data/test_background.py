@@ -20,11 +20,10 @@ import pytest
 from titanlite.config.schema import Data
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.cache import unfinished_of
-from titanlite.data.growing import GrowingShards
-from titanlite.data.prepare import prepare
+from titanlite.data.corpus import Corpus
+from titanlite.data.prepare import plan_preparation, prepare
 from titanlite.data.progress import Progress
 from titanlite.data.samples import ConcatenatedSamples, samples_in_order
-from titanlite.data.shards import TokenShards
 from titanlite.data.unfinished import read_made, read_wanted, want, wanted_of
 from titanlite.errors import DataError
 
@@ -39,10 +38,10 @@ def write_records(path: Path, n: int, characters: int = 100_000) -> str:
     return str(path)
 
 
-def open_data(source: str, cache: Path, **more: object) -> tuple[GrowingShards, Data]:
+def open_data(source: str, cache: Path, **more: object) -> tuple[Corpus, Data]:
     data = replace(Data(source, cache_dir=str(cache), shuffle_window=1000, prepare="background"), **more)
     shards = open_growing(source, data, 256, KEY)
-    assert isinstance(shards, GrowingShards)
+    assert not shards.is_whole
     return shards, data
 
 
@@ -56,7 +55,7 @@ def started() -> Iterator[list[BackgroundPreparation]]:
         process.close()
 
 
-def start(shards: GrowingShards, data: Data, started: list[BackgroundPreparation]) -> BackgroundPreparation:
+def start(shards: Corpus, data: Data, started: list[BackgroundPreparation]) -> BackgroundPreparation:
     started.append(BackgroundPreparation({KEY: shards}, data, 256))
     return started[-1]
 
@@ -76,13 +75,13 @@ def test_what_is_read_meanwhile_is_what_comes_of_it(tmp_path: Path, started: lis
         known = shards.wait(at + step)
         assert np.array_equal(shards.read(at, step), whole.read(at, step))
         if known is None:
-            most = max(most, shards.there - at)
+            most = max(most, shards.tokens - at)
     assert shards.wait(10**12) == whole.tokens
     assert most < step + 1_000_000 + 2 * (1 << 22)  # what was asked for, the lead, and what is encoded at once
-    assert shards.finished is not None
-    assert files(shards.finished.folder) == files(whole.folder)
+    assert shards.is_whole
+    assert files(shards.folder) == files(whole.folder)
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir() if path.is_file()) == [".lock"]
-    assert isinstance(open_growing(source, data, 256, KEY), TokenShards)  # a later run finds it
+    assert open_growing(source, data, 256, KEY).is_whole  # a later run finds it
 
 
 @pytest.mark.slow
@@ -93,18 +92,18 @@ def test_it_stops_where_nobody_asks_for_more(tmp_path: Path, started: list[Backg
     shards.wait(1)
     time.sleep(1.5)
     shards.poll()
-    there = shards.there
+    there = shards.tokens
     assert there < 1_000_001 + 2 * (1 << 22)
-    assert shards.finished is None
+    assert not shards.is_whole
     time.sleep(1)
     shards.poll()
-    assert shards.there == there
+    assert shards.tokens == there
 
 
 def test_who_is_killed_is_told_of_and_the_next_goes_on(
     tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titanlite.data.growing._ALONE_SECONDS", 1.0)
+    monkeypatch.setattr("titanlite.data.corpus._ALONE_SECONDS", 1.0)
     source = write_records(tmp_path / "a.jsonl", 300)
     whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
     shards, data = open_data(source, tmp_path / "cache", prepare_lead=5_000_000)
@@ -113,10 +112,10 @@ def test_who_is_killed_is_told_of_and_the_next_goes_on(
     os.kill(process._process.pid, signal.SIGKILL)
     with pytest.raises(DataError, match=r"ended without a word, killed perhaps(.|\n)*goes on from [1-9][\d,]* tokens"):
         shards.wait(10**12)
-    before = shards.there
+    before = shards.tokens
     again, data = open_data(source, tmp_path / "cache", prepare_lead=0)
     again.poll()
-    assert again.there == before > 0  # at once, before anybody works
+    assert again.tokens == before > 0  # at once, before anybody works
     start(again, data, started)
     assert again.wait(10**12) == whole.tokens
     assert files(again.folder) == files(whole.folder)
@@ -136,7 +135,7 @@ def test_another_run_reads_the_same_and_goes_on_where_the_first_ends(
     started.remove(one)
     total = second.wait(10**12)
     assert total == 300 * 100_000 + 300 or total is not None
-    assert second.finished is not None
+    assert second.is_whole
 
 
 def test_what_is_wrong_with_a_record_reaches_who_waits(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
@@ -232,7 +231,7 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
     monkeypatch.setattr("titanlite.data.shard_writer._SHARD_TOKENS", 100_000)
     monkeypatch.setattr("titanlite.data.prepare.PUBLISH_SECONDS", -1.0)
     source = write_records(tmp_path / "a.jsonl", 100)
-    shards, _ = open_data(source, tmp_path / "cache")
+    shards, data = open_data(source, tmp_path / "cache")
     go_on, is_there = threading.Event(), threading.Event()
 
     def pause(unfinished: Path) -> int:
@@ -241,7 +240,9 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
             go_on.wait(60)
         return 10**12
 
-    thread = threading.Thread(target=lambda: shards.planned.make(Progress("", enable=False), pause))
+    thread = threading.Thread(
+        target=lambda: plan_preparation(source, data, 256, KEY).make(Progress("", enable=False), pause)
+    )
     thread.start()
     assert is_there.wait(60)
     text = shards.read(150_000, 200_000)
@@ -249,7 +250,7 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
     path = unfinished_of(shards.folder) / "shard-00000.bin"
     content = path.read_bytes()
     path.write_bytes(content[:1000] + b"?" + content[1001:])
-    with pytest.raises(DataError, match=r"shard-00000\.bin has changed in its block 0"):
+    with pytest.raises(DataError, match=r"shard-00000\.bin has changed: bytes 0 to 200000 are"):
         shards.read(10, 10)
     path.write_bytes(content)
     go_on.set()
@@ -327,7 +328,7 @@ def test_the_end_of_a_source_is_checked_whoever_finds_it(tmp_path: Path, poller:
     prepare(source, data, 256, progress=False)
     if poller != "who reads":
         shards.poll()
-        assert shards.finished is not None
+        assert shards.is_whole
     with pytest.raises(DataError, match="fewer tokens than one sample"):
         samples_in_order(samples, np.arange(4), seed=0, window=2)
     assert checked == [shards.tokens]
@@ -342,7 +343,7 @@ def test_what_the_system_says_of_the_cache_names_the_cache(tmp_path: Path, monke
     def full(*args: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("titanlite.data.growing.want", full)
+    monkeypatch.setattr("titanlite.data.corpus.want", full)
     with pytest.raises(DataError, match=r"data\.cache_dir = .*No space left(.|\n)*make room"):
         shards.wait(1)
 
@@ -384,7 +385,11 @@ def test_who_needs_all_is_not_held_up_by_a_lead(tmp_path: Path, monkeypatch: pyt
 
     (tmp_path / "cache").mkdir()
     want(unfinished_of(shards.folder), 10**12)  # of an earlier run: not this one's
-    makers = [threading.Thread(target=shards.planned.make, args=(Progress("", enable=False), lead), daemon=True)]
+    makers = [
+        threading.Thread(
+            target=plan_preparation(source, data, 256, KEY).make, args=(Progress("", enable=False), lead), daemon=True
+        )
+    ]
     makers[0].start()
     assert begun.wait(10)
     time.sleep(0.3)

@@ -13,8 +13,9 @@ import pytest
 
 from titanlite.config.schema import Data
 from titanlite.data import remote
+from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import Shard, TokenShards
+from titanlite.data.shards import Shard
 from titanlite.data.sources import resolve
 from titanlite.errors import DataError
 
@@ -104,7 +105,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "_PAUSES_S", (0.0,) * 2)
 
 
-def prepared(source: str, folder: Path) -> TokenShards:
+def prepared(source: str, folder: Path) -> Corpus:
     return prepare(source, Data(cache_dir=str(folder), max_bad_records=1), 256, progress=False)
 
 

@@ -14,11 +14,12 @@ from titanlite.config.schema import Config, Data, Validation
 from titanlite.data import best_fit, packing
 from titanlite.data.background import open_growing
 from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed_windows
+from titanlite.data.corpus import Corpus
 from titanlite.data.inputs import check_inputs
 from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack_documents
 from titanlite.data.prepare import prepare
 from titanlite.data.run_samples import prepared_sources
-from titanlite.data.shards import BLOCK_BYTES, TokenShards
+from titanlite.data.shards import BLOCK_BYTES
 from titanlite.errors import DataError
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
@@ -33,7 +34,7 @@ def row_of(lengths: list[int], is_ended: bool = True) -> np.ndarray:
     return row if is_ended else row[:-1]
 
 
-def shards_of(folder: Path, row: np.ndarray, shard_tokens: int = 100) -> TokenShards:
+def shards_of(folder: Path, row: np.ndarray, shard_tokens: int = 100) -> Corpus:
     shards = make_shards(folder / "s", row, "uint32", shard_tokens)
     shards.separator = SEPARATOR
     return shards
@@ -191,7 +192,7 @@ def test_later_blocks_of_an_index_are_checked_too(tmp_path: Path) -> None:
 def test_an_index_of_other_tokens_is_refused(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, row_of([3, 9]))
     folder = pack_documents(shards, 8, SEPARATOR, progress=False).folder
-    shards.fingerprint = "another"
+    shards._meta = replace(shards.meta, fingerprint="another")
     with pytest.raises(DataError, match="fingerprint"):
         PackedSamples(shards, folder)
 

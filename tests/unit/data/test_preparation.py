@@ -19,10 +19,10 @@ import pytest
 from tests.unit.data.test_sources import write_parquet
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Config, Data, Training, Validation
+from titanlite.data.corpus import Corpus
 from titanlite.data.inputs import check_cache, check_inputs
 from titanlite.data.prepare import prepare, whole_from_hub
 from titanlite.data.progress import Progress
-from titanlite.data.shards import TokenShards
 from titanlite.data.sources import resolve
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
@@ -37,7 +37,7 @@ def write_texts(folder: Path, *texts: str) -> str:
     return str(folder)
 
 
-def prepare_here(tmp_path: Path, source: str, vocab_size: int = 256, **data: object) -> TokenShards:
+def prepare_here(tmp_path: Path, source: str, vocab_size: int = 256, **data: object) -> Corpus:
     config = replace(Data(source=source, cache_dir=str(tmp_path / "cache")), **data)
     return prepare(source, config, vocab_size, progress=False)
 
@@ -209,7 +209,7 @@ def test_shards_of_before_max_tokens_are_read(tmp_path: Path) -> None:
     meta = json.loads((shards.folder / "meta.json").read_text())
     del meta["max_tokens"], meta["hash"]
     (shards.folder / "meta.json").write_text(json.dumps(meta))
-    assert TokenShards(shards.folder).meta == shards.meta
+    assert Corpus(shards.folder).meta == shards.meta
 
 
 def test_all_of_the_hub_is_told_beforehand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -592,9 +592,9 @@ def test_shards_that_may_not_be_read_are_not_to_be_deleted(bound_by_permissions:
             with pytest.raises(
                 DataError, match=r"meta\.json = Permission denied\n(.|\n)*fix:  make it readable, or set"
             ):
-                TokenShards(folder)
+                Corpus(folder)
             closed.chmod(0o700)
-        shards = TokenShards(folder)
+        shards = Corpus(folder)
         (folder / "shard-00000.bin").chmod(0)
         with pytest.raises(DataError, match=r"shard-00000\.bin = Permission denied"):
             shards.read(0, 1)

@@ -12,23 +12,24 @@ import numpy as np
 import pytest
 
 from titanlite.config.schema import Config, Data
+from titanlite.data.corpus import Corpus
 from titanlite.data.inputs import check_inputs
 from titanlite.data.prepare import prepare
 from titanlite.data.shard_writer import ShardWriter
-from titanlite.data.shards import Meta, TokenShards, sample_count
+from titanlite.data.shards import Meta, sample_count
 from titanlite.data.sources import resolve
 from titanlite.data.token_files import scan, token_dtype
 from titanlite.errors import DataError
 
 
-def make_shards(folder: Path, tokens: np.ndarray, dtype: str = "uint16", shard_tokens: int = 100) -> TokenShards:
+def make_shards(folder: Path, tokens: np.ndarray, dtype: str = "uint16", shard_tokens: int = 100) -> Corpus:
     folder.mkdir(exist_ok=True)
     writer = ShardWriter(folder, dtype, shard_tokens)
     for piece in np.array_split(tokens, 7):
         writer.write(piece)
     shards, fingerprint = writer.close()
     Meta("test", "bytes", dtype, shards, fingerprint).write(folder)
-    return TokenShards(folder)
+    return Corpus(folder)
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
@@ -103,10 +104,10 @@ def test_a_shard_of_another_size_is_refused_at_opening(tmp_path: Path) -> None:
     last = tmp_path / "s" / "shard-00002.bin"
     os.truncate(last, 98)
     with pytest.raises(DataError, match=r"shard-00002.bin has 98 bytes\n.*want: 100 bytes(.|\n)*fix:  delete"):
-        TokenShards(tmp_path / "s")
+        Corpus(tmp_path / "s")
     last.unlink()
     with pytest.raises(DataError, match=r"shard-00002.bin is missing"):
-        TokenShards(tmp_path / "s")
+        Corpus(tmp_path / "s")
 
 
 def test_a_shard_that_shrinks_while_it_is_read_from_is_named(tmp_path: Path) -> None:
@@ -132,7 +133,7 @@ def test_a_block_is_held_against_its_hash_before_it_is_read(tmp_path: Path, smal
     content = bytearray(file.read_bytes())
     content[130] ^= 1
     file.write_bytes(content)
-    shards = TokenShards(tmp_path / "s")
+    shards = Corpus(tmp_path / "s")
     assert np.array_equal(shards.read(0, 164), np.arange(164))
     assert shards.checked.tolist() == [True] * 6 + [False] * 4
     with pytest.raises(
@@ -151,12 +152,12 @@ def test_shards_without_hashes_have_no_larger_ids_than_they_had(tmp_path: Path, 
     for shard in meta["shards"]:
         del shard["hashes"]
     (tmp_path / "s" / "meta.json").write_text(json.dumps(meta))
-    assert np.array_equal(TokenShards(tmp_path / "s").read(0, 250), np.arange(250))
+    assert np.array_equal(Corpus(tmp_path / "s").read(0, 250), np.arange(250))
     file = tmp_path / "s" / "shard-00001.bin"
     ids = np.fromfile(file, "<u2")
     ids[80] = 50_000
     ids.tofile(file)
-    shards = TokenShards(tmp_path / "s")
+    shards = Corpus(tmp_path / "s")
     assert shards.read(0, 160)[159] == 159
     with pytest.raises(DataError, match=r"shard-00001.bin has changed: bytes 128 to 192"):
         shards.read(180, 1)
@@ -171,7 +172,7 @@ def test_what_is_taken_back_is_in_no_hash(tmp_path: Path, small_blocks: None) ->
         writer.write(np.arange(150, 170))
         shards, fingerprint = writer.close()
     Meta("test", "bytes", "uint16", shards, fingerprint).write(tmp_path)
-    assert np.array_equal(TokenShards(tmp_path).read(0, 170), np.arange(170))
+    assert np.array_equal(Corpus(tmp_path).read(0, 170), np.arange(170))
 
 
 def test_token_files_that_change_and_keep_size_and_time_are_found(tmp_path: Path, small_blocks: None) -> None:
@@ -220,7 +221,7 @@ def test_damaged_meta(tmp_path: Path, content: str | None) -> None:
     meta = tmp_path / "s" / "meta.json"
     meta.unlink() if content is None else meta.write_text(content)
     with pytest.raises(DataError, match=r"want: a folder of token shards with a meta.json of version 1") as e:
-        TokenShards(tmp_path / "s")
+        Corpus(tmp_path / "s")
     assert ("token shards = FileNotFoundError" in str(e.value)) == (content is None)
 
 
@@ -243,11 +244,11 @@ def test_meta_with_a_value_that_cannot_be(
     change(meta := json.loads(path.read_text()))
     path.write_text(json.dumps(meta))
     with pytest.raises(DataError, match="token shards = ValueError: another content than that of its hash"):
-        TokenShards(tmp_path / "s")
+        Corpus(tmp_path / "s")
     del meta["hash"]
     path.write_text(json.dumps(meta))
     with pytest.raises(DataError, match=f"token shards = {said}"):
-        TokenShards(tmp_path / "s")
+        Corpus(tmp_path / "s")
 
 
 def test_sample_count(tmp_path: Path) -> None:
@@ -264,7 +265,7 @@ def test_sample_count(tmp_path: Path) -> None:
         sample_count("x", shards.tokens, 16, at_least=6)
 
 
-def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin", **keys: str) -> TokenShards:
+def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin", **keys: str) -> Corpus:
     data = Data(cache_dir=str(tmp_path / "cache"), **keys)  # type: ignore[arg-type]
     return prepare(str(tmp_path / source), data, vocab_size, progress=False)
 
