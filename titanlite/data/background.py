@@ -22,7 +22,7 @@ from typing import NoReturn
 from titanlite.config.schema import Data
 from titanlite.data.cache import maker_failed, say_failed
 from titanlite.data.corpus import POLL_SECONDS, Corpus
-from titanlite.data.prepare import plan_preparation
+from titanlite.data.prepare import make, plan_preparation
 from titanlite.data.progress import Progress
 from titanlite.data.unfinished import read_wanted
 from titanlite.errors import DataError, TitanliteError
@@ -85,8 +85,8 @@ def open_growing(source: str, data: Data, vocab_size: int, key: str) -> Corpus:
     """
     planned = plan_preparation(source, data, vocab_size, key)
     if planned.tokenizer is None or source.startswith("memory://"):  # which is of this process
-        planned.make(Progress(f"reading {source}", enable=False))
-    return planned.open(grows=not planned.folder.exists())
+        make(planned, Progress(f"reading {source}", enable=False))
+    return Corpus(planned.folder, planned, grows=not planned.folder.exists())
 
 
 def prepare_for_run() -> int:
@@ -110,7 +110,7 @@ def prepare_for_run() -> int:
                 saw = f"{source!r}, whose files changed meanwhile"
                 raise DataError.of("data", key, saw, "files that do not change", "run again")
             progress = Progress(f"preparing {source}", enable=True, is_quiet=True)
-            planned.make(progress, may_be_there if data.prepare_lead else None)
+            make(planned, progress, may_be_there if data.prepare_lead else None)
         except BaseException as error:
             _end_for(error, Path(folder), terms)
 

@@ -1,16 +1,21 @@
-"""Name the folder of a source's shards, and check that the cache can hold it and is no part of the source."""
+"""Say what a source's shards are made of and where they lie, and check that the cache can hold them."""
 
 import errno
 import glob
 import hashlib
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from titanlite.config.schema import Data
 from titanlite.data.remote import is_url
-from titanlite.data.shards import VERSION
+from titanlite.data.shards import VERSION, Meta
 from titanlite.data.sources import Source
+from titanlite.data.tally import Tally
+from titanlite.data.token_files import check_ids
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.durable import disk_space_in
 from titanlite.errors import DataError
@@ -20,35 +25,69 @@ Stamps = list[tuple[str, int, int]]
 """Path or URL, size in bytes and time of each file, as `Source.stamps` returns them."""
 
 
-def shard_folder(source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: Stamps) -> Path:
-    """Return the place of a source's shards, there or not."""
-    source_name, name = redact_urls(source.name), dtype if tokenizer is None else Path(tokenizer.name).stem
-    key = _hash(f"{source.kind} {source_name} {_ways(source, data, tokenizer, dtype, stamps)}")
-    return Path(os.path.expanduser(data.cache_dir)) / f"{_slug(source_name)}-{_slug(name)}-{key}"
+@dataclass(frozen=True)
+class Preparation:
+    """Say what is to be prepared, how, and where its shards are to be: everything that can be said beforehand."""
 
+    source: Source
+    data: Data
+    vocab_size: int
+    tokenizer: Tokenizer | None  # None: token files
+    dtype: str
+    stamps: Stamps
 
-def inputs_hash(source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: Stamps) -> str:
-    """Return a hash of what a source's tokens are made of, the same on other hosts and after a move of the files.
+    @cached_property
+    def folder(self) -> Path:
+        """Return the place of the shards, there or not."""
+        source, name = redact_urls(self.source.name), Path(self.tokenizer.name).stem if self.tokenizer else self.dtype
+        key = self._hash(source, self.stamps)
+        return Path(os.path.expanduser(self.data.cache_dir)) / f"{_slug(source)}-{_slug(name)}-{key}"
 
-    It takes the place of the tokens' fingerprint as long as that is not known.
-    """
-    sizes = [(os.path.basename(file), size, 0) for file, size, _ in stamps]
-    name = "" if sizes else redact_urls(source.name)
-    return _hash(f"{source.kind} {name} {_ways(source, data, tokenizer, dtype, sizes)}")
+    @property
+    def inputs(self) -> str:
+        """Return a hash of what the tokens are made of, the same on other hosts and after a move of the files.
 
+        It takes the place of the tokens' fingerprint as long as that is not known.
+        """
+        sizes = [(os.path.basename(file), size, 0) for file, size, _ in self.stamps]
+        return self._hash("" if sizes else redact_urls(self.source.name), sizes)
 
-def _ways(source: Source, data: Data, tokenizer: Tokenizer | None, dtype: str, stamps: Stamps) -> str:
-    """Say which files a source's tokens are made of, and how."""
-    identity = dtype if tokenizer is None else f"{tokenizer.fingerprint} {data.text_key}"
-    max_tokens = max_tokens_of(source, data)
-    cut = f" {max_tokens} by pieces" if max_tokens else ""
-    cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
-    cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
-    return f"{identity} {stamps}{cut}"
+    @property
+    def terms(self) -> str:
+        """Return what decides whether it fails, besides what decides the folder."""
+        limits = f"data.max_bad_records = {self.data.max_bad_records}, max_record_mib = {self.data.max_record_mib}"
+        return f"{self.source.key}, {limits}"
 
+    @property
+    def separator(self) -> int | None:
+        """Return the id that ends each document; None where that is not known."""
+        return self.tokenizer.separator_id if self.tokenizer else self.data.separator_id
 
-def _hash(text: str) -> str:
-    return hashlib.blake2b(f"{VERSION} {text}".encode(), digest_size=8).hexdigest()
+    @property
+    def max_tokens(self) -> int:
+        """Return the tokens at which reading ends; 0: it does not."""
+        return max_tokens_of(self.source, self.data)
+
+    def check(self, meta: Meta) -> None:
+        """Hold shards against the limits of this run: they may have been made for one with others.
+
+        Raises:
+            DataError: too many bad records, ids beyond the vocabulary, or no text.
+        """
+        key, limit = self.source.key, self.data.max_bad_records
+        Tally(meta.source, key, limit, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
+        check_ids(meta, self.vocab_size, key)
+        if not meta.tokens:
+            raise no_text(meta.source, key, meta.bad_records)
+
+    def _hash(self, name: str, stamps: Stamps) -> str:
+        source, data = self.source, self.data
+        identity = f"{self.tokenizer.fingerprint} {data.text_key}" if self.tokenizer else self.dtype
+        cut = f" {self.max_tokens} by pieces" if self.max_tokens else ""
+        cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
+        cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
+        text = f"{VERSION} {source.kind} {name} {identity} {stamps}{cut}"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _slug(name: str) -> str:
@@ -59,6 +98,12 @@ def _slug(name: str) -> str:
 def max_tokens_of(source: Source, data: Data) -> int:
     """Return the tokens at which reading ends; 0: it does not. Held-out text is always read whole."""
     return max(0, data.max_tokens) if source.key == "data.source" else 0  # less is out of range, and reported
+
+
+def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
+    """Make the error to raise where a source holds no text."""
+    saw = f"{source!r}, which holds no text" + (f" but bad records, as {bad[0]}" if bad else "")
+    return DataError.of("data", key, saw, "at least one document", "give another source")
 
 
 def is_folder(path: Path, unknown: bool = False) -> bool:

@@ -11,21 +11,17 @@ What is asked for and not there yet is waited for. How much is there is said by 
 """
 
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from titanlite.config.schema import Data
-from titanlite.data import shards
 from titanlite.data.cache import lock_of, maker_failed, unfinished_of
-from titanlite.data.cache_folder import unusable_cache
-from titanlite.data.shards import Meta, Shard, damaged, n_blocks, shard_unreadable
+from titanlite.data.cache_folder import Preparation, unusable_cache
+from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, shard_unreadable
 from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
 from titanlite.errors import NoMoreDataError
 
@@ -34,58 +30,31 @@ _LOOK_SECONDS = 1.0  # between looks at whether somebody still works
 _ALONE_SECONDS = 4.0  # in which nobody works, before it is an error: another process may be about to go on
 
 
-class _There(NamedTuple):
-    """The shards that are there at one moment."""
-
-    folder: Path
-    shards: Sequence[Shard]  # of a corpus that grows, the last one has no hashes yet
-    dtype: np.dtype[Any]
-    starts: np.ndarray  # [shards + 1] tokens before each
-    blocks: np.ndarray  # [shards + 1] blocks before each
-    checked: np.ndarray  # [blocks] bool, whether each is known to be right
-
-
 class Corpus:
     """Read a corpus of token ids, from any thread and any process.
 
     Args:
         folder: of its shards.
+        planned: what they are, where that is known.
         grows: whether it is still being made, and its folder not there.
-        source: as the user wrote it; "" where that is not known.
-        key: the config key of the source.
-        terms: what decides whether its making fails, as `make_once` has it.
-        data: the config of it.
-        tokenizer: fingerprint of the tokenizer that made the ids; "" where that is not known.
-        files: of its source that were taken, passed over and met twice, in words.
-        separator: id that ends each document; None where that is not known.
-        inputs: hash of what its tokens are made of, where that is known.
-        check: called with its meta.json when it is whole.
 
     Raises:
-        DataError: meta.json cannot be read, or a shard is missing or has another size than it says.
+        DataError: meta.json cannot be read, a shard is missing or has another size than it says, or it is not for this
+            run.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        grows: bool = False,
-        source: str = "",
-        key: str = "data.source",
-        terms: str = "",
-        data: Data | None = None,
-        tokenizer: str = "",
-        files: str = "",
-        separator: int | None = None,
-        inputs: str = "",
-        check: Callable[[Meta], object] = lambda meta: None,
-    ) -> None:
-        self.folder, self.source, self.key, self.terms = folder, source, key, terms
-        self.tokenizer, self.files, self.separator, self.inputs = tokenizer, files, separator, inputs
+    def __init__(self, folder: Path, planned: Preparation | None = None, grows: bool = False) -> None:
+        self.folder, self._planned, self._unfinished = folder, planned, unfinished_of(folder)
+        self.source, self._key, self.files = "", "data.source", ""
+        if planned:
+            self.source, self._key, self.files = planned.source.name, planned.source.key, planned.source.count
+        self.tokenizer = planned.tokenizer.fingerprint if planned and planned.tokenizer else ""
+        self.separator = planned.separator if planned else None
+        self.inputs, self.terms = (planned.inputs, planned.terms) if planned else ("", "")
         self.wanted = 0  # tokens that were asked for so far, while it grows
-        self._data, self._check_meta, self._unfinished = data or Data(), check, unfinished_of(folder)
         self._meta: Meta | None = None
-        self._there = _seen(self._unfinished, (), "uint16")
+        self._full: list[Shard] = []  # while it grows
+        self._there: tuple[list[HashedFile], np.ndarray] = [], np.zeros(1, np.int64)  # files, and tokens before each
         self._alone_since, self._looked = math.inf, -math.inf
         self._lock = threading.RLock()
         self._closed = threading.Event()
@@ -108,17 +77,12 @@ class Corpus:
     @property
     def tokens(self) -> int:
         """Return the tokens that are there to stay."""
-        return int(self._there.starts[-1])
+        return int(self._there[1][-1])
 
     @property
     def fingerprint(self) -> str:
         """Return the fingerprint of all tokens; "": not known yet."""
         return self._meta.fingerprint if self._meta else ""
-
-    @property
-    def checked(self) -> np.ndarray:
-        """Return which blocks are known to be right, of all shards in a row."""
-        return self._there.checked
 
     @property
     def activity(self) -> tuple[int, int]:
@@ -164,21 +128,27 @@ class Corpus:
         if start < 0 or count < 0 or start + count > self.tokens:
             raise IndexError(f"tokens {start} … {start + count} of {self.tokens}")
         with self._explained():
+            was_whole = self.is_whole
             try:
-                return self._copy(self._there, start, count)
+                return self._copy(start, count)
             except FileNotFoundError:  # the folder may have got its name meanwhile
-                self.poll()
-                if not self.is_whole:
+                if was_whole:
                     raise
-                return self._copy(self._there, start, count)
+                self.poll()
+                return self._copy(start, count)
 
-    def check(self, block: int) -> None:
-        """Hold a block against its hash, once; without one, against the largest id that its shard should have.
+    def blocks(self) -> Iterator[tuple[HashedFile, int]]:
+        """Return the blocks of all shards, as `check` takes them."""
+        return ((file, block) for file in self._there[0] for block in range(len(file.checked)))
+
+    def check(self, file: HashedFile, block: int) -> None:
+        """Hold a block against its hash, once.
 
         Raises:
             DataError: the shard has changed, or cannot be read.
         """
-        self._check(self._there, block)
+        with self._explained():
+            file.check(block)
 
     def poll(self) -> None:
         """Look how far it is.
@@ -212,25 +182,28 @@ class Corpus:
 
     def _open(self) -> None:
         meta = Meta.read(self.folder)
-        there = _seen(self.folder, meta.shards, meta.dtype)
-        for i, shard in enumerate(meta.shards):
-            _check_size(there, i, _file_size(self.folder, self.folder / shard.path))
-        self._check_meta(meta)
-        self._there, self._meta = there, meta
+        files = _hashed_files(self.folder, meta.shards, meta.dtype)
+        with self._explained(self.folder):
+            for file in files:
+                file.check_size()
+        if self._planned:
+            self._planned.check(meta)
+        self._there, self._meta = (files, _starts(meta.shards)), meta
 
     def _look_at_made(self) -> None:
         """Take note of what is there of a folder that is being made."""
-        made, known = read_made(self._unfinished), self._there
+        made = read_made(self._unfinished)
         if made is None or made.all_tokens == self.tokens:
             return
-        found = [shard for shard in known.shards[: made.n_shards] if shard.hashes]
-        n_checked = known.blocks[len(found)]
+        shards = self._full[: made.n_shards]
+        files = self._there[0][: len(shards)]
         with suppress(OSError, ValueError, TypeError, KeyError):  # it got its name, or what follows is damaged
-            found += [read_shard(self._unfinished, n) for n in range(len(found), made.n_shards)]
-            found += [Shard(shard_name(made.n_shards), made.tokens, made.max_id, made.max_at)] * (made.tokens > 0)
-        there = _seen(self._unfinished, found, made.dtype)
-        there.checked[:n_checked] = known.checked[:n_checked]
-        self._there = there
+            shards += [read_shard(self._unfinished, n) for n in range(len(shards), made.n_shards)]
+        self._full = [*shards]
+        if made.tokens and len(shards) == made.n_shards:
+            shards.append(Shard(shard_name(made.n_shards), made.tokens, made.max_id, made.max_at, ()))
+        files += _hashed_files(self._unfinished, shards[len(files) :], made.dtype)
+        self._there = files, _starts(shards)
 
     def _want(self, tokens: int) -> None:
         """Tell who makes it how many tokens are needed: he does not go too far ahead."""
@@ -240,81 +213,43 @@ class Corpus:
         self.wanted = max(tokens, self.wanted)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Make what the system says of a cache that is being written the error that all ranks are told of."""
+    def _explained(self, folder: Path | None = None) -> Iterator[None]:
+        """Make what is wrong with a file, of a folder or the one that is read, an error that says what to do."""
+        folder = folder or (self.folder if self.is_whole else self._unfinished)
+        want = f"the content that {folder / 'meta.json'} was written for"
         try:
             yield
+        except ChangedFileError as e:
+            raise damaged(folder, str(e), want) from e
         except OSError as e:
-            raise NoMoreDataError(*unusable_cache(self._data, e).args) from e
+            if folder == self._unfinished and self._planned:  # so that all ranks are told of it
+                raise NoMoreDataError(*unusable_cache(self._planned.data, e).args) from e
+            if isinstance(e, FileNotFoundError):
+                raise damaged(folder, f"{e.filename} is missing", want) from e
+            raise shard_unreadable(folder, e) from e
 
-    def _copy(self, there: _There, start: int, count: int) -> np.ndarray:
-        out, done, item = np.empty(count, np.int64), 0, there.dtype.itemsize
-        shard = int(np.searchsorted(there.starts, start, side="right")) - 1
+    def _copy(self, start: int, count: int) -> np.ndarray:
+        (files, starts), out, done = self._there, np.empty(count, np.int64), 0
+        shard = int(np.searchsorted(starts, start, side="right")) - 1
         while done < count:
-            at = start + done - int(there.starts[shard])
-            n = min(count - done, there.shards[shard].tokens - at)
+            at = start + done - int(starts[shard])
+            n = min(count - done, int(starts[shard + 1] - starts[shard]) - at)
             if n:
-                for block in range(at * item // shards.BLOCK_BYTES, -(-(at + n) * item // shards.BLOCK_BYTES)):
-                    self._check(there, int(there.blocks[shard]) + block)
-                content = self._bytes(there, shard, at * item, n * item)
-                out[done : done + n] = np.frombuffer(content, there.dtype, count=n)
+                out[done : done + n] = files[shard].read(at, n)
             done, shard = done + n, shard + 1
         return out
-
-    def _check(self, there: _There, block: int) -> None:
-        if there.checked[block]:
-            return
-        at = int(np.searchsorted(there.blocks, block, side="right")) - 1
-        shard, number = there.shards[at], block - int(there.blocks[at])
-        start, end = number * shards.BLOCK_BYTES, shard.tokens * there.dtype.itemsize
-        content = self._bytes(there, at, start, min(shards.BLOCK_BYTES, end - start))
-        if shard.hashes:
-            is_right = shards.block_hash(content) == shard.hashes[number]
-        else:
-            is_right = int(np.frombuffer(content, there.dtype).max(initial=0)) <= shard.max_id
-        if not is_right:
-            path, meta = there.folder / shard.path, there.folder / "meta.json"
-            saw = f"{path} has changed: bytes {start} to {start + len(content)} are not those that were written"
-            raise damaged(there.folder, saw, f"the content that {meta} was written for")
-        there.checked[block] = True
-
-    def _bytes(self, there: _There, shard: int, start: int, size: int) -> bytes:
-        """Read bytes of one shard."""
-        path = there.folder / there.shards[shard].path
-        try:
-            with open(path, "rb", buffering=0) as file:
-                content = os.pread(file.fileno(), size, start)
-                is_now = os.fstat(file.fileno()).st_size  # after reading: what was read is whole
-        except OSError as e:
-            if there.folder == self._unfinished:
-                raise
-            _check_size(there, shard, _file_size(there.folder, path))
-            raise shard_unreadable(there.folder, e) from e
-        if there.folder != self._unfinished or is_now < start + size:  # of the last one that grows, more may be there
-            _check_size(there, shard, is_now)
-        return content
 
     def _abandoned(self) -> NoMoreDataError:
         saw = f"{self.source!r}: the process that tokenizes it has ended without a word, killed perhaps"
         fix = f"look for what ended it, such as a lack of memory; the next start goes on from {self.tokens:,} tokens"
-        return NoMoreDataError.of("data", self.key, saw, "one that goes on to the end of the source", fix)
+        return NoMoreDataError.of("data", self._key, saw, "one that goes on to the end of the source", fix)
 
 
-def _seen(folder: Path, found: Sequence[Shard], dtype: str) -> _There:
-    starts = np.cumsum([0] + [shard.tokens for shard in found])
-    blocks = np.cumsum([0] + [n_blocks(shard, dtype) for shard in found])
-    return _There(folder, found, np.dtype(dtype).newbyteorder("<"), starts, blocks, np.zeros(blocks[-1], bool))
+def _hashed_files(folder: Path, shards: Sequence[Shard], dtype: str) -> list[HashedFile]:
+    kind = np.dtype(dtype).newbyteorder("<")
+    return [HashedFile(folder / shard.path, kind, shard.hashes, shard.tokens) for shard in shards]
 
 
-def _check_size(there: _There, shard: int, size: int | None) -> None:
-    path, expected = there.folder / there.shards[shard].path, there.shards[shard].tokens * there.dtype.itemsize
-    if size != expected:
-        saw = f"{path} is missing" if size is None else f"{path} has {size} bytes"
-        raise damaged(there.folder, saw, f"{expected} bytes, as {there.folder / 'meta.json'} says")
-
-
-def _file_size(folder: Path, path: Path) -> int | None:
-    try:
-        return path.stat().st_size if path.is_file() else None
-    except OSError as e:  # before Python 3.14, of a folder that may not be entered
-        raise shard_unreadable(folder, e) from e
+def _starts(shards: Sequence[Shard]) -> np.ndarray:
+    """Return the tokens before each shard, and those of all."""
+    return np.cumsum([0] + [shard.tokens for shard in shards])

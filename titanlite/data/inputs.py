@@ -19,6 +19,7 @@ from titanlite.data.cache_folder import (
     check_cache_is_outside,
     is_folder,
     max_tokens_of,
+    no_text,
     unusable_cache,
 )
 from titanlite.data.corpus import Corpus
@@ -27,12 +28,10 @@ from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
 from titanlite.data.packing import PackedSamples, index_folder
 from titanlite.data.prepare import (
-    check_meta,
     check_used_whole,
     check_vocabulary,
     data_warnings,
     new_tally,
-    no_text,
     preparation_of,
 )
 from titanlite.data.shards import Meta, Shard, sample_count
@@ -127,7 +126,7 @@ def check_inputs(
         if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
             planned = preparation_of(source, config.data, vocab_size, used)
             if is_folder(planned.folder):
-                shards[key] = planned.open()
+                shards[key] = Corpus(planned.folder, planned)
                 said = data_warnings(key, shards[key].meta, vocab_size)
                 counted = shards[key].tokens, shards[key].meta.max_tokens, said
         if counted is None:
@@ -203,11 +202,11 @@ def _count_if_small(
     if source.kind == "tokens":
         if vocab_size is None or n_bytes is None:
             return None
-        dtype, warnings = token_dtype(source, data, vocab_size), list[str]()
+        planned, warnings = preparation_of(source, data, vocab_size, None), list[str]()
         if is_small:
-            check_meta(found := scan(source, dtype, lambda _: None), data, vocab_size, source.key)
+            planned.check(found := scan(source, planned.dtype, lambda _: None))
             warnings = data_warnings(source.key, found, vocab_size)
-        return n_bytes // np.dtype(dtype).itemsize, 0, warnings
+        return n_bytes // np.dtype(planned.dtype).itemsize, 0, warnings
     if not is_small:
         return None
     tally = new_tally(source, data)
@@ -221,5 +220,5 @@ def _count_if_small(
     if not tally.n_tokens:
         raise no_text(source.name, source.key, tally.bad)
     of_text = {"n_bad_records": tally.n_bad, "bad_records": tuple(tally.bad), "n_unknown": tally.n_unknown}
-    meta = Meta(source.name, tokenizer.name, "", (Shard("", tally.n_tokens, -1, 0),), "", **of_text)
+    meta = Meta(source.name, tokenizer.name, "", (Shard("", tally.n_tokens, -1, 0, ()),), "", **of_text)
     return tally.n_tokens, max_tokens if tally.is_cut else 0, data_warnings(source.key, meta, vocab_size or 0)

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.corpus import Corpus
 from titanlite.data.progress import Progress
-from titanlite.data.shards import BLOCK_BYTES, block_hash, block_hashes
+from titanlite.data.shards import HashedFile, block_hashes
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
 from titanlite.json_file import read_json, with_hash, without_hash
@@ -102,13 +101,15 @@ class PackedSamples:
     def __init__(self, shards: Corpus, folder: Path) -> None:
         self.folder, self._shards = folder, shards
         try:
-            meta = without_hash(read_json(folder / "meta.json"), is_required=False)
+            meta = without_hash(read_json(folder / "meta.json"))
             if (meta["version"], meta["fingerprint"]) != (_VERSION, shards.fingerprint):
                 raise ValueError(f"version {meta['version']}, of tokens with the fingerprint {meta['fingerprint']}")
             self.counts = PackingCounts(**meta["counts"])
             self.separator = int(meta["separator"])
-            self._spans = _HashedFile(folder / "spans.bin", _SPAN, meta["hashes"]["spans.bin"])
-            self._offsets = _HashedFile(folder / "offsets.bin", _OFFSET, meta["hashes"]["offsets.bin"])
+            self._spans, self._offsets = (
+                HashedFile(folder / name, dtype, meta["hashes"][name])
+                for name, dtype in (("spans.bin", _SPAN), ("offsets.bin", _OFFSET))
+            )
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise _unusable_index(folder, f"{type(e).__name__}: {e}") from e
         self.n, self.seq_len = self.counts.bins, self.counts.seq_len
@@ -130,8 +131,11 @@ class PackedSamples:
         Raises:
             DataError: the index has changed, or cannot be read any more.
         """
-        first, last = self._offsets.read(sample, 2).tolist()
-        return self._spans.read(first, last - first).tolist()
+        try:
+            first, last = self._offsets.read(sample, 2).tolist()
+            return self._spans.read(first, last - first).tolist()
+        except (OSError, ValueError) as e:
+            raise _unusable_index(self.folder, f"{type(e).__name__}: {e}") from e
 
     def read(self, sample: int) -> np.ndarray:
         """Read a sample; see `Samples.read`."""
@@ -244,30 +248,6 @@ def _pieces_of(
             ends = np.append(ends, tokens)
         yield cuts.cut(ends, until)
         report(until)
-
-
-class _HashedFile:
-    """A file of records, of which each block is held against its hash once, before it is used."""
-
-    def __init__(self, path: Path, dtype: np.dtype[Any], hashes: list[str]) -> None:
-        self._path, self._dtype, self._hashes = path, dtype, hashes
-        self._checked = np.zeros(len(hashes), bool)
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Read some records."""
-        offset, size = first * self._dtype.itemsize, count * self._dtype.itemsize
-        try:
-            with self._path.open("rb", buffering=0) as file:
-                for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
-                    if not self._checked[block]:
-                        content = os.pread(file.fileno(), BLOCK_BYTES, block * BLOCK_BYTES)
-                        if block_hash(content) != self._hashes[block]:
-                            raise ValueError(f"{self._path.name} has changed")
-                        self._checked[block] = True
-                content = os.pread(file.fileno(), size, offset)
-            return np.frombuffer(content, self._dtype, count=count)
-        except (OSError, ValueError) as e:
-            raise _unusable_index(self._path.parent, f"{type(e).__name__}: {e}") from e
 
 
 def _unusable_index(folder: Path, saw: str) -> DataError:

@@ -9,7 +9,7 @@ holds cannot be seen from here: after it has changed there, delete its folder.)
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +19,9 @@ import numpy as np
 from titanlite.config.schema import Data
 from titanlite.data.cache import lock_of, make_once, unfinished_of
 from titanlite.data.cache_folder import (
-    Stamps,
+    Preparation,
     check_cache_is_outside,
-    inputs_hash,
     max_tokens_of,
-    shard_folder,
     unusable_cache,
 )
 from titanlite.data.corpus import Corpus
@@ -34,7 +32,7 @@ from titanlite.data.shard_writer import ShardWriter
 from titanlite.data.shards import Meta, Shard
 from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
-from titanlite.data.token_files import check_ids, require_separator, scan, token_dtype
+from titanlite.data.token_files import require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, few_ids, load_tokenizer, rows_for
 from titanlite.data.unfinished import PROGRESS, empty, end, read_wanted, want, wanted_of
 from titanlite.errors import DataError, Problem, describe
@@ -46,101 +44,54 @@ _ALL = 1 << 62  # tokens to ask for, of who needs all there are
 _PAUSE_SECONDS = 0.2  # between looks at how far training is
 
 
-@dataclass(frozen=True)
-class Preparation:
-    """Say what is to be prepared, how, and where its shards are to be: everything that can be said beforehand."""
+def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] | None = None) -> None:
+    """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
 
-    source: Source
-    data: Data
-    vocab_size: int
-    tokenizer: Tokenizer | None  # None: token files
-    dtype: str
-    stamps: Stamps
-    folder: Path
+    Args:
+        planned: what they are.
+        progress: shows how far it is.
+        lead: returns how many tokens may be there by now, given the folder; None: there is no limit.
 
-    @property
-    def terms(self) -> str:
-        """Return what decides whether it fails, besides what decides the folder."""
-        limits = f"data.max_bad_records = {self.data.max_bad_records}, max_record_mib = {self.data.max_record_mib}"
-        return f"{self.source.key}, {limits}"
+    Raises:
+        DataError: anything about source, records or cache folder.
+    """
+    total = None if planned.max_tokens else planned.source.n_bytes()
 
-    @property
-    def inputs(self) -> str:
-        """Return a hash of what the tokens are made of; see `inputs_hash`."""
-        return inputs_hash(self.source, self.data, self.tokenizer, self.dtype, self.stamps)
-
-    @property
-    def separator(self) -> int | None:
-        """Return the id that ends each document; None where that is not known."""
-        return self.tokenizer.separator_id if self.tokenizer else self.data.separator_id
-
-    def open(self, grows: bool = False) -> Corpus:
-        """Open the shards, which are there, or of a corpus that `grows` still being made.
-
-        Raises:
-            DataError: they cannot be read, or do not fit this run.
-        """
-        return Corpus(
-            self.folder,
-            grows=grows,
-            source=self.source.name,
-            key=self.source.key,
-            terms=self.terms,
-            data=self.data,
-            tokenizer=self.tokenizer.fingerprint if self.tokenizer else "",
-            files=self.source.count,
-            separator=self.separator,
-            inputs=self.inputs,
-            check=lambda meta: check_meta(meta, self.data, self.vocab_size, self.source.key),
-        )
-
-    def make(self, progress: Progress, lead: Callable[[Path], int] | None = None) -> None:
-        """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
-
-        Args:
-            progress: shows how far it is.
-            lead: returns how many tokens may be there by now, given the folder; None: there is no limit.
-
-        Raises:
-            DataError: anything about source, records or cache folder.
-        """
-        total = None if max_tokens_of(self.source, self.data) else self.source.n_bytes()
-
-        def make(unfinished: Path, report: Callable[[int], None]) -> None:
-            def on_retry(line: str) -> None:  # also a sign of life
-                progress.say(line)
-                os.utime(lock_of(self.folder))
-
-            try:
-                wanted_of(unfinished).unlink(missing_ok=True)  # of an earlier start; who waits asks again
-                if self.tokenizer is None:
-                    meta = scan(self.source, self.dtype, report)
-                else:
-                    with telling(on_retry):
-                        meta = _Tokenizing(self, self.tokenizer, unfinished, progress, report, lead).run()
-                if self.source.stamps() != self.stamps:
-                    saw = f"{self.source.name!r}, whose files changed during reading"
-                    empty(unfinished)
-                    want = "files that do not change meanwhile"
-                    raise DataError.of("data", self.source.key, saw, want, "run again")
-                meta.write(unfinished)
-            except OSError as e:  # those who wait for it are to know why
-                raise unusable_cache(self.data, e) from e
-
-        def on_wait() -> None:  # who makes it may wait for readers, and this is none
-            if lead is None and (wanted := read_wanted(unfinished_of(self.folder))) < _ALL:
-                want(unfinished_of(self.folder), _ALL)
-                if wanted:
-                    progress.say(f"{self.source.name}: a run tokenizes it in the background; now to its end")
+    def fill(unfinished: Path, report: Callable[[int], None]) -> None:
+        def on_retry(line: str) -> None:  # also a sign of life
+            progress.say(line)
+            os.utime(lock_of(planned.folder))
 
         try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
-            make_once(self.folder, make, self.terms, progress, total, on_wait)
-            with suppress(OSError):  # of a cache that may only be read
-                end(self.folder)  # once it has its name: until then, a restart needs these files
-                wanted_of(unfinished_of(self.folder)).unlink(missing_ok=True)
-        except OSError as e:
-            raise unusable_cache(self.data, e) from e
+            wanted_of(unfinished).unlink(missing_ok=True)  # of an earlier start; who waits asks again
+            if planned.tokenizer is None:
+                meta = scan(planned.source, planned.dtype, report)
+            else:
+                with telling(on_retry):
+                    meta = _Tokenizing(planned, planned.tokenizer, unfinished, progress, report, lead).run()
+            if planned.source.stamps() != planned.stamps:
+                saw = f"{planned.source.name!r}, whose files changed during reading"
+                empty(unfinished)
+                want = "files that do not change meanwhile"
+                raise DataError.of("data", planned.source.key, saw, want, "run again")
+            meta.write(unfinished)
+        except OSError as e:  # those who wait for it are to know why
+            raise unusable_cache(planned.data, e) from e
+
+    def on_wait() -> None:  # who makes it may wait for readers, and this is none
+        if lead is None and (wanted := read_wanted(unfinished_of(planned.folder))) < _ALL:
+            want(unfinished_of(planned.folder), _ALL)
+            if wanted:
+                progress.say(f"{planned.source.name}: a run tokenizes it in the background; now to its end")
+
+    try:
+        planned.folder.parent.mkdir(parents=True, exist_ok=True)
+        make_once(planned.folder, fill, planned.terms, progress, total, on_wait)
+        with suppress(OSError):  # of a cache that may only be read
+            end(planned.folder)  # once it has its name: until then, a restart needs these files
+            wanted_of(unfinished_of(planned.folder)).unlink(missing_ok=True)
+    except OSError as e:
+        raise unusable_cache(planned.data, e) from e
 
 
 def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Preparation:
@@ -168,9 +119,7 @@ def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Token
         dtype = token_dtype(source, data, vocab_size)
     else:
         dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    stamps = source.stamps()
-    folder = shard_folder(source, data, tokenizer, dtype, stamps)
-    return Preparation(source, data, vocab_size, tokenizer, dtype, stamps, folder)
+    return Preparation(source, data, vocab_size, tokenizer, dtype, source.stamps())
 
 
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> Corpus:
@@ -192,14 +141,13 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
         DataError: anything about source, tokenizer, records or cache folder.
     """
     planned = plan_preparation(source, data, vocab_size, key)
-    max_tokens = max_tokens_of(planned.source, data)
-    title = f"preparing {source}" + (f", data.max_tokens {max_tokens:,}" if max_tokens else "")
+    title = f"preparing {source}" + (f", data.max_tokens {planned.max_tokens:,}" if planned.max_tokens else "")
     notice = whole_from_hub(planned.source, data)
     n_bytes = 0 if planned.source.key.startswith("data.") else planned.source.n_bytes() or 0
     if data.prepare == "background" and n_bytes >= _LARGE_BYTES:
         notice = f"{key} = {source!r} has {n_bytes / 1e6:,.0f} MB, which are tokenized before the first step"
-    planned.make(Progress(title, progress, notice))
-    return planned.open()
+    make(planned, Progress(title, progress, notice))
+    return Corpus(planned.folder, planned)
 
 
 def whole_from_hub(source: Source, data: Data) -> str:
@@ -239,14 +187,6 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fal
         raise DataError.of("data", "model.vocab_size", str(vocab_size), want, fix)
 
 
-def check_meta(meta: Meta, data: Data, vocab_size: int, key: str) -> None:
-    """Hold shards against the limits of this run: they may have been made for one with others."""
-    Tally(meta.source, key, data.max_bad_records, n_bad=meta.n_bad_records, bad=list(meta.bad_records)).check()
-    check_ids(meta, vocab_size, key)
-    if not meta.tokens:
-        raise no_text(meta.source, key, meta.bad_records)
-
-
 def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
     """Return warnings: of bad records which were skipped, of text that the tokenizer does not know, and of token files
     with few of the model's ids.
@@ -272,12 +212,6 @@ def named_bad_records(meta: Meta) -> list[str]:
     return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
-def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
-    """Make the error to raise where a source holds no text."""
-    saw = f"{source!r}, which holds no text" + (f" but bad records, as {bad[0]}" if bad else "")
-    return DataError.of("data", key, saw, "at least one document", "give another source")
-
-
 def new_tally(source: Source, data: Data, notify: Callable[[str], object] = lambda line: None) -> Tally:
     """Return the tally of a source that is yet to be read."""
     limit, most = data.max_bad_records, data.max_record_mib
@@ -298,7 +232,7 @@ class _Tokenizing:
     def run(self) -> Meta:
         """Write them, behind those that are there from an earlier start."""
         source, data = self.planned.source, self.planned.data
-        max_tokens, self._tally = max_tokens_of(source, data), new_tally(source, data, self.progress.say)
+        self._tally = new_tally(source, data, self.progress.say)
         self._tally.on_progress = self._on_progress
         is_begun = (self.folder / PROGRESS).exists()
         with ShardWriter(self.folder, self.planned.dtype) as self._writer:
@@ -309,7 +243,7 @@ class _Tokenizing:
             elif is_begun:
                 self.progress.say(f"{source.name}: what an earlier start has left is damaged, and is made anew")
             self._published = time.monotonic()
-            for batch in encode(source, data.text_key, self.tokenizer, self._tally, max_tokens):
+            for batch in encode(source, data.text_key, self.tokenizer, self._tally, self.planned.max_tokens):
                 for encoded in batch:
                     self._writer.write(encoded.ids)
                     if encoded.ends:
@@ -352,6 +286,6 @@ class _Tokenizing:
             n_bad_records=tally.n_bad,
             bad_records=tuple(tally.bad),
             skipped=tuple(tally.skipped),
-            max_tokens=max_tokens_of(self.planned.source, self.planned.data) if tally.is_cut else 0,
+            max_tokens=self.planned.max_tokens if tally.is_cut else 0,
             n_unknown=tally.n_unknown,
         )

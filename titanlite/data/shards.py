@@ -7,10 +7,13 @@ into equal pieces, its last token being the target of the one before.
 """
 
 import dataclasses
+import errno
 import hashlib
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, get_origin
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -32,7 +35,12 @@ class Shard:
     tokens: int
     max_id: int  # -1 if there are no tokens
     max_at: int  # where it occurs first in the file, in tokens
-    hashes: tuple[str, ...] = ()  # xxh3 of each block; none in files of before they were written
+    hashes: tuple[str, ...]  # xxh3 of each block
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> "Shard":
+        """Return what a file says of a shard."""
+        return cls(**{**content, "hashes": tuple(content["hashes"])})
 
 
 @dataclass(frozen=True)
@@ -62,9 +70,7 @@ class Meta:
     @property
     def tokens_per_byte(self) -> float | None:
         """Return tokens, separators included, per byte of the documents' text, which has none; None: not known."""
-        is_bytes = self.tokenizer == "bytes"  # whose shards know it though they are of before it was written
-        n_bytes = self.text_bytes or (self.tokens - self.documents if is_bytes else 0)
-        return self.tokens / n_bytes if n_bytes else None
+        return self.tokens / self.text_bytes if self.text_bytes else None
 
     def write(self, folder: Path) -> None:
         """Write meta.json, to be readable after a power cut."""
@@ -80,25 +86,80 @@ class Meta:
             DataError: it is missing, or not what this version writes.
         """
         try:
-            content = without_hash(read_json(folder / "meta.json"), is_required=False)
+            content = without_hash(read_json(folder / "meta.json"))
             if content["version"] != VERSION:
                 raise ValueError(f"version {content['version']}")
             for name in ("bad_records", "skipped"):
                 content[name] = tuple(content[name])
-            shards = [s | {"hashes": tuple(s.get("hashes", ()))} for s in content["shards"]]
-            content["shards"] = tuple(typed(Shard(**s)) for s in shards)
-            meta = typed(cls(**content))
-            if meta.dtype not in ("uint16", "uint32"):
-                raise ValueError(f"dtype {meta.dtype!r}")
-            for s in meta.shards:
-                if s.hashes and len(s.hashes) != n_blocks(s, meta.dtype):
-                    raise ValueError(f"{len(s.hashes)} hashes of {s.path}")
-            return meta
+            content["shards"] = tuple(map(Shard.of, content["shards"]))
+            return cls(**content)
         except (OSError, ValueError, TypeError, KeyError) as e:
             if isinstance(e, OSError) and not isinstance(e, FileNotFoundError):
                 raise shard_unreadable(folder, e) from e
             want = f"a folder of token shards with a meta.json of version {VERSION}"
             raise damaged(folder, f"{type(e).__name__}: {e}", want) from e
+
+
+class ChangedFileError(ValueError):
+    """A file holds something else than was written."""
+
+
+class HashedFile:
+    """A file of numbers, of which each block is held against its hash once, before it is used.
+
+    Args:
+        path: of the file.
+        dtype: of its numbers.
+        hashes: of its blocks; none of a file that is still written.
+        n: its numbers; None: not known.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype[Any], hashes: Sequence[str], n: int | None = None) -> None:
+        self.path, self._dtype, self._hashes = path, dtype, hashes
+        self._size = None if n is None else n * dtype.itemsize
+        self.checked = np.zeros(len(hashes), bool)  # blocks known to be right
+
+    def read(self, first: int, count: int) -> np.ndarray:
+        """Read some numbers.
+
+        Raises:
+            ChangedFileError: they are not those that were written.
+            OSError: they cannot be read.
+        """
+        offset, size = first * self._dtype.itemsize, count * self._dtype.itemsize
+        with open(self.path, "rb", buffering=0) as file:
+            if self._hashes:
+                for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
+                    self._check(file.fileno(), block)
+            content = os.pread(file.fileno(), size, offset)
+            self._check_size(os.fstat(file.fileno()).st_size)  # after reading: what was read is whole
+        return np.frombuffer(content, self._dtype)
+
+    def check(self, block: int) -> None:
+        """Hold a block against its hash; see `read`."""
+        with open(self.path, "rb", buffering=0) as file:
+            self._check(file.fileno(), block)
+
+    def check_size(self) -> None:
+        """Hold the size of the file against what it should be; see `read`."""
+        if not self.path.is_file():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+        self._check_size(self.path.stat().st_size)
+
+    def _check_size(self, size: int) -> None:
+        if self._size is not None and (size < self._size or (size > self._size and self._hashes)):
+            raise ChangedFileError(f"{self.path} has {size} bytes, where {self._size} were written")
+
+    def _check(self, file: int, block: int) -> None:
+        if self.checked[block]:
+            return
+        start = block * BLOCK_BYTES
+        content = os.pread(file, BLOCK_BYTES, start)
+        self._check_size(os.fstat(file).st_size)
+        if block_hash(content) != self._hashes[block]:
+            what = f"bytes {start} to {start + len(content)} are not those that were written"
+            raise ChangedFileError(f"{self.path} has changed: {what}")
+        self.checked[block] = True
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":
@@ -147,27 +208,6 @@ def sample_count(
         fix = f"{more}, or a smaller training.seq_len{or_batch}"
         raise DataError.of("data", key, saw, want, fix)
     return n_samples
-
-
-def n_blocks(shard: Shard, dtype: str) -> int:
-    """Return the blocks of a shard that have a hash each."""
-    return -(-shard.tokens * np.dtype(dtype).itemsize // BLOCK_BYTES)
-
-
-T = TypeVar("T")
-
-
-def typed(read: T) -> T:
-    """Return a dataclass that was read, if its values have the types of their fields.
-
-    Raises:
-        TypeError: one has not.
-    """
-    for field in dataclasses.fields(read):  # pyright: ignore[reportArgumentType]
-        value, kind = getattr(read, field.name), get_origin(field.type) or field.type
-        if type(value) is not kind:
-            raise TypeError(f"{field.name} is {value!r}")
-    return read
 
 
 def shard_unreadable(folder: Path, e: OSError) -> DataError:

@@ -140,7 +140,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
             report(n_bytes)
         shards.append(Shard(str(file), tokens, max_id, max_at, tuple(hashes)))
         was = prepared.get(file)
-        if was is not None and (was.tokens != tokens or was.hashes not in ((), tuple(hashes))):
+        if was is not None and (was.tokens != tokens or was.hashes != tuple(hashes)):
             saw = f"{source.name!r}: {file}, which is not what was prepared as {file.parent / 'meta.json'} says"
             raise _ids_error(source, saw, "shards as they were written", "copy them again, or delete that meta.json")
     return Meta(source.name, "", dtype, tuple(shards), digest.hexdigest(), input_bytes=n_bytes)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from titanlite.data.shards import BLOCK_BYTES, VERSION, Shard, block_hash, token_hash, typed
+from titanlite.data.shards import BLOCK_BYTES, VERSION, Shard, block_hash, token_hash
 from titanlite.durable import read_plain, write_durably
 from titanlite.json_file import parse_json, with_hash, without_hash
 
@@ -62,15 +62,13 @@ def read_shard(folder: Path, number: int) -> Shard:
         OSError: it is not there, or cannot be read.
         ValueError: it is damaged, as TypeError and KeyError.
     """
-    content = without_hash(parse_json(read_plain((folder / shard_name(number)).with_suffix(".json"))))
-    content["hashes"] = tuple(content["hashes"])
-    return typed(Shard(**content))
+    return Shard.of(without_hash(parse_json(read_plain((folder / shard_name(number)).with_suffix(".json")))))
 
 
 def read_made(folder: Path) -> Made | None:
     """Read how far a folder is; None if it does not say so, as before its first document and when it is done."""
     try:
-        made = typed(Made(**without_hash(parse_json(read_plain(folder / PROGRESS)))))
+        made = Made(**without_hash(parse_json(read_plain(folder / PROGRESS))))
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return made if made.version == VERSION else None

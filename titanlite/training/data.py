@@ -154,13 +154,8 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
             console.notice(f"{key} is tokenized in the background; {is_ahead}")
             receipt.add(growing_entry(key, source))
             continue
-        if any(shard.tokens and not shard.hashes for shard in source.meta.shards):
-            what = "its token shards are of a version without hashes: of damage, only ids that are too large are found"
-            console.notice(f"{key}: {what}; delete {source.folder}, and they are made again")
         if key in data.held_out and source.meta.tokens_per_byte is None:
             why = "token files do not say the bytes of their text"
-            if source.meta.tokenizer:
-                why = f"its token shards are of a version that did not count them; delete {source.folder}"
             console.notice(f"{key}: the bytes of its text are not known, nor bits per byte: {why}")
         receipt.add(data_entry(key, source.meta))
         for text in data_warnings(key, source.meta, asked.dims.vocab_size):

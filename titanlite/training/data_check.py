@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.data.corpus import Corpus
@@ -67,11 +68,12 @@ class DataCheck:
         place = int(os.environ.get("LOCAL_RANK", "0")) % n_ranks  # by launcher, whose ranks see the same files
         growing = [corpus for corpus in self._corpora if not corpus.is_whole]
         for corpus in (corpus for corpus in self._corpora if corpus not in growing):
-            n_blocks = len(corpus.checked)
-            for block in range(place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks):
+            n_blocks = sum(1 for _ in corpus.blocks())
+            own = islice(corpus.blocks(), place * n_blocks // n_ranks, (place + 1) * n_blocks // n_ranks)
+            for file, block in own:
                 if self._closing.is_set():
                     return
-                corpus.check(block)
+                corpus.check(file, block)
                 for other in growing:
                     other.poll()
         while growing := [corpus for corpus in growing if not corpus.is_whole]:  # just written, in this run

@@ -29,7 +29,7 @@ N_BLOCKS = 40
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Shards of 40 small blocks."""
     monkeypatch.setattr(titanlite.data.shards, "BLOCK_BYTES", 64)
-    assert len(make_shards(tmp_path / "s", np.arange(1000)).checked) == N_BLOCKS
+    assert len([*make_shards(tmp_path / "s", np.arange(1000)).blocks()]) == N_BLOCKS
     return tmp_path / "s"
 
 
@@ -53,7 +53,7 @@ def test_the_ranks_of_a_launcher_check_each_block_once(
         check = DataCheck([shards])
         check._checking.result()
         n_hashed = len(hashed)
-        assert shards.checked.sum() == n_hashed
+        assert sum(file.checked[block] for file, block in shards.blocks()) == n_hashed
         assert np.array_equal(shards.read(0, 1000), np.arange(1000))
         assert len(hashed) == N_BLOCKS
         check.tell()
@@ -163,7 +163,7 @@ def test_a_step_waits_for_no_other_rank_because_of_the_check(desk: "Desk") -> No
         titanlite.data.shards.BLOCK_BYTES = 128
         gather, check = dist.all_gather_object, Corpus.check
         dist.all_gather_object = lambda *given: (print("gathers"), gather(*given))
-        Corpus.check = lambda self, block: (time.sleep(0.02), check(self, block))  # longer than the run
+        Corpus.check = lambda self, *block: (time.sleep(0.02), check(self, *block))  # longer than the run
 
     flags = [f"--data.cache_dir={desk.folder}/slow", "--validation.enable=false"]
     runs = [desk.run(f"{n} steps", 2, *flags, f"--job.stop_after={n}", plant=plant) for n in (2, 6)]

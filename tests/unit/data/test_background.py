@@ -21,7 +21,7 @@ from titanlite.config.schema import Data
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.cache import unfinished_of
 from titanlite.data.corpus import Corpus
-from titanlite.data.prepare import plan_preparation, prepare
+from titanlite.data.prepare import make, plan_preparation, prepare
 from titanlite.data.progress import Progress
 from titanlite.data.samples import ConcatenatedSamples, samples_in_order
 from titanlite.data.unfinished import read_made, read_wanted, want, wanted_of
@@ -240,9 +240,8 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
             go_on.wait(60)
         return 10**12
 
-    thread = threading.Thread(
-        target=lambda: plan_preparation(source, data, 256, KEY).make(Progress("", enable=False), pause)
-    )
+    planned = plan_preparation(source, data, 256, KEY)
+    thread = threading.Thread(target=make, args=(planned, Progress("", enable=False), pause))
     thread.start()
     assert is_there.wait(60)
     text = shards.read(150_000, 200_000)
@@ -385,11 +384,8 @@ def test_who_needs_all_is_not_held_up_by_a_lead(tmp_path: Path, monkeypatch: pyt
 
     (tmp_path / "cache").mkdir()
     want(unfinished_of(shards.folder), 10**12)  # of an earlier run: not this one's
-    makers = [
-        threading.Thread(
-            target=plan_preparation(source, data, 256, KEY).make, args=(Progress("", enable=False), lead), daemon=True
-        )
-    ]
+    planned = plan_preparation(source, data, 256, KEY)
+    makers = [threading.Thread(target=make, args=(planned, Progress("", enable=False), lead), daemon=True)]
     makers[0].start()
     assert begun.wait(10)
     time.sleep(0.3)

@@ -79,8 +79,7 @@ def test_bytes_of_the_text_are_those_of_good_documents(tmp_path: Path, monkeypat
     meta = prepare_here(tmp_path, source, max_bad_records=1).meta
     assert meta.text_bytes == 8 + 10  # ö and ß are two bytes each
     assert meta.tokens_per_byte == (18 + 2) / 18
-    assert replace(meta, text_bytes=0).tokens_per_byte == (18 + 2) / 18  # of shards from before it was written
-    assert replace(meta, text_bytes=0, tokenizer="tokenizer.json").tokens_per_byte is None
+    assert replace(meta, text_bytes=0).tokens_per_byte is None  # of token files
 
 
 def test_bytes_of_the_text_end_where_max_tokens_cuts_it(tmp_path: Path) -> None:
@@ -202,14 +201,6 @@ def test_max_tokens_is_for_text_that_is_trained_on(tmp_path: Path) -> None:
             DataError, match=r"data.max_tokens = 5\n.*want: 0 for token files such as '.*a\.bin', which are used whole"
         ):
             check()
-
-
-def test_shards_of_before_max_tokens_are_read(tmp_path: Path) -> None:
-    shards = prepare_here(tmp_path, write_texts(tmp_path / "in", "one"))
-    meta = json.loads((shards.folder / "meta.json").read_text())
-    del meta["max_tokens"], meta["hash"]
-    (shards.folder / "meta.json").write_text(json.dumps(meta))
-    assert Corpus(shards.folder).meta == shards.meta
 
 
 def test_all_of_the_hub_is_told_beforehand(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
