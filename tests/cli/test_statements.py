@@ -167,7 +167,6 @@ def _() -> Iterator[str]:
     span, offset = (of(f"data.packing:_{name}").itemsize for name in ("SPAN", "OFFSET"))
     yield f"the plan lies beside the shards, {span} bytes a document and {offset} a sample"
     yield f"name the first {WORDS[of('data.tally:_LISTED')]}"
-    yield f"unpacks to more than {of('data.tally:_NO_TEXT')[0]} times its size"
     yield f"more than {2 * of('data.encode:_PIECE_CHARACTERS') // 10_000},0000 characters".replace(",0000", "0,000")
     yield f"{of('data.encode:_AROUND_CHARACTERS')} characters on both sides"
     yield f"goes on at the block of {of('data.remote:_BLOCK_BYTES') >> 20} MiB in which it broke"

@@ -15,9 +15,8 @@ from titanlite.config.held_out import held_out_sources
 from titanlite.config.stages import least_samples, source_keys, trained_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import many_epochs
-from titanlite.data.packing import PackingCounts, count_packing, documents_in_words, open_packed
+from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words, open_samples
 from titanlite.data.prepare import prepare
-from titanlite.data.shards import sample_count
 from titanlite.data.windows import order_in_words
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
@@ -45,15 +44,13 @@ def run(argv: Sequence[str]) -> int:
         shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
         counts, packing = None, ""
         if key in trained_keys(config):
-            unit_len, meta = checked.table.unit_len, shards.meta
-            packed = open_packed(shards, config.data, unit_len, True) if config.data.packing == "best_fit" else None
-            least = least_samples(config, sequences_per_step(config, None) or 1, unit_len)
-            if packed is None or packed.n < least:
-                n = sample_count(meta.source, meta.tokens, unit_len, least, key, meta.max_tokens)
-            else:
-                n = packed.n
-            counts = packed.counts if packed else None
-            if counts is None and shards.separator is not None:
+            unit_len = checked.table.unit_len
+            samples = open_samples(shards, config.data, unit_len, progress=True)
+            samples.require(least_samples(config, sequences_per_step(config, None) or 1, unit_len), key)
+            n = samples.n or 0
+            if isinstance(samples, PackedSamples):
+                counts = samples.counts
+            elif shards.separator is not None:
                 counts = count_packing(shards, unit_len, shards.separator)
             packing = _packing(shards, counts, config.data.packing)
             if window := config.data.shuffle_window:

@@ -78,11 +78,7 @@ class BackgroundPreparation:
 
 
 def open_growing(source: str, data: Data, vocab_size: int, key: str) -> Corpus:
-    """Open what is there of a source's shards. Token files, which are used where they lie, are made ready at once.
-
-    Raises:
-        DataError: as `prepare` says, of what is seen beforehand.
-    """
+    """Open what is there of a source's shards. Token files, which are used where they lie, are made ready at once."""
     planned = plan_preparation(source, data, vocab_size, key)
     if planned.tokenizer is None or source.startswith("memory://"):  # which is of this process
         make(planned, Progress(f"reading {source}", enable=False))

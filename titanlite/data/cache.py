@@ -105,11 +105,7 @@ def failed_start(terms: str) -> str:
 
 
 def say_failed(folder: Path, terms: str, error: object) -> None:
-    """Say in the lock file why a folder could not be made, unless somebody makes it.
-
-    Raises:
-        OSError: the lock file cannot be written.
-    """
+    """Say in the lock file why a folder could not be made, unless somebody makes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = open_plain(lock_of(folder), os.O_RDWR | os.O_CREAT)
     try:

@@ -52,10 +52,6 @@ def left_out(source: Source) -> list[str]:
         return []
     splits = [files for one in found.builder_configs for files in (one.data_files or {}).values()]
     chosen = {Path(f).resolve() for files in splits for f in files}
-    if twice := [f for f, n in Counter(Path(f).resolve() for files in splits for f in set(files)).items() if n > 1]:
-        saw = f"{source.name!r}, a folder of which `datasets` reads {len(twice)} files twice, as {twice[0]}"
-        fix = "delete the links to it, or name the files without hf:"
-        raise DataError.of("data", source.key, saw, "each file once", fix)
     # All but what `datasets` never reads: hidden files, folders named as __pycache__, its own descriptions.
     names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
     own = (Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md")
@@ -73,9 +69,6 @@ def builder_of(source: Source) -> "DatasetBuilder":
 
     Returns:
         The builder; nothing but descriptions has been read.
-
-    Raises:
-        DataError: the hub cannot be reached, and the library would take what it has kept of another time.
     """
     from datasets import load_dataset_builder
 

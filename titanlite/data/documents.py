@@ -56,7 +56,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
     for number, file in enumerate(source.files):
         if number < tally.file:
             continue
-        passed = tally.begin(number, file)
+        passed = tally.begin(number)
         try:
             if ending(file) in JSON_LINES:
                 yield from _jsonl_documents(file, text_key, tally, passed)
@@ -75,9 +75,6 @@ def check_text_key(source: Source, data: Data) -> None:
     """Look for the field of the text at the beginning of a source: in a fraction of a second, whatever its size.
 
     Of the .parquet files the first one's columns are looked at, of the .jsonl files the first one's first mebibyte.
-
-    Raises:
-        DataError: it is not there, more often than data.max_bad_records allows, or that file cannot be read.
     """
     if source.kind != "text":
         return
@@ -145,7 +142,7 @@ def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
     with file.open("rb") as data:
         while chunk := data.read(_BLOCK_BYTES):
             tally.n_bytes += len(chunk)
-            tally.unpack(len(chunk))
+            tally.read(len(chunk))
             yield decoder.decode(chunk)
 
 
@@ -171,13 +168,11 @@ def _record_lines(file: SourceFile, tally: Tally, passed: int) -> Iterator[tuple
         while piece := stream.readline(_BLOCK_BYTES if is_rest else most + 1):
             number += not is_rest
             is_large = (is_rest or len(piece) > most) and not piece.endswith(b"\n")
+            tally.read(len(piece))
             if number > passed:
                 tally.n_bytes = tally.start + n_read()
-                tally.unpack(len(piece))
                 if not is_rest:
                     yield number, None if is_large else piece
-            else:
-                tally.pass_over(len(piece))
             is_rest = is_large
 
 
@@ -232,7 +227,7 @@ def _parquet_documents(file: SourceFile, text_key: str, tally: Tally, key: str, 
             row += 1
             n_bytes, tally.record = text_bytes(value), row
             tally.n_bytes = tally.start + size * row // max(row, n_rows)
-            tally.unpack(n_bytes)
+            tally.read(n_bytes)
             if n_bytes > tally.max_record_mib << 20:
                 tally.add_large(f"{file}:{row}")
                 if tally.is_ended:
@@ -270,7 +265,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             for document in _record_document(f"{source.name}:{number}", row, text_key, tally):
                 n_bytes = sum(len(text.encode()) for text in document.blocks)
                 tally.n_bytes += n_bytes
-                tally.unpack(n_bytes)
+                tally.read(n_bytes)
                 yield document
             if tally.is_ended:
                 return

@@ -15,10 +15,10 @@ from titanlite.config.held_out import held_out_sources
 from titanlite.config.schema import Config, Data
 from titanlite.config.stages import least_samples, longest_seq_len, source_keys
 from titanlite.data.cache_folder import (
+    Preparation,
     check_cache_is_folder,
     check_cache_is_outside,
     is_folder,
-    max_tokens_of,
     no_text,
     unusable_cache,
 )
@@ -26,17 +26,18 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import require_target
 from titanlite.data.documents import check_text_key, documents
 from titanlite.data.encode import encode
-from titanlite.data.packing import PackedSamples, index_folder
+from titanlite.data.packing import prepared_samples
 from titanlite.data.prepare import (
     check_used_whole,
     check_vocabulary,
     data_warnings,
+    meta_of,
     new_tally,
     preparation_of,
 )
 from titanlite.data.shards import Meta, Shard, sample_count
 from titanlite.data.sources import CODECS, Source, resolve
-from titanlite.data.token_files import first_ids, require_separator, scan, token_dtype
+from titanlite.data.token_files import first_ids, require_separator, scan
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
 from titanlite.errors import DataError
@@ -119,38 +120,33 @@ def check_inputs(
             check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
 
     def check_source(key: str, at_least: int | None) -> None:
-        source, counted = found[key], None
+        source, meta = found[key], None
         check_used_whole(source, config.data)
         used = None if source.kind == "tokens" else tokenizer
         # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
-        if vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens"):
-            planned = preparation_of(source, config.data, vocab_size, used)
-            if is_folder(planned.folder):
-                shards[key] = Corpus(planned.folder, planned)
-                said = data_warnings(key, shards[key].meta, vocab_size)
-                counted = shards[key].tokens, shards[key].meta.max_tokens, said
-        if counted is None:
-            counted = _count_if_small(source, config.data, tokenizer, vocab_size)
-        if counted is not None:
-            tokens[key], max_tokens, said = counted
-            warnings.extend(said)
+        fits = vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens")
+        planned = preparation_of(source, config.data, vocab_size or 0, used) if used or fits else None
+        if planned and fits and is_folder(planned.folder):
+            shards[key] = Corpus(planned.folder, planned)
+            meta = shards[key].meta
+        meta = meta or _read_if_small(source, config.data, planned)
+        if meta is not None:
+            tokens[key] = meta.tokens
+            warnings.extend(data_warnings(key, meta, vocab_size or 0))
             seq_len = config.training.seq_len if key.startswith("validation.") else unit_len
             if config.data.packing == "best_fit" and not key.startswith("validation."):
                 # How many samples it makes is known once it is packed; until then, its start says so.
-                own = shards.get(key)
-                if own is not None and own.separator is not None and at_least is not None:
-                    index = index_folder(own, seq_len, own.separator)
-                    if index.is_dir():
-                        PackedSamples(own, index).require(at_least, key)
+                samples = prepared_samples(shards[key], config.data, seq_len) if key in shards else None
+                if samples is not None and at_least is not None:
+                    samples.require(at_least, key)
             elif at_least is not None:
-                sample_count(source.name, tokens[key], seq_len, at_least, key, max_tokens)
-        if source.kind == "tokens" and config.data.separator_id is not None and vocab_size is not None:
-            dtype = token_dtype(source, config.data, vocab_size)
-            if text := require_separator(source, dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
+                sample_count(source.name, meta.tokens, seq_len, at_least, key, meta.max_tokens)
+        if planned is not None and source.kind == "tokens" and config.data.separator_id is not None:
+            if text := require_separator(source, planned.dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
                 warnings.append(text)
             read = _validated(config, tokens.get(key, 0), sequences) if key.startswith("validation.") else 0
             if config.data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # of more, the start says so
-                require_target(first_ids(source, dtype, read), config.data.separator_id, source.name, key)
+                require_target(first_ids(source, planned.dtype, read), config.data.separator_id, source.name, key)
 
     for key, (name, _) in sources.items():
         attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
@@ -189,36 +185,28 @@ def check_cache(inputs: Inputs, data: Data) -> None:
             raise unusable_cache(data, e) from e
 
 
-def _count_if_small(
-    source: Source, data: Data, tokenizer: Tokenizer | None, vocab_size: int | None
-) -> tuple[int, int, list[str]] | None:
-    """Read what is small; of token files, look at the sizes of all. Return the number of tokens, if that shows it,
-    data.max_tokens if that leaves something out, else 0, and what a run would warn of.
-    """
-    max_tokens, n_bytes = max_tokens_of(source, data), source.n_bytes()
+def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> Meta | None:
+    """Read what is small, and say what meta.json would; of larger token files, how many tokens they have."""
+    n_bytes = source.n_bytes()
     check_text_key(source, data)
     is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
     is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
-    if source.kind == "tokens":
-        if vocab_size is None or n_bytes is None:
-            return None
-        planned, warnings = preparation_of(source, data, vocab_size, None), list[str]()
+    if source.kind == "tokens" and planned is not None and n_bytes is not None:
         if is_small:
-            planned.check(found := scan(source, planned.dtype, lambda _: None))
-            warnings = data_warnings(source.key, found, vocab_size)
-        return n_bytes // np.dtype(planned.dtype).itemsize, 0, warnings
-    if not is_small:
+            planned.check(meta := scan(source, planned.dtype, lambda _: None))
+            return meta
+        all_ids = Shard("", n_bytes // np.dtype(planned.dtype).itemsize, planned.vocab_size - 1, 0, ())
+        return Meta(source.name, "", planned.dtype, (all_ids,), "")
+    if not is_small or source.kind == "tokens":
         return None
     tally = new_tally(source, data)
-    if tokenizer is None:  # which is reported
+    if planned is None or planned.tokenizer is None:  # of the tokenizer, that is reported
         for _ in documents(source, data.text_key, tally):
             pass
         tally.check()
         return None
-    for _ in encode(source, data.text_key, tokenizer, tally, max_tokens):
+    for _ in encode(source, data.text_key, planned.tokenizer, tally, planned.max_tokens):
         pass
     if not tally.n_tokens:
         raise no_text(source.name, source.key, tally.bad)
-    of_text = {"n_bad_records": tally.n_bad, "bad_records": tuple(tally.bad), "n_unknown": tally.n_unknown}
-    meta = Meta(source.name, tokenizer.name, "", (Shard("", tally.n_tokens, -1, 0, ()),), "", **of_text)
-    return tally.n_tokens, max_tokens if tally.is_cut else 0, data_warnings(source.key, meta, vocab_size or 0)
+    return meta_of(planned, tally, (Shard("", tally.n_tokens, -1, 0, ()),), "")

@@ -64,11 +64,7 @@ class Turns:
 
 
 def whole_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Return shares as whole numbers over their common denominator, or the nearest over LONGEST_PERIOD.
-
-    Args:
-        shares: of each source; their sum is 1.
-    """
+    """Return shares as whole numbers over their common denominator, or the nearest over LONGEST_PERIOD."""
     period = math.lcm(*(share.denominator for share in shares))
     if period <= LONGEST_PERIOD:
         return [int(share * period) for share in shares]

@@ -26,6 +26,7 @@ from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.corpus import Corpus
 from titanlite.data.progress import Progress
+from titanlite.data.samples import ConcatenatedSamples
 from titanlite.data.shards import HashedFile, block_hashes
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
@@ -115,7 +116,7 @@ class PackedSamples:
         self.n, self.seq_len = self.counts.bins, self.counts.seq_len
 
     def require(self, least: int, key: str) -> None:
-        """Raise if there are fewer than a run needs; `key` is that of the source, for the message."""
+        """Raise if there are fewer than a run needs; see `samples.Samples.require`."""
         if self.n < least:
             meta = self._shards.meta
             saw = f"{meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
@@ -160,16 +161,6 @@ def pack_documents(shards: Corpus, seq_len: int, separator: int, progress: bool)
     """Open the index of some shards; make it first if it is not there.
 
     Any number of processes may call this at once: one works, the others wait.
-
-    Args:
-        shards: the source.
-        seq_len: tokens of a sample (S).
-        separator: id that ends a document.
-        progress: show a progress bar, or lines where stderr is no terminal.
-
-    Raises:
-        DataError: a shard has changed, or the index is damaged.
-        OSError: the cache cannot be written.
     """
     folder = index_folder(shards, seq_len, separator)
     itemsize = np.dtype(shards.meta.dtype).itemsize
@@ -184,6 +175,21 @@ def pack_documents(shards: Corpus, seq_len: int, separator: int, progress: bool)
     shown = Progress(f"packing {shards.meta.source} for samples of {seq_len:,} tokens", progress)
     make_once(folder, make, "packing", shown, shards.tokens * itemsize)
     return PackedSamples(shards, folder)
+
+
+def open_samples(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples | ConcatenatedSamples:
+    """Open the samples of a source that is trained on, as `data.packing` makes them."""
+    if data.packing == "best_fit":
+        return open_packed(shards, data, seq_len, progress)
+    return ConcatenatedSamples(shards, seq_len)
+
+
+def prepared_samples(shards: Corpus, data: Data, seq_len: int) -> PackedSamples | ConcatenatedSamples | None:
+    """Open the samples of a source as `open_samples` does; None: it is not packed yet."""
+    if data.packing == "concat":
+        return ConcatenatedSamples(shards, seq_len)
+    folder = None if shards.separator is None else index_folder(shards, seq_len, shards.separator)
+    return PackedSamples(shards, folder) if folder and folder.is_dir() else None
 
 
 def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples:

@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from titanlite.config.schema import Data
 from titanlite.data.cache import lock_of, make_once, unfinished_of
 from titanlite.data.cache_folder import (
@@ -162,18 +160,33 @@ def check_used_whole(source: Source, data: Data) -> None:
     """Refuse keys that do nothing to token files, and packing where they lack what it needs."""
     if source.kind != "tokens":
         return
-    problems: list[Problem] = []
-    if data.packing == "best_fit" and data.separator_id is None and source.key.startswith("data."):
-        want = f'"concat" for token files such as {source.name!r}, whose documents are not known without a separator'
-        fix = 'separator_id = N, the id that ends each document, or packing = "concat"'
-        problems.append(Problem("data.packing", '"best_fit"', want, fix))
-    such = f"for token files such as {source.name!r}, which are used"
-    if max_tokens_of(source, data):
-        fix = "max_tokens = 0, or name fewer files"
-        problems.append(Problem("data.max_tokens", str(data.max_tokens), f"0 {such} whole", fix))
-    if data.add_bos_token:
-        problems.append(Problem("data.add_bos_token", "true", f"false {such} as they are", "add_bos_token = false"))
-    if problems:
+    of = f"for token files such as {source.name!r}"
+    is_cut = data.packing == "best_fit" and data.separator_id is None and source.key.startswith("data.")
+    separator = 'separator_id = N, the id that ends each document, or packing = "concat"'
+    refused = (
+        (
+            is_cut,
+            "packing",
+            '"best_fit"',
+            f'"concat" {of}, whose documents are not known without a separator',
+            separator,
+        ),
+        (
+            max_tokens_of(source, data),
+            "max_tokens",
+            f"{data.max_tokens}",
+            f"0 {of}, which are used whole",
+            "max_tokens = 0, or name fewer files",
+        ),
+        (
+            data.add_bos_token,
+            "add_bos_token",
+            "true",
+            f"false {of}, which are used as they are",
+            "add_bos_token = false",
+        ),
+    )
+    if problems := [Problem(f"data.{key}", saw, want, fix) for is_asked, key, saw, want, fix in refused if is_asked]:
         raise DataError(describe("data", problems))
 
 
@@ -212,10 +225,28 @@ def named_bad_records(meta: Meta) -> list[str]:
     return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
-def new_tally(source: Source, data: Data, notify: Callable[[str], object] = lambda line: None) -> Tally:
+def new_tally(source: Source, data: Data) -> Tally:
     """Return the tally of a source that is yet to be read."""
-    limit, most = data.max_bad_records, data.max_record_mib
-    return Tally(source.name, source.key, limit, max_record_mib=most, notify=notify)
+    return Tally(source.name, source.key, data.max_bad_records, max_record_mib=data.max_record_mib)
+
+
+def meta_of(planned: Preparation, tally: Tally, shards: tuple[Shard, ...], fingerprint: str) -> Meta:
+    """Return what meta.json says of a text that was read."""
+    return Meta(
+        source=planned.source.name,
+        tokenizer=planned.tokenizer.name if planned.tokenizer else "",
+        dtype=planned.dtype,
+        shards=shards,
+        fingerprint=fingerprint,
+        documents=tally.n_documents,
+        input_bytes=tally.n_bytes,
+        text_bytes=tally.n_text_bytes,
+        n_bad_records=tally.n_bad,
+        bad_records=tuple(tally.bad),
+        skipped=tuple(tally.skipped),
+        max_tokens=planned.max_tokens if tally.is_cut else 0,
+        n_unknown=tally.n_unknown,
+    )
 
 
 @dataclass
@@ -232,8 +263,8 @@ class _Tokenizing:
     def run(self) -> Meta:
         """Write them, behind those that are there from an earlier start."""
         source, data = self.planned.source, self.planned.data
-        self._tally = new_tally(source, data, self.progress.say)
-        self._tally.on_progress = self._on_progress
+        self._tally = new_tally(source, data)
+        self._tally.on_progress = lambda: self.report(self._tally.n_bytes)
         is_begun = (self.folder / PROGRESS).exists()
         with ShardWriter(self.folder, self.planned.dtype) as self._writer:
             if (kept := self._writer.go_on(lambda: self.report(0))) is not None:
@@ -252,14 +283,9 @@ class _Tokenizing:
                         self._writer.drop()
                 if self._tally.is_between:
                     self._publish()
-                self._on_progress()
+                self._tally.on_progress()
             shards, fingerprint = self._writer.close()
-        return self._meta(shards, fingerprint)
-
-    def _on_progress(self) -> None:
-        n_written = self._writer.tokens * np.dtype(self.planned.dtype).itemsize
-        self.progress.made(self._tally.n_bytes, self._tally.n_unpacked, n_written)
-        self.report(self._tally.n_bytes)
+        return meta_of(self.planned, self._tally, shards, fingerprint)
 
     def _publish(self) -> None:
         """Say what is there, now and then, and before a wait for who reads it."""
@@ -271,21 +297,3 @@ class _Tokenizing:
         while self.lead is not None and is_ahead:
             time.sleep(_PAUSE_SECONDS)
             is_ahead = self._writer.tokens > self.lead(self.folder)
-
-    def _meta(self, shards: tuple[Shard, ...], fingerprint: str) -> Meta:
-        tally = self._tally
-        return Meta(
-            source=self.planned.source.name,
-            tokenizer=self.tokenizer.name,
-            dtype=self.planned.dtype,
-            shards=shards,
-            fingerprint=fingerprint,
-            documents=tally.n_documents,
-            input_bytes=tally.n_bytes,
-            text_bytes=tally.n_text_bytes,
-            n_bad_records=tally.n_bad,
-            bad_records=tuple(tally.bad),
-            skipped=tuple(tally.skipped),
-            max_tokens=self.planned.max_tokens if tally.is_cut else 0,
-            n_unknown=tally.n_unknown,
-        )

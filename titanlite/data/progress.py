@@ -21,7 +21,6 @@ class Progress:
     def __init__(self, title: str, enable: bool, notice: str = "", is_quiet: bool = False) -> None:
         self._title, self._enable, self._notice, self._n_bytes = escaped(redact(title)), enable, notice, 0
         self._is_quiet = is_quiet
-        self._made = ""
         self._console: Console | None = None
         self._bar: Bar | None = None
         self._started = self._last_line = time.monotonic()
@@ -37,7 +36,7 @@ class Progress:
                 return self
             if self._console.is_terminal:
                 self._bar = _bar(self._console)
-                self._task = self._bar.add_task(self._title, total=None, made="")
+                self._task = self._bar.add_task(self._title, total=None)
                 self._bar.start()
             else:
                 self.say(self._title)
@@ -52,22 +51,16 @@ class Progress:
         elif not self._bar and self._enable and not self._is_quiet and kind is None and self._last_line > self._started:
             self.say(f"{self._title}: done after {time.monotonic() - self._started:.0f} s")
 
-    def made(self, n_bytes: int, n_unpacked: int, n_written: int) -> None:
-        """Take note of what the next `update` is to show beside the `n_bytes` that have been read."""
-        unpacked = f"{_mb(n_unpacked)} MB unpacked, " if n_unpacked > n_bytes else ""
-        self._made = f"{unpacked}{_mb(n_written)} MB written"
-
     def update(self, n_bytes: int, total: int | None) -> None:
         """Show that `n_bytes` of `total` have been read. Cheap enough to be called often."""
         self._n_bytes = n_bytes
         if self._bar:
-            self._bar.update(self._task, completed=n_bytes, total=total, made=self._made)
+            self._bar.update(self._task, completed=n_bytes, total=total)
         elif self._enable and not self._is_quiet and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             of_total = f" of {_mb(total)}" if total else ""
             rate = n_bytes / 1e6 / (self._last_line - self._started)
-            made = f", {self._made}" if self._made else ""
-            self.say(f"{self._title}: {_mb(n_bytes)}{of_total} MB, {rate:.1f} MB/s{made}")
+            self.say(f"{self._title}: {_mb(n_bytes)}{of_total} MB, {rate:.1f} MB/s")
 
     def say(self, line: str) -> None:
         """Print a line of its own."""
@@ -87,7 +80,6 @@ def _bar(console: "Console") -> "Bar":
     return Bar(
         *columns,
         TimeRemainingColumn(),
-        TextColumn("{task.fields[made]}"),
         console=console,
         transient=True,
         redirect_stdout=False,  # what others print is theirs, and escaped

@@ -267,11 +267,7 @@ def _time_limits(scheme: str) -> dict[str, Any]:
 
 
 def refuse_chained(source: str, key: str) -> None:
-    """Refuse URLs of one protocol on another, as `zip://*.txt::https://host/a.zip`.
-
-    Raises:
-        DataError: it is one.
-    """
+    """Refuse URLs of one protocol on another, as `zip://*.txt::https://host/a.zip`."""
     if _CHAINED.search(source):
         want, fix = "one URL", "unpack or copy what is behind it to a disk or a bucket"
         raise DataError.of("data", key, f"{redact_urls(source)!r}, several in one", want, fix)

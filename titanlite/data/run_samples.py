@@ -12,10 +12,10 @@ from titanlite.config.stages import source_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import mask_documents
 from titanlite.data.mixture import Mixture, seed_of
-from titanlite.data.packing import PackedSamples, index_folder, open_packed
+from titanlite.data.packing import open_samples, prepared_samples
 from titanlite.data.prepare import prepare
 from titanlite.data.sample_documents import SampleDocument, documents_of
-from titanlite.data.samples import ConcatenatedSamples, Samples
+from titanlite.data.samples import Samples
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import units_at
 from titanlite.errors import DataError
@@ -51,37 +51,23 @@ def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int)
     """Open what a run trains on, by the name of each source; prepare what is not prepared yet.
 
     `unit_len` is that of the stage table.
-
-    Raises:
-        DataError: a source, the tokenizer or the cache cannot be used.
     """
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
         shards = prepare(asked, config.data, vocab_size, progress, key)
-        is_packed = config.data.packing == "best_fit"
-        samples = open_packed(shards, config.data, unit_len, progress) if is_packed else None
-        found[name] = OpenSource(name, asked, shards, samples or ConcatenatedSamples(shards, unit_len))
+        found[name] = OpenSource(name, asked, shards, open_samples(shards, config.data, unit_len, progress))
     return found
 
 
 def prepared_sources(config: Config, shards: Mapping[str, Corpus], unit_len: int) -> dict[str, OpenSource] | None:
-    """Open what a run trains on as far as all of it is prepared, and packed if it is to be; None: it is not.
-
-    Args:
-        config: of the run.
-        shards: those that are there, by the key of each source.
-        unit_len: of the stage table.
-    """
+    """Open what a run trains on as far as all of it is prepared, and packed if it is to be; None: it is not."""
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
-        if (own := shards.get(key)) is None:
+        own = shards.get(key)
+        samples = own and prepared_samples(own, config.data, unit_len)
+        if own is None or samples is None:
             return None
-        samples = None
-        if config.data.packing == "best_fit":
-            if own.separator is None or not (folder := index_folder(own, unit_len, own.separator)).is_dir():
-                return None
-            samples = PackedSamples(own, folder)
-        found[name] = OpenSource(name, asked, own, samples or ConcatenatedSamples(own, unit_len))
+        found[name] = OpenSource(name, asked, own, samples)
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from titanlite.data.corpus import Corpus
+from titanlite.data.shards import sample_count
 from titanlite.data.windows import units_at, units_needed
 from titanlite.errors import DataError, NoMoreDataError
 
@@ -24,6 +25,10 @@ class Samples(Protocol):
     @property
     def seq_len(self) -> int:
         """Return the tokens of each (S)."""
+        ...
+
+    def require(self, least: int, key: str) -> None:
+        """Raise if there are fewer than a run needs, as far as that is known; `key` is that of the source."""
         ...
 
     def wait(self, samples: int) -> None:
@@ -70,6 +75,12 @@ class ConcatenatedSamples:
     def n(self) -> int | None:
         """Return how many there are; None: not known yet."""
         return max(0, (self._shards.tokens - 1) // self.seq_len) if self._shards.is_whole else None
+
+    def require(self, least: int, key: str) -> None:
+        """Raise if there are fewer than a run needs, as far as that is known; see `Samples.require`."""
+        if self._shards.is_whole:
+            meta = self._shards.meta
+            sample_count(meta.source, meta.tokens, self.seq_len, least, key, meta.max_tokens)
 
     def wait(self, samples: int) -> None:
         """Wait for samples; see `Samples.wait`."""
@@ -118,9 +129,6 @@ def samples_in_order(source: Samples, places: np.ndarray, seed: int, window: int
         places: [N] integers from 0 on, epochs one after the other.
         seed: of its order.
         window: samples within which it is shuffled; 0: all.
-
-    Raises:
-        DataError: as `Samples.wait` says.
     """
     source.wait(units_needed(places, window) if window else 0)
     return units_at(places, source.n, seed, window)

@@ -150,11 +150,7 @@ def ending(file: SourceFile | str) -> str:
 
 
 def _resolve_url(source: str, key: str) -> Source:
-    """Find the files behind a URL.
-
-    Raises:
-        DataError: as `resolve` and `list_files` say, or for token files: they are read where they lie, at random.
-    """
+    """Find the files behind a URL."""
     files, passed = list_files(source, key, SUFFIXES, is_start=True)
     name = redact_urls(source)
     if unknown := [f for f in files if not ending(f.name)]:
@@ -189,9 +185,6 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
         saw = f"{source!r}, which matches token files ({tokens[0]}, …) and text ({text}, …)"
         fix = f"give one of them, as in {str(tokens[0].parent / '*.bin')!r}"
         raise DataError.of("data", key, saw, "token files or text, not both", fix)
-    if odd := next((f for f in files if os.path.exists(f) and not os.path.isfile(f)), None):
-        saw, fix = f"{source!r}, which matches {odd}, a pipe or a device", "write what comes out of it to a file"
-        raise DataError.of("data", key, saw, "files", fix)
     stems: dict[str, Path] = {}
     for file in files:
         if ending(file) in JSON_LINES:

@@ -13,11 +13,10 @@ from titanlite.errors import DataError
 
 _REPORT_BYTES = 1 << 22  # of text, after which progress is reported
 _LISTED = 10  # bad records that a message names
-_NO_TEXT = 200, 1 << 26  # times that no text shrinks when it is packed; and bytes from which on that is looked at
 _TOO_LARGE = "larger than data.max_record_mib"
 # What a restart goes on from: all that was met before the place that has been reached.
 _KEPT = (
-    *("file", "start", "record", "n_bytes", "n_unpacked", "n_documents", "n_tokens", "n_text_bytes", "n_unknown"),
+    *("file", "start", "record", "n_bytes", "n_documents", "n_tokens", "n_text_bytes", "n_unknown"),
     *("n_bad", "bad", "skipped", "revision"),
 )
 _RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
@@ -45,14 +44,9 @@ class Tally:
     skipped: list[str] = field(default_factory=list)  # files left out by rule
     max_record_mib: int = Data.max_record_mib
     on_progress: Callable[[], object] = lambda: None  # called every few MB
-    notify: Callable[[str], object] = lambda line: None  # called with what the user is to know at once
     revision: str = ""  # of a dataset on the hub
-    n_unpacked: int = 0  # bytes of text or records, after decompression
     is_ended: bool = False  # by a record that is too large, and one too many
-    _file: object = None  # that is read, until the user is notified of it
-    _before: tuple[int, int] = 0, 0  # n_bytes and n_unpacked at its beginning
     _passed: int = 0  # bytes since `on_progress` was called
-    _reported: int = 0  # n_unpacked when `on_progress` was called
 
     def kept(self) -> dict[str, Any]:
         """Return what a restart goes on from; only where `is_between`."""
@@ -66,7 +60,6 @@ class Tally:
         """
         for name in _KEPT:
             setattr(self, name, kept[name])
-        self._reported = self.n_unpacked
         self.check()
 
     def add_bad(self, place: str, reason: str) -> None:
@@ -91,29 +84,14 @@ class Tally:
         """Return the reason why a record that is too large is bad."""
         return f"{_TOO_LARGE} = {self.max_record_mib}"
 
-    def begin(self, number: int, file: object) -> int:
+    def begin(self, number: int) -> int:
         """Note the file that is read from here on. Returns the records of it that a restart passes over."""
         if number != self.file:
             self.file, self.start, self.record = number, self.n_bytes, 0
-        self._file, self._before = file, (self.n_bytes, self.n_unpacked)
         return self.record
 
-    def unpack(self, n_bytes: int) -> None:
-        """Count bytes that were read, after decompression; notify the user if they come of too few."""
-        self.n_unpacked += n_bytes
-        if self.n_unpacked - self._reported < _REPORT_BYTES:
-            return
-        self._reported = self.n_unpacked
-        self.on_progress()
-        packed, unpacked = (now - then for now, then in zip((self.n_bytes, self.n_unpacked), self._before, strict=True))
-        times, least = _NO_TEXT
-        if self._file and unpacked > max(least, times * packed):
-            what = f"{packed / 1e6:.2f} MB are {unpacked / 1e6:,.0f} MB unpacked so far, as no real text is"
-            self.notify(f"{self._file}: {what}; if it is not what you meant, interrupt this or set data.max_tokens")
-            self._file = None
-
-    def pass_over(self, n_bytes: int) -> None:
-        """Show that reading goes on, every few MB of what a restart reads again without counting it."""
+    def read(self, n_bytes: int) -> None:
+        """Show that reading goes on, every few MB of text, also of what a restart reads again without counting it."""
         self._passed += n_bytes
         if self._passed >= _REPORT_BYTES:
             self._passed = 0

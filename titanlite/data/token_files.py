@@ -156,11 +156,7 @@ def _prepared(source: Source) -> dict[Path, Shard]:
 
 
 def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
-    """Check that the model has a row for every id.
-
-    Raises:
-        DataError: an id is too large; the message names file and place.
-    """
+    """Check that the model has a row for every id."""
     largest = max(meta.shards, key=lambda s: s.max_id, default=None)
     if largest is not None and largest.max_id >= vocab_size:
         bits = 8 * np.dtype(meta.dtype).itemsize

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import data_warnings, named_bad_records, prepare
 from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples
-from titanlite.data.shards import Meta, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
@@ -152,12 +151,12 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
         if key in data.growing:
             is_ahead = f"{source.tokens:,} tokens are there already" if source.tokens else "none of it is there yet"
             console.notice(f"{key} is tokenized in the background; {is_ahead}")
-            receipt.add(growing_entry(key, source))
+            receipt.add(data_entry(key, source, grew=True))
             continue
         if key in data.held_out and source.meta.tokens_per_byte is None:
             why = "token files do not say the bytes of their text"
             console.notice(f"{key}: the bytes of its text are not known, nor bits per byte: {why}")
-        receipt.add(data_entry(key, source.meta))
+        receipt.add(data_entry(key, source))
         for text in data_warnings(key, source.meta, asked.dims.vocab_size):
             if rank == 0 and text not in asked.warnings:
                 console.warning(text)
@@ -167,24 +166,19 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
         receipt.add(Entry(feature, "best_fit", applied, count=counts.bins, key="data.packing"))
 
 
-def growing_entry(key: str, shards: Corpus) -> Entry:
-    """Return the receipt's entry of a source that is tokenized in the background: of all it gave, once it has ended."""
-    if not shards.is_whole:
-        applied = {"prepare": "background", "tokens_so_far": shards.tokens}
-        return Entry(key, shards.source, applied, count=1)
-    whole = data_entry(key, shards.meta)
-    assert isinstance(whole.applied, dict)  # noqa: S101
-    return replace(whole, applied={"prepare": "background", **whole.applied})
-
-
-def data_entry(key: str, meta: Meta) -> Entry:
+def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
     """Return the receipt's entry of what a source gave, and of what of it is not trained on.
 
     Args:
         key: "data.source", or that of a held-out source.
-        meta: of its shards.
+        corpus: what it gave; so far, if it is still tokenized.
+        grew: whether it was tokenized in the background.
     """
-    applied: dict[str, object] = {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
+    applied: dict[str, object] = {"prepare": "background"} if grew else {}
+    if not corpus.is_whole:
+        return Entry(key, corpus.source, applied | {"tokens_so_far": corpus.tokens}, count=1)
+    meta = corpus.meta
+    applied |= {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
     if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # token files do not say where a document ends
@@ -224,16 +218,15 @@ def open_batches(
     config, training = asked.config, asked.config.training
     unit_len, per_step = table.unit_len, training.global_batch_size or training.local_batch_size * mesh.data_size
     sources: dict[str, Samples] = {}
-    counts = SampleCounts(sources)
+    counts, least = SampleCounts(sources), least_samples(config, per_step, unit_len)
+
+    def check_whole(name: str) -> None:
+        sources[name].require(least, data.keys[name])
+        check_epochs(config, table, counts)
+
     for name, shards in data.train.items():
-        check = partial(_check_length, shards, unit_len, least_samples(config, per_step, unit_len), data.keys[name])
-        sources[name] = data.packed.get(name) or ConcatenatedSamples(
-            shards, unit_len, lambda check=check: (check(), check_epochs(config, table, counts))
-        )
-        if (packed := data.packed.get(name)) is None:
-            check()
-        else:
-            packed.require(least_samples(config, per_step, unit_len), data.keys[name])
+        sources[name] = data.packed.get(name) or ConcatenatedSamples(shards, unit_len, partial(check_whole, name))
+        sources[name].require(least, data.keys[name])
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device
     separators = {name: shards.separator if is_masked else None for name, shards in data.train.items()}
@@ -251,13 +244,6 @@ def open_batches(
         own = ValidationBatches(shards, device=device, separator=separator, key=key, **shape, **rank)
         held_out[name_of_source(key)] = HeldOut(own, shards.meta.tokens_per_byte)
     return train, held_out
-
-
-def _check_length(shards: Corpus, unit_len: int, least: int, key: str) -> None:
-    """Raise if a source has fewer samples than a step takes, where that is known."""
-    if shards.is_whole:
-        meta = shards.meta
-        sample_count(meta.source, meta.tokens, unit_len, least, key, meta.max_tokens)
 
 
 def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:

@@ -8,7 +8,7 @@ from titanlite.data.prepare import data_warnings
 from titanlite.observe.console import Console
 from titanlite.observe.shared_wait import SharedWait
 from titanlite.receipt import Receipt
-from titanlite.training.data import Corpora, growing_entry, require_same_data
+from titanlite.training.data import Corpora, data_entry, require_same_data
 
 _TELL_SECONDS, _TELL_AGAIN_SECONDS = 3.0, 60.0  # of a wait, before it is told of; and between two lines of it
 
@@ -67,7 +67,7 @@ class DataWait:
             self._ended.add(key)
             meta = shards.meta
             self._console.notice(f"{key} is tokenized to its end: {meta.tokens:,} tokens, {meta.documents:,} documents")
-            self._receipt.replace(growing_entry(key, shards))
+            self._receipt.replace(data_entry(key, shards, grew=True))
             for text in data_warnings(key, meta, self._vocab_size):
                 if self._is_first:
                     self._console.warning(text)
@@ -77,7 +77,7 @@ class DataWait:
         self.tell_of_ends()
         for key, shards in self._data.growing.items():
             if not shards.is_whole:
-                self._receipt.replace(growing_entry(key, shards))
+                self._receipt.replace(data_entry(key, shards, grew=True))
 
     def others_stop(self) -> bool:
         """Return whether a rank is asked to stop, which may have its data, and wait for this one in the step."""

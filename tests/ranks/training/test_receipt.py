@@ -30,6 +30,7 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.receipt import rule_labels
 from titanlite.config.recipe_schema import SaveRule
 from titanlite.config.schema import Config, Training
+from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import data_warnings
 from titanlite.data.shards import Meta
 from titanlite.device import CPU, Device
@@ -102,11 +103,12 @@ def test_a_layer_that_is_whole_on_every_rank_is_not_counted_as_split(desk: Desk)
     assert entry["skipped"] == [{"what": "positions", "why": "annotated to be replicated on every rank"}]
 
 
-def test_all_bad_records_are_named_if_they_are_few() -> None:
+def test_all_bad_records_are_named_if_they_are_few(tmp_path: Path) -> None:
     meta = Meta("x", "bytes", "uint16", (), "", n_bad_records=1, bad_records=("x:2: no",))
     (warning,) = data_warnings("data.source", meta, 256)
     assert warning == "data.source = x: 1 bad record skipped (data.max_bad_records):\n      x:2: no"
-    assert data_entry("data.source", meta).skipped == (Skipped("x:2: no", "a bad record"),)
+    meta.write(tmp_path)
+    assert data_entry("data.source", Corpus(tmp_path)).skipped == (Skipped("x:2: no", "a bad record"),)
 
 
 def test_token_files_with_few_ids_of_the_model(desk: Desk) -> None:

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -289,6 +290,10 @@ def test_a_large_file_shows_progress(
     source = write_as("txt", tmp_path, "a line\n" * 600_000)
     prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
     lines = capfd.readouterr().err.splitlines()
+    assert lines[0] == f"preparing {source}"
+    assert re.fullmatch(rf"preparing {source}: \d of 4 MB, [\d.]+ MB/s", lines[1])
+    prepare(source, Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
+    assert capfd.readouterr().err == ""  # it is there
     seen = [line.split(": ")[1].split(" MB")[0] for line in lines[1:-1]]
     assert seen[0] in ("1 of 4", "2 of 4")
     assert seen[-1] == "4 of 4"

@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Answer], None], str]] = {
     "a part of a longer file": (answered(Content_Range="bytes 2000-2999/5401"), r"in place of bytes 2000-2999/5400"),
     "a part that it does not name": (answered(Content_Range=""), r"answer 206 with no Content-Range"),
     "the whole file": (answered(200, lambda _: OLD, Content_Range=""), r"all of its 0 MB in place of a part"),
-    "nothing": (answered(204, lambda _: b"", Content_Range=""), r"answer 204 with no Content-Range"),
+    "a file of nothing": (answered(204, lambda _: b"", Content_Range=""), r"answer 204 with no Content-Range"),
     "a part, compressed": (answered(Content_Encoding="gzip"), r"Content-Encoding: gzip"),
 }
 
@@ -204,6 +204,16 @@ def test_a_file_that_is_replaced_is_read_anew(
     with pytest.raises(DataError, match=CHANGED):
         prepared(server.url, tmp_path / "cache")
     assert prepared(server.url, tmp_path / "cache").meta.shards == of_files[NEW]
+
+
+def test_a_file_or_a_server_that_is_not_there_is_said(server: Server) -> None:
+    server.of_head, server.change = answered(404), lambda n, answer: answered(404)(answer)
+    with pytest.raises(DataError, match="matches no file"):
+        resolve(server.url)
+    with pytest.raises(
+        DataError, match=r"Cannot connect to host(.|\n)*see whether the network and the server are there"
+    ):
+        resolve("http://127.0.0.1:1/a.jsonl")
 
 
 def test_what_a_bucket_has_for_a_moment_is_not_read(

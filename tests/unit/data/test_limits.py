@@ -52,7 +52,6 @@ def test_a_line_that_is_too_large_is_a_bad_record_that_takes_no_memory(tmp_path:
     assert peak < 16 * MIB  # blocks of 4 MiB of what is passed over: the last, and the next twice while it is joined
     texts, tally, _ = read(file, limit=0)
     assert (texts, tally.bad) == (["one"], [f"{file}:2: {SAID}"])
-    assert tally.n_unpacked < 2 * MIB  # the rest may have no end
     assert [len(text) for text in read(file, limit=0, max_record_mib=33)[0]] == [3, 32 * MIB, 3]
     data = Data(str(file), max_record_mib=1, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=f"1 bad record so far:\n.*{name}:2: {SAID}\n"):
@@ -88,7 +87,6 @@ def test_a_text_that_many_rows_of_a_parquet_file_have_is_unpacked_for_one_at_a_t
         assert sum(1 for _ in documents(resolve(str(file)), "text", tally)) == 1000
     finally:
         pyarrow.set_memory_pool(before)
-    assert tally.n_unpacked == 1000 * MIB
     assert pool.max_memory() < 32 * MIB  # a batch of 256 texts would have 256
 
 
@@ -168,23 +166,6 @@ def test_what_is_too_large_behind_the_end_that_max_tokens_sets_does_not_count(tm
     data = Data(str(file), max_tokens=4, max_record_mib=1, cache_dir=str(tmp_path / "cache"))
     meta = prepare(data.source, data, 256, progress=False).meta
     assert (meta.tokens, meta.max_tokens, meta.n_bad_records) == (4, 4, 0)
-
-
-def test_bytes_unpacked_and_written_are_shown_and_what_no_text_is(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("titanlite.data.progress._SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("titanlite.data.tally._NO_TEXT", (200, 16 * MIB))
-    blank = "\n" * 999_999
-    file = write(tmp_path / "a.jsonl.gz", json.dumps({"text": "x" * 5_000_000}), *[" " * 50_000] * 600, blank)
-    prepare(str(file), Data(cache_dir=str(tmp_path / "cache")), 256, progress=True)
-    lines = capfd.readouterr().err.splitlines()
-    (told,) = (line for line in lines if line.startswith(f"{file}: 0.0"))
-    assert " MB unpacked so far, as no real text is; if it is not what you meant, interrupt this" in told
-    before = [line for line in lines if line.startswith(f"preparing {file}: 0.")]
-    assert len(before) > 5
-    assert "34 MB unpacked, 10 MB written" in before[-1]  # of 36 in the end: it is told every 4 MiB
-    assert all("unpacked" in line and " of 0.0" in line for line in before)
 
 
 def test_many_small_texts_are_not_gathered_without_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,6 @@ from titanlite.data.inputs import check_inputs
 from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack_documents
 from titanlite.data.prepare import prepare
 from titanlite.data.run_samples import prepared_sources
-from titanlite.data.shards import BLOCK_BYTES
 from titanlite.errors import DataError
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
@@ -152,41 +151,14 @@ def test_the_index_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("file", ["spans.bin", "offsets.bin"])
-@pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
-def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str, damage: str) -> None:
+def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str) -> None:
     shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
     folder = pack_documents(shards, 8, SEPARATOR, progress=False).folder
     content = bytearray((folder / file).read_bytes())
     content[-1] ^= 1
-    (folder / file).write_bytes(content if damage == "changed" else content[:-4])
-    if damage == "gone":
-        (folder / file).unlink()
+    (folder / file).write_bytes(content)
     with pytest.raises(DataError, match=r"delete .*packed-8-7; it is made again"):
         PackedSamples(shards, folder).read(0)
-
-
-@pytest.mark.parametrize(("was", "now"), [('"bins": 3', '"bins": 2'), ('"separator": 7', '"separator": 8')])
-def test_a_number_of_an_index_that_has_changed_is_damage(tmp_path: Path, was: str, now: str) -> None:
-    shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
-    meta = pack_documents(shards, 8, SEPARATOR, progress=False).folder / "meta.json"
-    content = meta.read_text()
-    assert was in content
-    meta.write_text(content.replace(was, now))
-    with pytest.raises(DataError, match="another content than that of its hash"):
-        pack_documents(shards, 8, SEPARATOR, progress=False)
-
-
-def test_later_blocks_of_an_index_are_checked_too(tmp_path: Path) -> None:
-    shards = shards_of(tmp_path, row_of([2] * 50_000), 50_000)
-    samples = pack_documents(shards, 2, SEPARATOR, progress=False)
-    path = samples.folder / "spans.bin"
-    assert path.stat().st_size > BLOCK_BYTES
-    content = bytearray(path.read_bytes())
-    content[-12] ^= 1
-    path.write_bytes(content)
-    samples.read(0)
-    with pytest.raises(DataError, match=r"spans\.bin has changed"):
-        samples.read(samples.n - 1)
 
 
 def test_an_index_of_other_tokens_is_refused(tmp_path: Path) -> None:

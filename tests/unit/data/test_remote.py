@@ -7,10 +7,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -237,75 +237,6 @@ print({{"fsspec", "aiohttp", "torch"}} & {{*sys.modules}})
     root = Path(__file__).parents[3]
     out = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "set()"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Serve a folder, ranges of bytes included; every third request that is not for a name fails."""
-
-    folder: ClassVar[Path]
-    n: ClassVar[int] = 0
-    protocol_version = "HTTP/1.1"
-
-    def do_HEAD(self) -> None:
-        self._answer(n_bytes=0)
-
-    def do_GET(self) -> None:
-        Handler.n += 1
-        if Handler.n % 3 == 0:
-            if Handler.n % 2:
-                self.send_error(503)
-            else:  # in the middle of the answer
-                self._answer(n_bytes=9)
-                self.close_connection = True
-            return
-        self._answer()
-
-    def _answer(self, n_bytes: int | None = None) -> None:
-        path = self.folder / self.path.lstrip("/")
-        if not path.is_file():
-            self.send_error(404)
-            return
-        content, asked = path.read_bytes(), self.headers.get("Range")
-        start, end = 0, len(content)
-        if asked:
-            first, _, last = asked.removeprefix("bytes=").partition("-")
-            start, end = int(first), min(int(last) + 1, end)
-        self.send_response(206 if asked else 200)
-        self.send_header("Content-Length", str(end - start))
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("ETag", f'"{path.stat().st_mtime_ns}"')
-        if asked:
-            self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
-        self.end_headers()
-        self.wfile.write(content[start:end][:n_bytes])
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def test_an_http_server_that_fails_every_third_request_loses_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
-    write_all(tmp_path / "data")
-    Handler.folder = tmp_path / "data"
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        for name in ("a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"):
-            data = Data(cache_dir=str(tmp_path / "one"))
-            one = prepare(f"{tmp_path}/data/{name}", data, 256, progress=False)
-            url = f"http://127.0.0.1:{server.server_port}/{name}"
-            other = prepare(url, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
-            assert other.fingerprint == one.fingerprint
-        assert Handler.n > 20
-        with pytest.raises(DataError, match="matches no file"):
-            resolve(f"http://127.0.0.1:{server.server_port}/none.txt")
-    finally:
-        server.shutdown()
-        server.server_close()
-    with pytest.raises(
-        DataError, match=r"Cannot connect to host(.|\n)*see whether the network and the server are there"
-    ):
-        resolve(f"http://127.0.0.1:{server.server_port}/a.jsonl")
 
 
 def test_a_folder_of_an_http_server_that_lists_is_one(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from titanlite.config.schema import Config, Data
 from titanlite.data.inputs import check_inputs
 from titanlite.data.prepare import data_warnings, prepare
-from titanlite.data.tokenizer import load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer, rows_for
 from titanlite.errors import DataError
 
 
@@ -209,6 +209,7 @@ def test_vocabulary_is_the_largest_id_and_one(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"a": 0, "</s>": 3, "b": 9}, unk_token="a")).save(str(tmp_path / "t.json"))
     tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (10, 3)
+    assert rows_for(2004) == 2048  # what is proposed for a model
 
 
 def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
