@@ -31,8 +31,8 @@ def main() -> None:
     folder = RunFolder.of(run.config)
     if is_first:
         check_start(run.config, run.inputs)
-    if run.config.model.file or run.config.optimizer.file:
-        # They may touch CUDA when they are imported: on this process's GPU, not on everybody's first.
+    if run.config.model.file:
+        # It may touch CUDA when it is imported: on this process's GPU, not on everybody's first.
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
@@ -53,7 +53,7 @@ def main() -> None:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
             lack = lack_of_disk_space(folder.checkpoints, run.config, foreseen.saved)
             warnings += [lack] if lack else []
-        warnings += filter(None, [no_login(run.config), foreseen.warning])
+        warnings += filter(None, [no_login(run.config)])
 
     from titanlite.training.train import train
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlite import recipes
-from titanlite.commands.forecast import Forecast, forecast, in_a_line
+from titanlite.commands.forecast import Forecast, forecast
 from titanlite.config.check import check_config
 from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.errors import ConfigError, Problem, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
-from titanlite.models.mistakes import mistake_of_model
+from titanlite.models.mistakes import forward_refused
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.sharding.sent_bytes import sent_bytes
@@ -99,10 +99,7 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
     if world:
         predicted = _of_stages(forecast(memory, checked.save_list, rates, attended), checked.table, tokens, config)
     notes, is_complete, collectives, pairs = [*_stages_in_words(checked)], world is not None, {}, {}
-    if memory.run.no_trace_reason is not None:
-        notes.append(f"the collectives are not listed: {in_a_line(memory.run.no_trace_reason)}")
-        is_complete = False
-    elif lists_collectives:
+    if lists_collectives:
         save_list = checked.save_list or (predicted and predicted.save_list)
         repeats = max(config.parallelism.expert_parallel_degree, memory.run.tensor_parallel, cp) > 1
         if save_list is None and repeats:
@@ -110,18 +107,9 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
                 "collectives that backward repeats are not listed: the save-list is chosen when the run starts"
             )
             is_complete = False
-        try:
+        with forward_refused(made.model):
             collectives, pairs, entries = _recorded(made, save_list, device, attended)
-            notes += _not_fused(entries)
-        except TitanliteError:
-            raise
-        except Exception as error:  # of a file of the user's own
-            if not config.model.file:
-                raise
-            want, fix = "a model that trains on tensors without memory", "branch on no tensor's values"
-            why = mistake_of_model(error, config.model.file, want, fix)
-            notes.append(f"the collectives are not listed: {in_a_line(why)}")
-            is_complete = False
+        notes += _not_fused(entries)
     sharding = sharding_plan(config, checked.dims) if memory.run.tensor_parallel > 1 else None
     if world is None:
         notes.append("--world N adds the collectives of data-parallel ranks and the reductions over all ranks")

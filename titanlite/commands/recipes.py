@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
 from titanlite.commands.arguments import Command, apart
+from titanlite.config.check import check_file
 from titanlite.config.config_json import recipe_of
-from titanlite.config.own_rules import rules_of_file
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import ModelDims, OwnRule
 from titanlite.config.schema import FROM_CHECKPOINT
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
         return _time_recipes([word for word in argv if word != _MEASURE])
     argv, given = COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
-    rules = rules_of_file(given.get(_RULES, ""), Origin("command line"))
+    rules = _rules_of(given[_RULES]) if _RULES in given else {}
     if len(argv) > 2:
         raise RecipeError.of(
             "command line", " ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME"
@@ -80,6 +80,17 @@ def run(argv: list[str]) -> int:
         if wrong:
             raise RecipeError("\n".join(map(str, wrong)))
     return 0
+
+
+def _rules_of(file: str) -> Mapping[str, OwnRule]:
+    """Import the user's file of update rules."""
+    problems = Problems(Origin("command line"))
+    check_file("optimizer.file", file, problems)
+    problems.raise_all()
+
+    from titanlite.update_rules.find import rules_of_file  # imports torch
+
+    return rules_of_file(file, problems.origin)
 
 
 def _of_folder(argv: Sequence[str], folder: str) -> str:

@@ -190,24 +190,30 @@ def check_steps(config: Config, problems: Problems) -> None:
 
 def _check_names(config: Config, problems: Problems) -> None:
     """Check that paths can be files or folders, and that required names are given."""
-    name, file, refuse = config.job.name, config.model.file, problems.about(config)
+    name, refuse = config.job.name, problems.about(config)
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
         refuse("job.name", "the name of a folder, of at most 255 bytes", f'name = "{Config().job.name}" (the default)')
     for key in ("job.dump_folder", "data.cache_dir"):
         if "://" in attrgetter(key)(config):
             fix = "mount what is behind the URL, and name the folder that it is mounted on"
             refuse(key, "a folder of this host's, and no URL", fix)
-    require_reachable(file)
-    if file and not file.endswith(".py"):
-        refuse("model.file", "a Python file", 'file = "my_model.py"')
-    elif file and not os.path.isfile(file):
-        refuse("model.file", "a file that exists", "its path from where you start")
+    for key, file in (("model.file", config.model.file), ("optimizer.file", config.optimizer.file)):
+        check_file(key, file, problems)
     if config.metrics.wandb != "off" and not config.metrics.wandb_project:
         fix = f'wandb_project = "{Config().metrics.wandb_project}" (the default)'
         refuse("metrics.wandb_project", "the name of a project", fix)
     if config.metrics.tensorboard and importlib.util.find_spec("tensorboard") is None:
         fix = "pip install -e '.[tensorboard]', or tensorboard = false"
         refuse("metrics.tensorboard", "the package tensorboard, which is not installed here", fix)
+
+
+def check_file(key: str, file: str, problems: Problems) -> None:
+    """Check that a file of a user's own is Python and exists; "" is none."""
+    require_reachable(file)
+    if file and not file.endswith(".py"):
+        problems.add(key, show(file), "a Python file", 'file = "mine.py"')
+    elif file and not os.path.isfile(file):
+        problems.add(key, show(file), "a file that exists", "its path from where you start")
 
 
 def _check_features(config: Config, problems: Problems) -> None:

@@ -69,7 +69,7 @@ def _group_of_own_rule(
     for key, value in table.items():
         if key not in known:
             near = nearest(key, known)
-            want = f"one of {', '.join(known)}; rule {rule.name} is in line {rule.line} of {rule.file}"
+            want = f"one of {', '.join(known)}; the keys of class {rule.name} in {rule.file}"
             problems.add(f"{where}.{key}", show(value), want, f"did you mean {where}.{near}?" if near else "remove it")
         elif isinstance(value, float) and not math.isfinite(value):
             problems.add(f"{where}.{key}", show(value), "a finite number", f"leave {key} out")

@@ -5,7 +5,7 @@ They stand beside the schema of the config because the cross-checks of a config 
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from titanlite.config.problems import Origin
 from titanlite.config.schema import Decay, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -284,22 +284,22 @@ Value = float | int | bool | str
 
 @dataclass(frozen=True)
 class OwnRule:
-    """An update rule of a user's own file, as its class describes itself.
+    """An update rule of a user's own file, as `update_rules/find.py` imports it.
 
     Attributes:
         file: as it was given.
         sha256: of the file's bytes.
-        line: of the class.
         state: names of what it keeps, each a number for each of a parameter's.
         keys: of a group that has it, each with its default.
+        kind: the class.
     """
 
     name: str
     file: str
     sha256: str
-    line: int
     state: tuple[str, ...]
     keys: Mapping[str, Value]
+    kind: type[Any]
 
 
 @dataclass(frozen=True)

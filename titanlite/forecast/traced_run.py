@@ -24,7 +24,7 @@ from titanlite.config.schema import Config
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
-from titanlite.errors import Problem, TitanliteError
+from titanlite.errors import ConfigError, describe
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
@@ -35,7 +35,7 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import mistake_of_model
+from titanlite.models.mistakes import forward_refused, of_function
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -101,7 +101,6 @@ class TracedRun:
         embedding: of all in front of the blocks; with tied weights, of all but the blocks.
         output: of the last norm and the head; of nothing with tied weights.
         parameters: all of them, by name.
-        no_trace_reason: why the model could not be traced, or None.
     """
 
     dims: ModelDims
@@ -115,13 +114,12 @@ class TracedRun:
     compiled: bool
     float8: Float8Recipe | None
     blocks: tuple[TracedBlock, ...]
-    head: TracedBlock | None
+    head: TracedBlock
     block_units: tuple[UnitSize, ...]
     expert_units: tuple[UnitSize, ...]
     embedding: UnitSize
     output: UnitSize
     parameters: Mapping[str, RankParameter]
-    no_trace_reason: Problem | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -229,17 +227,13 @@ def _traced(
     kinds = [kind_of(block) for block in blocks]
     apart = max(experts.count, config.parallelism.tensor_parallel_degree) > 1
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
-    traces, why = dict[str, TracedBlock](), None
-    try:
-        traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
-    except TitanliteError:
-        raise
-    except Exception as error:  # of a file of the user's own
-        if not config.model.file:
-            raise
-        want = "a model that runs on the meta device, of which predictions are made"
-        fix = "branch on no tensor's values, so that memory and time can be predicted"
-        why = mistake_of_model(error, config.model.file, want, fix)
+    with forward_refused(model):
+        traces, logits = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
+    wanted = (tokens, dims.vocab_size)
+    if config.parallelism.tensor_parallel_degree == 1 and logits != wanted:
+        file, saw, want = config.model.file, f"logits of shape {list(logits)}", f"{list(wanted)}: [M, V]"
+        wrong = of_function(type(model).forward, file, saw, want, "return all of them")
+        raise ConfigError(describe(file or config.model.name, [wrong]))
     return TracedRun(
         dims=dims,
         tokens=tokens,
@@ -251,14 +245,13 @@ def _traced(
         itemsize=dtype.itemsize,
         compiled=config.compile.enable,
         float8=float8,
-        blocks=tuple(traces[kind] for kind in kinds if traces),
-        head=traces.get(HEAD),
+        blocks=tuple(traces[kind] for kind in kinds),
+        head=traces[HEAD],
         block_units=tuple(units[kind][0] for kind in kinds),
         expert_units=tuple(units[kind][1] for kind in kinds),
         embedding=_unit_size(others, dtype),
         output=_unit_size([] if is_tied else of_head, dtype),
         parameters=_parameters(model, blocks if apart else []),
-        no_trace_reason=why,
     )
 
 
@@ -330,8 +323,8 @@ def gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _traces(
     model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, experts: ExpertRanks
-) -> dict[str, TracedBlock]:
-    """Trace the first block of each kind, by its kind, and the head."""
+) -> tuple[dict[str, TracedBlock], tuple[int, ...]]:
+    """Trace the first block of each kind, by its kind, and the head; and give the shape of the logits."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
         first.setdefault(kind, block)
@@ -352,7 +345,7 @@ def _traces(
     try:
         with OneKernel():
             given = {"sequences": sequences} if sequences.starts is not None else {}
-            fewer(torch.empty(tokens, dtype=torch.long, device="meta"), **given)
+            logits = fewer(torch.empty(tokens, dtype=torch.long, device="meta"), **given)
     finally:
         for module in watched:
             del module.forward
@@ -360,9 +353,9 @@ def _traces(
     for kind, block in zip(kinds, fewer.layers, strict=True):  # type: ignore[arg-type]
         if kind not in found:
             found[kind] = _trace(block, *calls[block][:2], experts)
-    head = nn.Sequential(fewer.norm, fewer.output)  # type: ignore[arg-type]
-    found[HEAD] = _trace(head, *calls[fewer.norm][:2], experts)  # type: ignore[index]
-    return found
+    head = [module for module in (fewer.norm, fewer.output) if module in calls]  # a norm may be forked
+    found[HEAD] = _trace(nn.Sequential(*head), *calls[head[0]][:2], experts)  # type: ignore[arg-type,index]
+    return found, tuple(logits.shape)
 
 
 def _run_once(

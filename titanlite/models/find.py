@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,7 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.experts import MixtureOfExperts
-from titanlite.models.layers import RMSNorm
-from titanlite.models.mistakes import mistake, nearest_method, of_function
+from titanlite.models.mistakes import of_function, refused
 from titanlite.models.own_model import require_trainable
 
 
@@ -41,35 +40,35 @@ def model_class(model: Model) -> type[Any]:
         known = ARCHITECTURES[model.name]
         shipped = importlib.import_module(f"titanlite.models.{known.module or model.name}")
         return getattr(shipped, known.class_name)
-    file = os.path.abspath(model.file)
-    try:
-        module = imported(file)
-    except (Exception, SystemExit) as error:
-        want, fix = "a Python file that can be imported", "run `python " + model.file + "` until it has nothing to say"
-        raise ConfigError(describe(model.file, [mistake(error, file, want, fix)])) from error
-    classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
-    classes = [c for c in classes if not issubclass(c, MixtureOfExperts)]  # which fills buffers, and is no model
+    module = imported(model.file)
+    classes = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
     found = [c for c in classes if issubclass(c, nn.Module) and hasattr(c, "fill_buffers")]
+    found = [c for c in found if c.forward is not nn.Module.forward and not issubclass(c, MixtureOfExperts)]
     if len(found) != 1:
-        names = ", ".join(c.__name__ for c in found) or "no such class"
-        want = "one class with a method `fill_buffers`, which is the model, as in titanlite/models/llama3.py"
+        saw = f"{show(model.file)}, with {', '.join(c.__name__ for c in found) or 'no such class'}"
+        want = "one class with `forward` and `fill_buffers`, which is the model, as in titanlite/models/llama3.py"
         fix = "leave one in the file" if found else "def fill_buffers(self) -> None, empty if there are no buffers"
-        meant = [nearest_method(c, "fill_buffers") for c in classes if issubclass(c, nn.Module) and not found]
-        problems = [of_function(f, file, "", want, f"fill_buffers in place of {f.__name__}") for f in meant if f]
-        saw = f"{show(model.file)}, with {names}"
-        raise ConfigError(describe(model.file, problems or [Problem("model.file", saw, want, fix)]))
+        raise ConfigError(describe(model.file, [Problem("model.file", saw, want, fix)]))
     return found[0]
 
 
 @functools.cache
 def imported(file: str) -> ModuleType:
-    """Import a Python file once in a process: it may register operators, which a second import could not."""
+    """Import a user's file once in a process: it may register operators, which a second import could not.
+
+    Args:
+        file: `model.file` or `optimizer.file`.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
     name = f"titanlite_model_{Path(file).stem}"  # a name of its own: it may be called torch.py
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file))
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
     assert spec.loader is not None  # noqa: S101
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
-    spec.loader.exec_module(module)
+    with refused(file, "a Python file that can be imported", f"run `python {file}` until it has nothing to say"):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -87,19 +86,11 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
             no logits raises it when called.
     """
     made_by = model_class(model)
-    try:
-        with torch.device("meta"):
-            made = made_by(dims, seq_len)
+    want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
+    fix = "change that line; what depends on values belongs in fill_buffers"
+    with refused(model.file, want, fix, made_by.__init__), torch.device("meta"):
+        made = made_by(dims, seq_len)
         mixtures = [module for module in made.modules() if isinstance(module, MixtureOfExperts)]
-    except Exception as error:
-        if not model.file:
-            raise
-        want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
-        fix = "change that line; what depends on values belongs in fill_buffers"
-        if "'_modules'" in str(error):
-            fix = "call super().__init__() first, in the __init__ of that class"
-        problem = mistake(error, inspect.getfile(made_by), want, fix, made_by.__init__)
-        raise ConfigError(describe(model.file, [problem])) from error
     for mixture in mixtures:
         mixture.n_layers = len(mixtures)
     if model.file:
@@ -107,8 +98,6 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
         if "sequences" not in inspect.signature(made_by.forward).parameters:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
-        if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
-            made.norm.fork = functools.partial(_require_call, model.file)
     return made
 
 
@@ -125,8 +114,7 @@ def _drop_sequences(
             saw = "takes no `sequences`, and context-parallel ranks have a part of each"
             want = "def forward(self, tokens, sequences=None), and attention that takes them"
             fix = "pass them to self.attend of each block; or parallelism.context_parallel_degree = 1"
-        problem = of_function(made_by.forward, inspect.getfile(made_by), saw, want, fix)
-        raise ConfigError(describe(file, [problem]))
+        raise ConfigError(describe(file, [of_function(made_by.forward, file, saw, want, fix)]))
     return args, kwargs
 
 
@@ -135,20 +123,11 @@ def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: ob
     if isinstance(returned, Tensor) and returned.ndim == 2:
         if returned.requires_grad or not torch.is_grad_enabled():
             return
-        want, fix = "logits that depend on weights, for backward", "no detach, no_grad or argmax on the way to them"
-        problem = of_function(
-            made_by.forward, inspect.getfile(made_by), "returned a tensor without a gradient", want, fix
-        )
-        raise ConfigError(describe(file, [problem]))
-    parts = returned if isinstance(returned, tuple | list) else [returned]
-    saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
-    saw = f"{type(returned).__name__} of {saw}" if parts is returned else saw
-    want, fix = "logits, one tensor [M, V]: the loss is the trainer's", "return the logits alone"
-    problem = of_function(made_by.forward, inspect.getfile(made_by), f"returned {saw}", want, fix)
-    raise ConfigError(describe(file, [problem]))
-
-
-def _require_call(file: str, x: Tensor) -> NoReturn:
-    """Refuse a call of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
-    want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
-    raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))
+        saw, want = "returned a tensor without a gradient", "logits that depend on weights, for backward"
+        fix = "no detach, no_grad or argmax on the way to them"
+    else:
+        parts = returned if isinstance(returned, tuple | list) else [returned]
+        saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        saw = "returned " + (f"{type(returned).__name__} of {saw}" if parts is returned else saw)
+        want, fix = "logits, one tensor [M, V]: the loss is the trainer's", "return the logits alone"
+    raise ConfigError(describe(file, [of_function(made_by.forward, file, saw, want, fix)]))

@@ -1,19 +1,60 @@
-"""Report an exception out of a user's own model file as one message with the user's line."""
+"""Report an exception out of a user's own file as one message: its line, the exception, and what was called."""
 
 import inspect
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe, nearest
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 
 # Below the user's last line: what they did there is not the user's mistake, though a call of theirs led to it.
 _NOT_THEIRS = ("/torch/distributed/", "/torch/_inductor/", "/titanlite/parallel/")
 OF_THE_MACHINE = (dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError))
+
+
+@contextmanager
+def refused(
+    file: str, want: str, fix: str, called: Callable[..., Any] | None = None, kind: type[ConfigError] = ConfigError
+) -> Generator[None]:
+    """Turn what a user's file raises within a context into one message.
+
+    Args:
+        file: the user's; "": there is none, and what is raised is a bug.
+        want: what was called, and what it should do.
+        fix: the change that makes it do so.
+        called: the function that was called.
+        kind: of the error.
+
+    Raises:
+        ConfigError: something was raised that is neither an error on purpose nor of the machine.
+    """
+    try:
+        yield
+    except (TitanliteError, *OF_THE_MACHINE):
+        raise
+    except (Exception, SystemExit) as error:
+        if not file:
+            raise
+        raise kind(describe(file, [mistake(error, os.path.abspath(file), want, fix, called)])) from error
+
+
+def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> AbstractContextManager[None]:
+    """Refuse a model of the user's own that does not run on tensors without values, by which all is predicted.
+
+    Args:
+        model: any; what a shipped one raises is a bug.
+        kind: as of `refused`.
+    """
+    called, is_own = type(model), not type(model).__module__.startswith("titanlite.")
+    want = f"{called.__name__}.forward(tokens) to run, also on tensors without values (the meta device)"
+    fix = "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses"
+    return refused(inspect.getfile(called) if is_own else "", want, f"{fix} by value", called.forward, kind)
 
 
 def mistake(error: BaseException, file: str, want: str, fix: str, called: Callable[..., Any] | None = None) -> Problem:
@@ -21,7 +62,7 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
 
     Args:
         error: as it was caught.
-        file: the user's; what it calls is not looked at.
+        file: the user's, as Python names it; what it calls is not looked at.
         want: what should have happened.
         fix: the change that makes it happen.
         called: the user's function that could not be called, if none of the file's lines was running.
@@ -41,29 +82,11 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
     return of_function(called, file, saw, want, fix) if called else Problem("model.file", saw, want, fix)
 
 
-def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Problem:
-    """Say what arose in a model file, with its name and line where a message of no file is to have them.
-
-    Args:
-        error, want, fix: as of `mistake`.
-        file: `model.file`.
-    """
-    why = mistake(error, os.path.abspath(file), want, fix)
-    return why if why.line is None else why._replace(where=f"line {why.line} of {file}, {why.where}", line=None)
-
-
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:
-    """Make a problem of a user's function, with its line if it is in the user's file."""
-    code = getattr(function, "__code__", None)
-    line = code.co_firstlineno if code and code.co_filename == file else None
+    """Make a problem of a user's function or class, with its line if it is in the user's file."""
+    is_theirs = getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file)
+    line = inspect.getsourcelines(function)[1] if is_theirs else None
     return Problem(function.__qualname__, saw, want, fix, line)
-
-
-def nearest_method(kind: type, name: str) -> Callable[..., Any] | None:
-    """Return the method of a user's class that was probably meant by a name that it lacks; None if none is near."""
-    methods = {own: method for own, method in vars(kind).items() if inspect.isfunction(method)}
-    near = nearest(name, methods)
-    return methods[near] if near else None
 
 
 def blamed(error: BaseException, file: str, log: object, want: str) -> ConfigError | None:

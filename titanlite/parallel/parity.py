@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import Config
-from titanlite.errors import Problem, ShardingError, TitanliteError, describe
+from titanlite.errors import Problem, ShardingError, describe
 from titanlite.models.block_kinds import kind_of
-from titanlite.models.mistakes import OF_THE_MACHINE, mistake
+from titanlite.models.mistakes import refused
 from titanlite.observe.memory import restart_peak
 from titanlite.parallel.block_boundaries import AROUND, BoundaryComparison, BoundaryRecord, OtherCallsError, watch
 from titanlite.parallel.initialise import fill_buffers
@@ -214,18 +214,15 @@ def _compute_split(
     model: nn.Module, blocks: list[str], whole: _Whole, comparison: BoundaryComparison, file: str
 ) -> None:
     """Compute forward and backward on this rank's part, and compare on the way; refuse code that raises."""
-    try:
-        logits = _logits(model, blocks, whole.tokens, comparison)
-        gradient = comparison.part(whole.logits_gradient, logits.shape)
-        if gradient is not None:
-            logits.backward(gradient)
-    except OtherCallsError:
-        comparison.errors[AROUND, "the calls of the blocks"] = math.inf
-    except (TitanliteError, *OF_THE_MACHINE):
-        raise
-    except Exception as error:
-        want = "code that runs on the part of each tensor that a rank has, as it does on the whole"
-        raise ShardingError(describe(file, [mistake(error, file, want, _FIX)])) from error
+    want = "code that runs on the part of each tensor that a rank has, as it does on the whole"
+    with refused(file, want, _FIX, kind=ShardingError):
+        try:
+            logits = _logits(model, blocks, whole.tokens, comparison)
+            gradient = comparison.part(whole.logits_gradient, logits.shape)
+            if gradient is not None:
+                logits.backward(gradient)
+        except OtherCallsError:
+            comparison.errors[AROUND, "the calls of the blocks"] = math.inf
 
 
 def _logits(

@@ -4,6 +4,7 @@ train.py and the commands that take a config begin here. It imports no torch; `t
 the model can tell.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -16,7 +17,6 @@ from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import KEY
-from titanlite.config.own_rules import rules_of_file
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.schema import FROM_CHECKPOINT, Config, schema_keys
@@ -103,7 +103,7 @@ class _Checks:
 
 
 def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
-    """Read and check everything that a command line asks for, without importing torch.
+    """Read and check everything that a command line asks for. It imports torch where `optimizer.file` is given, last.
 
     Args:
         argv: arguments of train.py.
@@ -127,7 +127,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
         attempt(lambda: resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
-    save_list, float8, optimizer = _recipes(config, checks)
+    save_list, float8 = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
@@ -149,6 +149,10 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
+    optimizer = None
+    if not (problems and config.optimizer.file):  # which takes seconds
+        needs = ("optimizer.recipe", "job.recipe_dirs", "optimizer.file")
+        optimizer = attempt(lambda: _optimizer(config, origin), *needs)
     if problems or dims is None or optimizer is None or inputs is None or table is None:
         raise problems.error(ConfigError)
     cut, few = cut_schedule(config, table), other_vocabulary(config, inputs, dims.vocab_size)
@@ -167,8 +171,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, hints, warned, saved)
 
 
-def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None, OptimizerRecipe | None]:
-    """Load the save-list, unless it is chosen when the run starts, the float8 recipe, if there is one, and the rules.
+def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None]:
+    """Load the save-list, unless it is chosen when the run starts, and the float8 recipe, if there is one.
 
     None stands for those, too, that are wrong.
     """
@@ -182,14 +186,19 @@ def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Re
     if float8_name != "none":
         needs = ("float8.recipe", "job.recipe_dirs")
         float8 = checks.attempt(lambda: recipes.load("float8", float8_name, dirs, checks.origin), *needs)
-    own = checks.attempt(lambda: rules_of_file(config.optimizer.file, checks.origin), "optimizer.file")
-    needs = ("optimizer.recipe", "job.recipe_dirs", "optimizer.file")
-    rules = checks.attempt(lambda: _optimizer(config, own or {}, checks.origin), *needs)
-    return save_list, float8, rules
+    return save_list, float8
 
 
-def _optimizer(config: Config, own: Mapping[str, OwnRule], origin: Origin) -> OptimizerRecipe:
-    """Load the optimizer's recipe, and refuse a file of rules that it does not use."""
+def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:
+    """Load the optimizer's recipe, and refuse a file of rules that it does not use. Such a file is imported."""
+    own: Mapping[str, OwnRule] = {}
+    if config.optimizer.file:
+        from titanlite.parallel.process_group import choose_device  # imports torch
+        from titanlite.update_rules.find import rules_of_file
+
+        if "LOCAL_RANK" in os.environ:  # a file may touch CUDA: on this process's GPU, not on everybody's first
+            choose_device()
+        own = rules_of_file(config.optimizer.file, origin)
     found = recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs, origin, own)
     if own and not any(group.rule in own for group in found.groups.values()):
         problems, name = Problems(origin), next(iter(own))

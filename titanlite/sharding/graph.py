@@ -23,8 +23,8 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
-from titanlite.errors import Problem, ShardingError, TitanliteError, describe
-from titanlite.models.mistakes import mistake
+from titanlite.errors import Problem, ShardingError, describe
+from titanlite.models.mistakes import forward_refused
 from titanlite.sharding.mixtures import mixtures_as_operators
 
 aten = torch.ops.aten
@@ -90,14 +90,8 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     with contextlib.ExitStack() as stack:
         for each in planned:
             stack.enter_context(each)
-        try:
-            program = torch.export.export(model, tuple(inputs), strict=False)
-        except TitanliteError:
-            raise
-        except Exception as error:
-            if type(model).__module__.startswith("titanlite."):
-                raise
-            raise _export_refusal(model, error) from error
+        stack.enter_context(forward_refused(model, ShardingError))
+        program = torch.export.export(model, tuple(inputs), strict=False)
     sys.stderr.write(said.getvalue())
     graph, signature = program.graph_module.graph, program.graph_signature
     constants = signature.inputs_to_lifted_tensor_constants
@@ -153,16 +147,6 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     return Graph(
         graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
     )
-
-
-def _export_refusal(model: nn.Module, error: Exception) -> ShardingError:
-    """Make the error for what a user's model did while it was exported."""
-    file = inspect.getfile(type(model))
-    want = "a forward that runs, also on tensors without values (the meta device), on which the plan is made"
-    fix = (
-        "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses by value"
-    )
-    return ShardingError(describe(file, [mistake(error, file, want, fix)]))
 
 
 def _is_fixed(node: Node) -> bool:

@@ -130,9 +130,6 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     except RecipeError:
         reason = "because the save-list keeps results that it does not name"
         fix = "a save-list that names what it keeps"
-        if unpriced := model.run.no_trace_reason:
-            reason = f"with {unpriced.where} = {unpriced.saw}"
-            fix = "--training.local_batch_size 1, or a save-list that keeps less"
         lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
         return "\n".join(lines)
     fits = predicted.total <= room

@@ -1,8 +1,9 @@
 """Import the update rules of a user's own file, and try each on a few numbers before a run trains with it."""
 
+import hashlib
 import inspect
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,58 +11,88 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titanlite.config.recipe_schema import OwnRule, Value
+from titanlite.config.build import show
+from titanlite.config.own_groups import COMMON_KEYS
+from titanlite.config.problems import Origin, Problems
+from titanlite.config.recipe_schema import KEYS_OF_RULE, OwnRule, Value
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import imported
-from titanlite.models.mistakes import mistake, of_function
+from titanlite.models.mistakes import of_function, refused
 from titanlite.update_rules.elementwise import ElementwiseRule
 
 _N = 96  # numbers that a rule is tried on, as a whole and in pieces
 _PIECES = (1, 40, 55)
 _ROUNDING = 1e-4  # of what a piece gives and the whole: kernels may round otherwise at the end of a vector
-_UPDATE = "def update(self, gradient, parameter, state, updates)"
+
+
+def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
+    """Import a file, and say what its rules keep and which keys they have.
+
+    Args:
+        file: `optimizer.file`, which exists.
+        origin: where the key was given.
+
+    Returns:
+        By the name of the class.
+
+    Raises:
+        ConfigError: the file cannot be imported or has no rule; or the name of a rule, of its state or of a key is
+            taken.
+    """
+    module, sha256 = imported(file), hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, ElementwiseRule)]
+    found = {
+        kind.__name__: OwnRule(kind.__name__, file, sha256, kind.state, _keys(kind), kind)
+        for kind in kinds
+        if kind.__module__ == module.__name__
+    }
+    if wrong := [problem for rule in found.values() for problem in _names_taken(rule)]:
+        raise ConfigError(describe(file, wrong))
+    if not found:
+        problems, want = Problems(origin), f"a class that derives from {ElementwiseRule.__name__}"
+        fix = f"class Mine({ElementwiseRule.__name__}), as in docs/how_to/own_optimizer.md"
+        problems.add("optimizer.file", f"{show(file)}, with no rule", want, fix)
+        problems.raise_all()
+    return found
+
+
+def _keys(kind: type[ElementwiseRule]) -> dict[str, Value]:
+    """Return what a class says with a type that TOML has, and a default: the keys of its groups."""
+    types: dict[object, type[Value]] = {of: of for of in (float, int, bool, str)}
+    types |= {of.__name__: of for of in types.values()}  # as `from __future__ import annotations` leaves them
+    said = {name: hint for each in reversed(kind.__mro__) for name, hint in inspect.get_annotations(each).items()}
+    keys = {name: types[hint] for name, hint in said.items() if hint in types and name[0] != "_"}
+    return {name: of(getattr(kind, name)) for name, of in keys.items() if hasattr(kind, name)}
+
+
+def _names_taken(rule: OwnRule) -> Iterator[Problem]:
+    """Yield a problem for each name that means something else already."""
+    _, line = inspect.getsourcelines(rule.kind)
+    if rule.name in KEYS_OF_RULE:
+        want = f"a name of its own; titanlite has a rule {show(rule.name)}"
+        yield Problem(f"class {rule.name}", "", want, "rename the class", line)
+    for key in rule.keys.keys() & {*COMMON_KEYS}:
+        want = f"another name: {key} is a key of every group"
+        yield Problem(f"{rule.name}.{key}", show(rule.keys[key]), want, "rename it", line)
+    state: object = rule.state
+    if not isinstance(state, tuple) or any(not str(name).isidentifier() or name == "updates" for name in state):
+        want, fix = 'a tuple of words, none of them "updates"', 'state = ("momentum",); without state, leave it out'
+        yield Problem(f"{rule.name}.state", repr(state), want, fix, line)
 
 
 def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:
     """Make a rule of the user's own with the keys of a group.
 
     Args:
-        rule: as the file describes it.
+        rule: of the user's file.
         keys: that a group gives.
 
     Raises:
-        ConfigError: the file cannot be imported; the class is not the one it describes, cannot be made, or has no
-            method `update` that takes what one is given.
+        ConfigError: the class cannot be made, or has no method `update`.
     """
-    file = os.path.abspath(rule.file)
-    try:
-        kind = getattr(imported(file), rule.name, None)
-    except (Exception, SystemExit) as error:
-        want, fix = "a Python file that can be imported", f"run `python {rule.file}` until it has nothing to say"
-        raise _refusal(rule, mistake(error, file, want, fix)) from error
-    if not (inspect.isclass(kind) and issubclass(kind, ElementwiseRule)):
-        want = "a class that derives from titanlite.update_rules.elementwise.ElementwiseRule"
-        raise _refusal(
-            rule, Problem(f"class {rule.name}", repr(kind), want, "import that, and derive from it", rule.line)
-        )
-    if tuple(kind.state) != rule.state:
-        want = f"state as the class says it: {rule.state}, from which its memory follows"
-        fix = "state = (…) in the class, and nothing else that sets it"
-        raise _refusal(rule, Problem(f"{rule.name}.state", str(kind.state), want, fix, rule.line))
-    method, want = kind.update, f"{_UPDATE} -> Tensor"
-    try:
-        inspect.signature(method).bind(*["self", "gradient", "parameter", "state", "updates"])
-    except TypeError as error:
-        saw = f"update{inspect.signature(method)}: {error}"
-        raise _refusal(rule, of_function(method, file, saw, want, f"write {_UPDATE}")) from error
-    try:
-        made = kind()
-    except Exception as error:
-        fix = f"{_UPDATE} in the class, and no __init__"
-        if kind.__abstractmethods__:
-            raise _refusal(rule, Problem(f"class {rule.name}", "no method update", want, fix, rule.line)) from error
-        want = f"{rule.name}() to make the rule: what a group says is in its attributes when update is called"
-        raise _refusal(rule, mistake(error, file, want, fix, kind.__init__)) from error
+    want = f"{rule.name}() to make the rule: what a group says is in its attributes when update is called"
+    with refused(rule.file, want, "write update in the class, and no __init__", rule.kind):
+        made: ElementwiseRule = rule.kind()
     vars(made).update({**rule.keys, **keys})
     return made
 
@@ -73,11 +104,65 @@ def try_rules(rules: Iterable[tuple[OwnRule, Mapping[str, Value]]]) -> None:
         rules: each with the keys of a group.
 
     Raises:
-        ConfigError: as `own_rule` says; or an update raises, returns something else than one number for each, changes
-            the parameter or the shape of the state, is not finite, or depends on other numbers of the parameter.
+        ConfigError: as `own_rule` says; or an update raises, returns or keeps something else than one number for each,
+            changes the parameter, is not finite, or depends on other numbers of the parameter.
     """
     for rule, keys in rules:
-        _Trial(rule, own_rule(rule, keys)).run()
+        made = own_rule(rule, keys)
+        _after_two_steps(rule, made, "meta", (_N,))
+        whole, parts = (_after_two_steps(rule, made, "cpu", sizes) for sizes in ((_N,), _PIECES))
+        for name, truth in whole.items():
+            if not truth.isfinite().all():
+                want = "finite numbers, also where gradients, state and parameters are zero"
+                raise _refusal(rule, f"{name} with NaN or Inf", want, "add a small number to a divisor")
+            if ((truth - parts[name]).abs() > _ROUNDING * (truth.abs() + truth.abs().mean())).any():
+                saw = f"another {name} where a rank has fewer numbers of the parameter"
+                want = "each number from those of its own place alone: a rank has a part of a parameter, anywhere in it"
+                fix = "operations that go number by number: no norm, mean or random number"
+                raise _refusal(rule, saw, want, fix)
+
+
+def _after_two_steps(rule: OwnRule, made: ElementwiseRule, device: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """Update some numbers twice, in pieces of the given sizes; return the directions and the state of all."""
+    found = dict[str, list[Tensor]]()
+    parameters, *gradients = torch.randn(3, _N, generator=torch.Generator().manual_seed(0))
+    for tensor in (parameters, *gradients):
+        tensor[::7] = 0.0  # as those of a token that no text has had
+    kept = [{name: torch.zeros(n, device=device) for name in rule.state} for n in sizes]
+    called = f"{rule.name}.update(gradient, parameter, state, updates)"
+    for step, gradient in enumerate(gradients, start=1):
+        updates = torch.tensor(float(step), device=device)
+        for state, p, g in zip(kept, parameters.split(sizes), gradient.split(sizes), strict=True):
+            parameter = p.to(device, copy=True)
+            want = f"{called} to run on a few numbers on any device, also on tensors without values"
+            fix = "change that line; decide by torch.where, and make tensors by torch.zeros_like and the like"
+            with torch.no_grad(), refused(rule.file, want, fix, rule.kind.update):
+                direction = made.update(g.to(device, copy=True), parameter, state, updates)
+            _require_a_number_for_each(rule, len(p), direction, state)
+            if device != "meta" and not torch.equal(parameter, p):
+                want = "the parameter left as it is: the optimizer moves it against what update returns"
+                raise _refusal(rule, "a change of the parameter", want, "return the direction alone")
+            found.setdefault("direction", []).append(direction)
+    found |= {f"state {name}": [state[name] for state in kept] for name in rule.state}
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _require_a_number_for_each(rule: OwnRule, n: int, direction: object, state: Mapping[str, object]) -> None:
+    """Refuse what is not of the gradient's shape, and other state than the class says."""
+
+    def seen(x: object) -> str:
+        return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+
+    given = {"direction": seen(direction)} | {f"state {name}": seen(x) for name, x in state.items()}
+    wanted = dict.fromkeys(("direction", *(f"state {name}" for name in rule.state)), f"[{n}] torch.float32")
+    if given != wanted:
+        saw, want = (", ".join(f"{name} {what}" for name, what in each.items()) for each in (given, wanted))
+        fix = "return one number for each; what is kept is what `state` of the class names"
+        raise _refusal(rule, saw, f"{want}: a number for each of the gradient's", fix)
+
+
+def _refusal(rule: OwnRule, saw: str, want: str, fix: str) -> ConfigError:
+    return ConfigError(describe(rule.file, [of_function(rule.kind.update, rule.file, saw, want, fix)]))
 
 
 def bytes_of_update(rule: OwnRule) -> int:
@@ -105,74 +190,3 @@ class _Moved(TorchDispatchMode):
             tensors = [t for t in tree_leaves((args, kwargs, returned)) if isinstance(t, Tensor)]
             self.total += sum(t.numel() * t.itemsize for t in tensors)
         return returned
-
-
-class _Trial:
-    """A rule, updating a few numbers."""
-
-    def __init__(self, rule: OwnRule, made: ElementwiseRule) -> None:
-        self.rule, self.made, self.file = rule, made, os.path.abspath(rule.file)
-
-    def run(self) -> None:
-        """Hold what the rule does with parts of some numbers against what it does with all of them."""
-        self._after_two_steps(torch.device("meta"), (_N,))
-        whole, parts = (self._after_two_steps(torch.device("cpu"), sizes) for sizes in ((_N,), _PIECES))
-        for name, truth in whole.items():
-            if not truth.isfinite().all():
-                want = "finite numbers, also where gradients, state and parameters are zero"
-                raise self._refused(f"{name} with NaN or Inf", want, "add a small number to a divisor")
-            if ((truth - parts[name]).abs() > _ROUNDING * (truth.abs() + truth.abs().mean())).any():
-                saw = f"another {name} where a rank has fewer numbers of the parameter"
-                want = "each number from those of its own place alone: a rank has a part of a parameter, anywhere in it"
-                raise self._refused(saw, want, "operations that go number by number: no norm, mean or random number")
-
-    def _after_two_steps(self, device: torch.device, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-        """Update some numbers twice, in pieces of the given sizes; return the directions and the state of all."""
-        found = dict[str, list[Tensor]]()
-        parameters, *gradients = torch.randn(3, _N, generator=torch.Generator().manual_seed(0))
-        for tensor in (parameters, *gradients):
-            tensor[::7] = 0.0  # as those of a token that no text has had
-        kept = [{name: torch.zeros(n, device=device) for name in self.rule.state} for n in sizes]
-        for step, gradient in enumerate(gradients, start=1):
-            updates = torch.tensor(float(step), device=device)
-            for state, p, g in zip(kept, parameters.split(sizes), gradient.split(sizes), strict=True):
-                parameter = p.to(device, copy=True)
-                direction = self._update(g.to(device, copy=True), parameter, state, updates)
-                found.setdefault("direction", []).append(direction)
-                if device.type != "meta" and not torch.equal(parameter, p):
-                    want = "the parameter left as it is: the optimizer moves it against what update returns"
-                    raise self._refused("a change of the parameter", want, "return the direction alone")
-        found |= {f"state {name}": [state[name] for state in kept] for name in self.rule.state}
-        return {name: torch.cat(parts) for name, parts in found.items()}
-
-    @torch.no_grad()
-    def _update(self, gradient: Tensor, parameter: Tensor, state: dict[str, Tensor], updates: Tensor) -> Tensor:
-        """Call `update`, and refuse results that are not of the gradient's shape, or other state than was said."""
-        declared, shape = self.rule.state, gradient.shape
-        try:
-            direction = self.made.update(gradient, parameter, state, updates)
-        except Exception as error:
-            want = "an update of a few numbers on any device, as titanlite has tried it: of tensors without values, too"
-            fix = "change that line; decide by torch.where, and make tensors by torch.zeros_like and the like"
-            problem = mistake(error, self.file, want, fix, type(self.made).update)
-            raise ConfigError(describe(self.rule.file, [problem])) from error
-        if extra := [name for name in state if name not in declared]:
-            want = f"only what the class says that it keeps: {', '.join(declared) or 'nothing'}"
-            names = ", ".join(f'"{name}"' for name in (*declared, *extra))
-            raise self._refused(f"state {', '.join(extra)}", want, f"state = ({names},) in the class")
-        if lost := [name for name in declared if name not in state]:
-            want = "the state that the class says, after each update"
-            raise self._refused(f"no state {', '.join(lost)}", want, "take nothing out of state")
-        for name, tensor in {"direction": direction, **{f"state {name}": state[name] for name in declared}}.items():
-            seen = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            if seen != f"{list(shape)} {torch.float32}":
-                want = f"float32 of the gradient's shape, {list(shape)} here: a number for each"
-                raise self._refused(f"{name}: {seen}", want, "return one number for each, and keep one for each")
-        return direction
-
-    def _refused(self, saw: str, want: str, fix: str) -> ConfigError:
-        return _refusal(self.rule, of_function(type(self.made).update, self.file, saw, want, fix))
-
-
-def _refusal(rule: OwnRule, problem: Problem) -> ConfigError:
-    return ConfigError(describe(rule.file, [problem]))

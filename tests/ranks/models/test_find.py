@@ -65,18 +65,6 @@ def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.Captur
     assert "positions.weight" in capsys.readouterr().out
 
 
-def test_a_model_that_branches_on_values_trains_without_a_forecast(mine: list[str], tmp_path: Path) -> None:
-    file, block = tmp_path / "mine.py", "            x = block(x, sequences)\n"
-    branch = "            if x.abs().max().item() > 1e9:\n                x = x / 2\n"
-    lines = file.read_text().replace(block, block + branch)
-    file.write_text(lines)
-    number = lines[: lines.index(branch)].count("\n") + 1
-    said = try_assembly(checked(tmp_path, 2, mine), 2).warning
-    assert said is not None
-    assert f"trains without a forecast: line {number} of {file}, in forward: if x.abs().max().item() > 1e9: Run" in said
-    assert len(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2).losses) == 2
-
-
 def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
     """What registers operators cannot be imported a second time."""
     with (tmp_path / "mine.py").open("a") as file:
@@ -143,7 +131,7 @@ def test_a_part_that_a_run_looks_for_is_missed(mine: list[str], tmp_path: Path) 
     )
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(
-        ConfigError, match=r"2 problems\n  Mine.layers = list\n +want: an nn.ModuleList\n.*\n  Mine.norm = n"
+        ConfigError, match=r"2 problems\n  Mine.layers = list\n +want: an nn.ModuleList\n.*\n  Mine.norm = N"
     ):
         plan([DEBUG, *mine, *TP_2])
 
@@ -156,8 +144,10 @@ def test_what_no_run_can_train_is_refused(mine: list[str], tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(text.replace(line, f"{line}\n{more}"))
     with pytest.raises(ConfigError) as refused:
         plan([DEBUG, *mine, *TP_2])
-    assert "mine.py: 2 problems\n  layers.0 = the same module as layers.1\n" in str(refused.value)
-    assert "\n  layers.0.attention_norm.weight = requires_grad = False\n" in str(refused.value)
+    assert "\n  layers.0.attention_norm.weight = the same parameter as layers.1.attention_norm.weight\n" in str(
+        refused.value
+    )
+    assert "\n  layers.0.attention_norm.weight = torch.float32, requires_grad = False\n" in str(refused.value)
 
 
 def test_a_module_that_is_not_made_by_torch_is_refused(mine: list[str], tmp_path: Path) -> None:
@@ -171,7 +161,6 @@ def test_a_module_that_is_not_made_by_torch_is_refused(mine: list[str], tmp_path
     with pytest.raises(ConfigError) as refused:
         plan([DEBUG, *mine, *TP_2])
     assert "'Bare' object has no attribute '_modules'" in str(refused.value)
-    assert "fix:  call super().__init__() first" in str(refused.value)
 
 
 def test_a_key_of_a_recipe_that_its_architecture_makes_nothing_of(tmp_path: Path) -> None:
@@ -211,39 +200,21 @@ def test_a_recipe_lacks_what_its_architecture_needs(tmp_path: Path) -> None:
     assert recipes.load("model", "gemma3-debug").window == 32
 
 
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("x = 1", "no such class"),
-        ("from torch import nn\nclass A(nn.Module):\n    def fill_buffers(self): ...\nclass B(A): ...", "A, B"),
-    ],
-)
-def test_a_file_without_one_model_is_refused(text: str, seen: str, tmp_path: Path) -> None:
-    (tmp_path / "odd.py").write_text(text)
-    with pytest.raises(ConfigError, match=f'model.file = ".*odd.py", with {seen}\n +want: one class with a method'):
+def test_a_file_of_two_models_is_refused(tmp_path: Path) -> None:
+    model = "class {}(nn.Module):\n    def fill_buffers(self): ...\n    def forward(self, tokens): ...\n"
+    (tmp_path / "odd.py").write_text(f"from torch import nn\n{model.format('A')}{model.format('B')}")
+    with pytest.raises(ConfigError, match=r'model.file = ".*odd.py", with A, B\n +want: one class with'):
         model_class(Model(file=str(tmp_path / "odd.py")))
 
 
 @pytest.mark.parametrize(
     ("line", "instead", "message"),
     [
-        ("return self.w2(", "return self.w2((", r"  .* = SyntaxError: .*\n +want: a Python file that can be imported"),
-        (
-            "INIT_STD = 0.02",
-            "INIT_STD = 1 / 0",
-            r"  in <module>: INIT_STD = 1 / 0 = ZeroDivisionError: division by zero",
-        ),
-        (
-            "self.head_dim, self.queries_per_kv = dims.head_width,",
-            "self.head_dim, self.queries_per_kv = dims.width,",
-            r"  in __init__: self.head_dim, .* = AttributeError: 'ModelDims' object has no attribute 'width'\n"
-            r" +want: Mine\(sizes, seq_len\) to build the model",
-        ),
         (
             "h = x + self.attention",
             "h = x if x.sum() > 0 else x + self.attention",
             r"  in forward: h = x if x.sum\(\) > 0 .* = GuardOnDataDependentSymNode: Could not guard on data-dep.*\n"
-            r" +want: a forward that runs, also on tensors without values .*\n +fix:  change that line; if it looks",
+            r" +want: Mine.forward\(tokens\) to run, also on tensors without values .*\n +fix:  change that line",
         ),
         (
             "h = x + self.attention",

@@ -71,7 +71,7 @@ def test_a_rule_of_ones_own_that_keeps_something_else_is_another() -> None:
     """Without the parameters, too: those of a model file are not known without torch."""
     rules = dict.fromkeys(ADAMW, "Lion")
     was, ordered, now = (
-        {"Lion": OwnRule("Lion", "lion.py", "", 8, state, {})}
+        {"Lion": OwnRule("Lion", "lion.py", "", state, {}, type)}
         for state in (("momentum", "scale"), ("scale", "momentum"), ("momentum",))
     )
     state = saved(rules, was)

@@ -1,4 +1,4 @@
-"""What a file of update rules says of itself is read without running it; what is wrong is told by file and line."""
+"""Groups of a recipe have the keys of the user's own rules; what is wrong is told by file and line."""
 
 from pathlib import Path
 
@@ -6,22 +6,18 @@ import pytest
 
 from tests.support.own_rule import lion
 from titanlite.commands import main
-from titanlite.config.own_rules import rules_of_file
 from titanlite.config.parameter_groups import update_settings
+from titanlite.config.problems import Origin
 from titanlite.config.schema import Optimizer
-from titanlite.errors import ConfigError
 from titanlite.recipes import load
+from titanlite.update_rules.find import rules_of_file
 
 DEBUG = str(Path(__file__).parents[3] / "configs" / "debug.toml")
-STATE, KEY, RULE = 'state = ("momentum",)', "beta2: float = 0.99", "class Lion(ElementwiseRule):"
 
 
 def test_a_group_has_the_keys_of_its_rule(tmp_path: Path) -> None:
     lion(tmp_path)
-    rules = rules_of_file(str(tmp_path / "lion.py"))
-    assert {name: (rule.state, rule.keys) for name, rule in rules.items()} == {
-        "Lion": (("momentum",), {"beta1": 0.9, "beta2": 0.99})
-    }
+    rules = rules_of_file(str(tmp_path / "lion.py"), Origin("config"))
     recipe = load("optimizer", "lion", [str(tmp_path)], rules=rules)
     assert list(recipe.groups) == ["matrices", "rest"]  # the first that matches decides
     shapes = {"a.weight": (4, 4), "norm.weight": (4,)}
@@ -37,61 +33,6 @@ def test_a_group_has_the_keys_of_its_rule(tmp_path: Path) -> None:
     assert settings["norm.weight"].of_rule()["beta1"] == 0.5
 
 
-def test_a_class_has_what_is_above_it(tmp_path: Path) -> None:
-    flags = lion(tmp_path)
-    with (tmp_path / "lion.py").open("a") as file:
-        file.write("\n\nclass Slow(Lion):\n    beta1: float = 0.8\n    rate: int = 3\n    _secret: list = []\n")
-    slow = rules_of_file(flags[0].partition("=")[2])["Slow"]
-    assert (slow.state, slow.keys) == (("momentum",), {"beta1": 0.8, "beta2": 0.99, "rate": 3})
-
-
-WRONG_FILES = {
-    "a key of a class above without its type": (
-        "        return direction",
-        "        return direction\n\n\nclass Slow(Lion):\n    beta1 = 0.8",
-        "line 22  Slow.beta1 = 0.8\n    want: the key with its type",
-    ),
-    "no class": (RULE, "class Lion:", 'lion.py", with no rule\n    want: a class that derives from ElementwiseRule'),
-    "no Python": (RULE, "class Lion(ElementwiseRule:", "line 8  class Lion(ElementwiseRule: = SyntaxError: "),
-    "a shipped rule's name": (
-        RULE,
-        "class adamw(ElementwiseRule):",
-        "line 8  class adamw\n    want: a name of its own",
-    ),
-    "state that is computed": (STATE, "state = names()", "line 11  Lion.state = names()\n    want: a tuple of names"),
-    "a string for a tuple": (STATE, 'state = ("momentum")', "line 11  Lion.state = 'momentum'\n    want: a tuple"),
-    "the optimizer's own name": (STATE, 'state = ("updates",)', "line 11  Lion.state = ('updates',)"),
-    "a default of another type": (
-        KEY,
-        "beta2: float = True",
-        "line 13  Lion.beta2 = True\n    want: a default that is",
-    ),
-    "no default": (
-        KEY,
-        "beta2: float",
-        "line 13  Lion.beta2\n    want: a default that is finite and a literal of type",
-    ),
-    "a type that TOML has not": (
-        KEY,
-        "beta2: Tensor = 0",
-        "line 13  Lion.beta2 = 0\n    want: one of the types float,",
-    ),
-    "a key of every group": (KEY, "lr_factor: float = 0.5", "line 13  Lion.lr_factor = 0.5\n    want: another name"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_FILES)
-def test_a_wrong_file_is_refused_by_its_line(case: str, tmp_path: Path) -> None:
-    line, instead, said = WRONG_FILES[case]
-    lion(tmp_path, (line, instead))
-    file = str(tmp_path / "lion.py")
-    with pytest.raises(ConfigError) as refused:
-        rules_of_file(file)
-    text = str(refused.value).replace("\n  ", "\n")
-    assert text.startswith(f"{file}: 1 problem\n")
-    assert said in text
-
-
 WRONG_RECIPES = {
     "a key that it has not": (
         "beta2 = 0.98",
@@ -105,7 +46,7 @@ WRONG_RECIPES = {
         "beta2 = 0.98",
         "eps = 1e-8",
         "line 7  groups.matrices.eps = 1e-08",
-        "rule Lion is in line 8",
+        "the keys of class Lion in /",
     ),
     "another rule": ('rule = "Lion"', 'rule = "lion"', 'line 4  groups.matrices.rule = "lion"', 'did you mean "Lion"?'),
     "its keys for another rule": ('rule = "adamw"', 'rule = "adamw"\nrate = 1', "groups.rest.rate = 1", "one of rule,"),
