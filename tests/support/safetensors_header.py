@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.hugging_face import LAYOUTS
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.models.find import build_model
@@ -21,7 +21,7 @@ def header_of(name: str, dims: ModelDims) -> dict[str, Any]:
     return {
         key: {"dtype": "BF16", "shape": [*weight.shape]}
         for ours, parameter in model.named_parameters()
-        for key, weight in their_weights(LAYOUTS[name], model, ours, parameter).items()
+        for key, weight in their_weights(ARCHITECTURES[name].hub, model, ours, parameter).items()
     }
 
 

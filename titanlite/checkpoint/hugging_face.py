@@ -28,7 +28,8 @@ from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.checkpoint.store import require_none
-from titanlite.config.hugging_face import LAYOUTS, ONE_FILE, HubLayout, config_json, weight_files, without_place
+from titanlite.config.architectures import ARCHITECTURES, HubLayout
+from titanlite.config.hugging_face import ONE_FILE, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.data.tokenizer import FileTokenizer, Tokenizer
@@ -70,12 +71,8 @@ def export_checkpoint(
         CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another
             model; or transformers has no such model.
     """
-    layout, seq_len = LAYOUTS[config.model.name], config.training.seq_len
-    if dims.n_kv_heads < dims.n_heads and not layout.groups_heads:
-        want = f"n_heads = {dims.n_heads}: transformers' {layout.class_name} has no grouped heads"
-        fix = "train with as many key/value heads as heads"
-        raise CheckpointError.of("titanlite export", "model.n_kv_heads", str(dims.n_kv_heads), want, fix)
-    if wrong := without_place(layout, dims):
+    layout, seq_len = ARCHITECTURES[config.model.name].hub, config.training.seq_len
+    if wrong := without_place(config.model.name, dims):
         raise CheckpointError(describe("titanlite export", wrong))
     model = build_model(config.model, dims, seq_len)
     end = tokenizer.separator_id if tokenizer else None
@@ -126,7 +123,7 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
 
     def load_here() -> tuple[int, int]:
         with _folder_of(path, f"rank {rank()}") as folder:
-            return _load(folder, LAYOUTS[architecture], model, parameters)
+            return _load(folder, ARCHITECTURES[architecture].hub, model, parameters)
 
     of_ranks = on_all_ranks(load_here)
     if different := [r for r, other in enumerate(of_ranks) if other != of_ranks[0]]:
@@ -149,7 +146,7 @@ def check_weights(path: str, architecture: str, model: nn.Module) -> None:
     with _folder_of(path, "initial weights") as folder, ExitStack() as opened:
         # As numpy's: for torch a file is mapped as if all of it might be written, for which not every host has room.
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "np"))) for file in weight_files(folder)}
-        _find_weights(folder, LAYOUTS[architecture], model, dict(model.named_parameters()), saved)
+        _find_weights(folder, ARCHITECTURES[architecture].hub, model, dict(model.named_parameters()), saved)
 
 
 @contextmanager
@@ -262,7 +259,7 @@ def _write_weights(
             their_name: weight.to(dtype)
             for name in names
             for their_name, weight in their_weights(
-                LAYOUTS[architecture], model, name.removeprefix(kind), ours.pop(name)
+                ARCHITECTURES[architecture].hub, model, name.removeprefix(kind), ours.pop(name)
             ).items()
         }
         save_file(theirs, folder / file, metadata={"format": "pt"})

@@ -7,8 +7,8 @@ This imports no torch, so that a config can be checked within a second. The file
 A layer of ours that fuses several weights is several layers there, except for GPT-2's, whose queries, keys and values
 are one matrix there too, in another order. GPT-2's matrices lie transposed, and a Gemma norm's weight is the factor
 less one. Keys of config.json are those that the model code of transformers 5.24 reads, and that older releases wrote: a
-key that is a dimension is used, any other of `left_out` must say what stands there, and a key that is nowhere is
-refused, because it may change the model.
+`Field` that is a dimension is used, any other must say what stands there, and a key that is nowhere is refused, because
+it may change the model.
 """
 
 from collections.abc import Mapping
@@ -65,67 +65,121 @@ _GPT2 = {
 }
 
 
-# From a key of config.json to the dimension that it is.
-_SIZES = {"vocab_size": "vocab_size", "tie_word_embeddings": "tied_embeddings"}
-_ROTARY_SIZES = _SIZES | {
-    "hidden_size": "dim",
-    "intermediate_size": "ffn_dim",
-    "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads",
-    "num_key_value_heads": "n_kv_heads",
-    "head_dim": "head_width",
-    "rms_norm_eps": "norm_eps",
-    "rope_theta": "rope_theta",
-}
-_GEMMA3_SIZES = _ROTARY_SIZES | {
-    "query_pre_attn_scalar": "head_width",
-    "rope_local_base_freq": "local_rope_theta",
-    "sliding_window": "window",
-    "sliding_window_pattern": "global_every",
-}
-_EXPERTS_SIZES = {theirs: ours for theirs, ours in _ROTARY_SIZES.items() if theirs != "intermediate_size"} | {
-    "num_experts_per_tok": "experts.top_k"
-}
-_QWEN3_MOE_SIZES = _EXPERTS_SIZES | {
-    "num_experts": "experts.n_experts",
-    "moe_intermediate_size": "experts.ffn_dim",
-    "norm_topk_prob": "experts.normalised",
-}
-_OLMOE_SIZES = _EXPERTS_SIZES | {
-    "num_experts": "experts.n_experts",
-    "intermediate_size": "experts.ffn_dim",
-    "norm_topk_prob": "experts.normalised",
-}
-_MIXTRAL_SIZES = _EXPERTS_SIZES | {"num_local_experts": "experts.n_experts", "intermediate_size": "experts.ffn_dim"}
-_GPT2_SIZES = _SIZES | {
-    "n_embd": "dim",
-    "n_inner": "ffn_dim",
-    "n_layer": "n_layers",
-    "n_head": "n_heads",
-    "n_positions": "max_seq_len",
-    "layer_norm_epsilon": "norm_eps",
-}
+@dataclass(frozen=True)
+class Field:
+    """A key of config.json.
 
-# What a config.json means that leaves a key out. A key that is no dimension cannot say anything else.
-_ANY: dict[str, Any] = {
-    "tie_word_embeddings": False,
-    "quantization_config": None,
-    "auto_map": None,  # code of the folder's own
-    "per_layer_config": None,
-    "pruned_heads": None,
-    "is_encoder_decoder": False,
-    "add_cross_attention": False,
+    Attributes:
+        left_out: what a config.json means that leaves the key out; of a key that is no dimension, all that it may say.
+            None of a dimension: it must be there, or follows from others.
+        ours: the dimension that it is, as a dotted attribute of a recipe; "": none.
+        is_written: an export has it, though it is no dimension.
+    """
+
+    left_out: Any = None
+    ours: str = ""
+    is_written: bool = False
+
+
+_ANY = {
+    "vocab_size": Field(ours="vocab_size"),
+    "tie_word_embeddings": Field(False, "tied_embeddings"),
+    "quantization_config": Field(),
+    "auto_map": Field(),  # code of the folder's own
+    "per_layer_config": Field(),
+    "pruned_heads": Field(),
+    "is_encoder_decoder": Field(False),
+    "add_cross_attention": Field(False),
 }
-_ROTARY_LEFT_OUT = _ANY | {
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "hidden_size": 4096,
-    "head_dim": None,
-    "attention_bias": False,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "rope_scaling": None,
+_SILU = {"hidden_act": Field("silu", is_written=True)}
+_ROTARY_FIELDS = _ANY | {
+    "hidden_size": Field(ours="dim"),
+    "intermediate_size": Field(ours="ffn_dim"),
+    "num_hidden_layers": Field(ours="n_layers"),
+    "num_attention_heads": Field(ours="n_heads"),
+    "num_key_value_heads": Field(ours="n_kv_heads"),
+    "head_dim": Field(ours="head_width"),
+    "rms_norm_eps": Field(1e-6, "norm_eps"),
+    "rope_theta": Field(10_000.0, "rope_theta"),
+    "rope_scaling": Field(),
+    "attention_bias": Field(False, is_written=True),
+}
+_LLAMA3_FIELDS = (
+    _ROTARY_FIELDS
+    | _SILU
+    | {
+        "mlp_bias": Field(False, is_written=True),
+        "rope_scaling": Field(is_written=True),
+        "rope_interleaved": Field(False),  # of SmolLM2
+    }
+)
+_NO_WINDOW = {"use_sliding_window": Field(False, is_written=True)}
+_QWEN3_FIELDS = _ROTARY_FIELDS | _SILU | _NO_WINDOW | {"head_dim": Field(128, "head_width"), "layer_types": Field()}
+CAP = "final_logit_softcapping"  # null is no cap; 0 would be a division by it
+_GEMMA3_FIELDS = _ROTARY_FIELDS | {
+    "head_dim": Field(256, "head_width"),
+    "rope_theta": Field(1_000_000.0, "rope_theta"),
+    "rope_local_base_freq": Field(10_000.0, "local_rope_theta"),
+    "tie_word_embeddings": Field(True, "tied_embeddings"),
+    "hidden_activation": Field("gelu_pytorch_tanh", is_written=True),
+    "query_pre_attn_scalar": Field(256, "head_width"),
+    "sliding_window": Field(4096, "window"),
+    "sliding_window_pattern": Field(6, "global_every"),
+    "layer_types": Field(),
+    "use_bidirectional_attention": Field(False),
+    "attn_logit_softcapping": Field(),
+    CAP: Field(ours="logit_softcap"),
+}
+_GPT2_FIELDS = _ANY | {
+    "n_positions": Field(ours="max_seq_len"),
+    "n_embd": Field(ours="dim"),
+    "n_layer": Field(ours="n_layers"),
+    "n_head": Field(ours="n_heads"),
+    "n_inner": Field(ours="ffn_dim"),
+    "layer_norm_epsilon": Field(1e-5, "norm_eps"),
+    "activation_function": Field("gelu_new", is_written=True),
+    "tie_word_embeddings": Field(True, "tied_embeddings"),
+    "scale_attn_weights": Field(True),
+    "scale_attn_by_inverse_layer_idx": Field(False),
+    # Noise of training, which is not looked at where a folder says it: transformers would have some.
+    "attn_pdrop": Field(0.0, is_written=True),
+    "embd_pdrop": Field(0.0, is_written=True),
+    "resid_pdrop": Field(0.0, is_written=True),
+}
+_EXPERTS_FIELDS = (
+    {key: of for key, of in _ROTARY_FIELDS.items() if key != "intermediate_size"}
+    | _SILU
+    | {
+        "num_experts_per_tok": Field(ours="experts.top_k"),
+        "router_aux_loss_coef": Field(0.001, "experts.balance_loss"),
+    }
+)
+_QWEN3_MOE_FIELDS = (
+    _EXPERTS_FIELDS
+    | _NO_WINDOW
+    | {
+        "num_experts": Field(ours="experts.n_experts"),
+        "moe_intermediate_size": Field(ours="experts.ffn_dim"),
+        "norm_topk_prob": Field(False, "experts.normalised"),
+        "decoder_sparse_step": Field(1, is_written=True),
+        "mlp_only_layers": Field([], is_written=True),
+    }
+)
+_OLMOE_FIELDS = _EXPERTS_FIELDS | {
+    "num_experts": Field(ours="experts.n_experts"),
+    "intermediate_size": Field(ours="experts.ffn_dim"),
+    "rms_norm_eps": Field(1e-5, "norm_eps"),
+    "norm_topk_prob": Field(False, "experts.normalised"),
+    "router_aux_loss_coef": Field(0.01, "experts.balance_loss"),
+    "clip_qkv": Field(is_written=True),
+}
+_MIXTRAL_FIELDS = _EXPERTS_FIELDS | {
+    "num_local_experts": Field(ours="experts.n_experts"),
+    "intermediate_size": Field(ours="experts.ffn_dim"),
+    "rms_norm_eps": Field(1e-5, "norm_eps"),
+    "rope_theta": Field(1_000_000.0, "rope_theta"),
+    "attention_bias": Field(False),
+    "sliding_window": Field(is_written=True),
 }
 
 # What no logit of a causal model depends on, by why.
@@ -165,14 +219,10 @@ class HubLayout:
         class_name: of transformers.
         model_type: likewise.
         names: from a layer of ours, its weights taken apart, to theirs; what shares a name is joined by rows.
-        sizes: from keys of config.json to the dimensions that they are, as dotted attributes of a recipe.
-        always: other keys, and what they say of every model of this architecture.
-        training: from keys that say how a model is trained to what a recipe says of it.
+        fields: keys of config.json.
         fixed: attributes of a recipe that no key has, and what every model of this architecture has there.
-        groups_heads: several query heads may share a key/value head.
         is_transposed: linear layers of blocks have their matrices as [K, N].
         norm_offset: what norms add to their weight.
-        left_out: what a config.json means that leaves a key out. A key that is no dimension cannot say anything else.
         without_effect: further keys that no logit depends on; tables of positions are as long as sequences.
         aliases: from other names of keys, which transformers reads too, or writes, to those here.
     """
@@ -180,15 +230,11 @@ class HubLayout:
     class_name: str
     model_type: str
     names: Mapping[str, str]
-    sizes: Mapping[str, str]
-    always: Mapping[str, Any]
-    left_out: Mapping[str, Any]
+    fields: Mapping[str, Field]
     without_effect: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    groups_heads: bool = True
     is_transposed: bool = False
     norm_offset: float = 0.0
-    training: Mapping[str, str] = field(default_factory=dict[str, str])
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
@@ -218,27 +264,12 @@ class Architecture:
     splits: bool = True
 
 
-_SWIGLU = {"attention_bias": False, "hidden_act": "silu"}
-_LLAMA3 = _SWIGLU | {"mlp_bias": False, "rope_scaling": None}
-_BALANCE = {"router_aux_loss_coef": "experts.balance_loss"}
-CAP = "final_logit_softcapping"  # null is no cap; 0 would be a division by it
-_GEGLU = {"attention_bias": False, "hidden_activation": "gelu_pytorch_tanh"}
 ARCHITECTURES = {
     "llama3": Architecture(
         "Llama3",
         ("ffn_dim", "rope_theta"),
         ("rope_scaling",),
-        hub=HubLayout(
-            "LlamaForCausalLM",
-            "llama",
-            _ROTARY,
-            _ROTARY_SIZES,
-            _LLAMA3,
-            left_out=_ROTARY_LEFT_OUT
-            | {"vocab_size": 32_000, "intermediate_size": 11_008, "hidden_act": "silu", "mlp_bias": False}
-            | {"rope_interleaved": False},  # of SmolLM2
-            without_effect="max_position_embeddings",
-        ),
+        hub=HubLayout("LlamaForCausalLM", "llama", _ROTARY, _LLAMA3_FIELDS, "max_position_embeddings"),
     ),
     "qwen3": Architecture(
         "Qwen3",
@@ -248,20 +279,9 @@ ARCHITECTURES = {
             "Qwen3ForCausalLM",
             "qwen3",
             _ROTARY,
-            _ROTARY_SIZES,
-            _SWIGLU | {"use_sliding_window": False},
-            left_out=_ROTARY_LEFT_OUT
-            | {
-                "vocab_size": 151_936,
-                "intermediate_size": 22_016,
-                "num_key_value_heads": 32,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "use_sliding_window": False,
-                "layer_types": None,
-            },
+            _QWEN3_FIELDS,
             # As `use_sliding_window` is false.
-            without_effect="max_position_embeddings sliding_window max_window_layers",
+            "max_position_embeddings sliding_window max_window_layers",
         ),
     ),
     "gemma3": Architecture(
@@ -272,30 +292,8 @@ ARCHITECTURES = {
             "Gemma3ForCausalLM",
             "gemma3_text",
             _GEMMA3,
-            _GEMMA3_SIZES,
-            _GEGLU | {CAP: None},
-            left_out=_ROTARY_LEFT_OUT
-            | {
-                "vocab_size": 262_208,
-                "hidden_size": 2304,
-                "intermediate_size": 9216,
-                "num_hidden_layers": 26,
-                "num_attention_heads": 8,
-                "num_key_value_heads": 4,
-                "head_dim": 256,
-                "rope_theta": 1_000_000.0,
-                "rope_local_base_freq": 10_000.0,
-                "tie_word_embeddings": True,
-                "hidden_activation": "gelu_pytorch_tanh",
-                "query_pre_attn_scalar": 256,
-                "sliding_window": 4096,
-                "sliding_window_pattern": 6,
-                "layer_types": None,
-                "use_bidirectional_attention": False,
-                "attn_logit_softcapping": None,
-                "final_logit_softcapping": None,
-            },
-            without_effect="max_position_embeddings hidden_act _sliding_window_pattern",
+            _GEMMA3_FIELDS,
+            "max_position_embeddings hidden_act _sliding_window_pattern",
             norm_offset=1.0,
         ),
     ),
@@ -307,24 +305,9 @@ ARCHITECTURES = {
             "GPT2LMHeadModel",
             "gpt2",
             _GPT2,
-            _GPT2_SIZES,
-            {"activation_function": "gelu_new", "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-            left_out=_ANY
-            | {
-                "vocab_size": 50_257,
-                "n_positions": 1024,
-                "n_embd": 768,
-                "n_layer": 12,
-                "n_head": 12,
-                "n_inner": None,
-                "layer_norm_epsilon": 1e-5,
-                "activation_function": "gelu_new",
-                "tie_word_embeddings": True,
-                "scale_attn_weights": True,
-                "scale_attn_by_inverse_layer_idx": False,
-            },
+            _GPT2_FIELDS,
             # `reorder_and_upcast_attn` is about the order and dtype of the same sums.
-            without_effect="reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type \
+            "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type \
                 summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
             aliases={
                 "hidden_size": "n_embd",
@@ -332,7 +315,6 @@ ARCHITECTURES = {
                 "num_attention_heads": "n_head",
                 "num_hidden_layers": "n_layer",
             },
-            groups_heads=False,
             is_transposed=True,
         ),
     ),
@@ -344,29 +326,10 @@ ARCHITECTURES = {
             "Qwen3MoeForCausalLM",
             "qwen3_moe",
             _MOE,
-            _QWEN3_MOE_SIZES,
-            _SWIGLU | {"use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []},
-            left_out=_ROTARY_LEFT_OUT
-            | {
-                "vocab_size": 151_936,
-                "hidden_size": 2048,
-                "num_hidden_layers": 24,
-                "num_key_value_heads": 4,
-                "hidden_act": "silu",
-                "use_sliding_window": False,
-                "num_experts": 128,
-                "num_experts_per_tok": 8,
-                "moe_intermediate_size": 768,
-                "norm_topk_prob": False,
-                "router_aux_loss_coef": 0.001,
-                "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
-            },
+            _QWEN3_MOE_FIELDS,
             # No layer is dense, so that nothing has the width of `intermediate_size`.
-            without_effect="max_position_embeddings sliding_window max_window_layers intermediate_size \
-                output_router_logits",
+            "max_position_embeddings sliding_window max_window_layers intermediate_size output_router_logits",
             aliases={"num_local_experts": "num_experts"},
-            training=_BALANCE,
         ),
         module="moe",
     ),
@@ -378,26 +341,9 @@ ARCHITECTURES = {
             "OlmoeForCausalLM",
             "olmoe",
             _MOE,
-            _OLMOE_SIZES,
-            _SWIGLU | {"clip_qkv": None},
-            left_out=_ROTARY_LEFT_OUT
-            | {
-                "vocab_size": 50_304,
-                "hidden_size": 2048,
-                "intermediate_size": 2048,
-                "num_hidden_layers": 16,
-                "num_attention_heads": 16,
-                "rms_norm_eps": 1e-5,
-                "hidden_act": "silu",
-                "clip_qkv": None,
-                "num_experts": 64,
-                "num_experts_per_tok": 8,
-                "norm_topk_prob": False,
-                "router_aux_loss_coef": 0.01,
-            },
-            without_effect="max_position_embeddings output_router_logits",
+            _OLMOE_FIELDS,
+            "max_position_embeddings output_router_logits",
             aliases={"num_local_experts": "num_experts"},
-            training=_BALANCE,
         ),
         module="moe",
         splits=False,
@@ -410,24 +356,9 @@ ARCHITECTURES = {
             "MixtralForCausalLM",
             "mixtral",
             _MIXTRAL,
-            _MIXTRAL_SIZES,
-            {"hidden_act": "silu", "sliding_window": None},
-            left_out={key: value for key, value in _ROTARY_LEFT_OUT.items() if key != "attention_bias"}
-            | {
-                "vocab_size": 32_000,
-                "intermediate_size": 14_336,
-                "num_key_value_heads": 8,
-                "rms_norm_eps": 1e-5,
-                "rope_theta": 1_000_000.0,
-                "hidden_act": "silu",
-                "sliding_window": None,
-                "num_local_experts": 8,
-                "num_experts_per_tok": 2,
-                "router_aux_loss_coef": 0.001,
-            },
-            without_effect="max_position_embeddings output_router_logits",
+            _MIXTRAL_FIELDS,
+            "max_position_embeddings output_router_logits",
             aliases={"num_experts": "num_local_experts"},
-            training=_BALANCE,
             fixed={"experts.score": "softmax_of_chosen"},
         ),
         module="moe",

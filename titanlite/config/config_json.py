@@ -6,24 +6,15 @@ against a config in no time; the tensors are compared when they are loaded.
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.architectures import ARCHITECTURES, HubLayout
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
-from titanlite.config.hugging_face import (
-    CAP,
-    LAYOUTS,
-    layer_types,
-    model_keys,
-    training_keys,
-    weight_files,
-    without_place,
-)
+from titanlite.config.hugging_face import layer_types, model_keys, recipe_table, weight_files, without_place
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelDims, RopeScaling
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.json_file import MALFORMED, read_json
 
@@ -48,7 +39,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
     try:
         content = cast(dict[str, Any], read_json(file))
         kind = content.get("model_type")
-        architecture = next((name for name, layout in LAYOUTS.items() if layout.model_type == kind), None)
+        architecture = next((name for name, known in ARCHITECTURES.items() if known.hub.model_type == kind), None)
     except _UNREADABLE as error:
         _add_unreadable(path, error, problems, key)
         return None
@@ -59,24 +50,23 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         problems.add(key, show(path), want, "fetch the folder again")
         return None
     if architecture is None:
-        types = ", ".join(layout.model_type for layout in LAYOUTS.values())
+        types = ", ".join(known.hub.model_type for known in ARCHITECTURES.values())
         want = f"a config.json whose model_type is one of {types} (it says {kind})"
         problems.add(key, show(path), want, "name the folder of such a model: titanlite has no other architectures")
         return None
-    own, layout = Problems(Origin(str(file))), LAYOUTS[architecture]
-    recipe = from_table(ModelDims, {"help": f"As {file} says.", **_recipe_table(architecture, theirs)}, own)
+    own, layout = Problems(Origin(str(file))), ARCHITECTURES[architecture].hub
+    recipe = from_table(ModelDims, {**recipe_table(architecture, theirs), "help": f"As {file} says."}, own)
     if recipe is not None and not own:
         check_model(recipe, own)
     if recipe is None or own:
-        names = {**layout.sizes, **layout.training, CAP: "logit_softcap"}
-        theirs_of = {ours: name for name, ours in names.items()} | {"head_dim": "head_dim"}
+        theirs_of = {of.ours: name for name, of in layout.fields.items() if of.ours} | {"head_dim": "head_dim"}
         odd: list[str] = []
         for problem in own.found():
             name = theirs_of.get(problem.where) or problem.where.partition(".")[0]  # of a table as rope_scaling
             odd.append(f"{name} (it says {show(theirs.get(name)) or theirs[name]}, which is not {problem.want})")
         problems.add(key, show(path), f"a config.json with another value as {', '.join(odd)}", _OTHER)
         return None
-    ours = {**layout.left_out, **model_keys(layout, recipe), **training_keys(layout, recipe)}
+    ours = {**_left_out(layout), **model_keys(layout, recipe)}
     ours["layer_types"] = layer_types(recipe)
     wrong = _differences(theirs, ours)
     unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
@@ -98,8 +88,8 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says, its defaults filled in, in one of the forms that transformers has had."""
-    layout, ignored = LAYOUTS[architecture], LAYOUTS[architecture].ignored
-    left_out = layout.left_out
+    layout = ARCHITECTURES[architecture].hub
+    left_out, ignored = _left_out(layout), layout.ignored
     theirs = {**left_out, **content}
     for alias, name in layout.aliases.items():
         if alias in theirs:
@@ -117,6 +107,10 @@ def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
         if every:
             theirs["sliding_window_pattern"] = [*types, "full_attention"].index("full_attention") + 1
     return {key: value for key, value in theirs.items() if key not in ignored}
+
+
+def _left_out(layout: HubLayout) -> dict[str, Any]:
+    return {name: of.left_out for name, of in layout.fields.items()}
 
 
 def _unify_rope(theirs: dict[str, Any], of_two_kinds: bool) -> None:
@@ -151,28 +145,6 @@ def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, lo
     return None if scaling == {"rope_type": "default"} else scaling
 
 
-def _recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe that a config.json gives."""
-    layout, table = LAYOUTS[architecture], dict[str, Any]()
-    values = {ours: theirs[name] for name, ours in {**layout.sizes, **layout.training}.items()}
-    for ours, value in {**values, **layout.fixed}.items():
-        section, _, key = ours.rpartition(".")
-        (table.setdefault(section, {}) if section else table)[key] = value
-    table.setdefault("n_kv_heads", table["n_heads"])
-    table.pop("head_width", None)
-    may_have = ARCHITECTURES[architecture].may_have
-    if "head_dim" in may_have:
-        table["head_dim"] = theirs["head_dim"]
-    if CAP in layout.always:
-        table["logit_softcap"] = theirs[CAP] or 0.0
-    if "rope_scaling" in may_have and (scaling := theirs["rope_scaling"]):
-        names = {"original_seq_len": "original_max_position_embeddings"}
-        keys = {field.name: names.get(field.name, field.name) for field in fields(RopeScaling)}
-        if {*scaling} == {"rope_type", *keys.values()}:  # any other is no scaling of ours
-            table["rope_scaling"] = {ours: scaling[name] for ours, name in keys.items()}
-    return table
-
-
 def model_of(config: Config, origin: Origin) -> ModelDims:
     """Make the recipe of the model whose weights a run is to start from.
 
@@ -201,13 +173,14 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     recipe = _of_config(config, path, problems)
     problems.raise_all()
-    layout = LAYOUTS[config.model.name]
-    theirs = model_keys(layout, cast(ModelDims, recipe))
-    theirs.pop("layer_types", None)  # follows from the rest
-    for problem in without_place(layout, dims, is_start=True):
+    layout = ARCHITECTURES[config.model.name].hub
+    theirs, ours = (model_keys(layout, of) for of in (cast(ModelDims, recipe), dims))
+    for name in ("layer_types", "router_aux_loss_coef"):  # follows from the rest; is about training alone
+        theirs.pop(name, None)
+    for problem in without_place(config.model.name, dims, is_start=True):
         want = f"a recipe without {problem.where} = {problem.saw}: the folder's model has {problem.want}"
         problems.add("model.flavor", show(config.model.flavor), want, f'{problem.fix}, or "{FROM_CHECKPOINT}"')
-    if differ := _differences(theirs, model_keys(layout, dims)):
+    if differ := _differences(theirs, ours):
         want = f"a config.json of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)

@@ -1,4 +1,4 @@
-"""Write the config.json of a shipped architecture, and find the weights of a folder.
+"""Write the config.json of a shipped architecture, read the recipe that one gives, and find the weights of a folder.
 
 The layouts are in `architectures.py`; `config_json.py` holds a given folder against a config, and
 `models/hugging_face.py` moves weights. This imports no torch.
@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlite.config.architectures import ARCHITECTURES, CAP, HubLayout
-from titanlite.config.problems import show
+from titanlite.config.build import from_table
+from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import Problem
 from titanlite.json_file import read_json
 
 ONE_FILE = "model.safetensors"  # several are listed in an index, which has this name and more
-
-LAYOUTS = {name: known.hub for name, known in ARCHITECTURES.items()}
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_seq_len": "original_max_position_embeddings",
+}
 
 
 def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
@@ -37,7 +42,6 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
     return {
         "architectures": [layout.class_name],
         **model_keys(layout, dims),
-        **training_keys(layout, dims),
         **({} if dims.max_seq_len else {"max_position_embeddings": seq_len}),
         "bos_token_id": end,
         "eos_token_id": end,
@@ -46,60 +50,78 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
 
 
 def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
-    """Give what config.json says of the model that is computed."""
-    keys = {"model_type": layout.model_type, **layout.always}
-    keys |= _told(layout.sizes, dims)
+    """Give what config.json says of a model."""
+    keys: dict[str, Any] = {"model_type": layout.model_type}
+    for name, of in layout.fields.items():
+        if of.ours or of.is_written:
+            keys[name] = attrgetter(of.ours)(dims) if of.ours else of.left_out
     if dims.rope_scaling is not None:
-        scaling = asdict(dims.rope_scaling)
-        scaling["original_max_position_embeddings"] = scaling.pop("original_seq_len")
+        scaling = {theirs: getattr(dims.rope_scaling, ours) for ours, theirs in _SCALING.items()}
         keys["rope_scaling"] = {"rope_type": "llama3", **scaling}
     if dims.global_every:
         keys["layer_types"] = layer_types(dims)
-    if CAP in layout.always:
-        keys[CAP] = dims.logit_softcap or None
+    if CAP in keys:
+        keys[CAP] = keys[CAP] or None
     return keys
 
 
-def training_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
-    """Give what config.json says of how a model is trained, on which no logit depends."""
-    return _told(layout.training, dims)
-
-
-def _told(keys: Mapping[str, str], dims: ModelDims) -> dict[str, Any]:
-    return {theirs: attrgetter(ours)(dims) for theirs, ours in keys.items()}
-
-
-def without_place(layout: HubLayout, dims: ModelDims, is_start: bool = False) -> list[Problem]:
-    """Return what a recipe says of its experts, or of its logits, that transformers does not compute.
+def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a recipe that a config.json gives.
 
     Args:
-        layout: of the architecture.
+        architecture: `model.name`.
+        theirs: what `model_keys` gives.
+    """
+    known, table = ARCHITECTURES[architecture], dict[str, Any](help="")
+    values = {of.ours: theirs[name] for name, of in known.hub.fields.items() if of.ours}
+    for ours, value in {**values, **known.hub.fixed}.items():
+        section, _, key = ours.rpartition(".")
+        (table.setdefault(section, {}) if section else table)[key] = value
+    table.setdefault("n_kv_heads", table["n_heads"])
+    table.pop("head_width", None)
+    if "head_dim" in known.may_have:
+        table["head_dim"] = theirs["head_dim"]
+    if CAP in theirs:
+        table["logit_softcap"] = theirs[CAP] or 0.0
+    scaling = theirs.get("rope_scaling")
+    if scaling and "rope_scaling" in known.may_have and {*scaling} == {"rope_type", *_SCALING.values()}:
+        table["rope_scaling"] = {ours: scaling[name] for ours, name in _SCALING.items()}  # any other is none of ours
+    return table
+
+
+def without_place(architecture: str, dims: ModelDims, is_start: bool = False) -> list[Problem]:
+    """Return what a recipe says of its model that transformers does not compute: what its config.json loses.
+
+    Args:
+        architecture: `model.name`.
         dims: the model's dimensions.
         is_start: weights come from transformers: a bias, which starts at 0, changes no logit of theirs.
     """
-    of, all_have = dims.experts, f"which every {layout.class_name} of transformers has"
-    uncapped = [Problem("logit_softcap", show(dims.logit_softcap), f"0, {all_have}", "logit_softcap = 0")]
-    uncapped = uncapped if dims.logit_softcap and CAP not in layout.always else []
-    if of is None:
-        return uncapped
-    wanted: dict[str, object] = {"scale": 1.0, "shared": 0, **({} if is_start else {"balance_bias": 0.0})}
-    if of.score == "sigmoid":
-        wanted["score"] = layout.fixed.get("experts.score", "softmax")
-    if "experts.normalised" not in layout.sizes.values():
-        wanted["normalised"] = True
-    wrong = {key: want for key, want in wanted.items() if getattr(of, key) != want}
-    return uncapped + [
-        Problem(f"experts.{key}", show(getattr(of, key)), f"{show(want)}, {all_have}", "another recipe")
-        for key, want in wrong.items()
+    layout, problems = ARCHITECTURES[architecture].hub, Problems(Origin("config.json"))
+    table = recipe_table(architecture, model_keys(layout, dims))
+    read, given = _computed(cast("ModelDims", from_table(ModelDims, table, problems))), _computed(dims)
+    if is_start:
+        read["experts.balance_bias"] = given.get("experts.balance_bias")
+    return [
+        Problem(key, show(value), f"{show(read[key])}, which every {layout.class_name} of transformers has", fix)
+        for key, value in given.items()
+        if value != read[key]
+        for fix in [f"{key.rpartition('.')[2]} = {show(read[key])}"]
     ]
+
+
+def _computed(dims: ModelDims) -> dict[str, object]:
+    """Return what a recipe says of its model, by key; but for a loss of the router alone, on which no logit depends."""
+    flat = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs", "head_dim", "experts")}
+    of = asdict(dims.experts) if dims.experts else {}
+    if of and of["score"] == "softmax" and of["normalised"]:
+        of["score"] = "softmax_of_chosen"  # which is the same
+    return flat | {f"experts.{key}": value for key, value in of.items() if key != "z_loss"}
 
 
 def can_export(model: Model, dims: ModelDims) -> bool:
     """Return whether transformers has a class that computes what a model does: none for a user's own architecture."""
-    if model.file:
-        return False
-    layout = LAYOUTS[model.name]
-    return (dims.n_kv_heads == dims.n_heads or layout.groups_heads) and not without_place(layout, dims)
+    return not model.file and not without_place(model.name, dims)
 
 
 def layer_types(dims: ModelDims) -> list[str]:

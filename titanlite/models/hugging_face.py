@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.hugging_face import HubLayout
+from titanlite.config.architectures import HubLayout
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Projection
 

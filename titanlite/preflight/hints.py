@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.build import show
-from titanlite.config.hugging_face import LAYOUTS, without_place
+from titanlite.config.hugging_face import without_place
 from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
 from titanlite.config.schema import Config
@@ -138,7 +138,7 @@ def experts_stay(config: Config, dims: ModelDims, recipe: Float8Recipe | None) -
 
 def no_export(config: Config, dims: ModelDims) -> str | None:
     """Say so if a shipped architecture's model has experts or a cap that no class of transformers computes."""
-    if config.model.file or not (wrong := without_place(LAYOUTS[config.model.name], dims)):
+    if config.model.file or not (wrong := without_place(config.model.name, dims)):
         return None
     what = ", ".join(f"{problem.where} = {problem.saw}" for problem in wrong)
     return f"titanlite export will refuse this model: {what} is computed by no class of transformers"

@@ -253,7 +253,7 @@ def test_a_model_that_is_not_known_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r'model.file = "mine.py"'):
         run([str(made.path)])
     made.record(to_toml(Config(model=Model(name="gpt2"))))
-    with pytest.raises(CheckpointError, match=r"(?s)model.n_kv_heads = 2.*has no grouped heads"):
+    with pytest.raises(CheckpointError, match=r"n_kv_heads = 2\n +want: \d+, which every GPT2LMHeadModel"):
         run([str(made.path)])
 
 

@@ -10,8 +10,9 @@ import tomli
 from tests.cli.commands.conftest import Call
 from titanlite.commands import main
 from titanlite.commands.recipes import _KINDS
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.build import from_table
-from titanlite.config.hugging_face import LAYOUTS, config_json
+from titanlite.config.hugging_face import config_json
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.schema import Config, Job, Model
 from titanlite.recipes import load, model_dims, names
@@ -40,7 +41,9 @@ def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("name", names("model"))
 def test_the_recipe_of_a_folder_is_what_was_exported(name: str, tmp_path: Path, call: Call) -> None:
     architecture, sizes = name.partition("-")[0], load("model", name)
-    (tmp_path / "config.json").write_text(json.dumps(config_json(LAYOUTS[architecture], sizes, 64, "bfloat16", 0)))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config_json(ARCHITECTURES[architecture].hub, sizes, 64, "bfloat16", 0))
+    )
     printed = call("recipes", "model", "--from", str(tmp_path))
     where = f"# save as model/{architecture}-NAME.toml in a folder of job.recipe_dirs; "
     assert printed.startswith(f'{where}then model.name = "{architecture}", model.flavor = "NAME"\n')

@@ -21,8 +21,9 @@ from tests.support.safetensors_header import header_of, write_header
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.operations import CLASSES, PIECE_ATTENTION
 from titanlite.commands import main
+from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.check import _FROM_HOME
-from titanlite.config.hugging_face import LAYOUTS, config_json
+from titanlite.config.hugging_face import config_json
 from titanlite.config.schema import Config, Float8
 from titanlite.config.toml_file import shipped_folder
 from titanlite.data.tokenizer import FileTokenizer
@@ -158,7 +159,7 @@ def test_validation_on_text_that_is_trained_on(file: str, tmp_path: Path) -> Non
 def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
-    layout, sizes = LAYOUTS["llama3"], load("model", "llama3-debug")
+    layout, sizes = ARCHITECTURES["llama3"].hub, load("model", "llama3-debug")
     sizes = replace(sizes, vocab_size=320)
     (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 2048, "float32", 0)))
     write_header(folder / "model.safetensors", header_of("llama3", sizes))
@@ -239,7 +240,7 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     sizes = replace(load("model", "qwen3-debug"), vocab_size=272, ffn_dim=384, norm_eps=3e-6, tied_embeddings=False)
-    content = config_json(LAYOUTS["qwen3"], sizes, 2048, "float32", 0)
+    content = config_json(ARCHITECTURES["qwen3"].hub, sizes, 2048, "float32", 0)
     (folder / "config.json").write_text(json.dumps(content))
     write_header(folder / "model.safetensors", header_of("qwen3", sizes))
     tokenizer = make_tokenizer(folder / "tokenizer.json")  # of 271 ids, more than the 256 of a debug size

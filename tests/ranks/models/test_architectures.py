@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ from titanlite.checkpoint.resume import identity_of
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.commands.export import run as export_command
-from titanlite.config.config_json import check_initial_load_path
-from titanlite.config.problems import Origin
+from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.config_json import check_initial_load_path, recipe_of
+from titanlite.config.hugging_face import model_keys
+from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
 from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
 from titanlite.config.write import to_toml
@@ -155,6 +158,58 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     with torch.no_grad():
         assert (model(tokens) - truth).abs().max() <= 1e-4
     assert (truth[::7, ::11] - torch.tensor(json.loads(GOLDEN.read_text())[case])).abs().max() <= 1e-4
+
+
+def others(value: object) -> list[object]:
+    """Return other values of a field of a config."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [2 * value, value / 2 + 0.25] if isinstance(value, float) else [2 * value, max(1, value // 2)]
+    words: dict[object, list[object]] = {"silu": ["gelu"], "gelu_pytorch_tanh": ["silu"], "gelu_new": ["relu"]}
+    return [1, 2.0, True] if value is None else words.get(value, []) if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("case", ["llama3", "qwen3", "gemma3", "gpt2", "qwen3_moe", "olmoe", "mixtral"])
+@pytest.mark.filterwarnings("default")  # transformers' own
+@torch.no_grad()
+def test_each_field_of_transformers_is_computed_as_there_or_refused(case: str, tmp_path: Path) -> None:
+    """One after the other, with another value; `config/architectures.py` is the table of what is made of it."""
+    transformers = pytest.importorskip("transformers")
+    layout, (tokens, _) = ARCHITECTURES[case].hub, tokens_of(case)
+    content = model_keys(layout, CASES[case][1]) | {"max_position_embeddings": 2 * S, "pad_token_id": None}
+    content |= {} if case == "gpt2" else {"rope_theta": 1e4}
+    every = transformers.AutoConfig.for_model(layout.model_type).to_dict()
+    changes = [{key: value} for key, default in every.items() for value in others(content.get(key, default))]
+    computed, refused = set[str](), set[str]()
+    for n, change in enumerate([{}, *changes]):
+        (folder := tmp_path / str(n)).mkdir()
+        try:
+            torch.manual_seed(0)
+            given = {key: value for key, value in (content | change).items() if key != "model_type"}
+            config = transformers.AutoConfig.for_model(layout.model_type, **given)
+            theirs = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            theirs.save_pretrained(folder)
+            truth = theirs(tokens.unflatten(0, (B, S))).logits.flatten(0, 1)
+        except Exception:  # no model of theirs
+            continue
+        if truth.isnan().any() or (found := recipe_of(str(folder), Problems(Origin("folder")), "--from")) is None:
+            refused |= change.keys()
+            continue
+        with torch.device("meta"):
+            model = model_class(Model(name=case))(found[1], S)
+        model.to_empty(device="cpu").fill_buffers()
+        if found[1].tied_embeddings:
+            model.output.weight = model.tok_embeddings.weight
+        load_weights(str(folder), case, model, dict(model.named_parameters()))
+        logits, cap = model(tokens), found[1].logit_softcap
+        logits = cap * torch.tanh(logits / cap) if cap else logits  # which is the loss's, here
+        assert (logits - truth).abs().max() <= 1e-4 * truth.abs().max(), change
+        computed |= change.keys() or {"as it is"}
+        shutil.rmtree(folder)
+    assert "as it is" in computed
+    assert len(computed) > 8
+    assert len(refused) > 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
