@@ -272,7 +272,7 @@ def _() -> Iterator[str]:
 
 @page("docs/optimizers.md")
 def _() -> Iterator[str]:
-    settings, rule = of("config.parameter_groups:UpdateSettings"), MuonRule()
+    settings, rule = of("config.recipe_schema:MuonGroup"), MuonRule()
     yield f"| `momentum`, `nesterov` | of Muon and NorMuon | `{settings.momentum}`, `{show(settings.nesterov)}` |"
     yield f"{EMA.state} bytes a parameter in memory and in each checkpoint; {EMA.moved} are read and written in a step"
     yield f"multiplied by {rule.scale} · √max(R, C), which"

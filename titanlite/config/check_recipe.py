@@ -9,11 +9,11 @@ from titanlite.config.problems import Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import (
     BLOCKS,
-    KEYS_OF_RULE,
     MATMULS,
     Float8Recipe,
     Granularity,
     ModelDims,
+    MuonGroup,
     OptimizerRecipe,
     SaveList,
 )
@@ -160,21 +160,15 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
 
 
 def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
-    """Check that there is a group, that each has only keys of its rule, and their numbers in their ranges."""
+    """Check that there is a group, and that the numbers of each are in their ranges."""
     if not recipe.groups:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
     check_ranges(recipe, problems)
     for name, group in recipe.groups.items():
-        own = group.keys_of_rule
         if not re.fullmatch(r"[\w-]+", name):  # it is a part of metrics' names
             plain = re.sub(r"[^\w-]+", "_", name) or "all"
             problems.add(f"groups.{name}", "", "a name of letters, digits, _ and -", f"[groups.{plain}]")
-        for key in dict.fromkeys(key for keys in KEYS_OF_RULE.values() for key in keys):
-            if key not in own and (value := getattr(group, key)) is not None:
-                rules = [show(rule) for rule, keys in KEYS_OF_RULE.items() if key in keys]
-                want = f"keys of {show(group.rule)} alone: {', '.join(own)}; this is one of {' and '.join(rules)}"
-                problems.add(f"groups.{name}.{key}", show(value), want, f"remove {key}, or rule = {rules[0]}")
-        if "polynomials" not in group.own_keys and isinstance(group.polynomials, tuple):
+        if isinstance(group, MuonGroup) and isinstance(group.polynomials, tuple):
             _check_polynomials(f"groups.{name}.polynomials", group.polynomials, problems)
 
 

@@ -1,17 +1,14 @@
-"""Read the groups of an optimizer's recipe whose rule is of the user's own file, with the keys that it has."""
+"""Read the groups of an optimizer's recipe, each with the keys that its rule has: a shipped one, or the user's own."""
 
 import math
 from collections.abc import Mapping
-from dataclasses import field, fields, make_dataclass, replace
+from dataclasses import field, make_dataclass, replace
 from typing import Any, cast
 
 from titanlite.config.build import from_table, show
 from titanlite.config.problems import Problems
-from titanlite.config.recipe_schema import KEYS_OF_RULE, OptimizerRecipe, OwnRule, ParameterGroup
+from titanlite.config.recipe_schema import GROUP_OF_RULE, OptimizerRecipe, OwnRule, ParameterGroup
 from titanlite.errors import nearest
-
-COMMON_KEYS = tuple(f.name for f in fields(ParameterGroup) if not any(f.name in keys for keys in KEYS_OF_RULE.values()))
-"""Keys of a group that do not depend on its rule."""
 
 
 def optimizer_recipe(
@@ -27,60 +24,49 @@ def optimizer_recipe(
     groups = table.get("groups")
     if not isinstance(groups, dict):
         return from_table(OptimizerRecipe, table, problems)
-    given = cast("dict[str, object]", groups)
-    own = _groups_of_own_rules(given, rules, problems)
-    shipped = {name: {"rule": "adamw"} if name in own else group for name, group in given.items()}
-    recipe = from_table(OptimizerRecipe, {**table, "groups": shipped}, problems)
-    if recipe is None or problems:
-        return recipe
-    return replace(recipe, groups={name: own.get(name) or group for name, group in recipe.groups.items()})
+    given = cast("dict[str, Any]", groups)
+    schemas = GROUP_OF_RULE | {name: _schema(rule) for name, rule in rules.items()}
+    made = {name: _group(name, given, schemas, problems) for name in given}
+    recipe = from_table(OptimizerRecipe, {**table, "groups": {}}, problems)
+    return None if recipe is None or problems else replace(recipe, groups=made)
 
 
-def _groups_of_own_rules(
-    groups: Mapping[str, object], rules: Mapping[str, OwnRule], problems: Problems
-) -> dict[str, ParameterGroup | None]:
-    """Read the groups that have a rule of the user's own, by name; None where a problem was added."""
-    found = dict[str, ParameterGroup | None]()
-    for name, table in groups.items():
-        rule = cast("dict[str, object]", table).get("rule") if isinstance(table, dict) else None
-        if isinstance(rule, str) and rule in rules:
-            found[name] = _group_of_own_rule(f"groups.{name}", cast("dict[str, object]", table), rules[rule], problems)
-        elif isinstance(table, dict) and "rule" not in table:
-            near = nearest(name, [other for other in groups if other != name])
-            fix = f"did you mean [groups.{near}]?" if near else 'add rule = "adamw", or another'
-            at = problems.origin.of(f"groups.{name}")
-            problems.add(f"groups.{name}.rule", "", "the rule of the group; it is missing", fix, at=at)
-            found[name] = None
-        elif isinstance(rule, str) and rule not in KEYS_OF_RULE:
-            choices = (*KEYS_OF_RULE, *rules)
-            near = nearest(rule, choices)
-            file = f"class {rule} in the file that optimizer.file names"
-            want = f"one of {', '.join(map(show, choices))}, or a rule of your own: {file}"
-            fix = f"did you mean {show(near)}?" if near else f"--optimizer.file my_rule.py, which has the class {rule}"
-            problems.add(f"groups.{name}.rule", show(rule), want, fix)
-    return found
-
-
-def _group_of_own_rule(
-    where: str, table: Mapping[str, object], rule: OwnRule, problems: Problems
+def _group(
+    name: str, groups: Mapping[str, Any], schemas: Mapping[str, type[ParameterGroup]], problems: Problems
 ) -> ParameterGroup | None:
-    """Read one group, whose keys are those of all and the rule's."""
-    known = (*COMMON_KEYS, *rule.keys)
-    for key, value in table.items():
-        if key not in known:
-            near = nearest(key, known)
-            want = f"one of {', '.join(known)}; the keys of class {rule.name} in {rule.file}"
-            problems.add(f"{where}.{key}", show(value), want, f"did you mean {where}.{near}?" if near else "remove it")
-        elif isinstance(value, float) and not math.isfinite(value):
+    """Read one group, whose keys are those of all and its rule's."""
+    where, table = f"groups.{name}", groups[name]
+    if not isinstance(table, dict):
+        problems.add(where, show(table), "a table", f"write it as a table: [{where}]")
+        return None
+    group = cast("dict[str, object]", table)
+    if "rule" not in group:
+        near = nearest(name, [other for other in groups if other != name])
+        fix = f"did you mean [groups.{near}]?" if near else 'add rule = "adamw", or another'
+        problems.add(f"{where}.rule", "", "the rule of the group; it is missing", fix, at=problems.origin.of(where))
+        return None
+    rule = group["rule"]
+    if isinstance(rule, str) and rule not in schemas:
+        near = nearest(rule, schemas)
+        file = f"class {rule} in the file that optimizer.file names"
+        want = f"one of {', '.join(map(show, schemas))}, or a rule of your own: {file}"
+        fix = f"did you mean {show(near)}?" if near else f"--optimizer.file my_rule.py, which has the class {rule}"
+        problems.add(f"{where}.rule", show(rule), want, fix)
+        return None
+
+    def of_another(path: str, _: object) -> str | None:
+        key = path.rpartition(".")[2]
+        others = [other for other, schema in schemas.items() if key in schema.__dataclass_fields__]
+        return f"remove {key}, or rule = {show(others[0])}" if others else None
+
+    for key, value in group.items() if rule not in GROUP_OF_RULE else ():  # whose ranges are known
+        if isinstance(value, float) and not math.isfinite(value):
             problems.add(f"{where}.{key}", show(value), "a finite number", f"leave {key} out")
-    given = {key: value for key, value in table.items() if key in known}
-    made = from_table(_schema(rule), given, problems, where)
-    return None if problems else made
+    return from_table(schemas.get(str(rule), ParameterGroup), group, problems, where, of_another)
 
 
 def _schema(rule: OwnRule) -> type[ParameterGroup]:
     """Make the schema of a group that has a rule of one's own: that of all groups, and the rule's keys."""
     keys: list[Any] = [(key, type(default), field(default=default)) for key, default in rule.keys.items()]
-    namespace = {"own_keys": tuple(rule.keys)}
-    made = make_dataclass("GroupOfOwnRule", keys, bases=(ParameterGroup,), frozen=True, namespace=namespace)
+    made = make_dataclass("GroupOfOwnRule", keys, bases=(ParameterGroup,), frozen=True)
     return cast("type[ParameterGroup]", made)

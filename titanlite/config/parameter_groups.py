@@ -2,13 +2,13 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import KEYS_OF_RULE, MATRIX_RULES, OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import MATRIX_RULES, OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, RecipeError, nearest
 
@@ -19,25 +19,18 @@ _EXCLUDE = "optimizer.weight_decay_exclude"
 class UpdateSettings:
     """All that an update of one parameter depends on beside its gradient and the schedule.
 
-    A group's own value, or that of `[optimizer]`; else the default below. A rule reads those of its keys.
+    A group's own value, or that of `[optimizer]`.
     """
 
     group: str
     rule: str
     lr_factor: float
     weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    momentum: float = 0.95
-    nesterov: bool = True
-    polynomials: str | tuple[tuple[float, ...], ...] = "polar_express"
-    own: tuple[tuple[str, float | int | bool | str], ...] = ()  # keys of a rule of the user's own
+    own: tuple[tuple[str, Any], ...]  # keys that the rule has beside these
 
-    def of_rule(self) -> dict[str, object]:
+    def of_rule(self) -> dict[str, Any]:
         """Return what the rule reads, by key."""
-        others = {key for keys in KEYS_OF_RULE.values() for key in keys} - {*KEYS_OF_RULE.get(self.rule, ())}
-        return {**{key: value for key, value in asdict(self).items() if key not in (*others, "own")}, **dict(self.own)}
+        return {key: value for key, value in vars(self).items() if key != "own"} | dict(self.own)
 
 
 def update_settings(
@@ -80,17 +73,12 @@ def update_settings(
 def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer, excluded: bool) -> UpdateSettings:
     group = groups[name]
     weight_decay = 0.0 if excluded else config.weight_decay
-    of_rules: dict[str, Any] = {"beta1": config.beta1, "beta2": config.beta2, "eps": config.eps}
-    for key in {key for keys in KEYS_OF_RULE.values() for key in keys}:
-        if (value := getattr(group, key)) is not None:
-            of_rules[key] = value
     return UpdateSettings(
         group=name,
         rule=group.rule,
         lr_factor=group.lr_factor,
         weight_decay=weight_decay if group.weight_decay is None else group.weight_decay,
-        own=tuple((key, getattr(group, key)) for key in group.own_keys),
-        **of_rules,
+        own=tuple((key, getattr(config, key) if value is None else value) for key, value in group.own.items()),
     )
 
 

@@ -243,40 +243,57 @@ class Float8Recipe:
         return getattr(getattr(self, left), matmul), getattr(getattr(self, right), matmul)
 
 
-KEYS_OF_RULE = {
-    "adamw": ("beta1", "beta2", "eps"),
-    "muon": ("momentum", "nesterov", "polynomials"),
-    "normuon": ("momentum", "nesterov", "polynomials", "beta2"),
-}
-"""Keys of a group that only some rules have."""
-
-MATRIX_RULES = ("muon", "normuon")
-"""Rules for whole matrices; all others go by the single number."""
-
-
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters that are updated alike. What a group leaves out is what `[optimizer]` says."""
 
-    rule: str  # one of `KEYS_OF_RULE`, or a class of the file that `optimizer.file` names
+    rule: str  # one of `GROUP_OF_RULE`, or a class of the file that `optimizer.file` names
     pattern: tuple[str, ...] = ()  # shell patterns of names; empty: all that no group with patterns takes
     shape: Literal["any", "matrix", "vector"] = "any"  # matrix: two dimensions, or those of experts in a stack
     optional: bool = False  # may take nothing
     lr_factor: PositiveFloat = 1.0  # of the learning rate
     weight_decay: NonNegativeFloat | None = None  # decoupled
-    beta1: Decay | None = None  # of adamw, as the two that follow
-    beta2: Decay | None = None  # of normuon, too
-    eps: PositiveFloat | None = None
-    momentum: Decay | None = None  # of muon and normuon, as what follows; the defaults are those of `UpdateSettings`
-    nesterov: bool | None = None
-    # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
-    polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] | None = None
-    own_keys: ClassVar[tuple[str, ...]] = ()  # of a user's own rule: fields of the class that `own_groups.py` derives
 
     @property
-    def keys_of_rule(self) -> tuple[str, ...]:
-        """Return the keys that not every group has."""
-        return KEYS_OF_RULE.get(self.rule, self.own_keys)
+    def own(self) -> dict[str, Any]:
+        """Return the keys that the rule has beside those of every group."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in COMMON_KEYS}
+
+
+COMMON_KEYS = tuple(f.name for f in fields(ParameterGroup))
+"""Keys of a group that do not depend on its rule."""
+
+
+@dataclass(frozen=True)
+class AdamWGroup(ParameterGroup):
+    """Parameters of `optimizers/adamw.py`."""
+
+    beta1: Decay | None = None
+    beta2: Decay | None = None
+    eps: PositiveFloat | None = None
+
+
+@dataclass(frozen=True)
+class MuonGroup(ParameterGroup):
+    """Matrices of `optimizers/muon.py`."""
+
+    momentum: Decay = 0.95
+    nesterov: bool = True
+    # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
+    polynomials: Literal["polar_express", "newton_schulz"] | tuple[tuple[float, ...], ...] = "polar_express"
+
+
+@dataclass(frozen=True)
+class NorMuonGroup(MuonGroup):
+    """Matrices of `optimizers/normuon.py`."""
+
+    beta2: Decay | None = None
+
+
+GROUP_OF_RULE: dict[str, type[ParameterGroup]] = {"adamw": AdamWGroup, "muon": MuonGroup, "normuon": NorMuonGroup}
+
+MATRIX_RULES = tuple(rule for rule, group in GROUP_OF_RULE.items() if issubclass(group, MuonGroup))
+"""Rules for whole matrices; all others go by the single number."""
 
 
 Value = float | int | bool | str

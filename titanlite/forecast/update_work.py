@@ -302,7 +302,7 @@ def _orthogonalised_alike(settings: Mapping[str, UpdateSettings]) -> dict[tuple[
     found: dict[tuple[object, int], list[str]] = {}
     for name, own in settings.items():
         if own.rule in MATRIX_RULES:
-            steps = len(ITERATIONS[own.polynomials] if isinstance(own.polynomials, str) else own.polynomials)
-            alike = own.rule, own.polynomials, own.momentum, own.nesterov, own.beta2
-            found.setdefault((alike, steps), []).append(name)
+            given = dict(own.own)["polynomials"]
+            steps = len(ITERATIONS[given] if isinstance(given, str) else given)
+            found.setdefault(((own.rule, own.own), steps), []).append(name)
     return found

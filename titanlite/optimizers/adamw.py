@@ -40,7 +40,8 @@ class AdamW(ShippedRule):
         self._place = {n: (own.settings[n].group, is_replicated(own.parameters[n])) for n in own.names}
         for name in sorted(own.names, key=self._place.__getitem__):  # stable: those of a place are measured together
             of = own.settings[name]
-            together.setdefault((of.lr_factor, of.beta1, of.beta2, of.eps), []).append(name)
+            keys = dict(of.own)
+            together.setdefault((of.lr_factor, keys["beta1"], keys["beta2"], keys["eps"]), []).append(name)
         self._updates = [
             (names, lr_factor, adamw(self._state(own, names, beta1, beta2, eps)), [run[0] for run in self._runs(names)])
             for (lr_factor, beta1, beta2, eps), names in together.items()

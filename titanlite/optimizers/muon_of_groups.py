@@ -34,7 +34,8 @@ class MuonOfGroups(ShippedRule):
         dtype = getattr(torch, own.config.state_dtype)
         together: dict[MuonRule, list[str]] = {}
         for name, of in own.settings.items():
-            rule = MuonRule(polynomials_of(of), of.momentum, of.nesterov, state_dtype=dtype, beta2=of.beta2)
+            keys = {**dict(of.own), "polynomials": polynomials_of(of)}
+            rule = MuonRule(state_dtype=dtype, **keys)
             together.setdefault(rule, []).append(name)
         self._each: list[Muon] = []
         self._decay_factor = own.decay_factor
@@ -94,5 +95,5 @@ class NorMuonOfGroups(MuonOfGroups):
 
 def polynomials_of(settings: UpdateSettings) -> Polynomials:
     """Return the coefficients of each step."""
-    given = settings.polynomials
+    given = dict(settings.own)["polynomials"]
     return ITERATIONS[given] if isinstance(given, str) else tuple((a, b, c) for a, b, c in given)

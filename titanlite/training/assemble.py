@@ -230,7 +230,7 @@ def _try_own_rules(asked: CheckedRun) -> None:
     """Import the rules of the user's own file that the recipe's groups have, and try them."""
     own = asked.optimizer.own_rules
     groups = [group for group in asked.optimizer.groups.values() if group.rule in own]
-    try_rules((own[group.rule], {key: getattr(group, key) for key in group.own_keys}) for group in groups)
+    try_rules((own[group.rule], group.own) for group in groups)
 
 
 def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, UpdateSettings]:

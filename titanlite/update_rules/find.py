@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite.config.build import show
-from titanlite.config.own_groups import COMMON_KEYS
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import KEYS_OF_RULE, OwnRule, Value
+from titanlite.config.recipe_schema import COMMON_KEYS, GROUP_OF_RULE, OwnRule, Value
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import imported
 from titanlite.models.mistakes import of_function, refused
@@ -68,7 +67,7 @@ def _keys(kind: type[ElementwiseRule]) -> dict[str, Value]:
 def _names_taken(rule: OwnRule) -> Iterator[Problem]:
     """Yield a problem for each name that means something else already."""
     _, line = inspect.getsourcelines(rule.kind)
-    if rule.name in KEYS_OF_RULE:
+    if rule.name in GROUP_OF_RULE:
         want = f"a name of its own; titanlite has a rule {show(rule.name)}"
         yield Problem(f"class {rule.name}", "", want, "rename the class", line)
     for key in rule.keys.keys() & {*COMMON_KEYS}:

@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.support.ranks import run_ranks
 from titanlite.config.parameter_groups import update_settings
-from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import MuonGroup, OptimizerRecipe
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.device import CPU
 from titanlite.kernels.orthogonalise import orthogonalise_flops
@@ -28,7 +28,7 @@ def test_the_receipt_says_who_orthogonalises_how_much_and_what_travels(tmp_path:
         )
         for layer in model.values():
             fully_shard(layer, mesh=mesh.fsdp)
-        fast, slow = ParameterGroup("muon", ("large.*",)), ParameterGroup("muon", polynomials=((1.5, -0.5, 0.0),))
+        fast, slow = MuonGroup("muon", ("large.*",)), MuonGroup("muon", polynomials=((1.5, -0.5, 0.0),))
         recipe = OptimizerRecipe("two", {"fast": fast, "slow": slow})
         config = Optimizer(weight_decay_exclude=())
         named, matrices = dict(model.named_parameters()), matrices_of(model)

@@ -16,7 +16,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, batches_of, checked, take_steps, whole
 from titanlite.config.parameter_groups import update_settings
-from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import AdamWGroup, OptimizerRecipe
 from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.device import CPU
 from titanlite.errors import ConfigError, StepError
@@ -120,9 +120,9 @@ def test_groups_equal_those_of_torchs_adamw(tmp_path):
     recipe = OptimizerRecipe(
         "mine",
         {
-            "matrices": ParameterGroup("adamw", shape="matrix", lr_factor=0.1, weight_decay=0.5),
-            "norms": ParameterGroup("adamw", ("norm.*",), beta1=0.5, beta2=0.7, eps=1e-3),
-            "rest": ParameterGroup("adamw"),
+            "matrices": AdamWGroup("adamw", shape="matrix", lr_factor=0.1, weight_decay=0.5),
+            "norms": AdamWGroup("adamw", ("norm.*",), beta1=0.5, beta2=0.7, eps=1e-3),
+            "rest": AdamWGroup("adamw"),
         },
     )
     groups = {

@@ -382,7 +382,7 @@ def test_an_index_names_no_file_elsewhere(name: object, tmp_path: Path) -> None:
         ({"norm_topk_prob": "yes"}, 'norm_topk_prob (it says "yes", which is not true or false)'),
         ({"head_dim": 127}, "head_dim (it says 127, which is not an even width, for rotary pairs)"),
         ({"rope_scaling": "llama3"}, "a config.json of qwen3_moe as transformers writes it"),
-        ({"final_logit_softcapping": -1}, "final_logit_softcapping (it says -1, which is not a number above 0)"),
+        ({"final_logit_softcapping": -1}, "final_logit_softcapping (it says -1, which is not a number, at least 0)"),
     ],
 )
 def test_a_value_that_cannot_be_is_told_with_what_is_wanted(over: dict[str, object], said: str, tmp_path: Path) -> None:

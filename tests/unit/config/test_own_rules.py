@@ -46,7 +46,7 @@ WRONG_RECIPES = {
         "beta2 = 0.98",
         "eps = 1e-8",
         "line 7  groups.matrices.eps = 1e-08",
-        "the keys of class Lion in /",
+        'remove eps, or rule = "adamw"',
     ),
     "another rule": ('rule = "Lion"', 'rule = "lion"', 'line 4  groups.matrices.rule = "lion"', 'did you mean "Lion"?'),
     "its keys for another rule": ('rule = "adamw"', 'rule = "adamw"\nrate = 1', "groups.rest.rate = 1", "one of rule,"),

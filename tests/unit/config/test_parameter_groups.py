@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
 from titanlite.config.problems import Origin, Place
-from titanlite.config.recipe_schema import OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import AdamWGroup, MuonGroup, OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, RecipeError
 from titanlite.recipes import load
@@ -30,7 +30,12 @@ def recipe_of(**groups: ParameterGroup) -> OptimizerRecipe:
 
 
 def group(*pattern: str, **keys: object) -> ParameterGroup:
-    return ParameterGroup("adamw", pattern, **keys)  # type: ignore[arg-type]
+    return AdamWGroup("adamw", pattern, **keys)  # type: ignore[arg-type]
+
+
+def adamw(group: str, lr_factor: float, weight_decay: float, *own: float) -> UpdateSettings:
+    keys = tuple(zip(("beta1", "beta2", "eps"), own, strict=True))
+    return UpdateSettings(group, "adamw", lr_factor, weight_decay, keys)
 
 
 def groups_of(recipe: OptimizerRecipe, config: Optimizer | None = None) -> dict[str, list[str]]:
@@ -54,7 +59,7 @@ def test_the_default_is_what_the_keys_of_the_config_say() -> None:
     assert list(settings) == list(SHAPES)
     for name, own in settings.items():
         is_excluded = "norm" in name or name == "output.weight"
-        assert own == UpdateSettings("all", "adamw", 1.0, 0.0 if is_excluded else 0.2, 0.8, 0.7, 1e-6)
+        assert own == adamw("all", 1.0, 0.0 if is_excluded else 0.2, 0.8, 0.7, 1e-6)
 
 
 def test_the_first_group_with_a_pattern_that_matches_takes_a_parameter_and_then_one_without() -> None:
@@ -78,8 +83,8 @@ def test_the_first_group_with_a_pattern_that_matches_takes_a_parameter_and_then_
 def test_a_group_says_what_it_has_otherwise() -> None:
     own = group("tok_embeddings.*", lr_factor=0.1, weight_decay=0.0, beta1=0.8, beta2=0.99, eps=1e-10)
     settings = update_settings(recipe_of(embeddings=own, rest=group()), Optimizer(), SHAPES)
-    assert settings["tok_embeddings.weight"] == UpdateSettings("embeddings", "adamw", 0.1, 0.0, 0.8, 0.99, 1e-10)
-    assert settings["output.weight"] == UpdateSettings("rest", "adamw", 1.0, 0.1, 0.9, 0.95, 1e-8)
+    assert settings["tok_embeddings.weight"] == adamw("embeddings", 0.1, 0.0, 0.8, 0.99, 1e-10)
+    assert settings["output.weight"] == adamw("rest", 1.0, 0.1, 0.9, 0.95, 1e-8)
 
 
 @pytest.mark.parametrize(
@@ -132,8 +137,8 @@ def test_a_weight_decay_is_said_once() -> None:
 
 def test_muons_own_keys_and_their_defaults() -> None:
     recipe = recipe_of(
-        first=ParameterGroup("muon", ("layers.0.*",), "matrix", momentum=0.9, polynomials=((1.5, -0.5, 0.0),)),
-        others=ParameterGroup("muon", ("layers.*",), "matrix", nesterov=False, lr_factor=0.5),
+        first=MuonGroup("muon", ("layers.0.*",), "matrix", momentum=0.9, polynomials=((1.5, -0.5, 0.0),)),
+        others=MuonGroup("muon", ("layers.*",), "matrix", nesterov=False, lr_factor=0.5),
         rest=group(),
     )
     settings = update_settings(recipe, Optimizer(), SHAPES)
@@ -166,7 +171,7 @@ MATRICES = [name for name in SHAPES if "wqkv" in name or "w13" in name]
     ("groups", "parts"),
     [
         (
-            {"all": ParameterGroup("muon")},
+            {"all": MuonGroup("muon")},
             [
                 'groups.all.rule = "muon"',
                 "takes tok_embeddings.weight, layers.*.attention_norm.weight, norm.weight, output.weight\n",
@@ -174,11 +179,11 @@ MATRICES = [name for name in SHAPES if "wqkv" in name or "w13" in name]
             ],
         ),
         (
-            {"hidden": ParameterGroup("muon", ("layers.*",)), "rest": group()},
+            {"hidden": MuonGroup("muon", ("layers.*",)), "rest": group()},
             ["takes layers.*.attention_norm.weight\n", 'fix:  shape = "matrix"; what it leaves'],
         ),
         (
-            {"head": ParameterGroup("muon", ("output.*",)), "rest": group()},
+            {"head": MuonGroup("muon", ("output.*",)), "rest": group()},
             ["takes output.weight\n", 'fix:  rule = "adamw"'],
         ),
     ],
@@ -207,6 +212,11 @@ def test_all_that_is_wrong_is_said_at_once_each_in_its_file(tmp_path: Path) -> N
         ("", ["  groups\n", "it is missing"]),
         ('[groups.a]\npattern = ["*"]', ["line 2  groups.a.rule", "it is missing", 'add rule = "adamw"']),
         ('[groups.hidden]\nrule = "muon"\n[groups.hiden]\nmomentum = 0.9', ["line 4", "did you mean [groups.hidden]?"]),
+        (
+            '[groups.a]\nrule = "adamw"\nmomentum = 0.9',
+            ["line 4  groups.a.momentum = 0.9", "beta1, beta2, eps\n", 'remove momentum, or rule = "muon"'],
+        ),
+        ('[groups.a]\nrule = "normuon"\nbeta1 = 0.9', ["momentum, nesterov, polynomials, beta2\n"]),
         ('[groups.a]\nrule = "muon"\npolynomials = "polar_expres"', ["a list of lists of numbers", '"polar_express"?']),
         ('[groups.a]\nrule = "muon"\npolynomials = [[3, 1]]', ["groups.a.polynomials = [[3.0, 1.0]]", "three numbers"]),
         ('[groups.a]\nrule = "muon"\npolynomials = [[-1.5, 0.5, 0]]', ["(0, 3]; after step 1"]),  # uphill

@@ -8,7 +8,7 @@ import torch
 
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.parameter_groups import update_settings
-from titanlite.config.recipe_schema import KEYS_OF_RULE, MATRIX_RULES, OptimizerRecipe, ParameterGroup
+from titanlite.config.recipe_schema import GROUP_OF_RULE, MATRIX_RULES, MuonGroup, OptimizerRecipe
 from titanlite.config.schema import Config, Model, Optimizer
 from titanlite.kernels.orthogonalise import ITERATIONS
 from titanlite.models.find import build_model
@@ -40,16 +40,16 @@ def test_matrices_of_blocks_are_orthogonalised_and_adamw_has_all_else(architectu
     assert {own.lr_factor for own in settings.values()} == {1.0}  # the learning rate is everyone's
 
 
-@pytest.mark.parametrize("rule", KEYS_OF_RULE)
+@pytest.mark.parametrize("rule", GROUP_OF_RULE)
 def test_every_key_of_a_group_reaches_its_rule(rule: str) -> None:
     values = {"polynomials": "newton_schulz", "nesterov": False}
-    given = {key: values.get(key, 0.123) for key in KEYS_OF_RULE[rule]}
-    recipe = OptimizerRecipe("", {"all": ParameterGroup(rule, **given)})  # type: ignore[arg-type]
+    given = {key: values.get(key, 0.123) for key in GROUP_OF_RULE[rule](rule).own}
+    recipe = OptimizerRecipe("", {"all": GROUP_OF_RULE[rule](rule, **given)})  # type: ignore[arg-type]
     of_rule = update_settings(recipe, Optimizer(weight_decay_exclude=()), {"w": (4, 4)})["w"].of_rule()
     assert given.items() <= of_rule.items()
 
 
 def test_schema_and_code_know_the_same_rules_and_sequences() -> None:
-    hints = get_type_hints(ParameterGroup)
-    assert set(KEYS_OF_RULE) == set(RULES) > set(MATRIX_RULES)
+    hints = get_type_hints(MuonGroup)
+    assert set(GROUP_OF_RULE) == set(RULES) > set(MATRIX_RULES)
     assert set(get_args(get_args(hints["polynomials"])[0])) == set(ITERATIONS)
