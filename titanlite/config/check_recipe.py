@@ -52,7 +52,6 @@ _PAIRS = {  # of granularities in one matmul that exist, in either order
     frozenset({"tensor", "row"}),  # the one scale is repeated
     frozenset({"1x128"}),
     frozenset({"1x128", "128x128"}),
-    frozenset({"1x32"}),
 }
 
 
@@ -84,12 +83,6 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
     if not grains and not problems:
         want = 'a matmul in float8; all three are "none"'
         problems.add("input.output", '"none"', want, 'float8.recipe = "none" in the config, for no float8 at all')
-    if recipe.scale_rounding == "e8m0_rceil" and (others := sorted(grains - set(BLOCKS))):
-        want = f"a rounding for all of its granularities; {', '.join(others)} have no E8M0 scales, blocks have"
-        problems.add("scale_rounding", '"e8m0_rceil"', want, 'scale_rounding = "pow2_floor"')
-    if recipe.scale_rounding == "exact" and "1x32" in grains:
-        want = "a power of two: scales of 1x32 blocks are stored as E8M0, exponents alone"
-        problems.add("scale_rounding", '"exact"', want, 'scale_rounding = "e8m0_rceil"')
     weight = recipe.weight
     if recipe.fsdp_all_gather == "float8":
         given, want = {"fsdp_all_gather": "float8"}, ""
@@ -111,12 +104,10 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
             want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
             problems.add("fsdp_all_gather", show(recipe.fsdp_all_gather), want, 'fsdp_all_gather = "float8"')
     check_ranges(recipe, problems)
-    unit, why = max(((BLOCKS[g][1], "blocks are whole") for g in grains if g in BLOCKS), default=(1, ""))
-    if recipe.status != "emulated" and unit < 16:
-        unit, why = 16, "tensor cores multiply no other widths"  # in float8, a row is whole words of 16 bytes
+    # In float8, a row is whole words of 16 bytes.
+    unit, why = (128, "blocks are whole") if recipe.has_blocks else (16, "tensor cores multiply no other widths")
     if recipe.dim_multiple < 1 or recipe.dim_multiple % unit:
-        want = "a number above 0" if unit == 1 else f"a multiple of {unit}: {why}"
-        fix = "leave dim_multiple out" if unit == 1 else f"dim_multiple = {unit}"
+        want, fix = f"a multiple of {unit}: {why}", f"dim_multiple = {unit}"
         problems.add("dim_multiple", show(recipe.dim_multiple), want, fix)
 
 

@@ -132,11 +132,11 @@ class SaveList:
         return [frozenset(i for i, blocks in enumerate(of_rules) if n in blocks) for n in range(n_layers)]
 
 
-Granularity = Literal["tensor", "row", "1x128", "128x128", "1x32", "none"]
+Granularity = Literal["tensor", "row", "1x128", "128x128", "none"]
 """The part of an operand that shares a scale, where sums run along rows: all of it, a row, a block of rows × columns;
 "none": this operand stays in high precision in this matmul."""
 
-BLOCKS: dict[Granularity, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32)}
+BLOCKS: dict[Granularity, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128)}
 """Rows and columns of the granularities that are blocks."""
 
 MATMULS = {
@@ -209,7 +209,7 @@ class Float8Recipe:
     """The arithmetic of a linear layer's three matmuls: output, grad_input, grad_weight."""
 
     help: str
-    scale_rounding: Literal["exact", "pow2_floor", "e8m0_rceil"]
+    scale_rounding: Literal["exact", "pow2_floor"]
     input: Float8Input
     weight: Float8Weight
     grad_output: Float8GradOutput
@@ -218,7 +218,7 @@ class Float8Recipe:
     reduce_amax: bool = False  # over tensor-parallel ranks: a tensor has the scale and the bytes of one device
     min_compute_capability: PositiveFloat = 8.9  # of GPUs; below it the recipe is emulated
     dim_multiple: int = 16  # layers with other widths cannot be converted
-    status: Literal["stable", "experimental", "emulated"] = "stable"  # "emulated": no device has a lowering for it yet
+    status: Literal["stable", "experimental"] = "stable"
     refs: tuple[str, ...] = ()
     contract: Float8Contract | None = None
 

@@ -20,6 +20,7 @@ _GROUPED = (
 )
 _MEMORY = "remove it; titanlite has no memory snapshots"
 _LOADER = "remove it; batches are read ahead from token shards, without workers"
+_NO_MX = 'use float8.recipe = "rowwise"; titanlite has no mxfp8'
 _RECIPE = "remove it; the float8 recipe sets it (fsdp_all_gather)"
 _FLIGHT = "remove it, and set the environment variable"
 _TORCHFT = "remove it; titanlite has no torchft: restart with torchrun --max-restarts"
@@ -120,8 +121,8 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "quantize.linear.float8.recipe_name": (None, "use float8.recipe = {}"),
     "quantize.linear.float8.filter_fqns": ([], "use float8.filter_fqns = {}"),
     "quantize.linear.float8.emulate": (False, "remove it; a device without float8 emulates it, as receipt.json says"),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "remove it; mxfp8 is emulated"),
-    "quantize.linear.mx.recipe_name": ("mxfp8_cublas", 'use float8.recipe = "mxfp8", which is emulated'),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "remove it; titanlite has no mxfp8"),
+    "quantize.linear.mx.recipe_name": ("mxfp8_cublas", _NO_MX),
     "quantize.linear.mx.filter_fqns": (["output"], "use float8.filter_fqns = {}"),
     "comm.init_timeout_seconds": (300, None),
     "comm.train_timeout_seconds": (100, None),
@@ -169,7 +170,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "float8.moe_fqns_prototype": (None, "remove it; experts compute in float8 where float8.recipe has scales by row"),
     "float8.emulate": (None, "remove it; a device without float8 emulates it, and receipt.json says so"),
     "quantize": (None, "use float8.recipe and float8.filter_fqns"),
-    "mx": (None, 'use float8.recipe = "mxfp8", which is emulated'),
+    "mx": (None, _NO_MX),
     "checkpoint.enable_checkpoint": (None, "use checkpoint.enable = {}"),
     "checkpoint.interval_type": (None, "remove it; checkpoint.interval counts steps"),
     "experimental": (None, "remove it; titanlite has no experimental section"),

@@ -22,7 +22,7 @@ class BlockScaledFloat8:
     """The matmuls of a recipe with scales by block.
 
     Args:
-        recipe: the arithmetic; see `scope.is_by_blocks_of_128`.
+        recipe: the arithmetic; see `scope.is_by_blocks`.
     """
 
     def __init__(self, recipe: Float8Recipe) -> None:

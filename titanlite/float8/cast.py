@@ -19,7 +19,6 @@ from titanlite.kernels.collectives import Group, maximum
 from titanlite.kernels.float8_scales import cast_to, scale_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_E8M0 = 127  # exponents of E8M0 reach from -127 to 127
 
 
 class Cast(NamedTuple):
@@ -47,24 +46,23 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
         x: [R, C], any floating dtype. R and C are multiples of a block.
         of: what has a scale of its own; not "none".
         dtype: "e4m3" or "e5m2".
-        rounding: of the scales: "exact" or "pow2_floor", as `scale_of` has them; "e8m0_rceil", the largest power of
-            two by which no maximum leaves the range, if E8M0 has it.
+        rounding: of the scales: "exact" or "pow2_floor", as `scale_of` has them.
         over: the ranks that hold the other parts, where one scale is for all of them; only with "tensor".
 
     Returns:
         The matrix, its bytes laid out as `x`. NaN makes NaN of all that shares its scale, and so does infinity, with
-        exact scales once bytes are multiplied by `scale_inv`; E8M0 has a scale for infinity, and keeps it to itself.
+        exact scales once bytes are multiplied by `scale_inv`.
 
     Source:
-        torchao.float8.float8_utils; arXiv:2506.08027, algorithm 1, for "e8m0_rceil".
+        torchao.float8.float8_utils.
     """
-    to = DTYPES[dtype]
+    to, pow2 = DTYPES[dtype], rounding == "pow2_floor"
     if of in BLOCKS:
         rows, columns = BLOCKS[of]
         blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-        scale, scale_inv = _scale_of(blocks.abs().amax((1, 3)), to, rounding)
+        scale, scale_inv = scale_of(blocks.abs().amax((1, 3)), to, pow2)
         return Cast(cast_to(blocks, scale[:, None, :, None], to).flatten(2).flatten(0, 1), scale_inv)
-    scale, scale_inv = _scale_of(_amax_of(x, of, over), to, rounding)
+    scale, scale_inv = scale_of(_amax_of(x, of, over), to, pow2)
     return Cast(cast_to(x, scale, to), scale_inv)
 
 
@@ -73,12 +71,3 @@ def _amax_of(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
     if of == "row":
         return x.abs().amax(-1, keepdim=True)
     return x.abs().amax() if over is None else maximum(x.abs().amax(), over)
-
-
-def _scale_of(amax: Tensor, dtype: torch.dtype, rounding: str) -> tuple[Tensor, Tensor]:
-    """Return the scale of numbers up to `amax`, and its inverse."""
-    if rounding != "e8m0_rceil":
-        return scale_of(amax, dtype, rounding == "pow2_floor")
-    exponent = torch.log2(amax.double() / torch.finfo(dtype).max).ceil()  # exact: float64 tells float32 numbers apart
-    exponent = exponent.clamp(-_E8M0, _E8M0)
-    return torch.exp2(-exponent).float(), torch.exp2(exponent).float()

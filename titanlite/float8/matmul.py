@@ -16,7 +16,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.cast import ALL_HERE, DTYPES, AmaxGroups
 from titanlite.float8.emulated import EmulatedFloat8
 from titanlite.float8.fused import FusedFloat8
-from titanlite.float8.scope import is_by_blocks_of_128, obstacle
+from titanlite.float8.scope import is_by_blocks, obstacle
 from titanlite.kernels import block_scaled_matmul
 from titanlite.kernels.linear import Matmul
 
@@ -59,9 +59,8 @@ def _why_emulated(recipe: Float8Recipe, device: Device) -> str | None:
         return f"it needs compute capability {recipe.min_compute_capability}, {has}"
     if not recipe.has_blocks:
         return None
-    if not is_by_blocks_of_128(recipe):
-        has = ", ".join(sorted({*recipe.granularities} - {"none"}))
-        return f"titanlite has no lowering that multiplies {has} with {recipe.scale_rounding} scales"
+    if not is_by_blocks(recipe):
+        return f"titanlite has no lowering for {', '.join(sorted({*recipe.granularities} - {'none'}))} in one layer"
     return block_scaled_matmul.block_scaling_unsupported_reason(device)
 
 
@@ -90,7 +89,7 @@ class Float8Matmul:
             self.function = torchao_matmul(recipe)
         else:
             multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # there by definition
-            by_blocks = multiplies and is_by_blocks_of_128(recipe)
+            by_blocks = multiplies and is_by_blocks(recipe)
             self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"
 

@@ -14,7 +14,7 @@ from titanlite.receipt import Entry, Skipped
 def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: Device) -> Entry:
     """The receipt's entry of a conversion.
 
-    A definition is all that CPUs have; on a GPU it is no gain in speed, and missed if the recipe's file promises one.
+    A definition is all that CPUs have; on a GPU it is no gain in speed, and missed.
 
     Args:
         model: converted.
@@ -25,7 +25,7 @@ def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, confi
     """
     cost, missed = emulation_cost(done, device), list[Skipped]()
     applied: dict[str, object] = {"layers": len(done.converted), "lowering": cost or done.lowering.name}
-    if cost and recipe.status != "emulated":
+    if cost:
         missed = [Skipped(name, cost) for name in done.converted]
     count = len(done.converted) - len(missed)
     odd = odd_sizes(done.skipped, config.float8.filter_fqns)

@@ -39,13 +39,13 @@ def obstacle_of_experts(recipe: Float8Recipe) -> str | None:
     return None
 
 
-def is_by_blocks_of_128(recipe: Float8Recipe) -> bool:
-    """Return whether titanlite casts by blocks with a recipe's scales: forward keeps its input's bytes, not the input.
+def is_by_blocks(recipe: Float8Recipe) -> bool:
+    """Return whether all scales of a recipe are by block: forward then keeps its input's bytes, not the input.
 
     Args:
         recipe: the arithmetic.
     """
-    return set(recipe.granularities) <= {"1x128", "128x128", "none"} and recipe.scale_rounding != "e8m0_rceil"
+    return set(recipe.granularities) <= {"1x128", "128x128", "none"}
 
 
 def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:

@@ -133,7 +133,7 @@ def no_rates_reason(memory: "MemoryModel") -> Problem | None:
         memory: of the run.
     """
     config, dims, run = memory.config, memory.dims, memory.run
-    if run.float8 is not None and (run.float8.has_blocks or run.float8.status == "emulated"):
+    if run.float8 is not None and run.float8.has_blocks:
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
     if run.float8 is not None and run.float8.reduce_amax and run.tensor_parallel > 1:

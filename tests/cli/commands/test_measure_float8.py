@@ -85,14 +85,14 @@ def test_layers_that_gain_nothing_are_to_be_filtered() -> None:
     assert slower(timed, "rowwise") == ["output"]
     assert slower(timed, "tensorwise") == ["attention.wo"]
     why = "it needs compute capability 10.0, this GPU has 9.0"
-    said = report(timed, "H200", "float32", {"mxfp8": why}).splitlines()
+    said = report(timed, "H200", "float32", {"blockwise": why}).splitlines()
     assert said[0] == "H200; each layer's three matmuls with their casts, milliseconds and gain over float32:"
     assert said[2].split() == ["layer", "M", "N", "K", "float32", "rowwise", "tensorwise"]
     assert said[3].split() == ["attention.wo", "16,384", "4,096", "4,096", "2.000", "1.000", "2.00x", "2.500", "0.80x"]
     assert said[4].split() == ["output", "16,384", "8", "4,096", "0.500", "0.500", "1.00x", "not", "convertible"]
     assert '  rowwise     float8.filter_fqns = ["output"]' in said
     assert '  tensorwise  float8.filter_fqns = ["attention.wo"]' in said
-    assert said[-1] == f"not timed: mxfp8 is emulated here; {why}"
+    assert said[-1] == f"not timed: blockwise is emulated here; {why}"
 
 
 def test_recipes_that_are_all_emulated(capsys: pytest.CaptureFixture[str]) -> None:

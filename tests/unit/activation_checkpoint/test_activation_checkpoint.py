@@ -327,7 +327,6 @@ def test_random_numbers_of_which_some_are_kept_are_refused():
         ("none", "aten.mm.default"),
         ("rowwise", "titanlite.scaled_matmul.default"),
         ("blockwise", "titanlite.block_scaled_matmul.default"),
-        ("mxfp8", "aten.mm.default"),
     ],
 )
 def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs(recipe, runs):

@@ -170,7 +170,7 @@ def test_every_choice_of_every_key_is_converted_to_what_is_accepted(key: str) ->
             {"float8.recipe": "rowwise", "float8.filter_fqns": ()},
         ),
         ({"quantize.linear.float8.filter_fqns": ["wo"]}, {"float8.recipe": "none", "float8.filter_fqns": ("output",)}),
-        ({"model.converters": ["quantize.linear.mx"]}, {"float8.recipe": "mxfp8", "float8.filter_fqns": ("output",)}),
+        ({"model.converters": ["quantize.linear.mx"]}, {"float8.recipe": "rowwise", "float8.filter_fqns": ("output",)}),
         ({"lr_scheduler.decay_ratio": 0.0}, {"lr_scheduler.min_lr_factor": 1.0, "lr_scheduler.decay_ratio": None}),
         ({"lr_scheduler.total_steps": 20_000}, {"training.steps": 20_000, "job.stop_after": 10_000}),
         ({"training.steps": 50}, {"lr_scheduler.warmup_steps": 50}),  # as it shortens the 200 that are its default

@@ -272,7 +272,6 @@ def test_more_kept_is_less_computed_again() -> None:
         (["--training.mixed_precision_param", "float32"], "training.mixed_precision_param"),
         (["--compile.enable", "false"], "compile.enable"),
         ([FLOAT8, "blockwise"], "float8.recipe"),
-        ([FLOAT8, "mxfp8", "--job.strict", "false"], "float8.recipe"),
         (["--model.vocab_size", "128004"], "model.vocab_size"),
     ],
 )
