@@ -12,7 +12,7 @@ tensor, context or expert parallelism are around that call.
 import re
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,7 +84,8 @@ def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reser
         reserved: most bytes that the caching allocator had.
     """
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
-    marks = sorted((e["ts"], end_us(e), int(e["name"].removeprefix(STEP))) for e in events if _is_step(e))
+    steps = (e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
+    marks = sorted((e["ts"], end_us(e), int(e["name"].removeprefix(STEP))) for e in steps)
     origin = marks[0][0]
     if run.device == "cuda":
         spans, collectives, ends = _of_device(events, run, marks)
@@ -118,10 +119,6 @@ def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reser
     )
 
 
-def _is_step(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "user_annotation" and event["name"].startswith(STEP)
-
-
 def _clipped(found: Iterable[Interval], origin: float, final: float) -> list[Interval]:
     merged = merge_spans((max(0.0, a - origin), min(final, b - origin)) for a, b in found)
     return [(a, b) for a, b in merged if b > a]
@@ -148,9 +145,9 @@ def _of_device(
         for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
-    optimizer = _Within(_named(events, OPTIMIZER))
-    aside = {name: _Within(_named(events, name)) for name in ASIDE}
-    hooks = _Within([(e["ts"], end_us(e)) for e in events if _is_fsdp(e)])
+    optimizer = _within(_marked(events, OPTIMIZER))
+    aside = {name: _within(_marked(events, name)) for name in ASIDE}
+    hooks = _within(_marked(events, "FSDP::"))
     starts = [start for start, _, _ in marks]
     spans: dict[str, list[Interval]] = defaultdict(list)
     collectives: dict[str, list[tuple[float, Interval]]] = defaultdict(list)
@@ -164,16 +161,16 @@ def _of_device(
             step = marks[place - 1][2]
             ends[step] = max(ends.get(step, 0.0), span[1])
         kind = kernel_class(e["name"])
-        if between := next((name for name in ASIDE if aside[name].holds(launched)), ""):
+        if between := next((name for name in ASIDE if aside[name](launched)), ""):
             spans[between].append(span)
         elif kind == "communication":
-            axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks.holds(launched))
+            axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks(launched))
             spans[f"{COMMUNICATION} {axis.removesuffix(OF_EXPERTS)}"].append(span)
             if _MEETS.search(e["name"]):  # in their order of launch, which is that of all ranks
                 collectives[axis].append((launched, span))
             elif _COPY_ENGINES_MEET.search(e["name"]):
                 collectives[f"{axis}{BY_COPY_ENGINES}"].append((launched, span))
-        elif optimizer.holds(launched) or kind == OPTIMIZER:  # its matmuls, too: those that orthogonalise
+        elif optimizer(launched) or kind == OPTIMIZER:  # its matmuls, too: those that orthogonalise
             spans[OPTIMIZER].append(span)
         elif kind in (ATTENTION, MATMUL):
             spans[kind].append(span)
@@ -209,14 +206,14 @@ def _of_cpu(
     calls = sorted(
         (e["ts"], end_us(e)) for e in events if e["name"].startswith("c10d::") and e.get("tid") not in threads
     )
-    fsdp = _Within([(e["ts"], end_us(e)) for e in events if _is_fsdp(e)])
-    functional = _Within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("_c10d_functional::")])
+    fsdp = _within(_marked(events, "FSDP::"))
+    functional = _within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("_c10d_functional::")])
     names = {e["ts"]: e["name"] for e in events if e["name"].startswith("c10d::")}
 
     def axis_of_call(start: float) -> str:
-        if functional.holds(start):
+        if functional(start):
             return next((axis for axis in ("tp", "cp", "ep") if len(run.groups.get(axis, ())) > 1), "dp_shard")
-        return _axis_of_caller(names[start], fsdp.holds(start))
+        return _axis_of_caller(names[start], fsdp(start))
 
     spans: dict[str, list[Interval]] = defaultdict(list)
     collectives: dict[str, list[Interval]] = defaultdict(list)
@@ -225,12 +222,12 @@ def _of_cpu(
         work = running[i] if len(running) == len(calls) else (start, end)
         collectives[axis].append((min(start, work[0]), max(work)))
         spans[f"{COMMUNICATION} {axis}"] += [(start, end), work]
-    optimizer = _Within(_named(events, OPTIMIZER))
+    optimizer = _within(_marked(events, OPTIMIZER))
     for work in cpu_work(dict(trace)):
         if work.thread in threads or work.name.startswith(("c10d::", "_c10d_functional::")):
             continue
         kind = kernel_class(work.name)
-        if optimizer.holds(work.times[0][0]):
+        if optimizer(work.times[0][0]):
             kind = OPTIMIZER
         elif kind not in (ATTENTION, MATMUL):
             is_cast = work.name in _CAST_OPERATORS or work.caller in _CAST_OPERATORS
@@ -239,23 +236,18 @@ def _of_cpu(
     return spans, collectives, {}
 
 
-def _is_fsdp(event: Mapping[str, Any]) -> bool:
-    return event.get("cat") == "user_annotation" and event["name"].startswith("FSDP::")
+def _marked(events: Events, name: str) -> list[Interval]:
+    """Return the intervals of the marks whose names begin so: the trainer's, or FSDP's hooks."""
+    return [(e["ts"], end_us(e)) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(name)]
 
 
-def _named(events: Events, name: str) -> list[Interval]:
-    """Return the intervals that the trainer has marked with a name."""
-    return [(e["ts"], end_us(e)) for e in events if e.get("cat") == "user_annotation" and e["name"] == name]
+def _within(intervals: Iterable[Interval]) -> Callable[[float], bool]:
+    """Return what says of a time whether it lies within one of some intervals."""
+    merged = merge_spans(intervals)
+    starts = [start for start, _ in merged]
 
+    def holds(time: float) -> bool:
+        place = bisect_right(starts, time)
+        return place > 0 and time < merged[place - 1][1]
 
-class _Within:
-    """Says of a time whether it lies within one of some intervals."""
-
-    def __init__(self, intervals: Iterable[Interval]) -> None:
-        self._merged = merge_spans(intervals)
-        self._starts = [start for start, _ in self._merged]
-
-    def holds(self, time: float) -> bool:
-        """Return whether it does."""
-        place = bisect_right(self._starts, time)
-        return place > 0 and time < self._merged[place - 1][1]
+    return holds
