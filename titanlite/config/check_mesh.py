@@ -17,22 +17,18 @@ def check_dims(dims: ModelDims, model: Model, problems: Problems) -> None:
     dim, heads, kv_heads = dims.dim, dims.n_heads, dims.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
         return  # already out of range
+    refuse = problems.about(dims, "model.")
 
     def add(key: str, want: str, fix: str) -> None:
-        if model.flavor == FROM_CHECKPOINT:
-            fix = "name another folder: its weights have these dimensions"
-        problems.add(f"model.{key}", str(getattr(dims, key)), want, fix)
+        is_folder = model.flavor == FROM_CHECKPOINT
+        refuse(key, want, "name another folder: its weights have these dimensions" if is_folder else fix)
 
-    is_split = not dims.head_dim  # which is no key of a config: its recipe was checked
-    if is_split and dim % heads:
+    even = [h for h in _divisors(dim) if dim // h % 2 == 0]
+    if not dims.head_dim and dim % heads:  # that is no key of a config: its recipe was checked
         add("n_heads", f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim)))
-    elif is_split and dim // heads % 2:
+    elif not dims.head_dim and dim // heads % 2:  # if dim is odd, so is whatever divides it
         want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
-        even = [h for h in _divisors(dim) if dim // h % 2 == 0]
-        if even:
-            add("n_heads", want, _pick("n_heads", heads, even))
-        else:  # dim is odd, and so is whatever divides it
-            add("dim", want, f"dim = {dim + heads}")
+        add(*(("n_heads", want, _pick("n_heads", heads, even)) if even else ("dim", want, f"dim = {dim + heads}")))
     elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
         add("n_kv_heads", f"a divisor of model.n_heads = {heads}", _pick("n_kv_heads", kv_heads, _divisors(heads)))
     if dims.ffn_dim % 128 and not model.file:
@@ -41,15 +37,13 @@ def check_dims(dims: ModelDims, model: Model, problems: Problems) -> None:
 
 def check_mesh(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
     """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
-    p = config.parallelism
+    p, refuse = config.parallelism, problems.about(config)
     replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
-    context = p.context_parallel_degree
-    section, any_number = "parallelism.", world is None
-    ranks = f"the number of processes, {world}"
-    if world is not None and world % replicate:
+    context, key, ranks = p.context_parallel_degree, "parallelism.tensor_parallel_degree", f"processes, {world}"
+    left = None if world is None or world % replicate else world // replicate  # ranks of a replica, if that is known
+    if world is not None and left is None:
         fix = _pick("data_parallel_replicate_degree", replicate, _divisors(world))
-        problems.add(section + "data_parallel_replicate_degree", str(replicate), f"a divisor of {ranks}", fix)
-        any_number = True  # what is left for the others cannot be said
+        refuse("parallelism.data_parallel_replicate_degree", f"a divisor of the number of {ranks}", fix)
     tokens = config.training.seq_len * config.training.local_batch_size
     of_tokens = f"seq_len × local_batch_size = {tokens}"
     if context > 1 and tokens % context == 0:  # else `check_context_parallel` says so
@@ -67,33 +61,29 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
             blocks = of.shared * of.ffn_dim // 128
             split[f"experts.shared × experts.ffn_dim / 128 = {blocks}"] = blocks
     split[of_tokens] = tokens
-    if world is not None and not any_number:
-        split[ranks if replicate == 1 else f"processes / replicas = {world // replicate}"] = world // replicate
-    bad = [name for name, size in split.items() if size % tensor]
+    is_split = all(size % tensor == 0 for size in split.values())
+    if left is not None:
+        split[f"the number of {ranks}" if replicate == 1 else f"processes / replicas = {left}"] = left
     if tensor > 1 and not config.model.file and not ARCHITECTURES[config.model.name].splits:
         want = f"1: {config.model.name} normalises all heads of a token together"
-        problems.add(section + "tensor_parallel_degree", str(tensor), want, "tensor_parallel_degree = 1")
-    elif bad:
-        degrees = _divisors(math.gcd(*split.values()))
-        fix = _pick("tensor_parallel_degree", tensor, degrees)
-        if not any(size % tensor for name, size in split.items() if "process" not in name):
-            fix += f", or start {replicate * tensor} processes"
-        problems.add(section + "tensor_parallel_degree", str(tensor), f"a divisor of {', of '.join(bad)}", fix)
-    elif world is not None and not any_number and world // replicate // tensor % context:
-        left = world // replicate // tensor
+        refuse(key, want, "tensor_parallel_degree = 1")
+    elif bad := [name for name, size in split.items() if size % tensor]:
+        fix = _pick("tensor_parallel_degree", tensor, _divisors(math.gcd(*split.values())))
+        fix += f", or start {replicate * tensor} processes" * is_split
+        refuse(key, f"a divisor of {', of '.join(bad)}", fix)
+    elif left is not None and left // tensor % context:
+        left //= tensor
         want = f"a divisor of the processes of {'a replica' if tensor == 1 else 'a replica / tensor'}, {left}"
         fix = _pick("context_parallel_degree", context, _divisors(math.gcd(left, runs_of_micro_batch(config))))
         fix += f", or start {replicate * context * tensor} processes"
-        problems.add(section + "context_parallel_degree", str(context), want, fix)
-    elif world is not None and not any_number and shard != -1 and replicate * shard * context * tensor != world:
-        left, asked = world // (replicate * context * tensor), replicate * shard * context * tensor
+        refuse("parallelism.context_parallel_degree", want, fix)
+    elif left is not None and shard != -1 and shard * context * tensor != left:
         degrees = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
-        if context == 1:
-            del degrees["context"]
-        product = " × ".join(degrees), " × ".join(map(str, degrees.values()))
-        want = f"{product[0]} = {product[1]} to be {ranks}"
-        fix = f"data_parallel_shard_degree = {left} (or -1: all remaining ranks), or start {asked} processes"
-        problems.add(section + "data_parallel_shard_degree", str(shard), want, fix)
+        degrees = {name: degree for name, degree in degrees.items() if name != "context" or degree > 1}
+        product = f"{' × '.join(degrees)} = {' × '.join(map(str, degrees.values()))}"
+        fix = f"data_parallel_shard_degree = {left // (context * tensor)} (or -1: all remaining ranks)"
+        fix += f", or start {math.prod(degrees.values())} processes"
+        refuse("parallelism.data_parallel_shard_degree", f"{product} to be the number of {ranks}", fix)
 
 
 def check_context_parallel(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:

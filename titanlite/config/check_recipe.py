@@ -26,24 +26,19 @@ _OF_LAYERS = tuple(name for name in OP_CLASSES if name not in ("attention", "rou
 
 def check_model(recipe: ModelDims, problems: Problems) -> None:
     """Check that dimensions are positive, heads even; `config/check.py` compares them, after the overrides."""
+    experts, refuse = recipe.experts, problems.about(recipe)
     check_ranges(recipe, problems, fix="{} = the published size")
-    if not recipe.ffn_dim and recipe.experts is None:
+    if not recipe.ffn_dim and experts is None:
         problems.add("ffn_dim", "", "a whole number; it is missing", "add ffn_dim = …, or a table [experts]")
     if recipe.head_dim % 2:  # no key of a config overrides it
-        want = "an even width, for rotary pairs"
-        problems.add("head_dim", show(recipe.head_dim), want, "head_dim = the published size")
-    experts = recipe.experts
-    if experts is None:
-        return
-    if 0 < experts.n_experts < experts.top_k:
-        want = f"at most experts.n_experts = {experts.n_experts}"
-        problems.add("experts.top_k", show(experts.top_k), want, f"top_k = {experts.n_experts}")
-    if experts.ffn_dim > 0 and experts.ffn_dim % 128:
-        fix = f"ffn_dim = {-(-experts.ffn_dim // 128) * 128}"
-        problems.add("experts.ffn_dim", show(experts.ffn_dim), "a multiple of 128", fix)
-    if experts.score == "softmax_of_chosen" and not experts.normalised:
+        refuse("head_dim", "an even width, for rotary pairs", "head_dim = the published size")
+    if experts is not None and 0 < experts.n_experts < experts.top_k:
+        refuse("experts.top_k", f"at most experts.n_experts = {experts.n_experts}", f"top_k = {experts.n_experts}")
+    if experts is not None and experts.ffn_dim > 0 and experts.ffn_dim % 128:
+        refuse("experts.ffn_dim", "a multiple of 128", f"ffn_dim = {-(-experts.ffn_dim // 128) * 128}")
+    if experts is not None and experts.score == "softmax_of_chosen" and not experts.normalised:
         want = 'true beside score = "softmax_of_chosen": such weights sum to 1 already'
-        problems.add("experts.normalised", "false", want, "leave normalised out")
+        refuse("experts.normalised", want, "leave normalised out")
 
 
 _PAIRS = {  # of granularities in one matmul that exist, in either order
@@ -79,73 +74,65 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         elif grain_a in BLOCKS and getattr(recipe.accumulation, matmul) == "fast":
             want = '"split": what has scales by block is added up in float32, block by block'
             problems.add(f"accumulation.{matmul}", '"fast"', want, f'{matmul} = "split"')
-    grains = set(recipe.granularities) - {"none"}
+    grains, weight, refuse = set(recipe.granularities) - {"none"}, recipe.weight, problems.about(recipe)
     if not grains and not problems:
-        want = 'a matmul in float8; all three are "none"'
-        problems.add("input.output", '"none"', want, 'float8.recipe = "none" in the config, for no float8 at all')
-    weight = recipe.weight
+        fix = 'float8.recipe = "none" in the config, for no float8 at all'
+        refuse("input.output", 'a matmul in float8; all three are "none"', fix)
     if recipe.fsdp_all_gather == "float8":
-        given, want = {"fsdp_all_gather": "float8"}, ""
+        given, want = ["fsdp_all_gather"], ""
         if weight.output != weight.grad_input or weight.output not in ("tensor", "row"):
-            given |= {"weight.output": weight.output, "weight.grad_input": weight.grad_input}
+            given += ["weight.output", "weight.grad_input"]
             want = 'weight.output and weight.grad_input both "tensor", or both "row": one cast travels'
         elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
-            given["scale_rounding"] = recipe.scale_rounding
+            given.append("scale_rounding")
             want = 'scale_rounding = "pow2_floor": backward casts rows again, by column'
         if want:  # what a base says was right there
             key = next(filter(problems.is_own, given), "fsdp_all_gather")
-            want = f'beside fsdp_all_gather = "float8", {want}'
-            problems.add(key, show(given[key]), want, 'fsdp_all_gather = "high_precision"')
-    if recipe.reduce_amax:
-        if others := sorted(set(recipe.granularities) - {"tensor"}):
-            want = f'false, unless every operand has one scale, "tensor"; {", ".join(others)} would stay a rank\'s own'
-            problems.add("reduce_amax", "true", want, "leave reduce_amax out")
-        elif recipe.fsdp_all_gather != "float8":
-            want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
-            problems.add("fsdp_all_gather", show(recipe.fsdp_all_gather), want, 'fsdp_all_gather = "float8"')
+            refuse(key, f'beside fsdp_all_gather = "float8", {want}', 'fsdp_all_gather = "high_precision"')
+    if recipe.reduce_amax and (others := sorted(set(recipe.granularities) - {"tensor"})):
+        want = f'false, unless every operand has one scale, "tensor"; {", ".join(others)} would stay a rank\'s own'
+        refuse("reduce_amax", want, "leave reduce_amax out")
+    elif recipe.reduce_amax and recipe.fsdp_all_gather != "float8":
+        want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
+        refuse("fsdp_all_gather", want, 'fsdp_all_gather = "float8"')
     check_ranges(recipe, problems)
     # In float8, a row is whole words of 16 bytes.
     unit, why = (128, "blocks are whole") if recipe.has_blocks else (16, "tensor cores multiply no other widths")
     if recipe.dim_multiple < 1 or recipe.dim_multiple % unit:
-        want, fix = f"a multiple of {unit}: {why}", f"dim_multiple = {unit}"
-        problems.add("dim_multiple", show(recipe.dim_multiple), want, fix)
+        refuse("dim_multiple", f"a multiple of {unit}: {why}", f"dim_multiple = {unit}")
 
 
 def check_save_rules(recipe: SaveList, problems: Problems) -> None:
     """Check that each rule names an op and can match something."""
     decided: set[str] = set()  # ops that an earlier rule matches without exception
     for n, rule in enumerate(recipe.rules):
-        where, is_class, is_block = f"rules[{n}]", rule.op in OP_CLASSES, rule.op == "block"
+        refuse, is_class, is_block = problems.about(rule, f"rules[{n}]."), rule.op in OP_CLASSES, rule.op == "block"
         is_known = is_class or is_block or "." in rule.op
         if not is_known:
-            choices = (*OP_CLASSES, "block")
-            near = nearest(rule.op, choices)
+            near = nearest(rule.op, choices := (*OP_CLASSES, "block"))
             fix = f'did you mean "{near}"?' if near else "name a class, or one op"
-            want = f"one of {', '.join(choices)}, or one op, as aten.mm.default"
-            problems.add(f"{where}.op", show(rule.op), want, fix)
+            refuse("op", f"one of {', '.join(choices)}, or one op, as aten.mm.default", fix)
         if is_block and any(earlier.op != "block" for earlier in recipe.rules[:n]):
             want = "before all rules that are for a part of a block: the first that matches decides"
-            problems.add(f"{where}.op", show(rule.op), want, "move the rule up")
+            refuse("op", want, "move the rule up")
         if is_block and rule.action != "save":
             want = '"save": what a block keeps of itself, other rules say'
-            problems.add(f"{where}.action", show(rule.action), want, 'action = "save", or remove the rule')
+            refuse("action", want, 'action = "save", or remove the rule')
         if is_block and recipe.default == "save":
             want = '"recompute" beside a rule for whole blocks'
             problems.add("default", '"save"', want, 'default = "recompute"')
         if rule.every < 1 or (rule.every > 1 and not is_class):
-            want = "at least 1, and 1 for a rule that names one op"
-            problems.add(f"{where}.every", str(rule.every), want, "every = 1 (the default)")
+            refuse("every", "at least 1, and 1 for a rule that names one op", "every = 1 (the default)")
         if rule.module and is_known and rule.op not in _OF_LAYERS:
             want = f"no modules: a rule chooses by linear layer among {', '.join(_OF_LAYERS)}"
-            problems.add(f"{where}.module", show(rule.module), want, "remove module")
+            refuse("module", want, "remove module")
         try:
             rule.blocks(1)
         except ValueError:
-            want = 'a slice of the blocks, as ":", "5:" or ":-2"'
-            problems.add(f"{where}.layers", show(rule.layers), want, 'layers = ":" (the default)')
+            refuse("layers", 'a slice of the blocks, as ":", "5:" or ":-2"', 'layers = ":" (the default)')
         if rule.op in decided or (rule.op == "experts" and "matmul" in decided):
             want = "an op that no earlier rule has decided; this rule can never match"
-            problems.add(f"{where}.op", show(rule.op), want, "remove the rule, or move it up")
+            refuse("op", want, "remove the rule, or move it up")
         if rule.every == 1 and not rule.module and rule.layers == ":":
             decided.add(rule.op)
 

@@ -223,7 +223,7 @@ def test_what_is_converted_is_what_was_asked(keys: dict[str, Any], expected: dic
     [
         (
             "[training]\nenable_cpu_offload = true",
-            ["line 2  training.enable_cpu_offload = true", "remove it; titanlite"],
+            ["line 2  training.enable_cpu_offload = true", "remove it, a key of torchtitan"],
         ),
         ("[job]\nprint_config = false", ["line 2  job.print_config = false", "; the resolved config"]),
         ("[training]\nbatch_size = 4", ["titanlite convert FILE writes training.local_batch_size"]),
