@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
-from titanlite.config.build import show
-from titanlite.config.problems import Origin, Problems
+from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.recipe_schema import MATRIX_RULES, OptimizerRecipe, ParameterGroup
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError, RecipeError, nearest
@@ -102,26 +101,28 @@ def _check_groups(
     recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
 ) -> None:
     """Refuse patterns and groups that do nothing, and parameters that no group takes."""
-    took = {*taken.values()}
     for name, group in recipe.groups.items():
         key = f"groups.{name}"
         lost = [p for p in group.pattern if not any(fnmatch(parameter, p) for parameter in shapes)]
         for pattern in () if group.optional else lost:
             _no_match(f"{key}.pattern", pattern, shapes, problems)
-        if name not in took and not lost and not group.optional:
+        if name not in taken.values() and not lost and not group.optional:
             others = {taken[n] for n in shapes if n in taken and _would_take(group, n, len(shapes[n]))}
-            why = f"none has shape = {show(group.shape)}"
-            if others:
-                why = f"others come first: {', '.join(sorted(others))}"
+            first = f"others come first: {', '.join(sorted(others))}"
+            why = first if others else f"none has shape = {show(group.shape)}"
             fix = f"remove [{key}], move it up, or write optional = true"
             if not problems.is_own(key):
                 fix = f"give groups of yours fewer parameters, or write [{key}] with optional = true"
             problems.add(key, "", f"a group that takes a parameter; {why}", fix)
     if left := [name for name in shapes if name not in taken]:
-        names = one_of_all_blocks(left)
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        want = f"a group for every parameter; none takes {', '.join(names[:4])}{more}"
+        want = f"a group for every parameter; none takes {_some(left)}"
         problems.add("groups", "", want, 'add [groups.rest] with rule = "adamw", which takes what no other does')
+
+
+def _some(parameters: Collection[str]) -> str:
+    """Name up to four parameters, one for all blocks, and say how many more there are."""
+    names = one_of_all_blocks(parameters)
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _check_matrices(
@@ -133,19 +134,15 @@ def _check_matrices(
         wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []
         if not wrong:
             continue
-        names = one_of_all_blocks(wrong)
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        want = (
-            f"parameters of projections alone, beside a rule for whole matrices; it takes {', '.join(names[:4])}{more}"
-        )
         if len(wrong) == len(own):
             fix = 'rule = "adamw"'
         elif all(len(without[n]) < 2 for n in wrong):
             fix = 'shape = "matrix"; what it leaves, a group with rule = "adamw" takes'
         else:
-            fix = f'a group above it with rule = "adamw" and pattern = {show(names)}'
+            fix = f'a group above it with rule = "adamw" and pattern = {show(one_of_all_blocks(wrong))}'
         # What a base says was right there.
         where = next(filter(problems.is_own, (f"groups.{name}.{k}" for k in ("rule", "shape", "pattern"))), None)
+        want = f"parameters of projections alone, beside a rule for whole matrices; it takes {_some(wrong)}"
         at = problems.origin.of(where) if where else None
         problems.add(f"groups.{name}.rule", show(group.rule), want, fix, at=at)
 

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from titanlite.config.check_mesh import tokens_of_rank
-from titanlite.config.documents import masks_documents
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Data
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
@@ -197,7 +196,7 @@ def _run_key(
     degrees = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
     split = *degrees, mesh.async_tensor_parallel
     of_model = config.model, dims, n_blocks, float8, config.float8.filter_fqns
-    return of_model, of_layout, split, masks_documents(config.data), experts
+    return of_model, of_layout, split, _masks_documents(config.data), experts
 
 
 @contextmanager
@@ -212,6 +211,11 @@ def _split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -
         placed = build_mesh(replace(mesh, data_parallel_replicate_degree=1), named_device(), has_experts(model))
         split_model(model, config, recipe, placed, plan, Receipt())
         yield model
+
+
+def _masks_documents(data: Data) -> bool:
+    """Return whether training masks documents, as far as the source's name says: token files need `separator_id`."""
+    return data.document_mask and (data.separator_id is not None or not data.source.endswith(".bin"))
 
 
 def _traced(
@@ -265,7 +269,7 @@ def _sequences(config: Config, model: nn.Module) -> Sequences:
     of_tokens = functools.partial(empty, tokens, dtype=torch.int32)
     if ranks == 1:
         bounds = Bounds(empty(2, room_of_run(tokens), dtype=torch.int32), empty(1, 5))
-        return Sequences(seq_len, of_tokens(), {0: bounds}) if masks_documents(config.data) else Sequences(seq_len)
+        return Sequences(seq_len, of_tokens(), {0: bounds}) if _masks_documents(config.data) else Sequences(seq_len)
     n, windows = tokens // chunk_length(ranks * tokens, seq_len, ranks), {0, *windows_of(model)}
     bounds = Bounds(empty(2, room_of_run(tokens) + 16 * n, dtype=torch.int32), empty(n, 5))
     bounds_of = dict.fromkeys(windows, bounds)
