@@ -33,13 +33,7 @@ _END_SECONDS = 5.0  # after which a process that was asked to end is killed
 
 
 class BackgroundPreparation:
-    """Start the process that tokenizes the sources of a run.
-
-    Args:
-        corpora: what is to be made, by the key of the source.
-        data: as of the run.
-        vocab_size: of the model.
-    """
+    """Start the process that tokenizes the sources of a run."""
 
     def __init__(self, corpora: Mapping[str, Corpus], data: Data, vocab_size: int) -> None:
         asked = {

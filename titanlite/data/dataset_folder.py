@@ -65,11 +65,7 @@ def left_out(source: Source) -> list[str]:
 
 
 def builder_of(source: Source) -> "DatasetBuilder":
-    """Make what reads a dataset through `datasets`, its defaults set so that they change no text.
-
-    Returns:
-        The builder; nothing but descriptions has been read.
-    """
+    """Make what reads a dataset through `datasets`, its defaults set so that they change no text."""
     from datasets import load_dataset_builder
 
     assert source.dataset  # noqa: S101  # it is one

@@ -81,11 +81,7 @@ def require_target(ids: Iterable[np.ndarray], separator: int | None, source: str
 
 
 def document_lengths(starts: np.ndarray) -> np.ndarray:
-    """Count the tokens of each document of packed samples, [n], in order.
-
-    Args:
-        starts: as `document_starts` returns them.
-    """
+    """Count the tokens of each document of packed samples, [n], in order."""
     packed = starts.reshape(-1, starts.shape[-2] * starts.shape[-1])
     begins = packed == np.arange(packed.shape[1])
     return np.diff(np.append(np.flatnonzero(begins), packed.size))

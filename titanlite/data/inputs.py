@@ -92,9 +92,6 @@ def check_inputs(
         sequences: that one step of training takes, if they are to be held against the length of the sources.
         unit_len: tokens of the samples that sources are cut into; None: of a run that has trained nothing.
 
-    Returns:
-        The sources, and what is known of them.
-
     Raises:
         DataError: with all problems found.
     """

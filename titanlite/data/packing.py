@@ -91,10 +91,6 @@ class PackingCounts:
 class PackedSamples:
     """The bins of a source; see `samples.Samples`.
 
-    Args:
-        shards: the source.
-        folder: its index, as `pack_documents` makes it.
-
     Raises:
         DataError: the index is not of these shards, or damaged.
     """

@@ -6,12 +6,10 @@ Whatever changes gives another folder, and the old one stays until somebody dele
 holds cannot be seen from here: after it has changed there, delete its folder.)
 """
 
-import math
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.schema import Data
@@ -66,7 +64,7 @@ def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] |
                 meta = scan(planned.source, planned.dtype, report)
             else:
                 with telling(on_retry):
-                    meta = _Tokenizing(planned, planned.tokenizer, unfinished, progress, report, lead).run()
+                    meta = _tokenize(planned, planned.tokenizer, unfinished, progress, report, lead)
             if planned.source.stamps() != planned.stamps:
                 saw = f"{planned.source.name!r}, whose files changed during reading"
                 empty(unfinished)
@@ -249,51 +247,42 @@ def meta_of(planned: Preparation, tally: Tally, shards: tuple[Shard, ...], finge
     )
 
 
-@dataclass
-class _Tokenizing:
-    """Writes the shards of a text source, and reports how far that is."""
-
-    planned: Preparation
-    tokenizer: Tokenizer
-    folder: Path
-    progress: Progress
-    report: Callable[[int], None]
-    lead: Callable[[Path], int] | None
-
-    def run(self) -> Meta:
-        """Write them, behind those that are there from an earlier start."""
-        source, data = self.planned.source, self.planned.data
-        self._tally = new_tally(source, data)
-        self._tally.on_progress = lambda: self.report(self._tally.n_bytes)
-        is_begun = (self.folder / PROGRESS).exists()
-        with ShardWriter(self.folder, self.planned.dtype) as self._writer:
-            if (kept := self._writer.go_on(lambda: self.report(0))) is not None:
-                there = f"{self._writer.tokens:,} tokens are there from an earlier start, and it goes on from them"
-                self.progress.say(f"{source.name}: {there}")
-                self._tally.go_on(kept)
-            elif is_begun:
-                self.progress.say(f"{source.name}: what an earlier start has left is damaged, and is made anew")
-            self._published = time.monotonic()
-            for batch in encode(source, data.text_key, self.tokenizer, self._tally, self.planned.max_tokens):
-                for encoded in batch:
-                    self._writer.write(encoded.ids)
-                    if encoded.ends:
-                        self._writer.keep()
-                    elif encoded.is_bad:
-                        self._writer.drop()
-                if self._tally.is_between:
-                    self._publish()
-                self._tally.on_progress()
-            shards, fingerprint = self._writer.close()
-        return meta_of(self.planned, self._tally, shards, fingerprint)
-
-    def _publish(self) -> None:
-        """Say what is there, now and then, and before a wait for who reads it."""
-        limit = math.inf if self.lead is None else self.lead(self.folder)
-        is_ahead = self._writer.tokens > limit
-        if is_ahead or time.monotonic() - self._published > PUBLISH_SECONDS:
-            self._writer.publish(self._tally.kept())
-            self._published = time.monotonic()
-        while self.lead is not None and is_ahead:
-            time.sleep(_PAUSE_SECONDS)
-            is_ahead = self._writer.tokens > self.lead(self.folder)
+def _tokenize(
+    planned: Preparation,
+    tokenizer: Tokenizer,
+    folder: Path,
+    progress: Progress,
+    report: Callable[[int], None],
+    lead: Callable[[Path], int] | None,
+) -> Meta:
+    """Write the shards of a text source, behind those that are there from an earlier start."""
+    source, data = planned.source, planned.data
+    tally = new_tally(source, data)
+    tally.on_progress = lambda: report(tally.n_bytes)
+    is_begun = (folder / PROGRESS).exists()
+    with ShardWriter(folder, planned.dtype) as writer:
+        if (kept := writer.go_on(lambda: report(0))) is not None:
+            there = f"{writer.tokens:,} tokens are there from an earlier start, and it goes on from them"
+            progress.say(f"{source.name}: {there}")
+            tally.go_on(kept)
+        elif is_begun:
+            progress.say(f"{source.name}: what an earlier start has left is damaged, and is made anew")
+        published = time.monotonic()
+        for batch in encode(source, data.text_key, tokenizer, tally, planned.max_tokens):
+            for encoded in batch:
+                writer.write(encoded.ids)
+                if encoded.ends:
+                    writer.keep()
+                elif encoded.is_bad:
+                    writer.drop()
+            if tally.is_between:
+                is_ahead = lead is not None and writer.tokens > lead(folder)
+                if is_ahead or time.monotonic() - published > PUBLISH_SECONDS:  # before a wait for who reads it, too
+                    writer.publish(tally.kept())
+                    published = time.monotonic()
+                while lead is not None and is_ahead:
+                    time.sleep(_PAUSE_SECONDS)
+                    is_ahead = writer.tokens > lead(folder)
+            tally.on_progress()
+        shards, fingerprint = writer.close()
+    return meta_of(planned, tally, shards, fingerprint)

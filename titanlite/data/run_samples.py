@@ -118,13 +118,7 @@ class TrainedSample:
 
 
 class RunSamples:
-    """The samples of a run in the order of training.
-
-    Args:
-        config: of the run, checked.
-        table: its stages.
-        sources: that it trains on, by name.
-    """
+    """The samples of a run in the order of training."""
 
     def __init__(self, config: Config, table: StageTable, sources: Mapping[str, OpenSource]) -> None:
         self.table, self.sources, self._config = table, sources, config

@@ -102,11 +102,7 @@ class ConcatenatedSamples:
 
 
 class SampleCounts(Mapping[str, int | None]):
-    """How many samples each source has, as far as that is known at the moment.
-
-    Args:
-        sources: by name.
-    """
+    """How many samples each source has, as far as that is known at the moment."""
 
     def __init__(self, sources: Mapping[str, Samples]) -> None:
         self._sources = sources

@@ -15,13 +15,7 @@ _SHARD_TOKENS = 1 << 27
 
 
 class ShardWriter:
-    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails.
-
-    Args:
-        folder: of the shards.
-        dtype: of their ids.
-        shard_tokens: tokens of a shard; the last one may have fewer.
-    """
+    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int = 0) -> None:
         self.folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")

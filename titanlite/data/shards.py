@@ -191,9 +191,6 @@ def sample_count(
         key: the config key of the source, for the message.
         max_tokens: data.max_tokens, if it left something out.
 
-    Returns:
-        (tokens - 1) // seq_len.
-
     Raises:
         DataError: there are fewer than `at_least`.
     """

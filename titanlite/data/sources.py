@@ -18,7 +18,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,10 +34,12 @@ JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
 # Not read, but not passed over in a folder either.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
-_UNFINISHED = tuple(
-    f"{name}{end}"
-    for name in SUFFIXES
-    for end in (".aria2", ".crdownload", ".download", ".incomplete", ".part", ".partial", ".tmp")
+_DOWNLOAD = (".aria2", ".crdownload", ".download", ".incomplete", ".part", ".partial", ".tmp")
+_UNFINISHED = tuple(f"{name}{end}" for name in SUFFIXES for end in _DOWNLOAD)
+_FIXES = (  # of files of another kind, by their endings; the last is of any
+    (_COMPRESSED, "decompress them, or {narrow}"),
+    (_UNFINISHED, "end the download, or delete what is left of it; or {narrow}"),
+    ("", "{narrow}, or rename the files"),
 )
 BEGINNINGS = (
     (b"\x1f\x8b\x08", "gzip"),
@@ -92,10 +94,6 @@ class Source:
 
 def resolve(source: str, key: str = "data.source") -> Source:
     """Find the files of a source, without reading them.
-
-    Args:
-        source: as `data.source` takes it.
-        key: the config key it is from, for messages.
 
     Returns:
         The source; its files are sorted, so that every host reads them in one order.
@@ -154,9 +152,8 @@ def _resolve_url(source: str, key: str) -> Source:
     files, passed = list_files(source, key, SUFFIXES, is_start=True)
     name = redact_urls(source)
     if unknown := [f for f in files if not ending(f.name)]:
-        saw = f"{name!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
         fix = "narrow the pattern, or copy them to a disk or a bucket under such names"
-        raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), fix)
+        raise _another_kind(name, key, unknown, fix)
     if any(ending(f.name) == ".bin" for f in files):
         want = "text: token files are read at random places, as a disk of this host can"
         fix = "copy them to a disk of this host, and name that"
@@ -166,19 +163,11 @@ def _resolve_url(source: str, key: str) -> Source:
 
 def _check_kinds(source: str, key: str, files: list[Path]) -> None:
     """Refuse files that cannot be read, that are no text beside text, or that hold the same as another."""
-    unknown = [f for f in files if not ending(f)]
-    if unknown:
-        saw = f"{source!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
+    if unknown := [f for f in files if not ending(f)]:
         known = next((suffix for f in files if (suffix := ending(f))), ".txt")
-        fix = f"narrow the pattern, as in {str(unknown[0].parent / f'*{known}')!r}"
-        name = unknown[0].name.lower()
-        if name.endswith(_COMPRESSED):
-            fix = f"decompress them, or {fix}"
-        elif name.endswith(_UNFINISHED):
-            fix = f"end the download, or delete what is left of it; or {fix}"
-        else:
-            fix = f"{fix}, or rename the files"
-        raise DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), fix)
+        narrow = f"narrow the pattern, as in {str(unknown[0].parent / f'*{known}')!r}"
+        fix = next(fix for endings, fix in _FIXES if unknown[0].name.lower().endswith(endings))
+        raise _another_kind(source, key, unknown, fix.format(narrow=narrow))
     tokens = [f for f in files if ending(f) == ".bin"]
     if tokens and len(tokens) < len(files):
         text = next(f for f in files if ending(f) != ".bin")
@@ -193,6 +182,11 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
                 saw = f"{source!r}, which matches {other} and {file.name}, as if one were made from the other"
                 fix = f"narrow the pattern, as in {str(file.parent / f'*{ending(other)}')!r}, or move one of them away"
                 raise DataError.of("data", key, saw, "the records of each file once", fix)
+
+
+def _another_kind(source: str, key: str, unknown: Sequence[SourceFile], fix: str) -> DataError:
+    saw = f"{source!r}, which matches {len(unknown)} of another kind, first {unknown[0]}"
+    return DataError.of("data", key, saw, "files named " + ", ".join(SUFFIXES), fix)
 
 
 def unreadable(source: str, key: str, path: SourceFile | str, e: OSError) -> DataError:

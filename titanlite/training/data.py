@@ -101,12 +101,7 @@ class HeldOut(NamedTuple):
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
-    """Prepare the sources of a run, or find what an earlier one has prepared, or begin to in the background.
-
-    Args:
-        asked: the run.
-        progress: whether this process shows how far it is.
-    """
+    """Prepare the sources of a run, or find what an earlier one has prepared, or begin to in the background."""
     config, vocab_size = asked.config, asked.dims.vocab_size
     train, making = dict[str, Corpus](), None
     keys = {name: key for name, (key, _) in source_keys(config).items()}
@@ -247,13 +242,7 @@ def open_batches(
 
 
 def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:
-    """The receipt's entry of the document mask, once a step has been taken.
-
-    Args:
-        data: the corpora.
-        config: of the run.
-        batches: that it trains on.
-    """
+    """The receipt's entry of the document mask, once a step has been taken."""
     if not config.data.document_mask:
         return Entry("data.document_mask", False, False, count=0)
     separators = {key: shards.separator for key, shards in data.sources.items() if shards.separator is not None}

@@ -186,26 +186,6 @@ def test_a_tokenizer_that_knows_whole_words_only(tmp_path: Path, monkeypatch: py
     assert tokens_of(source, tokenizer) == [[0, 1] * 500 + [2]]
 
 
-@pytest.mark.parametrize("at", [0, 2_500, 4_999])
-def test_a_large_document_that_holds_a_separator_is_one_bad_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
-) -> None:
-    in_pieces(monkeypatch)
-    source, text = tmp_path / "in", a_text(5_000)
-    source.mkdir()
-    for name, content in {"a": text, "b": text[:at] + "\0" + text[at:] + "\0", "c": text}.items():
-        (source / f"{name}.txt").write_text(content, newline="")
-    with pytest.raises(DataError, match=r"1 bad record so far:\n.*b\.txt: holds NUL, which separates documents"):
-        prepare(str(source), Data(str(source), cache_dir=str(tmp_path / "cache")), 256, progress=False)
-    data = Data(str(source), max_bad_records=1, cache_dir=str(tmp_path / "cache"))
-    shards = prepare(data.source, data, 256, progress=False)
-    assert (shards.meta.documents, shards.meta.n_bad_records) == (2, 1)
-    assert bytes(shards.read(0, shards.tokens).tolist()) == (text + "\0").encode() * 2
-    (source / "b.txt").unlink()
-    without = prepare(data.source, data, 256, progress=False)
-    assert (shards.fingerprint, shards.meta.shards) == (without.fingerprint, without.meta.shards)
-
-
 PANIC = "a" * 40  # of `panicking`: a regular expression gives up, and the library panics
 
 
@@ -255,18 +235,23 @@ def test_texts_that_cannot_be_encoded_are_not_tried_one_by_one_past_the_limit(
 
 
 @pytest.mark.parametrize("at", [0, 2_500, 5_000])
-def test_a_large_document_that_the_tokenizer_fails_on_is_one_bad_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+@pytest.mark.parametrize("bad", ["\0", PANIC + " "], ids=["separator", "panic"])
+def test_a_large_document_that_cannot_be_used_is_one_bad_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: str, at: int
 ) -> None:
     in_pieces(monkeypatch)
-    text = "word " * 1_000
-    for name, content in {"a": text, "b": text[:at] + PANIC + " " + text[at:], "c": text}.items():
-        (tmp_path / f"{name}.txt").write_text(content)
-    data = Data(f"{tmp_path}/*.txt", panicking(tmp_path), max_bad_records=1, cache_dir=str(tmp_path / "cache"))
-    shards = prepare(data.source, data, 256, progress=False)
+    source, text, tokenizer = tmp_path / "in", "word " * 1_000, "bytes" if bad == "\0" else panicking(tmp_path)
+    source.mkdir()
+    for name, content in {"a": text, "b": text[:at] + bad + text[at:] + bad, "c": text}.items():
+        (source / f"{name}.txt").write_text(content)
+    data = Data(str(source), tokenizer, cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"1 bad record so far:\n.*b\.txt: (holds NUL, which|data\.tokenizer)"):
+        prepare(data.source, data, 256, progress=False)
+    shards = prepare(data.source, replace(data, max_bad_records=1), 256, progress=False)
     assert (shards.meta.documents, shards.meta.n_bad_records) == (2, 1)
-    (tmp_path / "b.txt").unlink()
-    assert prepare(data.source, data, 256, progress=False).fingerprint == shards.fingerprint
+    (source / "b.txt").unlink()
+    without = prepare(data.source, data, 256, progress=False)
+    assert (shards.fingerprint, shards.meta.shards) == (without.fingerprint, without.meta.shards)
 
 
 def test_a_byte_that_is_not_utf8_is_found_in_any_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

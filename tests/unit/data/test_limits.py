@@ -3,7 +3,10 @@
 import gzip
 import json
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +46,19 @@ def read(file: Path, limit: int, max_record_mib: int = 1) -> tuple[list[str], Ta
     return texts, tally, peak
 
 
+@contextmanager
+def counted_memory() -> Iterator[Any]:
+    """Let pyarrow take its memory from a pool that counts it."""
+    pyarrow = pytest.importorskip("pyarrow")
+    before = pyarrow.default_memory_pool()
+    pool = pyarrow.proxy_memory_pool(before)
+    pyarrow.set_memory_pool(pool)
+    try:
+        yield pool
+    finally:
+        pyarrow.set_memory_pool(before)
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
 def test_a_line_that_is_too_large_is_a_bad_record_that_takes_no_memory(tmp_path: Path, name: str) -> None:
     one, two = (json.dumps({"text": text}) for text in ("one", "two"))
@@ -80,27 +96,19 @@ def test_a_text_that_many_rows_of_a_parquet_file_have_is_unpacked_for_one_at_a_t
     pyarrow, file = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
     write_parquet(file, text=pyarrow.DictionaryArray.from_arrays([0] * 1000, ["x" * MIB]))
     assert file.stat().st_size < 100_000
-    pool, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
-    pyarrow.set_memory_pool(pool)
-    try:
+    with counted_memory() as pool:
         tally = Tally(str(file), "data.source", 0)
         assert sum(1 for _ in documents(resolve(str(file)), "text", tally)) == 1000
-    finally:
-        pyarrow.set_memory_pool(before)
     assert pool.max_memory() < 32 * MIB  # a batch of 256 texts would have 256
 
 
 @pytest.mark.parametrize("n_different", [40_000, 1000])
 def test_short_texts_of_a_parquet_file_are_copied_but_once(tmp_path: Path, n_different: int) -> None:
-    pyarrow, file = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
+    file = tmp_path / "a.parquet"
     texts = [f"{n % n_different:08}" * 6 for n in range(40_000)]  # more than the 1 MiB that a dictionary has, or less
     write_parquet(file, text=texts)
-    pool, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
-    pyarrow.set_memory_pool(pool)
-    try:
+    with counted_memory() as pool:
         assert read(file, limit=0)[0] == texts
-    finally:
-        pyarrow.set_memory_pool(before)
     assert pool.total_bytes_allocated() < 10 * sum(map(len, texts))  # a copy in each batch would be hundreds
 
 
@@ -115,13 +123,9 @@ def test_large_distinct_texts_of_a_parquet_file_are_unpacked_a_few_at_a_time(
     monkeypatch.setattr("titanlite.data.parquet._BATCH_BYTES", 4 * MIB)
     table = pyarrow.table({"text": [f"{n:03}" + "x" * MIB for n in range(100)]})
     parquet.write_table(table, file, use_dictionary=False, data_page_size=MIB, write_batch_size=1)
-    pool, before = pyarrow.proxy_memory_pool(pyarrow.default_memory_pool()), pyarrow.default_memory_pool()
-    pyarrow.set_memory_pool(pool)
-    try:
+    with counted_memory() as pool:
         tally = Tally(str(file), "data.source", 0)
         assert sum(1 for _ in documents(resolve(str(file)), "text", tally)) == 100
-    finally:
-        pyarrow.set_memory_pool(before)
     assert pool.max_memory() < 50 * MIB
 
 
