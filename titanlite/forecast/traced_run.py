@@ -23,7 +23,6 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
-from titanlite.errors import ConfigError, describe
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
@@ -34,7 +33,7 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import forward_refused, of_function
+from titanlite.models.mistakes import forward_refused
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -232,12 +231,7 @@ def _traced(
     apart = max(experts.count, config.parallelism.tensor_parallel_degree) > 1
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     with forward_refused(model):
-        traces, logits = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
-    wanted = (tokens, dims.vocab_size)
-    if config.parallelism.tensor_parallel_degree == 1 and logits != wanted:
-        file, saw, want = config.model.file, f"logits of shape {list(logits)}", f"{list(wanted)}: [M, V]"
-        wrong = of_function(type(model).forward, file, saw, want, "return all of them")
-        raise ConfigError(describe(file or config.model.name, [wrong]))
+        traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
     return TracedRun(
         dims=dims,
         tokens=tokens,
@@ -327,8 +321,8 @@ def gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _traces(
     model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, experts: ExpertRanks
-) -> tuple[dict[str, TracedBlock], tuple[int, ...]]:
-    """Trace the first block of each kind, by its kind, and the head; and give the shape of the logits."""
+) -> dict[str, TracedBlock]:
+    """Trace the first block of each kind, by its kind, and the head."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
         first.setdefault(kind, block)
@@ -349,7 +343,7 @@ def _traces(
     try:
         with OneKernel():
             given = {"sequences": sequences} if sequences.starts is not None else {}
-            logits = fewer(torch.empty(tokens, dtype=torch.long, device="meta"), **given)
+            fewer(torch.empty(tokens, dtype=torch.long, device="meta"), **given)
     finally:
         for module in watched:
             del module.forward
@@ -359,7 +353,7 @@ def _traces(
             found[kind] = _trace(block, *calls[block][:2], experts)
     head = [module for module in (fewer.norm, fewer.output) if module in calls]  # a norm may be forked
     found[HEAD] = _trace(nn.Sequential(*head), *calls[head[0]][:2], experts)  # type: ignore[arg-type,index]
-    return found, tuple(logits.shape)
+    return found
 
 
 def _run_once(

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.problems import show
@@ -20,7 +20,7 @@ from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.mistakes import of_function, refused
-from titanlite.models.own_model import require_trainable
+from titanlite.models.own_model import require_logits, require_trainable
 
 
 def model_class(model: Model) -> type[Any]:
@@ -81,9 +81,8 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, or holds
-            what no run can train. A model of the user's own that returns
-            no logits raises it when called.
+        ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, holds what
+            no run can train, or returns no logits on tensors without values.
     """
     made_by = model_class(model)
     want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
@@ -95,7 +94,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         mixture.n_layers = len(mixtures)
     if model.file:
         require_trainable(made, model.file)
-        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
+        require_logits(made, model.file, [seq_len, dims.vocab_size])
         if "sequences" not in inspect.signature(made_by.forward).parameters:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
     return made
@@ -116,18 +115,3 @@ def _drop_sequences(
             fix = "pass them to self.attend of each block; or parallelism.context_parallel_degree = 1"
         raise ConfigError(describe(file, [of_function(made_by.forward, file, saw, want, fix)]))
     return args, kwargs
-
-
-def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:
-    """Raise if a model returns something else, or more."""
-    if isinstance(returned, Tensor) and returned.ndim == 2:
-        if returned.requires_grad or not torch.is_grad_enabled():
-            return
-        saw, want = "returned a tensor without a gradient", "logits that depend on weights, for backward"
-        fix = "no detach, no_grad or argmax on the way to them"
-    else:
-        parts = returned if isinstance(returned, tuple | list) else [returned]
-        saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
-        saw = "returned " + (f"{type(returned).__name__} of {saw}" if parts is returned else saw)
-        want, fix = "logits, one tensor [M, V]: the loss is the trainer's", "return the logits alone"
-    raise ConfigError(describe(file, [of_function(made_by.forward, file, saw, want, fix)]))

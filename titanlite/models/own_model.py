@@ -6,14 +6,16 @@ buffers, which `fill_buffers` computes. Whatever is elsewhere stays on the meta 
 that uses it.
 """
 
+import copy
 import re
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
+from titanlite.models.mistakes import forward_refused, of_function
 
 _WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Projection: {"weight", "bias"}, RMSNorm: {"weight"}}
 _TIED = {"tok_embeddings.weight", "output.weight"}
@@ -35,6 +37,32 @@ def require_trainable(made: nn.Module, file: str) -> None:
         problems.setdefault((_of_any_block(problem.where), _of_any_block(problem.saw)), problem)
     if problems:
         raise ConfigError(describe(file, list(problems.values())))
+
+
+def require_logits(made: nn.Module, file: str, shape: list[int]) -> None:
+    """Refuse a model that does not run on tensors without values, or returns something else than logits, or more.
+
+    Args:
+        made: the model, on the meta device; it may keep what it computes, so a copy is called.
+        file: the user's, for messages.
+        shape: [M, V] of the logits of one sequence.
+    """
+    with forward_refused(made):
+        returned = copy.deepcopy(made)(torch.empty(shape[0], dtype=torch.long, device="meta"))
+    if not isinstance(returned, Tensor) or list(returned.shape) != shape:
+        parts = returned if isinstance(returned, tuple | list) else [returned]
+        saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        saw = "returned " + (f"{type(returned).__name__} of {saw}" if parts is returned else saw)
+        want, fix = (
+            f"logits, one tensor {shape}, [M, V]: the loss is the trainer's",
+            "return all logits, and nothing else",
+        )
+    elif not returned.requires_grad:
+        saw, want = "returned a tensor without a gradient", "logits that depend on weights, for backward"
+        fix = "no detach, no_grad or argmax on the way to them"
+    else:
+        return
+    raise ConfigError(describe(file, [of_function(type(made).forward, file, saw, want, fix)]))
 
 
 def _of_any_block(name: str) -> str:

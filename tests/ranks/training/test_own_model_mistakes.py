@@ -25,6 +25,7 @@ class Broken(torch.autograd.Function):
     def backward(ctx, grad):
         return grad @ grad
 """
+RETURNED = r"line \d+  Mine.forward = returned "
 # The line that is changed, its change, and what is said: {} is the number of the changed line, and its code follows.
 WRONG: dict[str, tuple[Change, str]] = {
     "no Python": (
@@ -51,6 +52,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         ("        super().__init__()\n        self.dims, self", "        self.dims, self"),
         r"line \d+  in __init__: self.tok_embeddings = .* = AttributeError: cannot assign module before",
     ),
+    "two models": ((HEAD, f"{HEAD}\n\n\nclass Other(Mine): ..."), 'model.file = ".*", with Mine, Other\n'),
+    "layers in a list": (("nn.ModuleList(", "list("), r"Mine.layers = list\n +want: an nn.ModuleList\n"),
     "no norm": (("self.norm ", "self.nrm "), r"Mine.norm = NoneType\n +want: an nn.Module\n"),
     "no forward": ((FORWARD, FORWARD.replace("forward", "run")), 'model.file = ".*", with no such class\n'),
     "a forward of two": (
@@ -72,17 +75,15 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "logits of the width of a block": (
         (HEAD, "return self.norm(x)"),
-        r"line \d+  Mine.forward = logits of shape \[512, 256\]\n +want: \[512, 320\]: \[M, V\]",
+        rf"{RETURNED}a tensor \[\d+, 256\]\n.* 320",
     ),
-    "logits of the last token": (
-        (HEAD, "return self.output(self.norm(x)[-1:])"),
-        r"line \d+  Mine.forward = logits of shape \[1, \d+\]\n +want: \[512, \d+\]: \[M, V\]",
-    ),
-    "two results": ((HEAD, f"{HEAD}, x"), r"line \d+  Mine.forward = returned tuple of a tensor"),
-    "nothing": ((HEAD, f"{HEAD.removeprefix('return ')}"), r"line \d+  Mine.forward = returned NoneType"),
+    "logits of the last token": ((HEAD, "return self.output(self.norm(x)[-1:])"), rf"{RETURNED}a tensor \[1, "),
+    "two results": ((HEAD, f"{HEAD}, x"), rf"{RETURNED}tuple of a tensor \[\d+, 256\], a tensor"),
+    "a table": ((HEAD, f"{HEAD.replace('return ', 'return dict(x=')})"), f"{RETURNED}dict\n +want: logits, one tensor"),
+    "nothing": ((HEAD, HEAD.removeprefix("return ")), f"{RETURNED}NoneType"),
     "no gradient": (
         (HEAD, f"{HEAD}.detach()"),
-        r"line \d+  Mine.forward = returned a tensor without a gradient\n +want: logits that depend on weights",
+        rf"{RETURNED}a tensor without a gradient\n +want: logits that depend on weights",
     ),
 }
 
