@@ -9,10 +9,11 @@ products by itself, scales it and promotes it to float32. What cuBLASLt wants of
 and no more than one matrix of 128×128 blocks. Blackwell has other blocks.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.device import Device
 from titanlite.kernels.float8_scales import BLOCK
@@ -66,7 +67,11 @@ def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.Scalin
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
 
 
-@operator("block_scaled_matmul", _by_cublas)
+@operator(
+    "block_scaled_matmul",
+    _by_cublas,
+    flops=lambda left_shape, _, right_shape, *__, **___: 2 * math.prod(left_shape) * right_shape[0],
+)
 def block_scaled_matmul(
     left: Tensor, left_scale_inv: Tensor, right: Tensor, right_scale_inv: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -83,8 +88,3 @@ def block_scaled_matmul(
         [R, S].
     """
     return torch.mm(dequantise(left, left_scale_inv), dequantise(right, right_scale_inv).t()).to(dtype)
-
-
-@register_flop_formula(torch.ops.titanlite.block_scaled_matmul)
-def _block_scaled_flops(left_shape, left_scale_inv_shape, right_shape, *args, out_shape=None, **kwargs) -> int:
-    return 2 * left_shape[0] * left_shape[1] * right_shape[0]

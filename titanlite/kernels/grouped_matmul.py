@@ -7,22 +7,17 @@ Rows behind the last group are nobody's. What a product has there is undefined; 
 finite numbers there.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.device import Device, device_of
-from titanlite.kernels.operators import device_code, operator
+from titanlite.kernels.operators import operator
 from titanlite.kernels.products import FLOAT8
-
-_multiply = device_code("grouped_matmul.launch_grouped_matmul")
-_weight_gradient = device_code("grouped_gradient.launch_grouped_gradient")
-_multiply_scaled = device_code("grouped_matmul.launch_scaled_grouped_matmul")
-_scaled_gradient = device_code("grouped_gradient.launch_scaled_grouped_gradient")
 
 
 def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) -> str:
@@ -38,20 +33,21 @@ def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) ->
     return "grouped_matmul" if is_taken and device.capability == (9, 0) else "loop"
 
 
-def _is_loop(a: Tensor, N: int) -> bool:
-    return grouped_kernel(device_of(a.device), a.dtype, (N, a.shape[1])) == "loop"
+def _has_no_kernel(x: Tensor, *widths: int) -> bool:
+    return grouped_kernel(device_of(x.device), x.dtype, widths) == "loop"
 
 
-def _multiply_groups(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return (grouped_matmul.definition if _is_loop(a, weight.shape[1]) else _multiply)(a, weight, offsets)
+def _is_loop(left: Tensor, right: Tensor, *_: Any) -> bool:
+    return _has_no_kernel(left, left.shape[1], right.shape[1])
 
 
-def _weight_gradient_of_groups(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    is_slow = _is_loop(x, grad.shape[1])
-    return (grouped_weight_gradient.definition if is_slow else _weight_gradient)(grad, x, offsets)
+def _grouped_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
+    """Count every row as if it had its group."""
+    R, K = left_shape
+    return 2 * R * K * right_shape[1]
 
 
-@operator("grouped_matmul", _multiply_groups)
+@operator("grouped_matmul", "grouped_matmul.launch_grouped_matmul", unless=_is_loop, flops=_grouped_flops)
 def grouped_matmul(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Multiply the rows of each group with the group's weight, summed in float32 (float64's in float64), rounded once.
 
@@ -69,7 +65,7 @@ def grouped_matmul(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     return y
 
 
-@operator("grouped_weight_gradient", _weight_gradient_of_groups)
+@operator("grouped_weight_gradient", "grouped_gradient.launch_grouped_gradient", unless=_is_loop, flops=_grouped_flops)
 def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """Return the gradient of each group's weight, zeros for a group without rows.
 
@@ -87,12 +83,7 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     return gradient
 
 
-def _multiply_scaled_groups(a: Tensor, weight: Tensor, *others: Any) -> Tensor:
-    is_slow = _is_loop(a, weight.shape[1])
-    return (scaled_grouped_matmul.definition if is_slow else _multiply_scaled)(a, weight, *others)
-
-
-@operator("scaled_grouped_matmul", _multiply_scaled_groups)
+@operator("scaled_grouped_matmul", "grouped_matmul.launch_scaled_grouped_matmul", unless=_is_loop, flops=_grouped_flops)
 def scaled_grouped_matmul(
     a: Tensor,
     weight: Tensor,
@@ -123,12 +114,12 @@ def scaled_grouped_matmul(
     return y
 
 
-def _scaled_gradient_of_groups(grad: Tensor, x: Tensor, *others: Any) -> Tensor:
-    is_slow = grouped_kernel(device_of(x.device), x.dtype, (len(grad), len(x))) == "loop" or x.shape[1] % 16
-    return (scaled_grouped_gradient.definition if is_slow else _scaled_gradient)(grad, x, *others)
-
-
-@operator("scaled_grouped_gradient", _scaled_gradient_of_groups)
+@operator(
+    "scaled_grouped_gradient",
+    "grouped_gradient.launch_scaled_grouped_gradient",
+    unless=lambda grad, x, *_: x.shape[1] % 16 or _has_no_kernel(x, len(grad), len(x)),
+    flops=lambda grad_shape, x_shape, *_, **__: 2 * math.prod(grad_shape) * x_shape[0],
+)
 def scaled_grouped_gradient(
     grad: Tensor,
     x: Tensor,
@@ -168,22 +159,3 @@ def _groups_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     for group, (first, end) in enumerate(pairwise(ends)):
         if end > first:
             yield group, slice(first, end)
-
-
-@register_flop_formula(
-    [
-        torch.ops.titanlite.grouped_matmul,
-        torch.ops.titanlite.scaled_grouped_matmul,
-        torch.ops.titanlite.grouped_weight_gradient,
-    ]
-)
-def _grouped_flops(left_shape, right_shape, *args, **kwargs) -> int:
-    """As if every row had its group."""
-    R, K = left_shape
-    return 2 * R * K * right_shape[1]
-
-
-@register_flop_formula(torch.ops.titanlite.scaled_grouped_gradient)
-def _scaled_gradient_flops(grad_shape, x_shape, *args, **kwargs) -> int:
-    N, R = grad_shape
-    return 2 * N * R * x_shape[0]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +70,8 @@ def operator(
     schema: str = "",
     splits: tuple[Split, ...] = (),
     sends: Sends | None = None,
+    unless: Callable[..., object] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Make an operator `torch.ops.titanlite.<name>` of a function.
 
@@ -79,18 +82,24 @@ def operator(
         schema: the operator's signature; the definition's if empty.
         splits: its sharding rules.
         sends: what it sends where that is not what its definition does, or depends on numbers.
+        unless: its arguments → whether the definition runs for CUDA tensors too.
+        flops: (shapes of tensors and other arguments) → floating-point operations.
     """
 
     def register(definition: Callable[P, R]) -> Operator[P, R]:
         signature = schema or torch.library.infer_schema(definition, mutates_args=())
         torch.library.define(f"titanlite::{name}", signature, tags=torch.Tag.pt2_compliant_tag)
         launch = device_code(on_gpus) if isinstance(on_gpus, str) else on_gpus or definition
+        if unless is not None:
+            launch = _either(unless, definition, launch)
         torch.library.impl(f"titanlite::{name}", "default")(definition)
         torch.library.impl(f"titanlite::{name}", "cuda")(launch)
         op = getattr(torch.ops.titanlite, name).default
         op.definition, op.on_gpus, op.sends = definition, launch, sends
         if splits:
             SPLITS[op] = splits
+        if flops is not None:
+            register_flop_formula(op.overloadpacket)(flops)
         return cast("Operator[P, R]", op)
 
     return register
@@ -105,6 +114,10 @@ def device_code(place: str) -> Callable[..., Any]:
         return getattr(importlib.import_module(f"titanlite.kernels.device.{module}"), function)
 
     return lambda *arguments: found()(*arguments)
+
+
+def _either(unless: Callable[..., object], definition: Callable[..., R], launch: Callable[..., R]) -> Callable[..., R]:
+    return lambda *arguments: (definition if unless(*arguments) else launch)(*arguments)
 
 
 def differentiate(

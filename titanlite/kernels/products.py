@@ -220,13 +220,15 @@ def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
 def scaled_product(
     left: Tensor, right: Tensor, left_scale: Tensor | None, right_scale: Tensor | None, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """Return a float8 product [M, N]. If one side is scaled by row, so is the other: cuBLAS has no mixture.
+    """Return a float8 product [M, N], accumulated in float32 and rounded once.
+
+    If one side is scaled by row, so is the other: cuBLAS has no mixture.
 
     Args:
-        left: [M, K].
-        right: [K, N].
-        left_scale: [] or one number for each row, float32; None for one.
-        right_scale: [] or one number for each column, float32; None for one.
+        left: [M, K], rows contiguous.
+        right: [K, N], columns contiguous.
+        left_scale: inverse, [] or one number for each row, float32; None for one.
+        right_scale: inverse, [] or one number for each column, float32; None for one.
         dtype: of the result.
         fast: as `fast_accum` of `product`.
     """

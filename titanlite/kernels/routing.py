@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.operators import Split, operator
 
@@ -32,7 +31,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return a.to(dtype) @ b.to(dtype)
 
 
-@operator("router_logits", None, splits=(Split((0, None), 0), Split((None, 0), 1)))
+def _router_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
+    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
+
+
+@operator("router_logits", None, splits=(Split((0, None), 0), Split((None, 0), 1)), flops=_router_flops)
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply tokens by the router's weight.
 
@@ -46,7 +49,7 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     return _product(x, weight.t())
 
 
-@operator("router_logits_grad", None)
+@operator("router_logits_grad", None, flops=lambda _, *shapes, **__: 2 * _router_flops(*shapes))
 def router_logits_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of `x` and `weight`; `grad`, [M, E], is rounded to the wider of their dtypes before."""
     grad = grad.to(torch.promote_types(x.dtype, weight.dtype))
@@ -62,16 +65,6 @@ def _router_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 torch.library.register_autograd("titanlite::router_logits", _router_backward, setup_context=_save_router)
-
-
-@register_flop_formula(torch.ops.titanlite.router_logits)
-def _router_flops(x_shape: Any, weight_shape: Any, *args: Any, **kwargs: Any) -> int:
-    return 2 * x_shape[0] * x_shape[1] * weight_shape[0]
-
-
-@register_flop_formula(torch.ops.titanlite.router_logits_grad)
-def _router_grad_flops(grad_shape: Any, *shapes: Any, **kwargs: Any) -> int:
-    return 2 * _router_flops(*shapes[:2])
 
 
 @operator("route", "routing.launch_route", splits=(Split((0,), 0), Split((0, None), 0)))

@@ -20,7 +20,7 @@ from torch import Tensor
 from titanlite.device import Device
 from titanlite.kernels.collectives import Group, all_gather, exchange, named_group
 from titanlite.kernels.lowering import no_shared_memory
-from titanlite.kernels.operators import Sent, device_code, operator
+from titanlite.kernels.operators import Sent, operator
 from titanlite.kernels.products import EXPERTS, MAX_RANKS
 from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, spread_rows
 
@@ -37,16 +37,11 @@ def no_token_exchange(group: str, device: Device | None = None) -> str | None:
     return no_shared_memory(group, EXPERTS, n_slots=1, device=device)
 
 
-_gather = device_code("token_exchange.launch_gather")
-_combine = device_code("token_exchange.launch_combine_at_owners")
-_gradients = device_code("token_exchange.launch_gradients_at_owners")
+def _by_collectives(*arguments: Any) -> str | None:
+    return no_token_exchange(arguments[-1])
 
 
-def _gather_on_gpus(own: list[Tensor], group: str) -> list[Tensor]:
-    return (gather_from_ranks.definition if no_token_exchange(group) else _gather)(own, group)
-
-
-@operator("gather_from_ranks", _gather_on_gpus)
+@operator("gather_from_ranks", "token_exchange.launch_gather", unless=_by_collectives)
 def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
     """Concatenate the tensors of all ranks along dim 0.
 
@@ -70,11 +65,7 @@ def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *
     return [Sent("all_to_all", choices.numel() * (of.size - 1) // of.size * each)]
 
 
-def _combine_on_gpus(o: Tensor, *others: Any) -> Tensor:
-    return (combine_at_owners.definition if no_token_exchange(others[-1]) else _combine)(o, *others)
-
-
-@operator("combine_at_owners", _combine_on_gpus, sends=_sent_to_owners)
+@operator("combine_at_owners", "token_exchange.launch_combine_at_owners", sends=_sent_to_owners, unless=_by_collectives)
 def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str) -> Tensor:
     """Send rows to the ranks whose tokens they are of, and add up those of each token as `combine` does.
 
@@ -92,11 +83,9 @@ def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor
     return combine(_to_owners(o, slots, choices, named_group(group)), _arrived(choices, n_experts), weights)
 
 
-def _gradients_on_gpus(o: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return (gradients_at_owners.definition if no_token_exchange(others[-1]) else _gradients)(o, *others)
-
-
-@operator("gradients_at_owners", _gradients_on_gpus, sends=_sent_to_owners)
+@operator(
+    "gradients_at_owners", "token_exchange.launch_gradients_at_owners", sends=_sent_to_owners, unless=_by_collectives
+)
 def gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
