@@ -15,7 +15,7 @@ Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contaminati
 et al. 2022, "FlashAttention", appendix B.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -241,7 +241,6 @@ def _of_sums(dtype: torch.dtype) -> torch.dtype:
 
 
 # By hand: without numbers there are no bounds, and a compiler would not know the device of results.
-@torch.library.register_fake("titanlite::attention")
 def _shapes(q, k, v, starts, bounds, runs, places, longest, window):
     """Make [M, H, E], and for the sums [M, H], heads outermost in memory; of whole samples [B, H, S]."""
     M, H, _ = q.shape
@@ -250,27 +249,7 @@ def _shapes(q, k, v, starts, bounds, runs, places, longest, window):
     return q.new_empty(q.shape), sums if bounds is None else sums.t()
 
 
-@torch.library.register_fake("titanlite::attention_grad")
-def gradient_shapes(grad, q, k, v, *others):
-    """Make [M, H, E], and [N, K, E] of keys and of values."""
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.longest, ctx.window = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _backward(ctx, grad, _):
-    grads = torch.ops.titanlite.attention_grad(grad, *ctx.saved_tensors, ctx.longest, ctx.window)
-    return *grads, *(None,) * 6
-
-
-torch.library.register_autograd("titanlite::attention", _backward, setup_context=_save)
-
-
-def attention_flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
+def _flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
     """Count two products of E for each token that a query would see in one document a sample: shapes say no more.
 
     Queries of some of the tokens alone, [M, H, E], count as their share. The last two numbers are S and the window.
@@ -280,10 +259,33 @@ def attention_flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: 
     return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
 
 
-def attention_grad_flops(grad_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
-    """Count five products in the place of two: the scores are formed again."""
-    return attention_flops(grad_shape, *shapes_and_numbers) * 5 // 2
+def with_gradient(name: str, shapes: Callable[..., tuple[Tensor, Tensor]], n_others: int) -> None:
+    """Give an operator whose gradient is the operator `name`_grad shapes, autograd and FLOPs.
+
+    Args:
+        name: of an operator of q, k and v, further tensors, and what is none; results are as `_attention` has them.
+        shapes: its arguments → results without numbers.
+        n_others: how many of its arguments are no tensors.
+    """
+    of_grad = getattr(torch.ops.titanlite, f"{name}_grad")
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.others = inputs[-n_others:]
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:-n_others])
+        ctx.mark_non_differentiable(output[1])
+
+    def backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        given = *ctx.saved_tensors, *ctx.others
+        return *of_grad(grad, *given), *(None,) * (len(given) - 5)
+
+    torch.library.register_fake(f"titanlite::{name}", shapes)
+    torch.library.register_fake(
+        f"titanlite::{name}_grad", lambda _, *given: (*(x.new_empty(x.shape) for x in given[:3]),)
+    )
+    torch.library.register_autograd(f"titanlite::{name}", backward, setup_context=save)
+    register_flop_formula(getattr(torch.ops.titanlite, name))(_flops)
+    # Five products in the place of two: the scores are formed again.
+    register_flop_formula(of_grad)(lambda *given, **_: _flops(*given) * 5 // 2)
 
 
-register_flop_formula(torch.ops.titanlite.attention)(attention_flops)
-register_flop_formula(torch.ops.titanlite.attention_grad)(attention_grad_flops)
+with_gradient("attention", _shapes, 2)

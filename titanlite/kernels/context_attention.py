@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.device import Device, host_tensors
-from titanlite.kernels.attention import Bounds, attention_flops, attention_grad_flops, gradient_shapes
+from titanlite.kernels.attention import Bounds, with_gradient
 from titanlite.kernels.operators import Sent, Split, operator
 
 exchanged = Counter[int]()
@@ -200,28 +199,9 @@ def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> T
 
 
 # By hand: a compiler would not know the device of results, with some of the inputs on the CPU.
-@torch.library.register_fake("titanlite::context_attention")
-def _context_shapes(q, *others):
+def _shapes(q, *others):
     M, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((H, M), dtype=torch.promote_types(q.dtype, torch.float32)).t()
 
 
-torch.library.register_fake("titanlite::context_attention_grad")(gradient_shapes)
-
-
-def _save_context(ctx, inputs, output) -> None:
-    *tensors, ctx.group, ctx.longest, ctx.window = inputs
-    ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _context_backward(ctx, grad, _):
-    given = *ctx.saved_tensors, ctx.group, ctx.longest, ctx.window
-    return *torch.ops.titanlite.context_attention_grad(grad, *given), *(None,) * 9
-
-
-torch.library.register_autograd("titanlite::context_attention", _context_backward, setup_context=_save_context)
-
-
-register_flop_formula(torch.ops.titanlite.context_attention)(attention_flops)
-register_flop_formula(torch.ops.titanlite.context_attention_grad)(attention_grad_flops)
+with_gradient("context_attention", _shapes, 3)
