@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titanlite.config.recipe_schema import BLOCKS, Granularity
-from titanlite.kernels.collectives import Group, maximum
+from titanlite.kernels.collectives import Group, all_reduce
 from titanlite.kernels.float8_scales import cast_to, scale_of
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -70,4 +70,4 @@ def _amax_of(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
     """Return the greatest size of each row, [R, 1], or of all there is, [], here or on all ranks."""
     if of == "row":
         return x.abs().amax(-1, keepdim=True)
-    return x.abs().amax() if over is None else maximum(x.abs().amax(), over)
+    return x.abs().amax() if over is None else all_reduce(x.abs().amax(), "max", over)

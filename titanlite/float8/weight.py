@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from titanlite.kernels.collectives import Group, maximum
+from titanlite.kernels.collectives import Group, all_reduce
 from titanlite.kernels.float8_cast import cast_by, cast_rows
 from titanlite.kernels.float8_scales import scale_of
 
@@ -201,7 +201,7 @@ def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))
     how = shards[0].how
     if how.over is not None:
-        amax = maximum(amax, how.over)
+        amax = all_reduce(amax, "max", how.over)
     scales, scale_invs = scale_of(amax, how.dtype, how.pow2)
     scale_invs = scale_invs[:, None].repeat(1, 4)[:, 0]  # cuBLAS wants a scale at a multiple of 16 bytes
     for shard, scale, scale_inv in zip(shards, scales.unbind(), scale_invs.unbind(), strict=True):

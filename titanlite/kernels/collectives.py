@@ -66,30 +66,18 @@ def exchange(x: Tensor, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), each, each, group.name))
 
 
-def maximum(x: Tensor, group: Group) -> Tensor:
-    """Take the largest of the ranks' numbers, element by element, without a gradient.
+def all_reduce(x: Tensor, by: str, group: Group) -> Tensor:
+    """Reduce the ranks' numbers, element by element, without a gradient.
 
     Args:
         x: any shape, equal on all ranks.
+        by: "sum" or "max".
         group: the ranks.
 
     Returns:
         As `x`.
     """
-    return _ops.wait_tensor(_ops.all_reduce(x, "max", group.name))
-
-
-def total(x: Tensor, group: Group) -> Tensor:
-    """Sum the ranks' numbers, element by element, without a gradient.
-
-    Args:
-        x: any shape, equal on all ranks.
-        group: the ranks.
-
-    Returns:
-        As `x`.
-    """
-    return _ops.wait_tensor(_ops.all_reduce(x, "sum", group.name))
+    return _ops.wait_tensor(_ops.all_reduce(x, by, group.name))
 
 
 class _Gather(torch.autograd.Function):
@@ -145,9 +133,14 @@ def named_group(name: str) -> Group:
     return Group(name, *_size_and_rank(name))
 
 
+def process_group_of(name: str) -> dist.ProcessGroup:
+    """Return torch's process group of that name."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
 @torch.compiler.assume_constant_result
 def _size_and_rank(name: str) -> tuple[int, int]:
-    group = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    group = process_group_of(name)
     return group.size(), group.rank()
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from titanlite.device import Device, host_tensors
 from titanlite.kernels.attention import Bounds, with_gradient
+from titanlite.kernels.collectives import process_group_of
 from titanlite.kernels.operators import Sent, Split, operator
 
 exchanged = Counter[int]()
@@ -193,8 +194,7 @@ def _lists(chunks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, list[list[in
 def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> Tensor:
     """Give each rank its rows, and return those of all others, in order of the ranks."""
     arrived = rows.new_empty(sum(got), *rows.shape[1:])
-    of_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    dist.all_to_all_single(arrived, rows, got, sent, group=of_group)
+    dist.all_to_all_single(arrived, rows, got, sent, group=process_group_of(group))
     return arrived
 
 

@@ -140,19 +140,7 @@ class ParallelExperts:
         self.group = group
 
     def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
-        """Send each token through its experts, wherever they are.
-
-        Args:
-            x: [M, D], this rank's tokens; M is equal on all ranks.
-            weights: [M, K] float32, of a token's experts.
-            choices: [M, K] int32, their numbers among all E.
-            w13: [E/P·2F, D], of this rank's experts.
-            w2: [E/P·D, F].
-            n_experts: E.
-
-        Returns:
-            [M, D], as `experts` does.
-        """
+        """Return what `experts` does of this rank's tokens, as many on all ranks; `w13` and `w2` are of its experts."""
         w13, w2 = (w.unflatten(0, (n_experts // self.group.size, -1)) for w in (w13, w2))
         return _Experts.apply(x, weights, choices, w13, w2, *self.group)  # type: ignore[no-any-return]
 

@@ -8,6 +8,7 @@ which is `gather_unsupported_reason` or `scatter_unsupported_reason` of `kernels
 call has its reason in `parallel/tensor.py::ParallelLinear.unfused`.
 """
 
+import functools
 import importlib.util
 import logging
 import os
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.device import Device
-from titanlite.kernels.collectives import named_group
+from titanlite.kernels.collectives import named_group, process_group_of
 from titanlite.kernels.operators import differentiate, operator
 from titanlite.kernels.products import EXPECTED, NOTHING, GatherCall, ScatterCall
 
@@ -41,10 +42,6 @@ lowered: Counter[Lowered] = Counter()
 """All collective matmuls that this process has run on its GPU."""
 
 _logger = logging.getLogger(__name__)
-
-_access: dict[str, tuple[dist.ProcessGroup, str | None]] = {}
-_shared: dict[tuple[str, int], tuple[dist.ProcessGroup, str | None]] = {}
-
 
 implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
 """Cache of validated calls: key → (counter, implementation)."""
@@ -97,7 +94,7 @@ class MatmulOperator(Generic[C]):
     def _on_gpus(self, *arguments: Any) -> Any:
         """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
         call = self.call(*arguments)
-        process_group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
+        process_group = process_group_of(call.group)
         tensors = tuple([None if t is None else (t.shape, t.stride(), t.dtype) for t in call.operands])
         key = self.name, process_group, tensors, call.options
         known = implementations.get(key)
@@ -150,7 +147,7 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
         ValueError: on every rank, if two ranks are in different calls.
         RuntimeError: a call that is new while a CUDA graph is captured.
     """
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    process_group = process_group_of(group)
     key = process_group, op, what, own
     if key in _agreed:
         return _agreed[key]
@@ -193,37 +190,32 @@ def no_shared_memory(group: str, operator: int, n_slots: int, device: Device | N
         operator, n_slots: as of `device.channel.channel`.
         device: that is built for; None: this process's own.
     """
+    process_group = process_group_of(group)
     if device is not None and device.is_named:
-        process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
         return device.obstacle_between(dist.get_process_group_ranks(process_group))
-    if why := no_peer_access(group):
-        return why
+    return no_peer_access(group) or _try_to_share(process_group, group, operator, n_slots)
+
+
+@functools.cache
+def _try_to_share(process_group: dist.ProcessGroup, group: str, operator: int, n_slots: int) -> str | None:
     from titanlite.kernels.device.channel import channel  # slow to import, and needs Triton
 
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    known = _shared.get((group, operator))
-    if known is None or known[0] is not process_group:
-        reason = None
-        try:
-            channel(group, operator, n_slots)
-        except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
-            raise
-        except RuntimeError as error:
-            reason = f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}"
-        of_ranks = _gather_objects(process_group, reason)
-        known = _shared[group, operator] = process_group, next(filter(None, of_ranks), None)
-    return known[1]
+    reason = None
+    try:
+        channel(group, operator, n_slots)
+    except (torch.OutOfMemoryError, dist.DistError):  # not a refusal
+        raise
+    except RuntimeError as error:
+        reason = f"symmetric memory: {next(iter(str(error).splitlines()), 'refused')}"
+    return next(filter(None, _gather_objects(process_group, reason)), None)
 
 
 def no_peer_access(group: str) -> str | None:
     """Return why the ranks of a group cannot read each other's memory, or None; found out together, once."""
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-    known = _access.get(group)
-    if known is None or known[0] is not process_group:
-        known = _access[group] = (process_group, _ask_peers(process_group))
-    return known[1]
+    return _ask_peers(process_group_of(group))
 
 
+@functools.cache
 def _ask_peers(group: dist.ProcessGroup) -> str | None:
     own = torch.cuda.current_device()
     reason = None

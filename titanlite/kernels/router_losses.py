@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.kernels.collectives import Group, named_group, total
+from titanlite.kernels.collectives import Group, all_reduce, named_group
 from titanlite.kernels.operators import operator
 
 
@@ -88,7 +88,7 @@ def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: st
     """
     counts = torch.zeros(n_experts, dtype=torch.int64, device=choices.device)
     counts = counts.scatter_add(0, choices.flatten().long(), is_counted.long().repeat_interleave(choices.shape[1]))
-    return counts if group is None else total(counts, named_group(group))
+    return counts if group is None else all_reduce(counts, "sum", named_group(group))
 
 
 @operator(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.needs import DEVICES, slow
 from tests.support.ranks import run_ranks
-from titanlite.kernels.collectives import Group, total
+from titanlite.kernels.collectives import Group, all_reduce
 from titanlite.kernels.router_losses import router_losses
 
 E, K = 8, 2
@@ -21,7 +21,7 @@ def plain(logits: Tensor, choices: Tensor, group: Group | None = None) -> Tensor
     counts = torch.zeros(E, dtype=torch.int64, device=logits.device)
     counts.scatter_add_(0, choices.flatten().long(), torch.ones_like(choices.flatten(), dtype=torch.int64))
     if group is not None:
-        counts = total(counts, group) / group.size
+        counts = all_reduce(counts, "sum", group) / group.size
     share = counts.to(logits.dtype) / len(choices)
     losses = torch.stack((E * (share * logits.softmax(1).mean(0)).sum(), logits.logsumexp(1).square().mean()))
     return losses if group is None else losses / group.size

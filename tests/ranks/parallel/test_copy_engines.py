@@ -217,7 +217,7 @@ def test_one_replica_that_cannot_share_memory_leaves_all_to_nccl(
                 raise error
 
         def why() -> str | None:
-            lowering._shared.clear()
+            lowering._try_to_share.cache_clear()
             return copy_engines.no_copy_engines(mesh)
 
         monkeypatch.setattr(copy_engines, "shard_group", lambda mesh: dist.group.WORLD.group_name)  # type: ignore[union-attr]
