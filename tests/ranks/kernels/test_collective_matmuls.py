@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.collective_cases import (
+    F64,
     Case,
     Gather,
     Given,
+    Numbers,
     check_cases,
     contracted,
     families,
@@ -26,6 +28,8 @@ from tests.support.collective_cases import (
 )
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
+from titanlite.kernels.all_gather_matmul import all_gather_matmul
+from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 WORLD = 4  # and in it groups of four, three, and twice two ranks
 FAMILIES = {
@@ -165,5 +169,32 @@ def test_flops(case: str, tmp_path):
         with FlopCounterMode(display=False) as backward:
             torch.autograd.backward(outs, given.grads)
         assert backward.get_total_flops() == 2 * each  # one product for either operand
+
+    run_ranks(body, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", *slow("inductor")])  # whose code runs in test_async_tp.py
+def test_compiled_between_layers(backend, tmp_path):
+    rng = Numbers("layers", "cpu", terms=8)
+    x, w_in, w_out = (rng.operand(shape, F64) for shape in ([6, 4], [4, 8], [8, 4]))
+
+    def body() -> None:
+        group = groups(2)["all-2"]
+        mine = x.chunk(2)[group.me], w_in.chunk(2, 1)[group.me], w_out.chunk(2)[group.me]
+
+        def layers(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
+            _, hidden = all_gather_matmul(x, [w_in], 0, 6, group.name)
+            return matmul_reduce_scatter([hidden.relu()], [w_out], 0, group.name)
+
+        leaves = [t.clone().requires_grad_() for t in (x, w_in, w_out)]
+        true = (leaves[0] @ leaves[1]).relu() @ leaves[2]
+        true.square().sum().backward()
+        parts = [leaf.grad.chunk(2, dim)[group.me] for leaf, dim in zip(leaves, (0, 1, 0), strict=True)]
+        for run in (layers, torch.compile(layers, fullgraph=True, backend=backend)):
+            own = [t.clone().requires_grad_() for t in mine]
+            out = run(*own)
+            out.square().sum().backward()
+            assert torch.equal(out, true.chunk(2)[group.me])
+            assert all(torch.equal(t.grad, part) for t, part in zip(own, parts, strict=True))
 
     run_ranks(body, tmp_path)
