@@ -15,9 +15,6 @@ from typing import TextIO
 
 from titanlite.byte_size import byte_size
 
-LOOK_S = 10.0
-"""How often a run looks for files that somebody may take away: seldom enough to cost nothing on a network's disk."""
-
 _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 

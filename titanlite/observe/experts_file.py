@@ -5,7 +5,7 @@ A row has the sums over all steps since the row before. There are about 300 of t
 a run that resumes goes on with the steps behind it: none is lost, and none counted twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,19 @@ ROWS = 300
 class ExpertsFile(MetricsFile):
     """Appends rows to `experts.jsonl`: the step and the tokens trained on, and of each layer those of its experts."""
 
-    def __init__(
-        self,
-        path: Path,
-        resume_step: int,
-        steps: int,
-        warn: Callable[[str], object] = lambda text: None,
-        is_ours: Callable[[], bool] = lambda: True,
-    ) -> None:
+    def __init__(self, path: Path, resume_step: int, steps: int) -> None:
         """Open the file as a `MetricsFile`.
 
         Args:
             path: the file.
-            resume_step: as of a `MetricsFile`, and so are `warn` and `is_ours`.
+            resume_step: as of a `MetricsFile`.
             steps: of the run.
 
         Raises:
             RunError: a line before the last one is not a JSON object.
             OSError: it cannot be read or written, or something else than a plain file is in its place.
         """
-        super().__init__(path, resume_step, warn=warn, is_ours=is_ours)
+        super().__init__(path, resume_step)
         self._steps, self._since = steps, resume_step
         self._last: tuple[int, int] | None = None  # step and tokens of the last that is not in the file
         self._sums: Mapping[str, Sequence[int]] = {}

@@ -15,20 +15,16 @@ killed before its first checkpoint or whose checkpoints somebody deleted, is ren
 `-2` and so on. Lines are flushed to the operating system, which a killed process survives; `sync` puts them on disk,
 and called before a checkpoint is published it guarantees the rows of every step that a restart can resume from, even
 after a power cut.
-
-A file that was removed or replaced while the run goes on is put back with all rows; what somebody put in its place is
-kept under such a name, too. Where another job has taken the folder, it is these rows that get that name.
 """
 
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlite.durable import LOOK_S, append_plain, earlier, is_at, open_plain, read_plain, write_durably
+from titanlite.durable import append_plain, earlier, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.observe.metric_table import AXES, METRICS
@@ -60,8 +56,6 @@ class MetricsFile:
         path: Path,
         resume_step: int,
         validates_again: bool = False,
-        warn: Callable[[str], object] = lambda text: None,
-        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """Open the file, drop what will be trained again, and go to its end.
 
@@ -72,18 +66,14 @@ class MetricsFile:
             path: the file; created, with its folder, if it does not exist.
             resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
             validates_again: drop the validation and the evaluation of that step too.
-            warn: called with a text if the file is found removed or replaced.
-            is_ours: whether the folder is still this run's.
 
         Raises:
             RunError: a line before the last one is not a JSON object.
             OSError: it cannot be read or written, or something else than a plain file is in its place.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self._warn, self._is_ours = path, warn, is_ours
         self.earlier: Path | None = None
         self.last_step = 0
-        self._looked = time.monotonic()
         has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
             self.earlier = path.rename(*earlier(path))
@@ -94,64 +84,22 @@ class MetricsFile:
                 kept = [row for row in kept if row["step"] < resume_step or not again & row.keys()]
             self.last_step = max((row["step"] for row in kept if is_of_step(row)), default=0)
             write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._open()
+        self._file = append_plain(path)
 
     def write(self, row: Row) -> None:
         """Append one row and hand it to the operating system."""
         self._append(json_row(row))
 
     def _append(self, row: Mapping[str, Any]) -> None:
-        if time.monotonic() - self._looked >= LOOK_S and self._is_ours():
-            self._put_back()
-        line = json.dumps(row) + "\n"
-        self._file.write(line)
-        self._bytes += len(line)
+        self._file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Wait until all rows are on disk, where they are looked for."""
-        if self._is_ours():
-            self._put_back()
+        """Wait until all rows are on disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Close the file."""
-        if self._is_ours():
-            self._put_back()
-        elif self._path.parent.is_dir() and not is_at(self._path, self._file.fileno()):
-            (aside,) = earlier(self._path)
-            write_durably(aside, self._all_rows())
-            self._warn(f"{self._path} is another job's; the rows of this one are kept in {aside}")
         self._file.close()
-        self._rows.close()
-
-    def _open(self) -> None:
-        """Open the file twice: to write, and to read the rows back when the path is no longer its own."""
-        self._file = append_plain(self._path)
-        self._rows = os.fdopen(open_plain(self._path, os.O_RDONLY), encoding="utf-8")
-        self._bytes = os.fstat(self._file.fileno()).st_size
-
-    def _put_back(self) -> None:
-        """See that all rows are where they are looked for, or say so."""
-        self._looked = time.monotonic()
-        if is_at(self._path, self._file.fileno()):
-            if (found := os.fstat(self._file.fileno()).st_size) != self._bytes:
-                seen = f"cut or written to by somebody else: it has {found:,} bytes, and this run wrote {self._bytes:,}"
-                self._bytes = os.pread(self._rows.fileno(), found, 0).rfind(b"\n") + 1
-                os.ftruncate(self._file.fileno(), self._bytes)  # half a row would spoil the next one, too
-                self._warn(f"{self._path} was {seen}. Rows may be lost there; the log has what was shown of them")
-            return
-        found = "removed"
-        if os.path.lexists(self._path):
-            found = f"replaced; what was in its place is kept in {self._path.rename(*earlier(self._path))}"
-        write_durably(self._path, self._all_rows())
-        self._file.close()
-        self._rows.close()
-        self._open()
-        self._warn(f"{self._path} was {found}. It is written anew with all rows")
-
-    def _all_rows(self) -> str:
-        self._rows.seek(0)
-        return self._rows.read()
 
 
 def json_row(row: Row) -> dict[str, float | None]:

@@ -5,9 +5,6 @@ end is written over what is there. Rank 0 writes it; a rank that fails says so i
 until it is killed. For a rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only
 where both are killed, or the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed
 every ten seconds.
-
-Anybody may have changed the file meanwhile. What is not of this form is warned of once and
-replaced.
 """
 
 import fcntl
@@ -15,7 +12,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -38,8 +35,6 @@ class Status:
         path: Path,
         step: int = 0,
         rank: int = 0,
-        warn: Callable[[str], object] = lambda text: None,
-        is_ours: Callable[[], bool] = lambda: True,
     ) -> None:
         """Write that the run is running.
 
@@ -47,10 +42,7 @@ class Status:
             path: the file; its folder exists.
             step: the step from which training starts.
             rank: this process's.
-            warn: called with one text if the file turns out to be none of ours.
-            is_ours: whether the folder is still this run's; where it is not, nothing is written.
         """
-        self._warn, self._is_ours = warn, is_ours
         self._path, self._rank, self._written = path, rank, 0.0
         self.step = step  # the last one done
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
@@ -86,7 +78,7 @@ class Status:
             Whether it was written.
         """
         stays = ("finished",) if is_last else ("finished", "stopped")
-        if self._before.get("state") not in stays or not self._is_ours():
+        if self._before.get("state") not in stays:
             return False
         with self._lock:
             write_status(self._path, self._before, self._rank)
@@ -137,11 +129,7 @@ class Status:
     def _content(self) -> dict[str, Any]:
         try:
             return read_status(self._path)
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as e:
-            self._warn(f"{self._path} is not as this run left it ({e}); it is written anew")
-            self._warn = lambda text: None
+        except (OSError, ValueError):  # there is none, or the host went down while it was written
             return {}
 
     def _write(self, state: str, **more: object) -> None:
@@ -154,8 +142,6 @@ class Status:
         with self._lock:
             # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
             if self._end and (state == "running" or (self._end, state) == ("stopped", "failed")):
-                return
-            if not self._is_ours():
                 return
             write_status(self._path, content, self._rank)
             self._end = "" if state == "running" else state

@@ -6,7 +6,8 @@ The config of the run is in its folder, and `same_run.py` compares it with that 
 
 The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
 gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is reported as well.
-Whoever deletes it by hand lets another job in; so this one looks now and then whether it still has the folder.
+Whoever deletes it by hand lets another job in; so a run looks before each checkpoint and at its end whether the folder
+is still its own, and ends with one message if not.
 """
 
 import errno
@@ -14,7 +15,6 @@ import fcntl
 import json
 import os
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -30,7 +30,6 @@ from titanlite.durable import (
     is_at,
     open_plain,
     read_plain,
-    require_plain,
     require_writable,
     write_durably,
 )
@@ -58,49 +57,20 @@ class RunFolder:
         self.logs = self.path / "logs"
         self.profile = self.path / "profile"
         self.tensorboard = self.path / "tensorboard"
-        self._looked = time.monotonic()
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 
-    @property
-    def is_ours(self) -> bool:
-        """Return whether the lock is still where this process took it; true if it took none."""
-        return self._lock is None or is_at(self.path / "lock", self._lock)
-
-    def keep(self, every_s: float = 0.0) -> str | None:
-        """Take the lock again if somebody has removed it. Call it on the process that claimed the folder.
-
-        Returns:
-            A notice for the user, if so.
+    def require_ours(self) -> None:
+        """Look whether the lock is still where this process took it, if it took one.
 
         Raises:
-            FolderLostError: another job has been let in, or the folder is gone.
+            FolderLostError: another job may have begun here, or the folder is gone.
         """
-        if time.monotonic() - self._looked < every_s:
-            return None
-        self._looked = time.monotonic()
-        if self.is_ours:
-            return None
-        before, lock = self._lock, self.path / "lock"
-        is_lost = os.path.lexists(lock)
-        notices: list[str] = []
-        try:
-            notices = [] if is_lost else self._take_lock()
-        except (ConfigError, FileNotFoundError, NotADirectoryError):
-            is_lost = True
-        except OSError:  # of a full disk, say, which lets no other job in: taken when there is room again
-            if self._lock == before:
-                return None
-        if is_lost:
+        if self._lock is not None and not is_at(self.path / "lock", self._lock):
             want = (
                 "the file that this job has locked: since it was removed or replaced, another job may have begun here"
             )
             fix = "let one of the two go on; never delete the lock of a job that runs, which is dropped when it ends"
-            raise FolderLostError.of(str(self.path), "lock", "not this job's any more", want, fix) from None
-        os.close(before)  # type: ignore[arg-type]
-        if notices:
-            self._lock = None
-            return f"{lock} was removed, and with it the guard against a second job. {notices[0]}"
-        return f"{lock} was removed, and with it the guard against a second job; it is taken anew"
+            raise FolderLostError.of(str(self.path), "lock", "not this job's any more", want, fix)
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
@@ -199,6 +169,7 @@ class RunFolder:
 
         Raises:
             ConfigError: instead of an OSError of a file in this folder, or of one that can grow no further.
+            FolderLostError: as `require_ours` says.
         """
         try:
             yield
@@ -207,6 +178,7 @@ class RunFolder:
             # An open file has no name any more when a write to it fails.
             if not is_inside and e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
                 raise
+            self.require_ours()
             free, make_room = disk_space_in(self.path)
             raise ConfigError.of(
                 str(self.path),
@@ -265,12 +237,6 @@ class RunFolder:
                 want = "a folder that can be written: the run would end when it comes to that"
                 fix = "make it writable or move it away, or choose another job.name"
                 raise ConfigError.of(str(self.path), str(folder), str(e.strerror), want, fix) from None
-        files = [self.path / "lock", self.logs / "rank0.log", self.metrics, self.experts]
-        files += [path.with_name(f"{path.name}.tmp") for path in (self.config, self.receipt)]
-        for path in (*files, self.status.with_name(f"{self.status.name}.0.tmp")):
-            require_plain(path)
-        if folder := next((path for path in (self.status, self.receipt) if path.is_dir()), None):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
         return notices
 
     def _check_new(self, config: Config) -> None:

@@ -111,11 +111,8 @@ def _lasts(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def keys_of_training(config_toml: bytes) -> dict[str, Any]:
-    """Return the config keys that must not change between starts of one run; none if the file cannot be parsed."""
-    try:
-        keys = dotted(tomli.loads(config_toml.decode()))
-    except (ValueError, RecursionError):  # changed since the folder was claimed
-        return {}
+    """Return the config keys that must not change between starts of one run."""
+    keys = dotted(tomli.loads(config_toml.decode()))
     return {key: value for key, value in keys.items() if key not in ("job.stop_after", "checkpoint.resume")}
 
 

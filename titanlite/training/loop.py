@@ -20,8 +20,7 @@ from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
-from titanlite.durable import LOOK_S
-from titanlite.errors import DataError, FolderLostError
+from titanlite.errors import DataError
 from titanlite.evaluation.score import Evaluator
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.metrics import MetricsFile
@@ -161,7 +160,7 @@ class Loop:
             self.watchdog.progress(done, "checkpoint")
             self._limit(config.comm.init_timeout_seconds)
             self._say_saved(self.background.wait())
-        on_rank_0(self._keep_folder)  # who has lost it has no last word there
+        on_rank_0(self.folder.require_ours)  # who has lost it has no last word there
 
     def measures(self, step: int) -> list[Callable[[int], None]]:
         """Return what is to be measured after a step: the loss on held-out text, the accuracy in tasks."""
@@ -252,7 +251,7 @@ class Loop:
     def _asks_to_stop(self) -> bool:
         """Return whether this rank is asked to stop, or has found what ends the run."""
         cannot_save = self.background is not None and self.background.has_failed
-        is_asked = self.stop.received is not None or cannot_save or self._is_folder_lost()
+        is_asked = self.stop.received is not None or cannot_save
         return is_asked or self._lacks_data or self.data_check.found is not None
 
     def _watched(self, batches: ValidationBatches, step: int) -> Iterator[Batch]:
@@ -317,21 +316,9 @@ class Loop:
             self._say_saved(self.background.wait())  # also for what it failed of
             self.background.save(step, tensors_of(self.run), state)
 
-    def _is_folder_lost(self) -> bool:
-        """Return whether another job has it; rank 0 asks all to stop then, and tells them why where they meet."""
-        try:
-            self._keep_folder(every_s=LOOK_S)
-        except FolderLostError:
-            return True
-        return False
-
-    def _keep_folder(self, every_s: float = 0.0) -> None:
-        if text := self.folder.keep(every_s):
-            self.report.console.warning(text)
-
     def _sync(self) -> None:
         """Flush the rows to disk on rank 0, which alone has the files, and may find the disk full."""
-        self._keep_folder()
+        self.folder.require_ours()
         with self.folder.write_errors_explained():
             for file in self.files:
                 file.sync()

@@ -115,7 +115,7 @@ class Outcome:
     lr: float
     numbers: Mapping[str, float]  # by their keys in metrics.jsonl; of a step without a target, "targets": 0 alone
     skipped: bool  # the update was left out
-    stop_asked: bool  # by some rank: a signal, a save that failed, a folder that is gone, no more data
+    stop_asked: bool  # by some rank: a signal, a save that failed, no more data
     lacked_data: bool  # some rank had none: the step was not taken
     attended: float  # as `mean_attended` counts it, of all ranks
     data_wait_s: float

@@ -43,7 +43,7 @@ class Session:
         saved = complete_steps(folder.checkpoints)
         self.guard = Guard(folder.status, self.rank)
         step = saved[-1] if saved else 0
-        self.status = Status(folder.status, step, self.rank, console.warning, lambda: folder.is_ours)
+        self.status = Status(folder.status, step, self.rank)
         if self.rank == 0:
             self.guard.runs(math.inf)  # the others' first word comes when the file is that of this run
         self.stop = StopSignals(asked.config.checkpoint.enable, self._end_at_once, launcher=launcher)

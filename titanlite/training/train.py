@@ -214,10 +214,9 @@ def _open_files(folder: RunFolder, run: Run, restored: Start, table: StageTable,
 
     def open_all() -> None:
         with folder.write_errors_explained():
-            opened.append(MetricsFile(folder.metrics, start, validates_first, console.warning, lambda: folder.is_ours))
+            opened.append(MetricsFile(folder.metrics, start, validates_first))
             if run.routers is not None:
-                steps, is_ours = run.config.training.steps, lambda: folder.is_ours
-                opened.append(ExpertsFile(folder.experts, start, steps, console.warning, is_ours))
+                opened.append(ExpertsFile(folder.experts, start, run.config.training.steps))
             # A start that has nothing to train leaves the config that the run was trained with.
             if start < last_step(run.config) or not folder.config.exists():
                 if restored.is_branch:

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -35,11 +34,11 @@ from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
-from titanlite.observe import console, metrics, status, watchdog
-from titanlite.observe.metrics import MetricsFile, Row, read_metrics
+from titanlite.observe import console, watchdog
+from titanlite.observe.metrics import MetricsFile, Row
 from titanlite.observe.profiler import Profiler
 from titanlite.recipes import load
-from titanlite.training import data, loop, train
+from titanlite.training import data, loop
 from titanlite.training.report import Outcome, Report
 
 LAYOUTS = {
@@ -629,72 +628,6 @@ def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
     assert ended.status["error"]["type"] == "ConfigError"
 
 
-@pytest.mark.parametrize("what", ["logs", "receipt.json", *slow("logs/rank0.log", "status.json")])
-def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
-    name = f"no {Path(what).name}"
-    place = desk.folder / "runs" / name / what
-    place.parent.mkdir(parents=True)
-    if what == "logs":
-        place.touch()
-    elif what != "logs/rank0.log":
-        place.mkdir()
-
-    def plant() -> None:
-        if what == "logs/rank0.log":
-            console.append_plain = lambda _: open("/dev/full", "a", buffering=1)  # noqa: SIM115
-
-    run = desk.run(name, 1, "--job.stop_after=1", plant=plant, ends=2)
-    reason = {"logs": "Not a directory", "logs/rank0.log": "No space left on device"}.get(what, "Is a directory")
-    assert reason in run.output
-    taken = "takes the run's log" if what == "logs/rank0.log" else "can be"  # which is seen before the start
-    assert f"want: a folder that {taken}" in run.output
-    assert "Traceback" not in run.output
-
-
-@pytest.fixture(scope="module")
-def one_step(desk: Desk) -> Path:
-    """The folder of a run that is to write a profile in its second step."""
-    return desk.run("linked", 1, *PROFILE, "--job.stop_after=1").folder
-
-
-PROFILE = "--profiling.enable=true", "--profiling.start_step=2", "--profiling.steps=1"
-
-
-@pytest.mark.parametrize(
-    ("name", "ends"),
-    [
-        ("metrics.jsonl.tmp", 2),
-        ("receipt.json", 0),  # replaced, not followed
-        ("checkpoints/step-00000002.tmp", 0),  # removed, as what a killed save left
-        ("checkpoints/step-00000001/state.json", 2),
-        *slow(("profile/rank0.json.gz", 2), ("profile/kernels.txt.tmp", 2), ("status.json", 0)),
-        *slow(("profile/kernels.txt", 0), ("checkpoints/step-00000001/MANIFEST.json", 2)),
-    ],
-)
-def test_a_link_that_a_later_start_finds_is_not_followed(
-    desk: Desk, one_step: Path, name: str, ends: int, tmp_path: Path
-) -> None:
-    folder = desk.folder / "runs" / f"linked {name.replace('/', ' ')}"
-    shutil.copytree(one_step, folder)
-    place, other = folder / name, tmp_path / "of somebody"
-    if place.exists():
-        place.rename(other)  # so that whoever followed the link would go on
-    elif name.startswith("checkpoints"):
-        other.mkdir()
-    else:
-        other.write_text("something else")
-    place.parent.mkdir(exist_ok=True)
-    place.symlink_to(other)
-    before = None if other.is_dir() else other.read_bytes()
-    ended = desk.run(folder.name, 1, *PROFILE, "--job.stop_after=2", ends=ends)
-    if ends:
-        assert f"a link in place of a file: '{place}'" in ended.output or f"{place.name} = a link" in ended.output
-        assert "Traceback" not in ended.output
-    else:
-        assert ended.status["state"] == "stopped"
-    assert (other.read_bytes() if before is not None else list(other.iterdir())) == (before or [])
-
-
 @pytest.mark.parametrize("folder", ["checkpoints", *slow(".", "logs")])
 def test_a_folder_of_a_run_may_be_on_another_disk(desk: Desk, folder: str, tmp_path: Path) -> None:
     run = f"elsewhere {folder}"
@@ -730,159 +663,60 @@ def test_metrics_that_cannot_be_made_durable_are_everyones(desk: Desk, error: OS
     assert run.checkpoints() == []
 
 
-NAMES = ["lock", "config.toml", "config.toml.tmp", "status.json.0.tmp", "metrics.jsonl", "receipt.json.tmp"]
+@pytest.mark.parametrize("how", ["taken", *slow("moved")])
+def test_a_job_whose_folder_is_not_its_own_any_more_is_told_once_and_writes_nothing_there(
+    desk: Desk, how: str, tmp_path: Path
+) -> None:
+    """Its lock was deleted and a second job let in, or the folder is elsewhere."""
+    flags = ("--checkpoint.interval=4", "--training.steps=12")
+    name = f"lost {how}"
+    folder, go = desk.folder / "runs" / name, tmp_path / "go"
 
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        *((name, "a link") for name in (*NAMES, "logs/rank0.log")),
-        ("lock", "a pipe"),
-        *slow(*((name, "a pipe") for name in (*NAMES, "logs/rank0.log") if name != "lock")),
-    ],
-)
-def test_what_is_in_the_place_of_a_file_of_the_run_is_refused(desk: Desk, name: str, kind: str) -> None:
-    run = f"{kind} {name.replace('/', ' ')}"
-    path, outside = desk.folder / "runs" / run / name, desk.folder / f"outside {run}"
-    path.parent.mkdir(parents=True)
-    outside.write_text("untouched")
-    path.symlink_to(outside) if kind == "a link" else os.mkfifo(path)
-    said = desk.run(run, 1, "--job.stop_after=1", ends=2).output
-    assert f"{kind} in place of a file: '{path}'" in said
-    assert "file's place" in said
-    assert outside.read_text() == "untouched"
-
-
-def slow_steps() -> None:
-    metrics.LOOK_S = loop.LOOK_S = 0.0
-    take = loop.train_step
-    loop.train_step = lambda *args, **more: (time.sleep(0.05), take(*args, **more))[1]
-
-
-@pytest.mark.parametrize("checkpoints", ["true", *slow("false")])
-def test_a_job_whose_folder_another_has_taken_stops_and_loses_no_row(desk: Desk, checkpoints: str) -> None:
-    flags = ("--checkpoint.interval=4", "--training.steps=300", f"--checkpoint.enable={checkpoints}")
-    name = f"taken {checkpoints}"
-    job, folder = desk.start(name, 2, *flags, plant=slow_steps), desk.folder / "runs" / name
-    wait_for_step(folder, 6)
-    for pid in job.pids:
-        os.kill(pid, signal.SIGSTOP)
-    before = len(rows(folder))
-    (folder / "lock").unlink()
-    steps = "--job.stop_after=12" if checkpoints == "true" else "--training.steps=12"
-    second = desk.run(name, 2, *flags, steps)
-    for pid in job.pids:
-        os.kill(pid, signal.SIGCONT)
-    assert job.wait() == [2, 2], job.output()
-    assert job.output().count("lock = not this job's any more\n      want: the file that this job has locked") == 2
-    after = Ended(folder, "")
-    assert (after.rows, after.status, after.checkpoints()) == (second.rows, second.status, second.checkpoints())
-    *_, aside = sorted(folder.glob("metrics.earlier-*.jsonl"))
-    kept = [row["step"] for row in read_metrics(aside)]
-    assert kept == list(range(1, len(kept) + 1))
-    assert before <= len(kept) <= before + 4
-    assert f"the rows of this one are kept in {aside}" in job.output()
-
-
-@pytest.mark.slow
-def test_a_lock_that_is_removed_is_taken_anew(desk: Desk) -> None:
-    flags, go = ("--checkpoint.interval=4", "--training.steps=20"), desk.folder / "go"
-
-    def waits_in_the_end() -> None:
-        slow_steps()
+    def plant() -> None:
         take, taken = loop.train_step, list[int]()
 
         def waits(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
             taken.append(1)
-            while len(taken) == 18 and not go.exists():
+            while len(taken) == 7 and not go.exists():
                 time.sleep(0.05)
             return take(*args, **more)
 
         loop.train_step = waits
 
-    job, folder = desk.start("unlocked", 1, *flags, plant=waits_in_the_end), desk.folder / "runs" / "unlocked"
-    wait_for_step(folder, 3)
-    (folder / "lock").unlink()
-    wait_for_step(folder, rows(folder)[-1]["step"] + 3)
-    refused = desk.run("unlocked", 1, *flags, ends=2)
-    assert f"lock = held by process {job.pids[0]} on {socket.gethostname()}, since 20" in refused.output
-    go.touch()
-    assert job.wait() == [0]
-    assert job.output().count(f"warning: {folder / 'lock'} was removed, and with it the guard") == 1
-    assert [row["step"] for row in rows(folder)] == list(range(1, 21))
-
-
-@pytest.mark.parametrize("replaced", [True, *slow(False)])
-def test_metrics_that_somebody_removes_or_replaces_lose_no_row(desk: Desk, replaced: bool) -> None:
-    name = f"rows replaced {replaced}"
-    job, folder = desk.start(name, 1, "--training.steps=20", plant=slow_steps), desk.folder / "runs" / name
-    wait_for_step(folder, 3)
-    path = folder / "metrics.jsonl"
-    if replaced:  # as an editor saves a file
-        (folder / "edited").write_text("mine\n")
-        (folder / "edited").replace(path)
+    job = desk.start(name, 2, *flags, plant=plant)
+    wait_for_step(folder, 5)
+    if how == "taken":
+        (folder / "lock").unlink()
+        second = desk.run(name, 2, *flags)
     else:
-        path.unlink()
-    assert job.wait() == [0]
-    assert [row["step"] for row in rows(folder)] == list(range(1, 21))
-    assert job.output().count(f"warning: {path} was {'replaced' if replaced else 'removed'}") == 1
-    assert [aside.read_text() for aside in folder.glob("metrics.earlier-1.jsonl")] == ["mine\n"] * replaced
+        folder.rename(tmp_path / "moved")
+    go.touch()
+    assert job.wait() == [2, 2], job.output()
+    assert job.output().count("lock = not this job's any more\n      want: the file that this job has locked") == 2
+    assert "Traceback" not in job.output()
+    if how == "taken":
+        after = Ended(folder, "")
+        assert (after.rows, after.status, after.checkpoints()) == (second.rows, second.status, second.checkpoints())
+    else:
+        assert not folder.exists()
 
 
-@pytest.mark.parametrize("gone", [Path.rename, *slow(lambda folder, _: shutil.rmtree(folder))])
-def test_a_folder_that_is_moved_away_or_deleted_ends_its_run_in_words(
-    desk: Desk, gone: Callable[[Path, Path], object], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("what", ["logs", *slow("logs/rank0.log")])
+def test_a_file_that_cannot_be_written_is_said(desk: Desk, what: str) -> None:
+    name = f"no {Path(what).name}"
+    (desk.folder / "runs" / name).mkdir(parents=True)
+    if what == "logs":
+        (desk.folder / "runs" / name / "logs").touch()
+
     def plant() -> None:
-        take = loop.train_step
+        if what == "logs/rank0.log":
+            console.append_plain = lambda _: open("/dev/full", "a", buffering=1)  # noqa: SIM115
 
-        def then_gone(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
-            if os.environ["RANK"] == "0" and folder.exists() and len(rows(folder)) == 4:
-                gone(folder, tmp_path / "moved")
-            return take(*args, **more)
-
-        loop.train_step = then_gone
-
-    name = f"gone {gone is Path.rename}"
-    folder = desk.folder / "runs" / name
-    run = desk.run(name, 2, plant=plant, ends=2)
-    assert run.output.count("lock = not this job's any more") == 2
+    run = desk.run(name, 1, "--job.stop_after=1", plant=plant, ends=2)
+    assert ("Not a directory" if what == "logs" else "No space left on device") in run.output
+    taken = "can be" if what == "logs" else "takes the run's log"  # the former is seen before the start
+    assert f"want: a folder that {taken}" in run.output
     assert "Traceback" not in run.output
-    assert not folder.exists()
-    if gone is Path.rename:
-        assert [row["step"] for row in rows(tmp_path / "moved")][:4] == [1, 2, 3, 4]
-
-
-@pytest.mark.parametrize("text", ["[]", *slow("{}", '{"state": "failed", "updated": "9"}')])
-def test_a_status_that_somebody_changes_in_mid_run_ends_nothing(desk: Desk, text: str) -> None:
-    def plant() -> None:
-        status._RENEW_S = 0.0
-        take = loop.train_step
-
-        def changed(*args: Any, **more: Any) -> dict[str, torch.Tensor]:
-            (desk.folder / "runs" / name / "status.json").write_text(text)
-            return take(*args, **more)
-
-        loop.train_step = changed
-
-    name = f"status {text[:2]}{len(text)}"
-    run = desk.run(name, 2, "--training.steps=6", plant=plant)
-    assert (run.status["state"], run.status["step"]) == ("finished", 6)
-    assert run.output.count("status.json is not as this run left it (no JSON object with a state)") == 1
-
-
-def test_a_config_that_somebody_breaks_while_the_run_makes_ready_is_kept(desk: Desk) -> None:
-    def plant() -> None:
-        build = train.build
-        path = desk.folder / "runs" / "config broken" / "config.toml"
-        train.build = lambda *args: (path.write_text("[broken"), build(*args))[1]
-
-    desk.run("config broken", 1, "--job.stop_after=1")
-    run = desk.run("config broken", 1, "--job.stop_after=2", plant=plant)
-    aside = run.folder / "config.earlier-1.toml"
-    assert aside.read_text() == "[broken"
-    assert f"the config that was in the folder is kept in {aside}" in run.output
-    assert (run.folder / "config.toml").read_text().startswith("[job]")
 
 
 def test_lost_metrics_are_told(desk: Desk) -> None:
@@ -896,16 +730,6 @@ def test_lost_metrics_are_told(desk: Desk) -> None:
     assert f"{path} has no rows of the steps from 3 to 4" in lost(freq, "--job.stop_after=5")
     path.unlink()
     assert f"{path} has no rows of the steps from 1 to 5" in lost(freq, "--job.stop_after=6")
-
-
-def test_metrics_that_cannot_be_gone_on_with_are_said(desk: Desk) -> None:
-    desk.run("rows are a folder", 1, "--job.stop_after=1")
-    path = desk.folder / "runs" / "rows are a folder" / "metrics.jsonl"
-    path.unlink()
-    path.mkdir()
-    run = desk.run("rows are a folder", 1, "--job.stop_after=2", ends=2)
-    assert f"Is a directory: '{path}'" in run.output
-    assert "want: a folder that can be read and written" in run.output
 
 
 def test_no_group_has_a_clock_of_its_own_that_a_suspended_job_would_run_out_of(desk: Desk) -> None:

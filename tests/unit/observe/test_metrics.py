@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from tests.support.run_folder import STEP
-from titanlite.observe import metrics
 from titanlite.observe.metrics import MetricsFile, RunError, read_metrics
 
 
@@ -170,40 +169,3 @@ print(sorted({"torch", "rich", "wandb", "matplotlib", "numpy"} & set(sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("cut", "left"), [(lambda all: b"", []), (lambda all: all[:-9], [1]), (lambda all: b"x" + all, None)]
-)
-def test_a_file_that_is_cut_or_written_to_in_place_is_told_once_and_gone_on_with(tmp_path, cut, left, monkeypatch):
-    monkeypatch.setattr(metrics, "LOOK_S", 0.0)
-    path, told = tmp_path / "metrics.jsonl", []
-    file = MetricsFile(path, 0, warn=told.append)
-    for step in (1, 2):
-        file.write(STEP | {"step": step})
-    whole = path.read_bytes()
-    assert not told
-    path.write_bytes(cut(whole))
-    for step in (3, 4):
-        file.write(STEP | {"step": step})
-    file.close()
-    (said,) = told
-    found = f"it has {len(cut(whole))} bytes, and this run wrote {len(whole)}"
-    assert said.startswith(f"{path} was cut or written to by somebody else: {found}. Rows may be lost")
-    if left is None:
-        assert path.read_bytes().startswith(b"x" + whole)  # it is theirs to mend
-    else:
-        assert [row["step"] for row in read_metrics(path)] == [*left, 3, 4]
-
-
-def test_the_path_is_looked_at_seldom_and_before_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics, "LOOK_S", math.inf)
-    path, told = tmp_path / "metrics.jsonl", []
-    file = MetricsFile(path, 0, warn=told.append)
-    path.unlink()
-    file.write(STEP)
-    assert not told
-    assert not path.exists()
-    file.sync()
-    assert len(told) == len(read_metrics(path)) == 1
-    file.close()

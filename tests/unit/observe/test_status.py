@@ -221,55 +221,12 @@ def test_a_run_is_known_by_its_first_process(tmp_path, monkeypatch):
     }
 
 
-NONE_OF_OURS = [
-    "",
-    "{}",
-    "[]",
-    "3",
-    "[" * 100_000,
-    '{"state": "failed", "updated": "3000"}',
-    '{"state": 1, "updated": ""}',
-]
-
-
-@pytest.mark.parametrize("text", NONE_OF_OURS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_that_somebody_changed_is_told_once_and_written_anew(tmp_path, monkeypatch, text, rank):
-    monkeypatch.setattr(module, "_RENEW_S", 0.0)
-    path, told = tmp_path / "status.json", []
-    status = Status(path, rank=rank, warn=told.append)
-    path.write_text(text)
-    status.progress(3)
-    path.write_text(text)
-    status.stalled("somewhere")
-    path.write_text(text)
-    status.failed(ValueError("cause"))
+def test_a_file_that_a_host_without_power_has_left_empty_is_written_anew(tmp_path, rank):
+    path = tmp_path / "status.json"
+    path.touch()
+    Status(path, rank=rank).failed(ValueError("cause"))
     assert (read(path)["state"], read(path)["error"]["rank"]) == ("failed", rank)
-    assert len(told) == 1
-    assert re.match(rf"{path} is not as this run left it \(.+\); it is written anew", told[0])
-
-
-def test_a_pipe_in_its_place_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_RENEW_S", 0.0)
-    path, told = tmp_path / "status.json", []
-    status = Status(path, warn=told.append)
-    path.unlink()
-    os.mkfifo(path)
-    status.progress(3)
-    assert (read(path)["step"], len(told)) == (3, 1)
-    assert "a pipe in place of a file" in told[0]
-
-
-def test_nothing_is_written_in_a_folder_that_another_job_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_RENEW_S", 0.0)
-    path, ours = tmp_path / "status.json", [True]
-    status = Status(path, is_ours=lambda: ours[0])
-    path.write_text("another's")
-    ours[0] = False
-    status.progress(3)
-    status.stalled("somewhere")
-    status.stopped(3, by="SIGTERM")
-    assert path.read_text() == "another's"
 
 
 @pytest.mark.parametrize("is_last", [True, False])

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,9 +21,9 @@ from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.schema import Config, Data, MixtureSource, Stage
 from titanlite.config.write import to_toml
 from titanlite.data.prepare import prepare
+from titanlite.durable import write_durably
 from titanlite.errors import CheckpointError, ConfigError, DataError, FolderLostError
 from titanlite.observe.status import Status
-from titanlite.preflight import run_folder
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.preflight.same_run import changes_since
 from titanlite.recipes import load
@@ -371,54 +370,24 @@ def test_a_lock_that_fails_otherwise_is_no_other_job(tmp_path: Path, monkeypatch
         claim(tmp_path, Config())
 
 
-@pytest.fixture
-def claimed(tmp_path: Path) -> Iterator[RunFolder]:
+@pytest.mark.parametrize("gone", [None, *map(Path, ("lock", ""))])
+def test_a_folder_is_lost_once_its_lock_is(tmp_path: Path, gone: Path | None) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.claim(Config())
-    yield folder
+    folder.require_ours()
+    if gone is None:  # a copy of it, as an editor saves one
+        write_durably(folder.path / "lock", "{}")
+    else:
+        (folder.path / gone).rename(tmp_path / "gone")
+    for look in (folder.require_ours, lambda: explained(folder)):
+        with pytest.raises(FolderLostError, match="not this job's any more"):
+            look()
     folder.release()
 
 
-def full(*_: object) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_lock_that_was_removed_is_taken_when_the_disk_lets_it(
-    claimed: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (claimed.path / "lock").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "open_plain", full)
-        assert claimed.keep() is None
-    assert claimed.keep(every_s=3600) is None  # it has just looked
-    assert "it is taken anew" in (claimed.keep() or "")
-    assert claimed.keep() is None
-
-
-@pytest.mark.parametrize("fails", ["flock", "pwrite"])
-def test_a_lock_that_is_half_taken_is_told(claimed: RunFolder, monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
-    (claimed.path / "lock").unlink()
-    with monkeypatch.context() as patch:
-        if fails == "flock":
-            refuse_locks(patch, errno.ENOLCK)
-        else:
-            patch.setattr(os, "pwrite", full)
-        told = claimed.keep() or ""
-    assert ("has no locks" if fails == "flock" else "it is taken anew") in told
-    assert claimed.keep() is None
-
-
-@pytest.mark.parametrize("how", ["another's", "held", "gone"])
-def test_a_folder_is_lost_to_who_has_it(claimed: RunFolder, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    (claimed.path / "lock").unlink()
-    if how == "another's":
-        (claimed.path / "lock").touch()
-    elif how == "held":  # by a job that comes just now
-        refuse_locks(monkeypatch, errno.EWOULDBLOCK)
-    else:
-        claimed.path.rmdir()
-    with pytest.raises(FolderLostError, match="not this job's any more"):
-        claimed.keep()
+def explained(folder: RunFolder) -> None:
+    with folder.write_errors_explained():
+        raise FileNotFoundError(errno.ENOENT, "No such file", str(folder.metrics))
 
 
 @pytest.mark.parametrize(
