@@ -12,7 +12,7 @@ from typing import cast
 
 from titanlite.config.build import from_table
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import Experts, ParameterGroup
+from titanlite.config.recipe_schema import GROUP_OF_RULE, Experts
 from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.config.synonyms import SYNONYMS
 from titanlite.config.toml_file import read_merged
@@ -66,7 +66,7 @@ def suggest_key(path: str, value: object = None) -> str | None:
         return "write it in the table [experts] of a recipe of your own: docs/how_to/mixture_of_experts.md"
     if f"{path}.".startswith("optimizer.groups."):
         return "write groups in a recipe of your own, which optimizer.recipe names: docs/optimizers.md"
-    of_group = {field.name for field in dataclasses.fields(ParameterGroup)}
+    of_group = {field.name for group in GROUP_OF_RULE.values() for field in dataclasses.fields(group)}
     if section == "optimizer" and key in of_group:
         return f"write {key} in a group of a recipe of your own: docs/optimizers.md"
     if key in SYNONYMS and not isinstance(value, dict):
