@@ -73,10 +73,6 @@ class WandbRun:
             own = folder / "wandb"
             own.mkdir(parents=True, exist_ok=True)  # or wandb writes to a temporary folder
             work = {
-                "mode": self._mode,
-                "project": redact(config.metrics.wandb_project),
-                "group": redact(config.metrics.wandb_group),
-                "name": redact(config.job.name),
                 "id": _run_id(own),
                 "folder": str(folder.resolve()),
                 "config": redact_tree(asdict(config)) | dict(facts or {}),

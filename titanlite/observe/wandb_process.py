@@ -119,14 +119,14 @@ def _remove_older(run: "wandb.Run", work: dict[str, Any]) -> None:
 
 def _start_or_offline(work: dict[str, Any], say: Any) -> "wandb.Run":
     """Start wandb in the mode asked for; offline if the server cannot be reached."""
-    mode, online_failed = work["mode"], None
-    if mode == "online":
-        try:
-            run = _start(work, "online")
-        except Exception as error:
-            mode, online_failed = "offline", _first_line(error)
-    if mode == "offline":
-        run = _start(work, "offline")
+    mode, online_failed = work["config"]["metrics"]["wandb"], None
+    try:
+        run = _start(work, mode)
+    except Exception as error:
+        if mode == "offline":
+            raise
+        mode, online_failed = "offline", _first_line(error)
+        run = _start(work, mode)
     say(started=mode, online_failed=online_failed)
     return run
 
@@ -140,10 +140,11 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
     for name in ("WANDB_RESUME", "WANDB_RESUME_FROM", "WANDB_FORK_FROM"):  # it would begin at another line than 0
         os.environ.pop(name, None)
     wandb.setup(wandb.Settings(silent=True))
+    asked = work["config"]["metrics"]
     run = wandb.init(
-        project=work["project"],
-        group=work["group"] or None,
-        name=work["name"],
+        project=asked["wandb_project"],
+        group=asked["wandb_group"] or None,
+        name=work["config"]["job"]["name"],
         id=work["id"],
         mode=mode,
         dir=work["folder"],
