@@ -65,7 +65,7 @@ def judge(
     is_equal = len(tokens) > 0 and not loss.any() and not norm.any()
     if apart := _apart(first, other, is_equal):
         line = f"differs: {apart[0]} at {tokens_in_words(apart[1])} tokens"
-        return Verdict(other.name, "differs", line, math.nan, math.nan, math.nan, apart[1], _band(first, nudged))
+        return Verdict(other.name, "differs", line, band=_band(first, nudged))
     if not len(tokens):
         return None
     last = slice(-max(1, round(len(loss) * _LAST)), None)
@@ -100,7 +100,7 @@ def judge(
     is_all = not unfinished and len(tokens) == len(first.steps) == len(other.steps)
     among = "" if is_all else f" in the {len(tokens):,} step{'s' * (len(tokens) > 1)} that both have"
     line = _verdict_line(kind, mean, (high - low) / 2, int(tokens[-1]), among, doubts)
-    return Verdict(other.name, kind, line, mean, low, high, int(tokens[-1]), _band(first, nudged), is_short)
+    return Verdict(other.name, kind, line, low, high, _band(first, nudged), is_short)
 
 
 def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> bool:

@@ -15,7 +15,7 @@ def texts(axes) -> list[str]:
 def test_two_long_runs_with_a_verdict() -> None:
     runs = [record("base", 20_000, falling), record("other", 20_000, lambda step: falling(step) + 0.01 * (step > 500))]
     band = (np.array([200_000.0, 10_000_000, 20_000_000]), np.array([0.5, 0.002, 0.003]))
-    verdict = Verdict("other", "differs", "differs: +0.0100 ± 0.0003", 0.01, 0.0097, 0.0103, 20_000_000, band)
+    verdict = Verdict("other", "differs", "differs: +0.0100 ± 0.0003", 0.0097, 0.0103, band)
     figure = loss_figure(runs, [verdict])
     losses, differences = figure.axes
     assert figure.get_suptitle() == "other compared with base\ndiffers: +0.0100 ± 0.0003"
