@@ -182,23 +182,12 @@ def test_offline_for_real_and_again_after_a_resume(history: History) -> None:
     assert picture.stat().st_size > 0
 
 
-def offline_and_both_synced(run: History) -> None:
-    run.start("offline", 1, 3)
-    run.start("offline", 4, 6)
-    run.sync()
-
-
 def offline_and_each_synced(run: History) -> None:
     run.of_starts["WANDB_RESUME"] = "allow"  # of a user for whom that once helped
     run.start("offline", 1, 3)
     run.sync()
     run.start("offline", 4, 6)
     run.sync()
-
-
-def online_and_resumed(run: History) -> None:
-    run.start("online", 1, 3)
-    run.start("online", 4, 6)
 
 
 def online_and_a_crash(run: History) -> None:
@@ -319,8 +308,6 @@ def a_file_of_rows_that_is_replaced(run: History) -> None:
             no_answer_in_mid_run,
             a_fresh_start_offline,
             online_and_a_crash,
-            offline_and_both_synced,
-            online_and_resumed,
             online_then_offline_then_online,
             an_outage_at_the_start,
             an_error_at_the_start,
