@@ -145,7 +145,10 @@ def _own_file(path: Path, want: str, read: Callable[[Path], T]) -> T:
     try:
         return read(path)
     except (*MALFORMED, RecursionError) as error:  # the last is of tomli
-        raise RunError.of(str(path), path.name, str(error), want, "restore the file from a copy") from error
+        fix = "restore the file from a copy"
+        if path.name != "config.toml":  # which a comparison needs
+            fix = "restore the file, or delete it to go on without it"
+        raise RunError.of(str(path), path.name, str(error), want, fix) from error
 
 
 def title_of(records: Sequence[RunRecord]) -> str:
