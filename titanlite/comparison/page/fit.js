@@ -21,15 +21,15 @@ function smoothed(steps, values, span) {
   });
 }
 
+// The values of lines that are visible between two places, ascending.
+function visible(lines, left, right) {
+  return lines.flatMap(([x, y]) => y.filter((v, i) => v !== null && x[i] >= left && x[i] <= right)).sort((a, b) => a - b);
+}
+
 function fittedLimits(lines, left, right, end) {
-  const after = right > 0.04 * end ? 0.02 * end : -Infinity;
-  const from = Math.max(left, after), values = [];
-  for (const [x, y] of lines)
-    for (let i = 0; i < x.length; i++)
-      if (x[i] >= from && x[i] <= right && y[i] !== null) values.push(y[i]);
+  const after = right > 0.04 * end ? 0.02 * end : -Infinity, values = visible(lines, Math.max(left, after), right);
   if (!values.length) return [0, 1];
-  values.sort((a, b) => a - b);
-  let low = values[0], high = values[values.length - 1];
+  let low = values[0], high = values.at(-1);
   if (values.length > 50) {
     const some = values[Math.floor(0.01 * (values.length - 1))], most = values[Math.floor(0.95 * (values.length - 1))];
     const room = 0.5 * (most - some);
@@ -40,14 +40,8 @@ function fittedLimits(lines, left, right, end) {
 }
 
 function fullLimits(lines, left, right) {
-  let low = Infinity, high = -Infinity;
-  for (const [x, y] of lines)
-    for (let i = 0; i < x.length; i++)
-      if (x[i] >= left && x[i] <= right && y[i] !== null) {
-        low = Math.min(low, y[i]);
-        high = Math.max(high, y[i]);
-      }
-  return low > high ? [0, 1] : withMargin(low, high);
+  const values = visible(lines, left, right);
+  return values.length ? withMargin(values[0], values.at(-1)) : [0, 1];
 }
 
 function withMargin(low, high) {
