@@ -5,7 +5,6 @@ alike, lists several words, or one as TOML has it. All bad flags are reported at
 """
 
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,8 +12,6 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
-
-import tomli
 
 from titanlite.config.build import describe_type, options_of, repair
 from titanlite.config.explain import overview, section_page, table_of
@@ -55,13 +52,12 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
     except ConfigError as error:
         unread = error.args
     # A typing mistake on the command line is reported together with those in the file.
-    known = {key: values for key, values in flags.items() if not _refuse_unknown(key, values, problems)}
+    origin = problems.origin
+    problems.origin = Origin(origin.source, {**origin.places, **dict.fromkeys(flags, COMMAND_LINE)})
+    config = _apply(flags, config, problems)
     if not is_named:
         problems.add("--config", "", "one TOML file", "name it: train.py configs/debug.toml", at=COMMAND_LINE)
         problems.raise_all()
-    origin = problems.origin
-    problems.origin = Origin(origin.source, {**origin.places, **dict.fromkeys(known, COMMAND_LINE)})
-    config = _apply(known, config, problems)
     if unread:
         raise ConfigError(*unread, *problems.error(ConfigError).args)
     return config, problems
@@ -129,53 +125,40 @@ def _is_flag_without_dashes(arg: str, first: bool) -> bool:
     return name.replace("-", "_") in schema_keys() and (bool(has_value) or arg.startswith("-") or not first)
 
 
-def _refuse_unknown(key: str, values: list[str], problems: Problems) -> bool:
-    """Add a problem and return True if no key of the schema has this name."""
-    if key in schema_keys():
-        if table_of(schema_keys()[key]) is None:
-            return False
-        fix = f"write [[{key}]] there, as often as there are tables"
-        problems.add(f"--{key}", " ".join(values), "tables in the config file, and no flag", fix, at=COMMAND_LINE)
-        return True
-    section = key.partition(".")[0]
-    own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
-    want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"
-    positive = key.removeprefix("no_").replace(".no_", ".")
-    if positive != key and schema_keys().get(positive) is bool:
-        meant = f"--{positive} false"
-    else:
-        meant = None if key in sections() else suggest_key(key, _as_toml(" ".join(values)))
-        meant = meant and re.sub(r"(\w+\.\w+) = ", r"--\1 ", meant)  # as a flag has it
-        if nearest(key, ("config",)):
-            meant = "did you mean --config?"
-    fix = meant or f"see --help {section if own else ''}".rstrip()
-    problems.add(f"--{key}", " ".join(values), want, fix, at=COMMAND_LINE)
-    return True
-
-
-def _as_toml(text: str) -> object:
-    """Return the value that a word is in TOML: a number, true or false; otherwise the word itself."""
-    try:
-        return tomli.loads(f"value = {text.lower() or 'true'}")["value"]
-    except tomli.TOMLDecodeError:
-        return text
-
-
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
-    """Return `config` with the flags applied, and add a problem for each flag whose words are no value of its key."""
+    """Return `config` with the flags applied; a flag that is no key, or whose words are no value of it, is a problem."""
     for key, words in flags.items():
-        hint, (section, _, name) = schema_keys()[key], key.partition(".")
-        try:
-            table = replace(getattr(config, section), **{name: _value_of_flag(hint, words)})
-            config = replace(config, **{section: table})
-        except ValueError:
-            saw = " ".join(words)
-            fix = repair(hint, saw, key, attrgetter(key)(Config())).replace(f"{name} = ", f"--{key} ", 1)
+        hint, saw, (section, _, name) = schema_keys().get(key), " ".join(words), key.partition(".")
+        if hint is None:
+            want, fix = _key_that_was_meant(key)
+        elif table_of(hint) is not None:
+            want, fix = "tables in the config file, and no flag", f"write [[{key}]] there, as often as there are tables"
+        else:
+            try:
+                table = replace(getattr(config, section), **{name: _value_of_flag(hint, words)})
+                config = replace(config, **{section: table})
+                continue
+            except ValueError:
+                want, fix = describe_type(hint), repair(hint, saw, key, attrgetter(key)(Config()))
+            fix = fix.replace(f"{name} = ", f"--{key} ", 1)
             if hint is str and len(words) > 1 and all(map(os.path.exists, words)):
                 saw = f"{words[0]} and {len(words) - 1} more"
                 fix = f"put the pattern in quotes, as --{key} '*.txt': the shell gives the files that match it instead"
-            problems.add(f"--{key}", saw, describe_type(hint), fix, at=COMMAND_LINE)
+        problems.add(f"--{key}", saw, want, fix, at=COMMAND_LINE)
     return config
+
+
+def _key_that_was_meant(key: str) -> tuple[str, str]:
+    """Return what is wanted in the place of a flag that is no key, and the key that was probably meant."""
+    section, positive = key.partition(".")[0], key.removeprefix("no_").replace(".no_", ".")
+    own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
+    want = f"one of {', '.join(own)}" if own else f"--section.key; sections are {', '.join(sections())}"
+    if nearest(key, ("config",)):
+        return want, "did you mean --config?"
+    if positive != key and schema_keys().get(positive) is bool:
+        return want, f"--{positive} false"
+    meant = None if key in sections() else suggest_key(key)
+    return want, meant or f"see --help {section if own else ''}".rstrip()
 
 
 def _value_of_flag(hint: Any, words: list[str]) -> Any:
