@@ -118,25 +118,22 @@ def _fits(option: Any, value: object) -> bool:
 
 def describe_type(hint: Any) -> str:
     """Say in words which values a type allows, as "a whole number" or `"stop" or "skip"`."""
+    names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     words: list[str] = []
     for option in options_of(hint):
         if get_origin(option) is Literal:
             words += [show(choice) for choice in get_args(option)]
         elif get_origin(option) is tuple:
-            item = get_args(option)[0]
-            words.append(f"a list of {_plural(item)}")
-        elif dataclasses.is_dataclass(option):
-            words.append("a table")
+            words.append(f"a list of {_plural(get_args(option)[0])}")
         elif get_origin(option) is dict:
-            words.append(f"a table of {'tables' if dataclasses.is_dataclass(get_args(option)[1]) else 'numbers'}")
+            words.append(f"a table of {_plural(get_args(option)[1])}")
         else:
-            names = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
-            words.append(names[option])
+            words.append("a table" if dataclasses.is_dataclass(option) else names[option])
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _plural(item: Any) -> str:
-    """Say what a list holds."""
+    """Say what a list or a table holds."""
     if get_origin(item) is tuple:
         return f"lists of {_plural(get_args(item)[0])}"
     return "tables" if dataclasses.is_dataclass(item) else {float: "numbers"}.get(item, "strings")
@@ -144,24 +141,23 @@ def _plural(item: Any) -> str:
 
 def repair(hint: Any, value: object, path: str, default: object) -> str:
     """Say which one change makes `value` legal: what was probably meant, the nearest choice, or the default."""
-    key, options = path.rpartition(".")[2], options_of(hint)
+    key, options, choices = path.rpartition(".")[2], options_of(hint), list[str]()
     meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
     if meant != "" and any(_fits(o, meant) for o in options):
         return f"{key} = {show(meant)}"
     if fix := answer_to_value(path, value):
         return fix
-    if any(get_origin(o) is tuple and get_args(o)[0] is str for o in options) and isinstance(value, str):
-        return f"{key} = [{show(value)}]"
-    items = [get_args(o)[0] for o in options if get_origin(o) is tuple]
-    if any(get_origin(item) is tuple for item in items) and isinstance(value, list):
-        return f"{key} = [{show(cast('object', value))}]"
-    if any(dataclasses.is_dataclass(o) for o in options):
-        return f"write it as a table: [{path}]"
-    if any(get_origin(o) is tuple and dataclasses.is_dataclass(get_args(o)[0]) for o in options):
-        return f"write each as a table of a list: [[{path}]]"
-    if any(get_origin(o) is dict and dataclasses.is_dataclass(get_args(o)[1]) for o in options):
-        return f"write each as a table: [{path}.NAME]"
-    choices = [str(c) for o in options if get_origin(o) is Literal for c in get_args(o)]
+    for option in options:
+        item = get_args(option)[0] if get_origin(option) is tuple else None
+        if (item is str and isinstance(value, str)) or (get_origin(item) is tuple and isinstance(value, list)):
+            return f"{key} = [{show(cast('object', value))}]"
+        if dataclasses.is_dataclass(option):
+            return f"write it as a table: [{path}]"
+        if dataclasses.is_dataclass(item):
+            return f"write each as a table of a list: [[{path}]]"
+        if get_origin(option) is dict and dataclasses.is_dataclass(get_args(option)[1]):
+            return f"write each as a table: [{path}.NAME]"
+        choices += map(str, get_args(option) if get_origin(option) is Literal else ())
     if near := nearest(str(value), choices):
         return f'did you mean "{near}"?'
     if isinstance(default, bool | int | float | str):
