@@ -26,22 +26,6 @@ def test_each_source_has_a_key() -> None:
     assert held_out_sources(with_sources(enable=False)) == {}
 
 
-@pytest.mark.parametrize(
-    ("sources", "enable", "message"),
-    [
-        (("b.txt",), True, 'validation.sources = "b.txt"\n    want: NAME=SOURCE'),
-        (("a/b=c.txt",), True, 'validation.sources = "a/b=c.txt"\n    want: NAME=SOURCE'),
-        (("a=",), True, 'validation.sources = "a="\n    want: NAME=SOURCE'),
-        (("a=b", "a=c"), True, 'validation.sources = "a=c"\n    want: one source of the name a'),
-        (("a=b",), False, "want: validation, but validation.enable = false"),
-    ],
-)
-def test_what_is_no_further_source_is_refused(sources: tuple[str, ...], enable: bool, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_config(with_sources(*sources, enable=enable), None, None)
-    assert message in str(caught.value).replace("\n      ", "\n    ")
-
-
 @pytest.mark.parametrize("weights", ["ema", "both"])
 def test_an_average_is_validated_where_there_is_one_and_validation(weights: Any) -> None:
     validation, average = Validation(enable=True, weights=weights), Optimizer(ema_decay=0.9)
