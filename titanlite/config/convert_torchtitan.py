@@ -79,10 +79,6 @@ class ConvertedConfig:
             self.defaults.remove(BOS)
             del self.lines[BOS]
 
-    def table(self) -> dict[str, Any]:
-        """Return what the file says, as TOML is read."""
-        return tomli.loads("\n".join(f"{key} = {line.value}" for key, line in self.lines.items()))
-
     def config(self) -> Config:
         """Return the config that the file says.
 
@@ -90,7 +86,8 @@ class ConvertedConfig:
             ConfigError: a value has not the type of its key.
         """
         problems = Problems(self.origin)
-        config = from_table(Config, self.table(), problems, suggest=suggest_key)
+        table = tomli.loads("\n".join(f"{key} = {line.value}" for key, line in self.lines.items()))
+        config = from_table(Config, table, problems)
         problems.raise_all()
         return cast("Config", config)
 
@@ -101,29 +98,23 @@ class ConvertedConfig:
             "# `was` names the key, and the value if it differs, that torchtitan has for it.",
             "# Initial weights and the order of the data are titanlite's: losses follow another curve.",
         ]
-        if self.idle:
-            n = len(self.idle)
+        if n := len(self.idle):
             head.append(f"# Left out: {n} key{'s' * (n > 1)} that asked for nothing.")
-        lines = ["\n".join(head)]
+        parts = ["\n".join(head)]
         for section in sections():
-            body = [
-                *(_row_of_toml(key, self.lines[key]) for key in _of_section(section, self.lines)),
-                *(_row_of_toml(key, self.off[key], "# ") for key in _of_section(section, self.off)),
-                *(self._lost_row(key, f"{section}.") for key in _of_section(section, self.lost)),
-            ]
-            if body:
-                lines.append("\n".join([f"[{section}]", *body]))
-        elsewhere = [self._lost_row(key, "") for key in self.lost if key.partition(".")[0] not in sections()]
-        if elsewhere:
-            lines.append("\n".join(["# Of sections that titanlite has not:", *elsewhere]))
-        return "\n\n".join(lines) + "\n"
+            rows = [_row_of_toml(key, self.lines[key]) for key in _of_section(section, self.lines)]
+            rows += [_row_of_toml(key, self.off[key], "# ") for key in _of_section(section, self.off)]
+            rows += [_comment(self.reason(key).partition(".")[2]) for key in _of_section(section, self.lost)]
+            if rows:
+                parts.append("\n".join([f"[{section}]", *rows]))
+        if elsewhere := [key for key in self.lost if key.partition(".")[0] not in sections()]:
+            rows = ["# Of sections that titanlite has not:", *(_comment(self.reason(key)) for key in elsewhere)]
+            parts.append("\n".join(rows))
+        return "\n\n".join(parts) + "\n"
 
     def reason(self, key: str) -> str:
         """Return a key without a counterpart, its value, and the reason."""
         return f"{key} = {show(self.given[key])}: {self.lost[key]}"
-
-    def _lost_row(self, key: str, prefix: str) -> str:
-        return _comment(self.reason(key).removeprefix(prefix))
 
 
 def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
@@ -152,7 +143,9 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
         elif key in own:
             answered[key] = there.answer(key)
         elif key not in schema_keys():
-            answered[key] = _unknown(key, value)
+            meant = suggest_key(key, value)
+            unknown = "neither torchtitan v0.2.2 nor titanlite has this key"
+            answered[key] = f"{unknown}; {meant}" if meant else unknown
         elif answer := _other_value(there, key, value):
             answered[key] = answer
         else:
@@ -212,11 +205,6 @@ def _in_full(key: str, answer: str) -> str:
     """Give the key that an answer begins with its section, if it is one of the same."""
     name, is_set, _ = answer.partition(" = ")
     return f"{key.rpartition('.')[0]}.{answer}" if is_set and name.isidentifier() else answer
-
-
-def _unknown(key: str, value: object) -> str:
-    meant = suggest_key(key, value)
-    return f"neither torchtitan v0.2.2 nor titanlite has this key{f'; {meant}' if meant else ''}"
 
 
 def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
