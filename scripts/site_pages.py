@@ -23,9 +23,9 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from titanlite.config.build import describe_type, show  # noqa: E402
+from titanlite.config.build import show  # noqa: E402
 from titanlite.config.explain import table_keys, table_of  # noqa: E402
-from titanlite.config.ranges import range_in_words, range_of  # noqa: E402
+from titanlite.config.ranges import values_in_words  # noqa: E402
 from titanlite.config.schema import help_texts, schema_keys, sections  # noqa: E402
 
 KEYS = "reference/keys.md"
@@ -111,11 +111,11 @@ def keys_page() -> str:
         "`train.py --help SECTION` prints the same, and [`titanlite schema`](commands.md) gives it to editors.",
     ]
     for section, cls in sections().items():
-        hints, ranged = get_type_hints(cls), get_type_hints(cls, include_extras=True)
+        hints = get_type_hints(cls, include_extras=True)
         lines += ["", f"## {section}", "", inspect.getdoc(cls) or ""]
         for field in dataclasses.fields(cls):
             key = f"{section}.{field.name}"
-            about = head(hints[field.name], range_of(ranged[field.name]), field.default)
+            about = head(hints[field.name], field.default)
             lines += ["", f"### `{key}` {{ #{key} }}", "", f"*{about}*", ""]
             lines += [help_texts(cls)[field.name], "", *recipes_of(key)]
             if table := table_of(hints[field.name]):
@@ -127,10 +127,9 @@ def keys_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def head(hint: Any, span: str, default: object) -> str:
+def head(hint: Any, default: object) -> str:
     """Return the line under a key's name: its type, range and default."""
-    kind = describe_type(hint).replace("[", r"\[").replace("*", r"\*")
-    kind += f", {range_in_words(span)}" if span else ""
+    kind = values_in_words(hint).replace("[", r"\[").replace("*", r"\*")
     return f"{kind[0].upper()}{kind[1:]}. Default: {'not given' if default is None else f'`{show(default)}`'}."
 
 

@@ -8,7 +8,7 @@ for a tuple.
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from titanlite.config.problems import Problems, show
 from titanlite.config.synonyms import SYNONYMS
@@ -121,6 +121,7 @@ def describe_type(hint: Any) -> str:
     names: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
     words: list[str] = []
     for option in options_of(hint):
+        option = get_args(option)[0] if get_origin(option) is Annotated else option
         if get_origin(option) is Literal:
             words += [show(choice) for choice in get_args(option)]
         elif get_origin(option) is tuple:

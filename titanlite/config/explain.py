@@ -8,8 +8,8 @@ import inspect
 import textwrap
 from typing import Any, get_args, get_origin, get_type_hints
 
-from titanlite.config.build import describe_type
 from titanlite.config.problems import show
+from titanlite.config.ranges import values_in_words
 from titanlite.config.schema import help_texts, sections
 
 _WIDTH = 80
@@ -36,14 +36,15 @@ def overview(usage: str) -> str:
 
 
 def section_page(name: str) -> str:
-    """Return the page of `--help SECTION`: each key with its type, default and meaning."""
+    """Return the page of `--help SECTION`: each key with its type, range, default and meaning."""
     cls = sections()[name]
-    hints, docs = get_type_hints(cls), help_texts(cls)
+    hints, docs = get_type_hints(cls, include_extras=True), help_texts(cls)
     lines = [f"[{name}]  {inspect.getdoc(cls)}"]
     for field in dataclasses.fields(cls):
         default = "not given" if field.default is None else show(field.default)
-        key, table = f"--{name}.{field.name}", table_of(hints[field.name])
-        head = f"{f'[[{name}.{field.name}]]' if table else key}  {describe_type(hints[field.name])}; default: {default}"
+        table = table_of(hints[field.name])
+        named = f"[[{name}.{field.name}]]" if table else f"--{name}.{field.name}"
+        head = f"{named}  {values_in_words(hints[field.name])}; default: {default}"
         lines += ["", *textwrap.wrap(head, _WIDTH, subsequent_indent="    ", break_long_words=False)]
         lines += textwrap.wrap(docs[field.name], _WIDTH, initial_indent="    ", subsequent_indent="    ")
         for key, kind, about in table_keys(table) if table else ():
@@ -59,10 +60,10 @@ def table_of(hint: Any) -> type | None:
 
 
 def table_keys(table: type) -> list[tuple[str, str, str]]:
-    """Return each key of a table in a list, with its type, whether it must be given, and its meaning."""
-    hints, docs = get_type_hints(table), help_texts(table)
+    """Return each key of a table in a list, with its type and range, whether it must be given, and its meaning."""
+    hints, docs = get_type_hints(table, include_extras=True), help_texts(table)
     found: list[tuple[str, str, str]] = []
     for f in dataclasses.fields(table):
         must = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        found.append((f.name, describe_type(hints[f.name]) + "; must be given" * must, docs[f.name]))
+        found.append((f.name, values_in_words(hints[f.name]) + "; must be given" * must, docs[f.name]))
     return found

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, cast, get_origin, get_type_hints
 
-from titanlite.config.build import options_of
+from titanlite.config.build import describe_type, options_of
 from titanlite.config.problems import Problems, show
 from titanlite.config.torchtitan import answer_to_value
 
@@ -68,6 +68,12 @@ def out_of_range(value: float, span: str) -> str | None:
     if is_inside and isinstance(value, float) and value and not least <= value <= most:
         return f"{words}, that float32 can hold: {least:.3g} to {most:.3g}"
     return None if is_inside else words
+
+
+def values_in_words(hint: Any) -> str:
+    """Say which values a type allows, with its range, as "a whole number, at least 1"."""
+    span = range_of(hint)
+    return f"{describe_type(hint)}, {range_in_words(span)}" if span else describe_type(hint)
 
 
 def range_in_words(span: str) -> str:

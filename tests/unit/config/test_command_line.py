@@ -199,7 +199,7 @@ def test_help_of_a_section_explains_every_key(capsys: pytest.CaptureFixture[str]
         config_of("--config", "x.toml", "--help", "training")
     page = capsys.readouterr().out
     assert '--training.on_nonfinite  "stop" or "skip"; default: "stop"' in page
-    assert "--training.global_batch_size  a whole number; default: not given" in page
+    assert "--training.global_batch_size  a whole number, at least 1; default: not given" in page
     assert "Sequences per data-parallel rank per micro-step." in page
     assert "did you mean [training]?" in message("--help", "trainin")
     for spelling in (["--help=training"], ["--help", "training.steps"], ["--help", "--training.seq-len"]):
