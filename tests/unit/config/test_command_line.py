@@ -104,10 +104,7 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
     ("argv", "parts"),
     [
         (["--training.stepz", "5"], ["--training.stepz = 5", "did you mean training.steps?"]),
-        (["--training.lr", "5"], ["--training.lr = 5", "did you mean optimizer.lr?"]),
         (["--lr", "5"], ["--lr = 5", "did you mean optimizer.lr?"]),
-        (["--trainin.steps", "5"], ["did you mean training.steps?"]),
-        (["--optimizer.learning_rate", "5"], ["--optimizer.learning_rate = 5", "did you mean optimizer.lr?"]),
         (["--learning-rate", "5"], ["did you mean optimizer.lr?"]),
         (["--optimizer.ema", "0.9"], ["did you mean optimizer.ema_decay?"]),
         (["--optimizer.momentum", "0.9"], ["write momentum in a group of a recipe of your own: docs/optimizers.md"]),
