@@ -312,10 +312,10 @@ class ValidationBatches:
     def __iter__(self) -> Iterator[Batch]:
         seq_len = self._samples.seq_len
         for samples in self._turns:
-            has = samples[samples < self.n_samples]
             pair = np.zeros((2, len(samples), seq_len), np.int64)
-            pair[:, : len(has)] = _tokens_and_targets(self._samples, has)
-            pair[1, len(has) :] = IGNORE_INDEX
+            pair[1] = IGNORE_INDEX
+            for i, sample in enumerate(samples[samples < self.n_samples]):
+                pair[:, i] = self._samples.read(int(sample))
             separator = self._separator
             starts = None if separator is None else mask_documents(pair, np.full(len(samples), separator))
             read = _read_of(pair[:, None], None if starts is None else starts[None], None, self._context)
@@ -353,14 +353,6 @@ def padding_of(
         starts = starts.reshape(1, *shape)
     read = _read_of(pair, starts, None if sources is None else sources[None], context)
     return _only_batch(read, shape[1], context, device)
-
-
-def _tokens_and_targets(source: Samples, samples: np.ndarray) -> np.ndarray:
-    """Tokens and targets of samples: [2, N, S] int64."""
-    pair = np.empty((2, len(samples), source.seq_len), np.int64)
-    for i, sample in enumerate(samples):
-        pair[:, i] = source.read(int(sample))
-    return pair
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -133,7 +133,7 @@ class HashedFile:
                     self._check(file.fileno(), block)
             content = os.pread(file.fileno(), size, offset)
             self._check_size(os.fstat(file.fileno()).st_size)  # after reading: what was read is whole
-        return np.frombuffer(content, self._dtype)
+        return np.frombuffer(content, self._dtype, count=count)
 
     def check(self, block: int) -> None:
         """Hold a block against its hash; see `read`."""

@@ -149,20 +149,16 @@ class FileTokenizer:
         """Return a tokenizer.json that encodes a text as a document is encoded here, the separator left out."""
         if self._is_as_written:
             return self._content.decode()
-        content: dict[str, Any] = json.loads(self._content) | {"truncation": None, "padding": None}
-        if "dropout" in content["model"]:
-            content["model"]["dropout"] = None
-        if not self._is_as_processed:
-            content["post_processor"] = None if self.bos_id is None else self._begins_with(self.bos_id)
-        return json.dumps(content, ensure_ascii=False, indent=2)
+        from tokenizers import Tokenizer, processors
 
-    def _begins_with(self, number: int) -> dict[str, Any]:
-        bos = self.token(number)
-        begin = {"SpecialToken": {"id": bos, "type_id": 0}}
-        text, second = ({"Sequence": {"id": which, "type_id": kind}} for kind, which in enumerate("AB"))
-        known = {bos: {"id": bos, "ids": [number], "tokens": [bos]}}
-        single = [begin, text]
-        return {"type": "TemplateProcessing", "single": single, "pair": [*single, second], "special_tokens": known}
+        used = Tokenizer.from_str(self._tokenizer.to_str())
+        if not self._is_as_processed:
+            used.post_processor = None
+        if not self._is_as_processed and self.bos_id is not None:
+            bos = self.token(self.bos_id)
+            pair = [bos, "$A", "$B:1"]
+            used.post_processor = processors.TemplateProcessing([bos, "$A"], pair, [(bos, self.bos_id)])
+        return used.to_str(pretty=True)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents on all cores, uint32.

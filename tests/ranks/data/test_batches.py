@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +30,9 @@ def shards(tmp_path: Path) -> Corpus:
     return make_shards(tmp_path / "s", np.arange(25 * S + 4), shard_tokens=30)
 
 
-def train(shards: Corpus, local: int = 2, rank: int = 0, size: int = 1, **more: int) -> TrainBatches:
+def train(
+    shards: Corpus, local: int = 2, rank: int = 0, size: int = 1, device: torch.device = CPU, **more: int
+) -> TrainBatches:
     return batches_of_source(
         shards,
         seq_len=S,
@@ -40,7 +41,7 @@ def train(shards: Corpus, local: int = 2, rank: int = 0, size: int = 1, **more: 
         local_batch_size=local,
         dp_rank=rank,
         dp_size=size,
-        device=CPU,
+        device=device,
         **more,
     )
 
@@ -211,23 +212,9 @@ def test_ranks_add_up_to_the_same_mean(shards: Corpus, tmp_path: Path, world: in
     assert run_ranks(body, tmp_path, world) == [expected] * world
 
 
-def test_order_of_steps_has_no_overlap_within_an_epoch(shards: Corpus) -> None:
-    steps = [{s for micro in step for s in micro} for step in steps_of(train(shards), 3)]
-    assert all(not a & b for a, b in pairwise(steps))
-
-
 @pytest.mark.gpu
 def test_batches_reach_the_gpu(shards: Corpus) -> None:
-    on_gpu = batches_of_source(
-        shards,
-        seq_len=S,
-        seed=1,
-        global_batch_size=G,
-        local_batch_size=2,
-        dp_rank=0,
-        dp_size=1,
-        device=torch.device("cuda"),
-    )
+    on_gpu = train(shards, device=torch.device("cuda"))
     on_cpu = train(shards)
     for _ in range(20):
         for a, b in zip(on_gpu.next(), on_cpu.next(), strict=True):
