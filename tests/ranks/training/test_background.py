@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 SLOW = """
 import os, signal, time
 from titanlite.data import encode, prepare
+from titanlite.data.shard_writer import ShardWriter
 encode._BATCH_CHARACTERS, prepare.PUBLISH_SECONDS = 1500, -1.0
-before = prepare._Tokenizing._publish
-def publish(self):
+before = ShardWriter.publish
+def publish(self, read):
     {}
     time.sleep(0.03)
-    before(self)
-prepare._Tokenizing._publish = publish
+    before(self, read)
+ShardWriter.publish = publish
 """
 SIZE = ["--training.global_batch_size=16", "--training.local_batch_size=8", "--training.steps=26"]
 SIZE += ["--validation.enable=false"]
@@ -87,7 +88,7 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(
     flags, first, folder, shards = prepared
     assert first.losses("epoch")[-1] > 1
     shutil.rmtree(cache_of(flags))
-    pause = "self._writer.tokens > 9000 and not globals().get('slept') and globals().update(slept=[time.sleep(3)])"
+    pause = "self.tokens > 9000 and not globals().get('slept') and globals().update(slept=[time.sleep(3)])"
     back = desk.run("back", 2, *flags, "--data.prepare=background", plant=plan(pause))
     assert back.trained() == first.trained()
     assert back.content(26) == first.content(26)
@@ -110,7 +111,7 @@ def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(
     desk: "Desk", flags: list[str], prepared: tuple[list[str], Ended, Path, dict[str, bytes]]
 ) -> None:
     begun = desk.folder / "waits"
-    wait = f"(self._writer.tokens > 9000 and (open({str(begun)!r}, 'w'), time.sleep(600)))"
+    wait = f"(self.tokens > 9000 and (open({str(begun)!r}, 'w'), time.sleep(600)))"
     flags.append("--data.prepare=background")
     job = desk.start("signal", 2, *flags, plant=plan(wait))
     deadline = time.monotonic() + 300
@@ -155,7 +156,7 @@ def test_a_process_that_is_killed_ends_the_run_and_the_next_goes_on(desk: "Desk"
     first = desk.run("unharmed", 2, *flags)
     shutil.rmtree(cache_of(flags))
     flags.append("--data.prepare=background")
-    kill = "self._writer.tokens > 9000 and os.kill(os.getpid(), signal.SIGKILL)"
+    kill = "self.tokens > 9000 and os.kill(os.getpid(), signal.SIGKILL)"
     killed = desk.run("killed", 2, *flags, plant=plan(kill), ends=2)
     for of_rank in killed.output.split("--- rank ")[1:]:
         assert "the process that tokenizes it has ended without a word, killed perhaps" in of_rank

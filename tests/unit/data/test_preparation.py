@@ -506,6 +506,9 @@ def test_check_inputs_counts_prepared_token_files_and_checks_their_ids(tmp_path:
     assert check_inputs(run, 512).tokens == {"data.source": 1_000_000}
     with pytest.raises(DataError, match=r"id 300 at token 0 of .*large\.bin"):
         check_inputs(run, 256)
+    np.arange(300, dtype="<u2").tofile(tmp_path / "a.bin")  # which is small
+    with pytest.raises(DataError, match=r"id 299 at token 299 of .*a\.bin"):
+        check_inputs(config(f"{tmp_path}/a.bin"), 256)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_found_before_it_is_needed(bound_by_permissions: None) -> None:
@@ -584,12 +587,6 @@ def test_check_inputs_looks_for_the_field_at_the_beginning(tmp_path: Path) -> No
     check_inputs(Config(data=Data(str(lines), text_key="contnt", max_bad_records=1100)), 256)
     lines.write_text('{"x": "' + "x" * 2_000_000 + '"}')  # its end is not seen
     check_inputs(Config(data=Data(str(lines), text_key="contnt")), 256)
-
-
-def test_check_inputs_reads_small_token_files(tmp_path: Path) -> None:
-    np.arange(300, dtype="<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(DataError, match=r"id 299 at token 299 of .*a\.bin"):
-        check_inputs(config(f"{tmp_path}/a.bin"), 256)
 
 
 def test_check_inputs_needs_neither_torch_nor_time(tmp_path: Path) -> None:

@@ -125,13 +125,12 @@ def test_a_network_that_stays_away_is_an_error_and_the_next_start_goes_on(
     data = Data(cache_dir=str(tmp_path / "broken"))
     with monkeypatch.context() as patch:
         patch.setattr(remote.time, "sleep", lambda seconds: tried.append(seconds))
-        tried: list[float] = []
-        n = failing(bucket, patch, 1, ConnectionError("away"))
-        n[0] = -(10**6)
+        tried, n = list[float](), 0
 
         def gone_after(self: Any, path: str, start: int, end: int) -> bytes:
-            n[0] += 1
-            if n[0] > -(10**6) + 8:
+            nonlocal n
+            n += 1
+            if n > 8:
                 raise ConnectionError("away")
             return bucket.open(path).read()[start:end]
 
@@ -139,9 +138,7 @@ def test_a_network_that_stays_away_is_an_error_and_the_next_start_goes_on(
         with pytest.raises(DataError, match=r"ConnectionError: away\n.*\n.*see whether the network"):
             prepare("memory://bucket/data", data, 256, progress=False)
         assert len(tried) == 5
-    reads = failing(bucket, monkeypatch, 10**9, ConnectionError())
     assert prepare("memory://bucket/data", data, 256, progress=False).meta == whole.meta
-    assert reads[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,18 @@ class Killed(BaseException):
     pass
 
 
+def killed_after(n_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a preparation be killed behind some batches."""
+
+    def killed_there(*args: object) -> Iterator[list[Encoded]]:
+        for n, batch in enumerate(encode(*args)):  # type: ignore[arg-type]
+            if n == n_batches:
+                raise Killed
+            yield batch
+
+    monkeypatch.setattr(module, "encode", killed_there)
+
+
 @pytest.mark.parametrize(
     ("kind", "tokenizer", "max_tokens"),
     [
@@ -103,17 +115,7 @@ def test_cut_off_after_any_batch_the_result_is_the_same(
     for n in range(1, 100, 3):
         shutil.rmtree(tmp_path / "cut", ignore_errors=True)
         for end in (n, n + 2, 100):  # killed twice, and then let be
-            left = end
-
-            def killed_there(*args: object) -> Iterator[list[Encoded]]:
-                nonlocal left
-                for batch in encode(*args):  # type: ignore[arg-type]
-                    if not left:
-                        raise Killed
-                    left -= 1
-                    yield batch
-
-            monkeypatch.setattr(module, "encode", killed_there)
+            killed_after(end, monkeypatch)
             try:
                 again = prepare(source, cut, 300, progress=False)
                 break
@@ -164,14 +166,8 @@ def test_what_is_not_as_it_was_is_made_anew(
     source = write("jsonl", tmp_path / "in")
     data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
 
-    def killed_there(*args: object) -> Iterator[list[Encoded]]:
-        for n, batch in enumerate(encode(*args)):  # type: ignore[arg-type]
-            if n == 8:
-                raise Killed
-            yield batch
-
     with monkeypatch.context() as patch:
-        patch.setattr(module, "encode", killed_there)
+        killed_after(8, patch)
         with pytest.raises(Killed):
             prepare(source, data, 256, progress=False)
     (folder,) = (tmp_path / "cache").glob("*.unfinished")
@@ -200,25 +196,20 @@ def test_a_dataset_of_the_hub_goes_on_with_the_revision_that_it_began_with(
     datasets = pytest.importorskip("datasets")
     (tmp_path / "hub").mkdir()
     (tmp_path / "hub" / "a.jsonl").write_text("\n".join(json.dumps({"text": f"{i} " * 80}) for i in range(20)))
-    load, revision, left = datasets.load_dataset_builder, "0a1b", 2
+    load, revision = datasets.load_dataset_builder, "0a1b"
 
     def load_from_hub(*_: object) -> object:
         builder = load(str(tmp_path / "hub"))
         builder.hash = revision
         return builder
 
-    def killed_there(*args: object) -> Iterator[list[Encoded]]:
-        for n, batch in enumerate(encode(*args)):  # type: ignore[arg-type]
-            if n == left:
-                raise Killed
-            yield batch
-
     monkeypatch.setattr(datasets, "load_dataset_builder", load_from_hub)
-    monkeypatch.setattr(module, "encode", killed_there)
+    killed_after(2, monkeypatch)
     data = Data("hf:a/b", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(Killed):
         prepare(data.source, data, 256, progress=False)
-    left, revision = 100, "2c3d"
+    monkeypatch.setattr(module, "encode", encode)
+    revision = "2c3d"
     with pytest.raises(DataError, match=r"are of revision 0a1b; now it is 2c3d\n.*\n.*fix:  delete .*\.unfinished"):
         prepare(data.source, data, 256, progress=False)
     revision = "0a1b"
