@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import titanlite
-from titanlite.checkpoint.publish import complete_steps, step_folder
+from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import dims_of, require_average
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
-from titanlite.commands.export import trained_tokenizer
+from titanlite.commands.export import asked_step, trained_tokenizer
 from titanlite.config.build import show
 from titanlite.config.config_json import check_weight_files, recipe_of
 from titanlite.config.problems import Origin, Problems
@@ -138,13 +138,7 @@ def _find_target(path: Path, step: str | None, tokenizer: str | None, averaged: 
 
 
 def _target_of_run(folder: RunFolder, step: str | None, tokenizer: str | None, averaged: bool) -> _Target:
-    config, steps = read_config(folder.config)[0], complete_steps(folder.checkpoints)
-    asked = int(step) if step and step.isdecimal() and len(step) < 20 else None
-    if not steps or (step is not None and asked not in steps):
-        want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {folder.checkpoints}"
-        fix = f"--step {steps[-1]}" if steps else "name a run that saved one"
-        raise CheckpointError.of(_WHERE, "--step", step or "", want, fix)
-    number = steps[-1] if asked is None else asked
+    config, number = read_config(folder.config)[0], asked_step(_WHERE, folder.checkpoints, step)
     checkpoint = step_folder(folder.checkpoints, number)
     state = read_state(checkpoint, number)
     if averaged:

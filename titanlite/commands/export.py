@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     folder = RunFolder(_only(words))
     config = _config(folder)
     dtype = given.get("--dtype", config.training.mixed_precision_param)
-    step = _asked_step(folder.checkpoints, given.get("--step"))
+    step = asked_step("titanlite export", folder.checkpoints, given.get("--step"))
     checkpoint = publish.step_folder(folder.checkpoints, step)
     averaged = "--ema" in given
     out = Path(given.get("--out", folder.path / "hugging_face" / f"{checkpoint.name}{'-ema' * averaged}"))
@@ -90,14 +90,24 @@ def _config(folder: RunFolder) -> Config:
     raise CheckpointError.of("titanlite export", str(folder.path), "", _RUN, fix)
 
 
-def _asked_step(root: Path, asked: str | None) -> int:
+def asked_step(command: str, root: Path, asked: str | None) -> int:
+    """Return the step of a checkpoint that is asked for, or of the newest.
+
+    Args:
+        command: that wants it, for the message.
+        root: the folder of the checkpoints.
+        asked: as it was given; None: the newest.
+
+    Raises:
+        CheckpointError: there is no such checkpoint.
+    """
     steps = publish.complete_steps(root)
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
         return steps[-1] if step is None else step
     want = f"one of {', '.join(map(str, steps))}" if steps else f"a complete checkpoint in {root}; there is none"
     fix = f"--step {steps[-1]}" if steps else "give the path <dump_folder>/<name> of a run that saved one"
-    raise CheckpointError.of("titanlite export", "--step", asked or "", want, fix)
+    raise CheckpointError.of(command, "--step", asked or "", want, fix)
 
 
 def _check_target(config: Config, out: Path, dtype: str) -> None:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
@@ -89,36 +88,20 @@ def _placements(
     name: str, pattern: str, text: str, shape: tuple[int, ...], axes: Mapping[str, int], problems: list[Problem]
 ) -> Placements | None:
     """Read one annotation for one tensor; None, and a problem, if it cannot be so placed."""
-    placed: dict[str, Placement] = dict.fromkeys(axes, REPLICATE)
-    if text == "replicate":
-        return tuple(placed.values())
-    count = len(problems)
-    dims: set[int] = set()
-    parts = text.split()
-    if not parts or len({part.partition(":")[0] for part in parts}) < len(parts):
-        want = '"replicate", or each axis once'
-        problems.append(Problem(pattern, text, want, f'"{pattern}" = "{next(iter(axes))}:0"'))
+    parts = [] if text == "replicate" else [part.partition(":") for part in text.split()]
+    numbers = {axis: int(n) for axis, _, n in parts if axis in axes and re.fullmatch(r"-?\d+", n)}
+    dims = {axis: n % len(shape) for axis, n in numbers.items() if -len(shape) <= n < len(shape)}
+    if not (text == "replicate" or parts) or len({*dims.values()}) < len(parts):
+        example = f"{next(iter(axes))}:0"
+        want = f'"replicate", or an axis of {", ".join(axes)} with one of the {len(shape)} dims of {name}, each once'
+        problems.append(Problem(pattern, text, f'{want}, as "{example}"', f'"{pattern}" = "{example}"'))
         return None
-    for part in parts:
-        axis, _, number = part.partition(":")
-        dim = int(number) if re.fullmatch(r"-?\d+", number) else None
-        if axis not in axes or dim is None:
-            want = f'"replicate", or an axis of {", ".join(axes)} with a dim, as "{next(iter(axes))}:0"'
-            problems.append(Problem(pattern, text, want, f'"{pattern}" = "{next(iter(axes))}:0"'))
-        elif not -len(shape) <= dim < len(shape):
-            fix = f"a dim from 0 to {len(shape) - 1}" if shape else "remove it"
-            problems.append(Problem(pattern, text, f"a dim of {name}, which has {len(shape)}", fix))
-        elif shape[dim] % axes[axis]:
-            size = shape[dim]
+    for axis, dim in dims.items():
+        if (size := shape[dim]) % axes[axis]:
             want = f"dim {dim} of {name}, of size {size}, to be divisible by the {axes[axis]} ranks of {axis}"
             problems.append(Problem(pattern, text, want, f"{axis} = {_largest_divisor(size, axes[axis])}"))
-        elif dim % len(shape) in dims:
-            want = f"each dim of {name} on one axis"
-            problems.append(Problem(pattern, text, want, "another dim for one of the axes"))
-        else:
-            dims.add(dim % len(shape))
-            placed[axis] = Shard(dim % len(shape))
-    return tuple(placed.values()) if len(problems) == count else None
+            return None
+    return tuple(Shard(dims[axis]) if axis in dims else REPLICATE for axis in axes)
 
 
 def _largest_divisor(size: int, at_most: int) -> int:
