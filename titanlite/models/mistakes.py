@@ -44,6 +44,11 @@ def refused(
         raise kind(describe(file, [mistake(error, os.path.abspath(file), want, fix, called)])) from error
 
 
+def is_own(model: nn.Module) -> bool:
+    """Return whether a model is of a user's own file."""
+    return not type(model).__module__.startswith("titanlite.")
+
+
 def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> AbstractContextManager[None]:
     """Refuse a model of the user's own that does not run on tensors without values, by which all is predicted.
 
@@ -51,10 +56,10 @@ def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> 
         model: any; what a shipped one raises is a bug.
         kind: as of `refused`.
     """
-    called, is_own = type(model), not type(model).__module__.startswith("titanlite.")
+    called, file = type(model), inspect.getfile(type(model)) if is_own(model) else ""
     want = f"{called.__name__}.forward(tokens) to run, also on tensors without values (the meta device)"
     fix = "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses"
-    return refused(inspect.getfile(called) if is_own else "", want, f"{fix} by value", called.forward, kind)
+    return refused(file, want, f"{fix} by value", called.forward, kind)
 
 
 def mistake(error: BaseException, file: str, want: str, fix: str, called: Callable[..., Any] | None = None) -> Problem:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import Partial, Shard
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
+from titanlite.models.mistakes import is_own
 from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.annotations import annotations_of
 from titanlite.sharding.check import refuse_unasked
@@ -37,11 +38,6 @@ from titanlite.sharding.suggest_annotation import suggest_annotation
 
 aten = torch.ops.aten
 _TOKENS = Shard(0)
-
-
-def _is_own(model: nn.Module) -> bool:
-    """Return whether a model is of a user's own file."""
-    return not type(model).__module__.startswith("titanlite.models.")
 
 
 def planned_layers(
@@ -92,7 +88,7 @@ def plan_layers(
         try:
             planned = for_all(fewer, *_planned(fewer, tokens, ranks, dtype, sizes or {}), stand_for)
         except ShardingError:
-            if not _is_own(model):
+            if not is_own(model):
                 raise
             planned = None  # its code may name blocks by their numbers
         if planned:

@@ -128,9 +128,10 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     try:
         predicted = model.peak_under(save_list)
     except RecipeError:
-        reason = "because the save-list keeps results that it does not name"
-        fix = "a save-list that names what it keeps"
-        lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
+        lines.append(
+            "    want: less; there is no prediction, because the save-list keeps results that it does not name"
+        )
+        lines.append("    fix:  a save-list that names what it keeps")
         return "\n".join(lines)
     fits = predicted.total <= room
     but = ", which would fit: the prediction is too low, or other processes use memory of this device" if fits else ""

@@ -104,10 +104,9 @@ def test_validate_tells_it(case: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 def ended(desk: Desk, folder: Path, changes: list[Change], *flags: str, world: int = 1) -> str:
     """What a run of such a model says on rank 0, behind the path of its file."""
-    of_recipe = {f"--{key}" for key in SMALL if key.startswith("model.")}
     with pytest.MonkeyPatch.context() as patch:
-        for key in of_recipe:
-            patch.delitem(SMALL, key.removeprefix("--"))
+        for key in [key for key in SMALL if key.startswith("model.")]:  # which are the recipe's
+            patch.delitem(SMALL, key)
         run = desk.run(folder.name, world, *mine(folder, *changes), "--job.stop_after=2", *flags, ends=2)
     assert "Traceback" not in run.output
     said = run.output.partition(f"{folder}/mine.py: 1 problem\n")[2]
