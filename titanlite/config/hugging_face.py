@@ -89,19 +89,16 @@ def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]
     return table
 
 
-def without_place(architecture: str, dims: ModelDims, is_start: bool = False) -> list[Problem]:
+def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
     """Return what a recipe says of its model that transformers does not compute: what its config.json loses.
 
     Args:
         architecture: `model.name`.
         dims: the model's dimensions.
-        is_start: weights come from transformers: a bias, which starts at 0, changes no logit of theirs.
     """
     layout, problems = ARCHITECTURES[architecture].hub, Problems(Origin("config.json"))
     table = recipe_table(architecture, model_keys(layout, dims))
     read, given = _computed(cast("ModelDims", from_table(ModelDims, table, problems))), _computed(dims)
-    if is_start:
-        read["experts.balance_bias"] = given.get("experts.balance_bias")
     return [
         Problem(key, show(value), f"{show(read[key])}, which every {layout.class_name} of transformers has", fix)
         for key, value in given.items()
