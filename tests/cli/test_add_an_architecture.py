@@ -19,7 +19,7 @@ class Mine(Llama3):
 '''
 ROW = """
 _BASIS = ARCHITECTURES["llama3"]
-ARCHITECTURES["mine"] = Architecture("Mine", _BASIS.needs, (), _BASIS.hub)
+ARCHITECTURES["mine"] = Architecture("Mine", (), _BASIS.hub)
 """
 
 

@@ -243,37 +243,42 @@ class HubLayout:
         return {*" ".join(_EVERYWHERE.values()).split(), *self.without_effect.split()}
 
 
+_OF_SOME = ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every", "max_seq_len", "experts")
+
+
 @dataclass(frozen=True)
 class Architecture:
     """The facts of one architecture.
 
     Attributes:
         class_name: in `titanlite/models/<name>.py`, or in `module` there.
-        needs: of the keys that only some architectures have, those that its recipes must give.
-        may_have: those that they may.
+        may_have: keys that only some architectures have, and that its recipes may give.
         hub: the layout that Hugging Face has of it.
         module: the file, if several architectures share it.
         splits: whether tensor parallelism has a layout for it: what it computes of heads is of each by itself.
     """
 
     class_name: str
-    needs: tuple[str, ...]
     may_have: tuple[str, ...]
     hub: HubLayout
     module: str = ""
     splits: bool = True
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Return the keys that its recipes must give, of those that only some architectures have."""
+        has = {of.ours.partition(".")[0] for of in self.hub.fields.values()}
+        return tuple(key for key in _OF_SOME if key in has)
+
 
 ARCHITECTURES = {
     "llama3": Architecture(
         "Llama3",
-        ("ffn_dim", "rope_theta"),
         ("rope_scaling",),
         hub=HubLayout("LlamaForCausalLM", "llama", _ROTARY, _LLAMA3_FIELDS, "max_position_embeddings"),
     ),
     "qwen3": Architecture(
         "Qwen3",
-        ("ffn_dim", "rope_theta"),
         ("head_dim",),
         hub=HubLayout(
             "Qwen3ForCausalLM",
@@ -286,7 +291,6 @@ ARCHITECTURES = {
     ),
     "gemma3": Architecture(
         "Gemma3",
-        ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every"),
         ("head_dim",),
         hub=HubLayout(
             "Gemma3ForCausalLM",
@@ -299,7 +303,6 @@ ARCHITECTURES = {
     ),
     "gpt2": Architecture(
         "GPT2",
-        ("ffn_dim", "max_seq_len"),
         (),
         hub=HubLayout(
             "GPT2LMHeadModel",
@@ -320,7 +323,6 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": Architecture(
         "Qwen3MoE",
-        ("rope_theta", "experts"),
         ("head_dim",),
         hub=HubLayout(
             "Qwen3MoeForCausalLM",
@@ -335,7 +337,6 @@ ARCHITECTURES = {
     ),
     "olmoe": Architecture(
         "OLMoE",
-        ("rope_theta", "experts"),
         (),
         hub=HubLayout(
             "OlmoeForCausalLM",
@@ -350,7 +351,6 @@ ARCHITECTURES = {
     ),
     "mixtral": Architecture(
         "Mixtral",
-        ("rope_theta", "experts"),
         (),
         hub=HubLayout(
             "MixtralForCausalLM",
