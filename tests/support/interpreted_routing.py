@@ -8,7 +8,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tests.support.routed_rows import randn, rows_of, some_choices
+from tests.support.numbers import normal, rows_of, some_choices
 from titanlite.kernels import routing
 from titanlite.kernels.device import expert_rows as device_rows
 from titanlite.kernels.device import routing as device_routing
@@ -29,7 +29,7 @@ def close(got: Tensor, wanted: Tensor) -> None:
 
 
 def choices_and_weights(logits: Tensor, biases: list[Tensor | None], top_k: int) -> None:
-    grad = randn(len(logits), top_k, seed=1)
+    grad = normal(len(logits), top_k, seed=1)
     for bias, score, normalised in product(biases, routing.SCORES, (False, True)):
         how = score, normalised, 2.5
         weights, choices = device_routing.launch_route(logits, bias, top_k, *how)
@@ -42,10 +42,10 @@ def choices_and_weights(logits: Tensor, biases: list[Tensor | None], top_k: int)
 
 def all_choices() -> None:
     for M, E, K in [(5, 1, 1), (40, 8, 2), (37, 20, 3), (33, 128, 8), (9, 512, 16), (3, 130, 5)]:
-        logits = 3 * randn(M, E)
+        logits = 3 * normal(M, E)
         logits[0], logits[1, : E // 2] = 0, 5  # ties
         logits[0, E // 2 :] *= -1  # minus zero
-        choices_and_weights(logits, [None, 0.3 * randn(E, seed=2)], K)
+        choices_and_weights(logits, [None, 0.3 * normal(E, seed=2)], K)
     inf, nan = torch.inf, torch.nan
     odd = [[3e38, -3e38, 0, 1], [-200.0, -200, -300, -300], [0, nan, 1, nan], [inf, 0, 0, 1], [-inf] * 4]
     choices_and_weights(torch.tensor(odd), [None], 2)
@@ -69,7 +69,7 @@ def all_moves() -> None:
     ):
         rows, slots, n = rows_of(*case)
         M, K = rows.shape
-        x, o, weights = randn(M, D, dtype=dtype), randn(M * K, D, seed=1, dtype=dtype), randn(M, K, seed=2)
+        x, o, weights = normal(M, D, dtype=dtype), normal(M * K, D, seed=1, dtype=dtype), normal(M, K, seed=2)
         o[n:] = torch.nan
         found = device_rows.launch_gather_rows(x, slots, K)
         assert torch.equal(found, routing.gather_rows.definition(x, slots, K))

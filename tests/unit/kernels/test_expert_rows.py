@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import DEVICES, slow
-from tests.support.routed_rows import F32, leaf, randn, rows_of
+from tests.support.numbers import F32, leaf, normal, rows_of, within
 from titanlite.kernels.routing import combine, expert_rows, gather_rows, route, router_logits, row_dots, spread_rows
 
 
@@ -29,23 +29,22 @@ ROWS = [(37, 8, 2, 0, 8), (37, 8, 2, 2, 3), (11, 12, 8, 0, 12), (9, 4, 1, 3, 1)]
 def test_combine(routing, D, is_weighted, dtype, device):
     rows, _, n = rows_of(*routing)
     M, K = rows.shape
-    o = randn(M * K, D, dtype=dtype)
+    o = normal(M * K, D, dtype=dtype)
     o[n:] = torch.nan  # rows of no token
-    weights = randn(M, K, seed=1) if is_weighted else None
+    weights = normal(M, K, seed=1) if is_weighted else None
     exact = [None if t is None else t.double().requires_grad_() for t in (o, weights)]
     given = [None if t is None else leaf(t, device) for t in (o, weights)]
     truth, got = loop_combine(exact[0], rows, exact[1]), combine(given[0], rows.to(device), given[1])
     sizes = loop_combine(o.abs().double(), rows, None if weights is None else weights.abs().double())
     # One rounding to dtype, and before it K products and sums of float32.
-    bound = torch.finfo(dtype).eps / 2 * truth.abs() + 2 * K * F32 * sizes
     assert got.dtype == dtype
-    assert ((got.cpu() - truth).abs() <= bound).all()
+    assert within(got.cpu(), truth, 2 * K * F32 * sizes)
 
-    upstream = randn(M, D, seed=2, dtype=dtype)
+    upstream = normal(M, D, seed=2, dtype=dtype)
     got.backward(upstream.to(device))
     truth.backward(upstream.double())
     wanted = exact[0].grad[:n]
-    assert ((given[0].grad[:n].cpu() - wanted).abs() <= (torch.finfo(dtype).eps / 2 + F32) * wanted.abs()).all()
+    assert within(given[0].grad[:n].cpu(), wanted, F32 * wanted.abs())
     if weights is not None:
         sizes = row_dots(upstream.abs().double(), o.abs().double(), rows)  # a sum of D products
         assert ((given[1].grad.cpu() - exact[1].grad).abs() <= D * F32 * sizes).all()
@@ -59,7 +58,7 @@ def test_each_row_is_given_its_token(routing, dtype, device):
     """By slots, and by rows; the gradient adds up the rows of a token."""
     rows, slots, n = rows_of(*routing)
     M, K = rows.shape
-    x, upstream = randn(M, 48, dtype=dtype), randn(M * K, 48, seed=1, dtype=dtype)
+    x, upstream = normal(M, 48, dtype=dtype), normal(M * K, 48, seed=1, dtype=dtype)
     upstream[n:] = torch.nan
     wanted = [x[slot // K] for slot in slots[:n].tolist()]
     of_x = loop_combine(upstream.double(), rows, None)
@@ -73,15 +72,14 @@ def test_each_row_is_given_its_token(routing, dtype, device):
         assert way == "rows" or (got[n:] == 0).all()
         got.backward(upstream.to(device))
         sizes = loop_combine(upstream.abs().double(), rows, None)
-        bound = torch.finfo(dtype).eps / 2 * of_x.abs() + K * F32 * sizes
-        assert ((given.grad.cpu() - of_x).abs() <= bound).all()
+        assert within(given.grad.cpu(), of_x, K * F32 * sizes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_float8_is_copied(dtype, device):
     rows, slots, n = rows_of(37, 8, 2, 2, 3)
-    x = randn(37, 48).to(device, dtype)
+    x = normal(37, 48).to(device, dtype)
     wanted = x.view(torch.uint8)[slots[:n].to(device) // 2]
     for got in (gather_rows(x, slots.to(device), 2), spread_rows(x, rows.to(device), None, len(slots))):
         assert got.dtype == dtype
@@ -92,7 +90,7 @@ def test_float8_is_copied(dtype, device):
 def test_gradients_of_rows_in_float64(is_weighted):
     """Against differences, where each row has a token."""
     rows, slots, _ = rows_of(5, 6, 3, 0, 6)
-    o, x, weights = (randn(n, d, seed=n, dtype=torch.float64).requires_grad_() for n, d in ((15, 4), (5, 4), (5, 3)))
+    o, x, weights = (normal(n, d, seed=n, dtype=torch.float64).requires_grad_() for n, d in ((15, 4), (5, 4), (5, 3)))
     of = weights if is_weighted else None
     assert torch.autograd.gradcheck(lambda *given: combine(given[0], rows, given[1]), (o, of))
     assert torch.autograd.gradcheck(lambda *given: spread_rows(given[0], rows, given[1], 15), (x, of))

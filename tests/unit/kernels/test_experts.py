@@ -1,18 +1,18 @@
 """Tokens through their experts against a plain loop over experts, in float64: results, and gradients of everything."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.support.numbers import normal
 from titanlite.kernels.experts import experts
 from titanlite.kernels.swiglu import BLOCK
 
 D, F_, E = 24, 128, 5
-
-
-def random(*shape: int, seed: int, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(device)
+random = partial(normal, dtype=torch.float64)
 
 
 def one_by_one(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:

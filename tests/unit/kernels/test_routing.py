@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.needs import DEVICES, slow
-from tests.support.routed_rows import F32, leaf, randn, rows_of, some_choices
-from titanlite.kernels.operators import SPLITS
+from tests.support.numbers import F32, leaf, normal, some_choices, within
 from titanlite.kernels.routing import SCORES, combine, expert_rows, gather_rows, route, router_logits
 
 # --- router_logits -----------------------------------------------------------------------------------------------
@@ -18,22 +17,21 @@ from titanlite.kernels.routing import SCORES, combine, expert_rows, gather_rows,
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("M", [0, 1, 37])
 def test_logits(M, dtypes, device):
-    x, weight = (randn(n, 96, seed=n).to(device, dtype) for n, dtype in zip((M, 12), dtypes, strict=True))
+    x, weight = (normal(n, 96, seed=n).to(device, dtype) for n, dtype in zip((M, 12), dtypes, strict=True))
     given = [leaf(t, device) for t in (x, weight)]
     exact = [t.double().requires_grad_() for t in (x, weight)]
     logits, truth = router_logits(*given), exact[0] @ exact[1].t()
     assert logits.dtype == torch.float32
     sizes = exact[0].abs() @ exact[1].abs().t()  # a sum of D products errs by D roundings of its terms at worst
     assert ((logits - truth).abs() <= 96 * F32 * sizes).all()
-    upstream = randn(M, 12, seed=1).to(device)
+    upstream = normal(M, 12, seed=1).to(device)
     wide = torch.promote_types(*dtypes)
     logits.backward(upstream)
     truth.backward(upstream.to(wide).double())
     for own, other, of, wanted in ((upstream, weight, given[0], exact[0]), (upstream.t(), x, given[1], exact[1])):
         assert of.grad.dtype == of.dtype
         sizes = own.abs().double() @ other.abs().double()
-        bound = torch.finfo(of.dtype).eps / 2 * wanted.grad.abs() + (torch.finfo(wide).eps / 2 + 96 * F32) * sizes
-        assert ((of.grad - wanted.grad).abs() <= bound).all()
+        assert within(of.grad, wanted.grad, (torch.finfo(wide).eps / 2 + 96 * F32) * sizes)
 
 
 # --- route -------------------------------------------------------------------------------------------------------
@@ -76,8 +74,8 @@ WAYS = list(product(SCORES, (False, True)))
     [(1, 1, 1), (7, 8, 2), (3, 9, 8), *slow((13, 20, 3), (5, 9, 4), (5, 9, 5), (5, 9, 6), (5, 9, 7), (9, 130, 8))],
 )
 def test_weights_choices_and_gradient(M, E, top_k, score, normalised, with_bias, device):
-    logits = 3 * randn(M, E, seed=E)
-    bias = 0.3 * randn(E, seed=1) if with_bias else None
+    logits = 3 * normal(M, E, seed=E)
+    bias = 0.3 * normal(E, seed=1) if with_bias else None
     exact = logits.double().requires_grad_()
     truth, wanted = loop_route(exact, bias, top_k, score, normalised, 2.5)
     given = leaf(logits, device)
@@ -90,7 +88,7 @@ def test_weights_choices_and_gradient(M, E, top_k, score, normalised, with_bias,
     # Exponentials err by (2 + |x|) roundings; sums of E terms of one sign, quotients and products by E + 8.
     slack = (2 + 2 * float(logits.abs().max()) + E + 8) * F32
     assert ((weights.cpu() - truth).abs() <= slack * truth.abs()).all()
-    upstream = randn(M, top_k, seed=2)
+    upstream = normal(M, top_k, seed=2)
     weights.backward(upstream.to(device))
     truth.backward(upstream.double())
     # The same of each term; terms are at most a weight by the largest gradient, once for itself and once for the sum.
@@ -110,7 +108,7 @@ def test_ties_go_to_the_lower_expert(with_bias, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("score", SCORES)
 def test_a_bias_shifts_the_choice_and_not_the_weight(score, device):
-    logits = randn(5, 8).to(device)
+    logits = normal(5, 8).to(device)
     bias = torch.zeros(8, device=device)
     bias[6] = 100
     weights, choices = route(logits, bias, 1, score, False, 1.0)
@@ -199,7 +197,7 @@ def layer(x: Tensor, router: Tensor, bias: Tensor, score: str) -> Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("score", ["softmax", *slow("softmax_of_chosen", "sigmoid")])
 def test_a_compiled_layer_is_the_plain_one(score, device):
-    x, router, bias = randn(24, 32).to(device), randn(6, 32, seed=1).to(device), randn(6, seed=2).to(device)
+    x, router, bias = normal(24, 32).to(device), normal(6, 32, seed=1).to(device), normal(6, seed=2).to(device)
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     found = []
     for run in (layer, compiled):
@@ -212,70 +210,3 @@ def test_a_compiled_layer_is_the_plain_one(score, device):
     experts = 1 + route(x @ router.t(), bias, 2, score, True, 1.0)[1]
     wanted = x * (route(x @ router.t(), bias, 2, score, True, 1.0)[0] * experts).sum(1, keepdim=True)
     torch.testing.assert_close(found[0][0], wanted)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_operators(device):
-    """What a compiler is told of the results is what they are."""
-    ops, check = torch.ops.titanlite, torch.library.opcheck
-    rows, slots, _ = (t.to(device) if isinstance(t, Tensor) else t for t in rows_of(6, 8, 2, 0, 8))
-    x, o, router = (randn(n, 16, seed=n).to(device).requires_grad_() for n in (6, 12, 8))
-    logits, weights = randn(6, 8).to(device).requires_grad_(), randn(6, 2).to(device).requires_grad_()
-    check(ops.router_logits.default, (x, router))
-    check(ops.router_logits_grad.default, (logits.detach(), x.detach(), router.detach()))
-    for score, normalised in WAYS:
-        check(ops.route.default, (logits, None, 2, score, normalised, 2.0))
-    check(ops.route.default, (logits, torch.ones(8, device=device), 2, "sigmoid", True, 2.0))
-    choices = route(logits, None, 2, "softmax", False, 1.0)[1]
-    check(ops.route_grad.default, (weights.detach(), logits.detach(), choices, "softmax", False, 1.0))
-    check(ops.expert_rows.default, (choices, 0, 8))
-    check(ops.gather_rows.default, (x, slots, 2))
-    for given in (weights, None):
-        check(ops.combine.default, (o, rows, given))
-        check(ops.spread_rows.default, (x, rows, given, 12))
-    check(ops.row_dots.default, (x.detach(), o.detach(), rows))
-
-
-def test_ranks_may_share_the_work_as_the_rules_say():
-    rows, slots, _ = rows_of(6, 8, 2, 0, 8)
-    x, o, logits, weights = randn(6, 16), randn(12, 16), randn(6, 8), randn(6, 2)
-    calls = {
-        "router_logits": [(x, randn(8, 16))],
-        "route": [(logits, bias, 2, "softmax", True, 1.0) for bias in (None, torch.ones(8))],
-        "route_grad": [(weights, logits, route(logits, None, 2, "softmax", True, 1.0)[1], "softmax", True, 1.0)],
-        "gather_rows": [(x, slots, 2)],
-        "combine": [(o, rows, None), (o, rows, weights)],
-        "spread_rows": [(x, rows, None, 12), (x, rows, weights, 12)],
-    }
-    tried = 0
-    for name, given in calls.items():
-        op = getattr(torch.ops.titanlite, name).default
-        for arguments, split in product(given, SPLITS[op]):
-            tensors = [a for a in arguments if isinstance(a, Tensor)]
-            if len(tensors) == len(split.inputs):
-                parts = zip(*(_halves(t, d) for t, d in zip(tensors, split.inputs, strict=True)), strict=True)
-                found = [op(*_in_place_of_tensors(arguments, part)) for part in parts]
-                for whole, *halves in zip(*map(_several, (op(*arguments), *found)), strict=True):
-                    assert torch.equal(torch.cat(halves, split.output), whole), (name, split)
-                tried += 1
-    assert tried == 10
-
-
-def _halves(t: Tensor, dim: int | None) -> tuple[Tensor, ...]:
-    return (t, t) if dim is None else t.chunk(2, dim)
-
-
-def _in_place_of_tensors(arguments: tuple[object, ...], tensors: tuple[Tensor, ...]) -> list[object]:
-    left = iter(tensors)
-    return [next(left) if isinstance(a, Tensor) else a for a in arguments]
-
-
-def _several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)
-
-
-def test_flops_of_the_router_are_counted():
-    x, weight = (torch.ones(n, 16, requires_grad=True) for n in (5, 8))
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
-        router_logits(x, weight).sum().backward()
-    assert counter.get_total_flops() == 3 * 2 * 5 * 16 * 8

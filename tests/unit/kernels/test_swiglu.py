@@ -6,20 +6,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.support.needs import DEVICES
+from tests.support.numbers import F32, normal, within
 from titanlite.kernels.float8_scales import cast_to, scale_of
 from titanlite.kernels.swiglu import BLOCK, swiglu, swiglu_cast, swiglu_grad, swiglu_grad_cast
-
-F32 = torch.finfo(torch.float32).eps
 
 
 def gate_and_up(n_blocks: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """Separate [5, F] projections, and the fused one, put together column by column."""
-    rng = torch.Generator().manual_seed(0)
-    gate, up = (3 * torch.randn(5, n_blocks * BLOCK, generator=rng).to(device, dtype) for _ in "gu")
-    columns = []
-    for start in range(0, n_blocks * BLOCK, BLOCK):
-        columns += [gate[:, start : start + BLOCK], up[:, start : start + BLOCK]]
-    return gate, up, torch.cat(columns, dim=1)
+    gate, up = (3 * normal(5, n_blocks * BLOCK, seed=seed, dtype=dtype, device=device) for seed in range(2))
+    columns = zip(gate.split(BLOCK, dim=1), up.split(BLOCK, dim=1), strict=True)
+    return gate, up, torch.cat([part for pair in columns for part in pair], dim=1)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -29,8 +25,7 @@ def test_one_rounding(n_blocks, dtype, device):
     gate, up, fused = gate_and_up(n_blocks, dtype, device)
     truth = F.silu(gate.double()) * up.double()
     # One rounding to dtype; before it a sigmoid (a few units in the last place) and two products in float32.
-    bound = (torch.finfo(dtype).eps / 2 + 8 * F32) * truth.abs() + torch.finfo(torch.float32).tiny
-    assert ((swiglu(fused).double() - truth).abs() <= bound).all()
+    assert within(swiglu(fused), truth, 8 * F32 * truth.abs() + torch.finfo(torch.float32).tiny)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -41,13 +36,12 @@ def test_gradient(n_blocks, dtype, device):
     gate, up, fused = gate_and_up(n_blocks, dtype, device)
     fused.requires_grad_()
     gate, up = gate.double().requires_grad_(), up.double().requires_grad_()
-    upstream = torch.randn(gate.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    upstream = normal(*gate.shape, seed=2, dtype=dtype, device=device)
     swiglu(fused).backward(upstream)
     (F.silu(gate) * up).backward(upstream.double())
     truth = torch.stack((gate.grad.unflatten(1, (-1, BLOCK)), up.grad.unflatten(1, (-1, BLOCK))), dim=2).flatten(1)
-    bound = torch.finfo(dtype).eps / 2 * truth.abs() + 8 * F32 * truth.abs().max()
-    assert ((fused.grad - truth).abs() <= bound).all()
-    assert ((swiglu_grad(upstream, fused.detach()) - truth).abs() <= bound).all()
+    for got in (fused.grad, swiglu_grad(upstream, fused.detach())):
+        assert within(got, truth, 8 * F32 * truth.abs().max())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,12 +79,8 @@ def by_two_passes(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tu
 @pytest.mark.parametrize(("rows", "n_blocks"), [(37, 3), (5, 112), (3, 130)])
 def test_casts_in_one_pass(rows, n_blocks, by_row, dtype, pow2, device):
     """A GPU's sigmoid differs in the last place, which a bit in a thousand shows after two roundings."""
-    rng = torch.Generator().manual_seed(n_blocks)
-    x = torch.randn(rows, 2 * n_blocks * BLOCK, generator=rng) * torch.exp(torch.randn(rows, 1, generator=rng))
-    x, grad = (
-        x.to(device, torch.bfloat16),
-        torch.randn(rows, n_blocks * BLOCK, generator=rng).to(device, torch.bfloat16),
-    )
+    x = normal(rows, 2 * n_blocks * BLOCK) * torch.exp(normal(rows, 1, seed=1))
+    x, grad = (t.to(device, torch.bfloat16) for t in (x, normal(rows, n_blocks * BLOCK, seed=2)))
     wanted = by_two_passes(swiglu(x), by_row, E4M3, pow2)
     wanted_grad = by_two_passes(swiglu_grad.definition(grad, x), by_row, dtype, pow2)
     qdata, scale_inv = swiglu_cast(x, by_row, E4M3, pow2)
@@ -121,14 +111,3 @@ def test_what_is_not_a_number_stays_one_when_cast(by_row, device):
     qdata, scale_inv = swiglu_cast(x, by_row, E4M3, True)
     assert scale_inv.isnan().sum() == 1
     assert qdata.float().isnan().sum() == (BLOCK if by_row else qdata.numel())
-
-
-@pytest.mark.parametrize("by_row", [True, False])
-def test_operators(by_row):
-    """What a compiler is told of the results is what they are."""
-    fake = {"test_utils": "test_faketensor"}  # the others compute with results, which float8 on CPUs does not
-    x = gate_and_up(2, torch.bfloat16, "cpu")[2]
-    grad, to = torch.ones_like(swiglu(x)), (torch.float8_e5m2, torch.float8_e4m3fn)
-    torch.library.opcheck(torch.ops.titanlite.swiglu_grad.default, (grad, x), **fake)
-    torch.library.opcheck(torch.ops.titanlite.swiglu_cast.default, (x, by_row, to[1], True), **fake)
-    torch.library.opcheck(torch.ops.titanlite.swiglu_grad_cast.default, (grad, x, by_row, *to, True), **fake)

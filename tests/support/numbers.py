@@ -1,4 +1,4 @@
-"""Numbers and routings that tests of routing share."""
+"""Seeded numbers that tests of kernels share, and the bound of what is rounded once."""
 
 import torch
 from torch import Tensor
@@ -8,12 +8,19 @@ from titanlite.kernels.routing import expert_rows
 F32 = torch.finfo(torch.float32).eps
 
 
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """Draw normal numbers on the CPU, the same for every device and, up to rounding, for every dtype."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def leaf(t: Tensor, device: str = "cpu") -> Tensor:
     return t.detach().to(device, copy=True).requires_grad_()
+
+
+def within(got: Tensor, truth: Tensor, error: Tensor | float = 0.0) -> bool:
+    """Whether numbers are a truth in float64 that has an error, and is then rounded once to their dtype."""
+    bound = torch.finfo(got.dtype).eps / 2 * truth.abs() + error
+    return bool(((got.double() - truth).abs() <= bound).all())
 
 
 def some_choices(M: int, E: int, K: int) -> Tensor:
