@@ -1,15 +1,11 @@
-"""Device code of routing: how it is compiled, its values by Triton's interpreter, and on GPUs at models' shapes."""
-
-import os
-import subprocess
-import sys
+"""Device code of routing: how it is compiled, and its values on GPUs at models' shapes."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.support.compile_only import accesses, compiling
-from tests.support.needs import LOOPS_BY_INTERPRETER, slow
+from tests.support.needs import slow
 from tests.support.numbers import F32, normal, within
 from titanlite.kernels.device.expert_rows import (
     launch_combine,
@@ -52,16 +48,6 @@ def test_code_for_sm_90_reads_and_writes_all_logits_by_16_bytes(E, K):
     found = {name: accesses(kernel) for name, kernel in compiled.items()}
     assert found["_route"]["ld", 4] == found["_route_grad"]["st", 4] == 4
     assert found["_route_grad"]["ld", 4] == (12 if K == 16 else 4)  # choices and gradients of 16 slots by 16 bytes too
-
-
-@pytest.mark.slow
-@LOOPS_BY_INTERPRETER
-def test_values_of_device_code_without_a_gpu():
-    """Triton's interpreter has to be asked for before Triton is imported."""
-    run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_routing"]
-    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "564 kernels" in done.stdout
 
 
 MODELS = {"Qwen3-30B-A3B": (16_384, 2048, 128, 8), "Mixtral 8x7B": (16_384, 4096, 8, 2)}  # M, D, E, K

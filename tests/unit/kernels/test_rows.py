@@ -1,8 +1,4 @@
-"""Rows of many tensors, in a table: the definition against loops over rows, and the device code against both."""
-
-import os
-import subprocess
-import sys
+"""Rows of many tensors, in a table: the definition, and on a GPU the device code, against loops over rows."""
 
 import pytest
 import torch
@@ -129,11 +125,3 @@ def test_no_rows() -> None:
     none: RowTable = table([(0, torch.empty(0, dtype=torch.int64), 4, 0)])
     assert len(none) == 0
     take_rows(none, torch.zeros(4), torch.zeros(4))
-
-
-@pytest.mark.slow
-def test_values_of_device_code() -> None:
-    """The tests above, of the device code by Triton's interpreter, which is asked for before Triton is imported."""
-    run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_rows"]
-    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -1,11 +1,8 @@
-"""Matrices that are multiplied and converted: the definition; the device code, compiled and by Triton's interpreter.
+"""Matrices that are multiplied and converted: the definition; the device code, compiled.
 
 Each number is computed alike everywhere, so bit for bit.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,14 +100,6 @@ def test_more_elements_than_int32_has(transposed: bool) -> None:
     scaled_copy(x, out, 0.5)
     assert torch.equal(out[:, -70:], (x[:, -70:] / 2).half())
     assert not out[:, :-70].any()
-
-
-@pytest.mark.slow
-def test_values_of_device_code() -> None:
-    """The tests above, of the device code by Triton's interpreter, which is asked for before Triton is imported."""
-    run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_copies"]
-    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("transposed", TRANSPOSED)

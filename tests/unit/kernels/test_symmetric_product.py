@@ -1,15 +1,12 @@
-"""Products whose result is symmetric: the definition; the device code, compiled and by Triton's interpreter."""
+"""Products whose result is symmetric: the definition; the device code, compiled."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.compile_only import check_resources, compiling
-from tests.support.needs import DEVICES, LOOPS_BY_INTERPRETER, slow
+from tests.support.needs import DEVICES, slow
 from titanlite.kernels.device.symmetric_product import launch_symmetric_product
 from titanlite.kernels.symmetric_product import symmetric_product
 
@@ -49,15 +46,6 @@ def test_16_bits(shape: tuple[int, int, int], dtype: torch.dtype, device: str) -
             roundings = 1 if device == "cuda" and shape[2] % 8 == 0 else 3
             unit = torch.finfo(dtype).eps / 2
             assert ((ours.double() - truth).abs() <= sizes * (roundings * unit + (shape[2] + 4) * 2**-24)).all()
-
-
-@pytest.mark.slow
-@LOOPS_BY_INTERPRETER
-def test_values_of_device_code():
-    """Triton's interpreter has to be asked for before Triton is imported."""
-    run = [sys.executable, "-W", "ignore", "-m", "tests.support.interpreted_products"]
-    done = subprocess.run(run, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("adds", [False, True])
