@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from titanlite.kernels import all_gather_matmul as gather_stem
 from titanlite.kernels import matmul_reduce_scatter as scatter_stem
 from titanlite.kernels.lowering import lowered
-from titanlite.kernels.products import FLOAT8, out_dtype_of, out_shapes, scales_travel
+from titanlite.kernels.products import FLOAT8, GatherCall, ScatterCall, out_dtype_of, out_shapes, scales_travel
 from titanlite.kernels.shapes import split
 
 E4M3, E5M2 = FLOAT8
@@ -365,6 +365,19 @@ class Numbers:
         return numbers.floor() + 1 if self._exact else numbers
 
 
+class Zeros(Numbers):
+    """Zeros, and scales of one, on a CPU whatever the sizes are for."""
+
+    def __init__(self, seed: str, device: str, terms: int | None, memory: str = "contiguous"):
+        self._memory = memory
+
+    def operand(self, shape: list[int], dtype: torch.dtype) -> Tensor:
+        return placed(torch.zeros(shape, dtype=dtype), self._memory)
+
+    def scale(self, shape: list[int]) -> Tensor:
+        return torch.ones(shape)
+
+
 def placed(x: Tensor, memory: str) -> Tensor:
     """The same numbers, lying in memory otherwise."""
     if x.dtype in FLOAT8:
@@ -621,7 +634,8 @@ def gather_given(case: Gather, device: str, group: Ranks, r: int, kind: str, rou
     lengths = [contracted(case, device), math.prod(whole) // contracted(case, device)]
     lengths += [n * sum(math.prod(other) // contracted(case, device) for other in others)]
     terms = max(lengths) if kind == "exact" else None
-    rng = Numbers(f"{_seed(case, group.ranks[r], kind)} {round}", device, terms, case.memory)
+    made = Zeros if kind == "zeros" else Numbers
+    rng = made(f"{_seed(case, group.ranks[r], kind)} {round}", device, terms, case.memory)
     shape = list(whole)
     shape[case.dim] = split(whole, case.dim, whole[case.dim], n).length(r)
     other_dtype = case.other_dtype or case.dtype
@@ -635,32 +649,14 @@ def gather_given(case: Gather, device: str, group: Ranks, r: int, kind: str, rou
     if case.dtype in FLOAT8:
         last = case.dim % len(whole) == len(whole) - 1
         shared = case.scale_of == "tensor" or (case.scale_of == "row" and last)
-        of = Numbers(f"{_seed(case, group.ranks[0], kind)} {round} of all", device, terms) if shared else rng
+        of = made(f"{_seed(case, group.ranks[0], kind)} {round} of all", device, terms) if shared else rng
         given.scales = [of.scale([*shape[:-1], 1] if case.scale_of == "row" else [])]
         for other in others:
             rows = [1, other[-1]] if left_side else [*other[:-1], 1]
             given.scales.append(rng.scale(rows if case.other_scale_of == "row" else []))
-    else:
+    elif kind != "zeros":
         given.grads = [rng.operand(whole, case.dtype), *(rng.operand(product, out_dtype) for product in products)]
     return given
-
-
-def run_gather(case: Gather, given: Given, size: int, group: str) -> list[Tensor]:
-    """Call the operator."""
-    operands, scales, n = given.operands, given.scales, len(case.others)
-    return gather_stem.all_gather_matmul(
-        operands[0],
-        operands[1 : 1 + n],
-        case.dim,
-        size,
-        group,
-        form=case.form,
-        biases=operands[1 + n :],
-        scale=scales[0] if scales else None,
-        scale_of=case.scale_of,
-        other_scales=scales[1:],
-        out_dtype=case.out_dtype,
-    )
 
 
 def gather_truths(case: Gather, every: list[Given], ranks) -> Truths:
@@ -702,7 +698,8 @@ def scatter_given(case: Scatter, device: str, group: Ranks, r: int, kind: str, r
     inner, n = [sizes(K, device)[0] for K in case.inner], len(group.ranks)
     # The longest sum of all: along every K over all ranks forwards; along M or N backwards.
     terms = max(n * sum(inner), math.prod(rows), N) if kind == "exact" else None
-    rng = Numbers(f"{_seed(case, group.ranks[r], kind)} {round}", device, terms, case.memory)
+    made = Zeros if kind == "zeros" else Numbers
+    rng = made(f"{_seed(case, group.ranks[r], kind)} {round}", device, terms, case.memory)
     out_dtype = out_dtype_of(case.dtype, case.out_dtype)
     own = [*rows, N]
     own[case.dim] = split(own, case.dim, own[case.dim], n).length(r)
@@ -711,24 +708,9 @@ def scatter_given(case: Scatter, device: str, group: Ranks, r: int, kind: str, r
     if case.bias:
         operands.append(rng.operand(own[-1:], case.bias_dtype or out_dtype))
     if case.dtype not in FLOAT8:
-        return Given(operands, grads=[rng.operand(own, out_dtype)])
+        return Given(operands, grads=[] if kind == "zeros" else [rng.operand(own, out_dtype)])
     scales = [rng.scale([*rows, 1] if case.left_scale_of == "row" else []) for _ in inner]
     return Given(operands, scales + [rng.scale([1, N] if case.right_scale_of == "row" else []) for _ in inner])
-
-
-def run_scatter(case: Scatter, given: Given, group: str) -> Tensor:
-    """Call the operator."""
-    operands, scales, n = given.operands, given.scales, len(case.inner)
-    return scatter_stem.matmul_reduce_scatter(
-        operands[:n],
-        operands[n : 2 * n],
-        case.dim,
-        group,
-        bias=operands[2 * n] if case.bias else None,
-        left_scales=scales[:n],
-        right_scales=scales[n:],
-        out_dtype=case.out_dtype,
-    )
 
 
 def partial_sum(case: Scatter, given: Given, operands: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
@@ -776,11 +758,24 @@ def given_of(case: Case, device: str, group: Ranks, r: int, kind: str, round: in
     return scatter_given(case, device, group, r, kind, round)
 
 
+def call_of(case: Case, device: str, given: Given, group: str) -> GatherCall | ScatterCall:
+    """All arguments of a case's operator."""
+    operands, scales = given.operands, given.scales
+    if isinstance(case, Gather):
+        n, size = 1 + len(case.others), sizes(case.whole, device)[case.dim]
+        how = case.form, operands[n:], scales[0] if scales else None, case.scale_of, scales[1:], case.out_dtype, False
+        return GatherCall(operands[0], operands[1:n], case.dim, size, group, *how)
+    n, bias = len(case.inner), operands[-1] if case.bias else None
+    rest = bias, scales[:n], scales[n:], case.out_dtype, False
+    return ScatterCall(operands[:n], operands[n : 2 * n], case.dim, group, *rest)
+
+
 def run_case(case: Case, device: str, given: Given, group: str) -> list[Tensor]:
     """Call a case's operator."""
+    call = call_of(case, device, given, group)._asdict()
     if isinstance(case, Gather):
-        return run_gather(case, given, sizes(case.whole, device)[case.dim], group)
-    return [run_scatter(case, given, group)]
+        return gather_stem.all_gather_matmul(**call)
+    return [scatter_stem.matmul_reduce_scatter(**call)]
 
 
 def truths_of(case: Case, every: list[Given]) -> Truths:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from tests.support.collective_cases import (
     Gather,
     Given,
     Numbers,
+    call_of,
     check_cases,
     contracted,
     families,
@@ -91,15 +91,6 @@ def test_gradients_that_are_asked_for(case: str, tmp_path):
     run_ranks(body, tmp_path)
 
 
-def arguments(case: Case, operands: Sequence[Tensor], group: str) -> tuple:
-    """Of a case's operator, for operands without scales."""
-    if isinstance(case, Gather):
-        (shard, *rest), n, size = operands, len(case.others), sizes(case.whole, "cpu")[case.dim]
-        return shard, rest[:n], case.dim, size, group, case.form, rest[n:], None, "tensor", [], None, False
-    n, bias = len(case.inner), operands[-1] if case.bias else None
-    return list(operands[:n]), list(operands[n : 2 * n]), case.dim, group, bias, [], [], None, False
-
-
 # The compiler checks an operator's shapes and gradients, too: what is compiled in one test is not checked in the other.
 # Of products whose operands are of any kind, the most general is in both.
 IN_BOTH = [name for name in ONE_OF_EACH_KIND if "three-products" in name]
@@ -116,8 +107,8 @@ def test_operators(cases: list[str], tmp_path):
         group = groups(2)["all-2"]
         for case in cases:
             of = CASES[case]
-            operands = given_of(of, "cpu", group, group.me, "normal").operands
-            args = arguments(of, [t.requires_grad_() for t in operands], group.name)
+            given = given_of(of, "cpu", group, group.me, "normal")
+            args = tuple(call_of(of, "cpu", Given([t.requires_grad_() for t in given.operands]), group.name))
             name = "all_gather_matmul" if isinstance(of, Gather) else "matmul_reduce_scatter"
             op = getattr(torch.ops.titanlite, name).default
             torch.library.opcheck(op, args)

@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise, product
 from types import SimpleNamespace
 
@@ -20,15 +21,13 @@ from tests.support.collective_cases import (
     BF16,
     E4M3,
     E5M2,
-    FLOAT8,
+    Case,
     Gather,
-    Scatter,
+    Ranks,
+    call_of,
     gathers,
-    out_dtype_of,
-    placed,
+    given_of,
     scatters,
-    sizes,
-    split,
 )
 
 pytest.importorskip("triton")
@@ -59,8 +58,17 @@ from titanlite.kernels.device import (
 from titanlite.kernels.device import all_gather_matmul as gather
 from titanlite.kernels.device import matmul_reduce_scatter as scatter
 from titanlite.kernels.device.launch import Blocks, _Launcher
-from titanlite.kernels.products import FSDP_GATHER, FSDP_REDUCE, NOTHING, SLOWER, out_shapes, scales_travel
+from titanlite.kernels.products import (
+    FSDP_GATHER,
+    FSDP_REDUCE,
+    NOTHING,
+    SLOWER,
+    GatherCall,
+    out_shapes,
+    product_shape,
+)
 from titanlite.kernels.routing import SCORES
+from titanlite.kernels.shapes import split
 
 GATHER = torch.ops.titanlite.all_gather_matmul.default.on_gpus  # type: ignore[attr-defined]
 SCATTER = torch.ops.titanlite.matmul_reduce_scatter.default.on_gpus  # type: ignore[attr-defined]
@@ -147,62 +155,32 @@ def launches(monkeypatch) -> Iterator[Launches]:
     triton.runtime.driver._active = None  # found anew at the next use
 
 
-def call_gather(case: Gather, rank: int, ranks: int) -> None:
-    """Its first product; the others are plain matmuls."""
-    whole, (first, *_) = sizes(case.whole, "cuda"), case.others
-    shape = list(whole)
-    shape[case.dim] = split(whole, case.dim, whole[case.dim], ranks).length(rank)
-    shard = placed(torch.zeros(shape, dtype=case.dtype), case.memory)
-    other = placed(torch.zeros(sizes(first, "cuda"), dtype=case.other_dtype or case.dtype), case.memory)
-    if gather_plan.gather_unsupported_reason(
-        shard, [other], case.dim, whole[case.dim], ranks, case.form, case.scale_of
-    ):
-        return
-    bias_dtype = case.bias_dtype or out_dtype_of(case.dtype, case.out_dtype)
-    (product,) = out_shapes(whole, [other], case.form)
-    biases = [placed(torch.zeros(product[-1:], dtype=bias_dtype), case.memory)] if case.bias else []
-    scale, other_scales = None, []
-    if case.dtype in FLOAT8:
-        scale = torch.ones([*shape[:-1], 1] if case.scale_of == "row" else [])
-        rows = [1, other.shape[-1]] if case.form.startswith("left") else [*other.shape[:-1], 1]
-        other_scales = [torch.ones(rows if case.other_scale_of == "row" else [])]
-    rest = (biases, scale, case.scale_of, other_scales, case.out_dtype, False)
-    gathered, out, *scales = GATHER(shard, [other], case.dim, whole[case.dim], "g", case.form, *rest)
-    assert len(scales) == (case.dtype in FLOAT8 and scales_travel(case.scale_of, case.dim, shard.ndim))
-    for result, shape in ((gathered, whole), (out, product), *((scale, [*whole[:-1], 1]) for scale in scales)):
+def call_case(case: Case, rank: int, ranks: int) -> None:
+    """Of a gather with its first product; the others are plain matmuls."""
+    if isinstance(case, Gather):
+        case = replace(case, others=case.others[:1])
+    call = call_of(case, "cuda", given_of(case, "cuda", Ranks("g", tuple(range(ranks)), rank), rank, "zeros"), "g")
+    if isinstance(call, GatherCall):
+        if gather_plan.gather_unsupported_reason(*call[:4], ranks, call.form, call.scale_of):
+            return
+        results, (product,) = GATHER(*call), out_shapes(call.whole, call.others, call.form)
+        shapes = [call.whole, product, *[[*call.whole[:-1], 1]] * call.moves_scale]
+    else:
+        if scatter.scatter_unsupported_reason(call.lefts, call.rights, ranks):
+            return
+        own = product_shape(call.lefts[0].shape, call.rights[0].shape)
+        own[call.dim] = split(own, call.dim, own[call.dim], ranks).length(rank)
+        results, shapes = [SCATTER(*call)], [own]
+    for result, shape in zip(results, shapes, strict=True):
         assert (list(result.shape), result.stride()) == (shape, torch.empty(shape, device="meta").stride())
-
-
-def call_scatter(case: Scatter, rank: int, ranks: int) -> None:
-    rows, (N,) = sizes(case.rows, "cuda"), sizes(case.columns, "cuda")
-    inner = [sizes(K, "cuda")[0] for K in case.inner]
-    lefts = [placed(torch.zeros([*rows, K], dtype=case.dtype), case.memory) for K in inner]
-    rights = [placed(torch.zeros([K, N], dtype=case.right_dtype or case.dtype), case.memory) for K in inner]
-    if scatter.scatter_unsupported_reason(lefts, rights, ranks):
-        return
-    own = [*rows, N]
-    own[case.dim] = split(own, case.dim, own[case.dim], ranks).length(rank)
-    bias_dtype = case.bias_dtype or out_dtype_of(case.dtype, case.out_dtype)
-    bias = placed(torch.zeros(own[-1:], dtype=bias_dtype), case.memory) if case.bias else None
-    scales: list[list[Tensor]] = [[], []]
-    if case.dtype in FLOAT8:
-        left, right = [*rows, 1] if case.left_scale_of == "row" else [], [1, N] if case.right_scale_of == "row" else []
-        scales = [[torch.ones(shape) for _ in inner] for shape in (left, right)]
-    out = SCATTER(lefts, rights, case.dim, "g", bias, *scales, case.out_dtype, False)
-    assert (list(out.shape), out.stride()) == (own, torch.empty(own, device="meta").stride())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_cases(ranks: int, launches: Launches):
     for rank in (0, ranks - 1):
         launches.join(rank, ranks)
-        for case in gathers("cuda"):
-            if case.others:
-                call_gather(case, rank, ranks)
-                assert launches.order in ([], LOADED_FIRST), case.id
-                launches.forget()
-        for case in scatters("cuda"):
-            call_scatter(case, rank, ranks)
+        for case in (*(case for case in gathers("cuda") if case.others), *scatters("cuda")):
+            call_case(case, rank, ranks)
             assert launches.order in ([], LOADED_FIRST), case.id
             launches.forget()
     kernels = {name for name, *_ in launches.by_key}  # type: ignore[misc]
