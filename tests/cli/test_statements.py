@@ -92,7 +92,7 @@ def _() -> Iterator[str]:
     oldest, before = re.findall(r"[\d.]+", next(each for each in project["dependencies"] if each.startswith("torch>")))
     newest = f"2.{int(before.partition('.')[2]) - 1}"
     yield f"Python {project['requires-python'].removeprefix('>=')} or later and PyTorch {oldest} to {newest}"
-    yield f"after {of('training.loop:STALL_REPORT_SHARE') * comm.train_timeout_seconds:g} seconds where each rank is"
+    yield f"after {of('observe.watchdog:STALL_REPORT_SHARE') * comm.train_timeout_seconds:g} seconds where each rank is"
     yield f"is seen; after {comm.train_timeout_seconds} the run ends"
     yield f"{128 + signal.SIGINT} for Ctrl-C, {128 + signal.SIGTERM} for SIGTERM"
     yield f"in about {of('observe.experts_file:ROWS')} rows"
@@ -323,7 +323,7 @@ def _() -> Iterator[str]:
 
 @page("docs/when_it_fails.md")
 def _() -> Iterator[str]:
-    yield f"no step for {of('training.loop:STALL_REPORT_SHARE') * CONFIG.comm.train_timeout_seconds:g} seconds"
+    yield f"no step for {of('observe.watchdog:STALL_REPORT_SHARE') * CONFIG.comm.train_timeout_seconds:g} seconds"
 
 
 @page("titanlite/config/schema.py")

@@ -29,6 +29,7 @@ from titanlite.durable import append_plain
 from titanlite.errors import TitanliteError
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import Row, is_of_step
+from titanlite.observe.observer import Observer
 from titanlite.redact import redact
 from titanlite.streams import drawn, escaped
 
@@ -41,7 +42,7 @@ _RECENT = 20  # log lines over which the time left is estimated: the first step,
 _LONG_WAIT = 0.1  # share of the time of so many lines that is too much to spend on waiting for data
 
 
-class Console:
+class Console(Observer):
     """The log of one rank."""
 
     def __init__(
@@ -109,7 +110,7 @@ class Console:
         bug = [] if isinstance(error, TitanliteError) else traceback.format_exception(error)
         self._log(f"failed: {''.join(bug).rstrip() or error}")
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         """Leave the terminal and the log file in order."""
         if self._bar:
             self._draw(self._bar[0].stop)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titanlite.observe.metrics import MetricsFile, RunError, read_metrics
+from titanlite.observe.metrics import MetricsFile, Row, RunError, read_metrics
 
 ROWS = 300
 
@@ -34,14 +34,11 @@ class ExpertsFile(MetricsFile):
         self._last: tuple[int, int] | None = None  # step and tokens of the last that is not in the file
         self._sums: Mapping[str, Sequence[int]] = {}
 
-    def add(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
-        """Add the tokens of the steps since the last call.
+    def write(self, row: Row) -> None:
+        """Leave rows of metrics to their own file."""
 
-        Args:
-            step: the last of these.
-            tokens: trained on since step 1.
-            experts: of each layer those of each expert.
-        """
+    def experts(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
+        """Add the tokens of experts in the steps since the last call."""
         sums, self._last = self._sums, (step, tokens)
         self._sums = {
             name: [a + b for a, b in zip(sums[name], more, strict=True)] if sums else more
@@ -55,7 +52,7 @@ class ExpertsFile(MetricsFile):
         self._write_sums()
         super().sync()
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         """Write what there is, and close the file."""
         self._write_sums()
         super().close()

@@ -22,12 +22,13 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from titanlite.durable import append_plain, earlier, read_plain, write_durably
 from titanlite.errors import Problem, TitanliteError, describe
 from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.observe.metric_table import AXES, METRICS
+from titanlite.observe.observer import Observer
 
 _READ = {*AXES, *METRICS}  # each alone, or before a dot; under any other key may stand what is no number
 
@@ -40,15 +41,7 @@ Row = Mapping[str, float]
 """Numbers that are logged at once, by key: a step, the tokens until then, and others, some of them NaN or infinite."""
 
 
-class Observer(Protocol):
-    """Something that is given each row when it is logged: a console, a file, a page."""
-
-    def write(self, row: Row) -> None:
-        """Take one row."""
-        ...
-
-
-class MetricsFile:
+class MetricsFile(Observer):
     """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
 
     def __init__(
@@ -97,7 +90,7 @@ class MetricsFile:
         """Wait until all rows are on disk."""
         os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         """Close the file."""
         self._file.close()
 

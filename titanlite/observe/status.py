@@ -21,13 +21,14 @@ from typing import Any
 from titanlite.durable import open_plain, read_plain, write_durably
 from titanlite.errors import TitanliteError
 from titanlite.json_file import parse_json
+from titanlite.observe.observer import Observer
 from titanlite.redact import redact_tree
 
 _RENEW_S = 10.0  # seldom enough to cost nothing on a network disk
 _WAIT_S = 2.0  # for another process's word, which takes milliseconds
 
 
-class Status:
+class Status(Observer):
     """The state of this run. On ranks other than 0 all methods but `failed` and `stalled` do nothing."""
 
     def __init__(

@@ -17,6 +17,7 @@ from titanlite.config.schema import Config
 from titanlite.config.write import toml_table
 from titanlite.observe.metric_table import AXES, shown_name
 from titanlite.observe.metrics import Row, json_row, read_metrics
+from titanlite.observe.observer import Observer
 from titanlite.receipt import Entry, Skipped
 from titanlite.redact import redact, redact_tree
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardFile:
+class TensorBoardFile(Observer):
     """The file of one start. Rank 0 owns it; made only when `metrics.tensorboard` is true."""
 
     def __init__(self, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:
@@ -59,7 +60,7 @@ class TensorBoardFile:
         """Add one row."""
         self._attempt(lambda: self._add(json_row(row)))
 
-    def close(self) -> None:
+    def close(self, has_failed: bool = False) -> None:
         """Close the file."""
         with suppress(OSError):
             if self._writer is not None:

@@ -31,6 +31,7 @@ from titanlite.config.schema import Config
 from titanlite.config.write import toml_table
 from titanlite.durable import open_plain, read_plain, write_durably
 from titanlite.observe.metrics import Row
+from titanlite.observe.observer import Observer
 from titanlite.redact import redact, redact_tree
 
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
@@ -41,7 +42,7 @@ _ROOT = Path(__file__).parents[2]  # where titanlite is, of which the process im
 _PROCESS = "import sys; sys.path.insert(0, sys.argv[1]); from titanlite.observe.wandb_process import main; main()"
 
 
-class WandbRun:
+class WandbRun(Observer):
     """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off"."""
 
     def __init__(
@@ -107,6 +108,10 @@ class WandbRun:
         self._rows += 1
         if self._process is not None and not self._failed:
             self._hear(self._process.poll())
+
+    def close(self, has_failed: bool = False) -> None:
+        """Finish the run there."""
+        self.finish(exit_code=int(has_failed))
 
     def finish(self, exit_code: int = 0) -> None:
         """Have what is left sent, and end; waits 15 seconds at most, and 75 online, and 30 more if it still starts.

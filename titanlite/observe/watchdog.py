@@ -17,7 +17,6 @@ does, which then ends this one. `os._exit` is used because a regular exit would 
 
 import contextlib
 import faulthandler
-import math
 import os
 import sys
 import threading
@@ -32,6 +31,8 @@ from titanlite.observe.guard import Guard
 from titanlite.observe.stall_report import StallReport, innermost_line
 from titanlite.redact import redact
 
+STALL_REPORT_SHARE = 0.5
+"""Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
 _LOOK_S = 1.0
 _LAST_WORDS_S = 10.0  # for `on_timeout`, which may hang on the same disk as the run
 
@@ -42,7 +43,6 @@ class _Seen(NamedTuple):
     since: float  # the last report
     limited: float  # when the limit was set
     timeout_s: float
-    ask_s: float  # when ranks are asked where they are
     step: int
     phase: str
 
@@ -107,7 +107,7 @@ class Watchdog:
         self._guard, self._is_excused = guard, is_excused
         self._main = threading.get_ident()
         now = time.monotonic()
-        self._seen = _Seen(now, now, timeout_s, math.inf, 0, "start-up")
+        self._seen = _Seen(now, now, timeout_s, 0, "start-up")
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -129,16 +129,13 @@ class Watchdog:
         """
         self._seen = self._seen._replace(since=time.monotonic(), step=step, phase=phase)
 
-    def set_timeout(self, seconds: float, ask_s: float = math.inf) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Set the longest time without progress, from now on; long for the first step, which compiles.
 
-        Args:
-            seconds: the limit.
-            ask_s: time without progress, and twice that of any step under this limit, after which ranks say where they
-                are.
+        After half of it, and twice the time of any step under it, ranks say where they are.
         """
         now = time.monotonic()
-        self._seen = self._seen._replace(since=now, limited=now, timeout_s=seconds, ask_s=ask_s)
+        self._seen = self._seen._replace(since=now, limited=now, timeout_s=seconds)
 
     def close(self) -> None:
         """Stop watching."""
@@ -151,23 +148,26 @@ class Watchdog:
         while True:
             seen = self._seen
             timeout_s, idle = seen.timeout_s, clock.idle_s(seen, time.monotonic())
+            ask_s = STALL_REPORT_SHARE * timeout_s
             if idle >= timeout_s:
                 if self._is_excused is None or not self._is_excused(timeout_s):
                     self._end(idle, seen.step, seen.phase)
                 self._seen = self._seen._replace(since=time.monotonic())
                 continue
-            if self._stall_report and asked_since != seen.since and idle >= max(seen.ask_s, 2 * clock.longest_s):
+            if self._stall_report and asked_since != seen.since and idle >= max(ask_s, 2 * clock.longest_s):
                 asked_since = seen.since
                 threading.Thread(target=self._ask, args=(self._stall_report, seen, idle), daemon=True).start()
             if self._guard:
                 self._guard.runs(timeout_s + _LAST_WORDS_S)
-            if self._closed.wait(min(_LOOK_S, seen.ask_s / 8, timeout_s - idle)):
+            if self._closed.wait(min(_LOOK_S, ask_s / 8, timeout_s - idle)):
                 return
 
     def _ask(self, stall_report: StallReport, seen: _Seen, idle: float) -> None:
         line = innermost_line(sys._current_frames().get(self._main))
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone, or the disk is full
-            places = stall_report.hold(f"step {seen.step}, in {seen.phase}, {line}", wait_s=seen.ask_s / 4)
+            places = stall_report.hold(
+                f"step {seen.step}, in {seen.phase}, {line}", wait_s=STALL_REPORT_SHARE * seen.timeout_s / 4
+            )
             if places and self._seen.since == seen.since:
                 start = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
                 text = f"{start}; where each rank is:\n{places}"

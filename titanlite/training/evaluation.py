@@ -13,7 +13,7 @@ from titanlite.receipt import Entry, Skipped
 from titanlite.training.build import Run
 
 
-def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]:
+def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator, int] | None:
     """Read the tasks of a run; collective.
 
     Args:
@@ -21,14 +21,14 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator | None, int]
         run: its model; the receipt gets an entry.
 
     Returns:
-        The tasks, None if there are none, and the steps between two evaluations of them.
+        The tasks and the steps between two evaluations of them; None if there are none.
 
     Raises:
         DataError: on every rank, if a task cannot be read on one, or is not the same on all.
     """
     config = asked.config
     if not config.evaluation.tasks:
-        return None, 1
+        return None
     read: list[EncodedTask] = []
 
     def read_here() -> list[str]:

@@ -19,11 +19,10 @@ from titanlite.data.stages import StageTable
 from titanlite.errors import StepError
 from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
-from titanlite.observe.experts_file import ExpertsFile
 from titanlite.observe.memory import memory_gib
-from titanlite.observe.metrics import Observer, Row
+from titanlite.observe.metrics import Row
+from titanlite.observe.observer import Observer
 from titanlite.observe.peak_flops import TokenFlops, peak_flops
-from titanlite.observe.status import Status
 from titanlite.training.routers import Routers, SeenRouting
 from titanlite.training.step import NONE
 
@@ -175,9 +174,7 @@ class Report:
         flops: of a token, as MFU counts them.
         device: this process's.
         console: of this rank, also for what is no row.
-        status: told each step.
-        observers: given each row.
-        experts: given the tokens of experts, on the rank that has the file.
+        observers: told of steps and rows.
     """
 
     def __init__(
@@ -187,13 +184,10 @@ class Report:
         flops: TokenFlops,
         device: torch.device,
         console: Console,
-        status: Status,
         observers: Sequence[Observer],
-        experts: ExpertsFile | None = None,
     ) -> None:
         self.config, self.position, self.device = config, position, device
-        self.console, self.status, self.observers = console, status, observers
-        self._flops, self._experts = flops, experts
+        self.console, self.observers, self._flops = console, observers, flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
         tflops = self._peak / 1e12
@@ -222,7 +216,8 @@ class Report:
         self._flops_done += asked.tokens_per_step * self._flops.total(outcome.attended)
         self._waited += outcome.data_wait_s
         self._check_finite(outcome)
-        self.status.progress(outcome.step)
+        for observer in self.observers:
+            observer.progress(outcome.step)
         if not self.is_due(outcome.step):
             return
         elapsed = outcome.done.seconds_since(self._since)
@@ -263,8 +258,8 @@ class Report:
             step: the last of these.
             tokens: of each layer those of each expert.
         """
-        if self._experts is not None:
-            self._experts.add(step, self.position.tokens(step), tokens)
+        for observer in self.observers:
+            observer.experts(step, self.position.tokens(step), tokens)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Log what was measured after a step in a row of its own, by keys of metrics.jsonl, if there is anything."""

@@ -1,4 +1,8 @@
-"""Hold what a process has from its start to its end, and what it says when a run ends early."""
+"""Hold what a process has from its start to its end, and say how the run ended: in its status, log and console.
+
+No other module says so but for a rank that cannot: one that hangs, by the watchdog, or that was killed, by the process
+beside it (`guard.py`), which both write by `status.py`. `exit_code.py` makes an exit code of what is raised.
+"""
 
 import math
 import os
@@ -8,6 +12,8 @@ import time
 from contextlib import suppress
 
 from titanlite.checkpoint.publish import complete_steps
+from titanlite.config.check import last_step
+from titanlite.config.hugging_face import can_export
 from titanlite.errors import FolderLostError
 from titanlite.kernels.device.channel import peer_failure
 from titanlite.models.mistakes import blamed
@@ -18,6 +24,7 @@ from titanlite.preflight.checked_run import CheckedRun
 from titanlite.preflight.launcher import Launcher
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.stop import StopSignals
+from titanlite.training.summary import last_lines
 
 _PEER_ENDED = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
 # By gloo and NCCL, among much else.
@@ -47,6 +54,44 @@ class Session:
         if self.rank == 0:
             self.guard.runs(math.inf)  # the others' first word comes when the file is that of this run
         self.stop = StopSignals(asked.config.checkpoint.enable, self._end_at_once, launcher=launcher)
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Say what has ended the run early, if anything has; that is said before the cleanup, which may hang on it."""
+        try:
+            if isinstance(error, KeyboardInterrupt):
+                with suppress(OSError):
+                    self.interrupted()
+            elif error is not None and (cause := self.failed(error)) is not error:
+                raise cause from error
+        finally:
+            self.guard.close()
+
+    def ended(self, start: int, last: int) -> None:
+        """Say that the run is finished, or what stopped it; a start that had nothing to train changes nothing.
+
+        Args:
+            start: the last step that was done before.
+            last: the last one that is done now.
+        """
+        config, console = self.asked.config, self.console
+        is_idle, is_finished = start >= last_step(config), last >= config.training.steps  # which `restore` has said
+        if is_idle and self.status.idle(is_finished):
+            return
+        if is_finished:
+            self.status.finished(last)
+        else:
+            at_limit = 0 < config.job.stop_after <= last
+            by = self.stop.received or ("job.stop_after" if at_limit else self.stop.of_another)
+            if not is_idle:
+                console.notice(f"stopped by {by} after step {last}")
+            self.status.stopped(last, by)
+        if self.rank == 0 and not is_idle:
+            took, is_told = time.monotonic() - self.began, can_export(config.model, self.asked.dims)
+            for line in last_lines(config, self.folder, last, took, is_told):
+                console.notice(line)
 
     def interrupted(self) -> None:
         """Say that a signal has ended the run, before its steps or in the midst of them."""

@@ -1,8 +1,7 @@
 """Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
 
 import os
-import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import torch
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step, sequences_per_step
-from titanlite.config.hugging_face import can_export
 from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
 from titanlite.data.mixture import many_epochs
@@ -45,6 +43,7 @@ from titanlite.training.data import mask_entry, open_batches, open_data, report_
 from titanlite.training.data_check import DataCheck
 from titanlite.training.data_wait import DataWait
 from titanlite.training.evaluation import open_evaluation
+from titanlite.training.feed import Feed
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
 from titanlite.training.report import Position, Report
@@ -52,7 +51,7 @@ from titanlite.training.schedule import change_of_rate
 from titanlite.training.session import Session
 from titanlite.training.stages import add_stages, require_same_steps
 from titanlite.training.state import Start, restore, tensors_of
-from titanlite.training.summary import first_lines, last_lines
+from titanlite.training.summary import first_lines
 
 
 def train(
@@ -82,21 +81,10 @@ def train(
             console.notice(notice)
         for warning in warnings:
             console.warning(warning)
-        session = Session(asked, folder, console, launcher)
-        try:
+        with Session(asked, folder, console, launcher) as session:  # an end is said before the cleanup, which may hang
             cleanup.enter_context(session.stop)
             with folder.write_errors_explained():
                 _train_in_session(session, cleanup)
-        except KeyboardInterrupt:
-            with suppress(OSError):
-                session.interrupted()
-            raise
-        except BaseException as error:  # said before the cleanup, which may hang on what failed
-            if (cause := session.failed(error)) is not error:
-                raise cause from error
-            raise
-        finally:
-            session.guard.close()
 
 
 def _train_in_session(session: Session, cleanup: ExitStack) -> None:
@@ -134,23 +122,14 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     position = Position(start, batches.mixture, world)
     add_stages(run.receipt, config, batches.mixture, start)
 
-    evaluation, evaluation_freq = open_evaluation(asked, run)
-    validates_first = state.validation_due
-    files = _open_files(folder, run, restored, table, console)
-    for file in files:
-        cleanup.callback(file.close)
+    evaluation = open_evaluation(asked, run)
+    observers = _open_observers(session, run, restored, table, cleanup)
     status.progress(start)
-    experts = next((file for file in files if isinstance(file, ExpertsFile)), None)
-    of_rows = [file for file in files if file is not experts]
-    observers: list[Observer] = [console, *of_rows, *_open_pages(bool(files), run, session, cleanup)]
     console.measure_by(table.tokens)
-    flops = token_flops_of(run.model, run.dims)
-    report = Report(config, position, flops, device, console, status, observers, experts)
+    report = Report(config, position, token_flops_of(run.model, run.dims), device, console, observers)
     report.skipped_in_a_row = state.skipped_in_a_row
     if session.rank == 0:
-        for line in first_lines(run, data.train, position, folder):
-            console.notice(line)
-        for line in table.notes:
+        for line in (*first_lines(run, data.train, position, folder), *table.notes):
             console.notice(line)
     shared_wait = _shared_wait(session) if data.growing and world > 1 else None
     watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
@@ -162,33 +141,33 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     leave_limits_to_watchdog()
     data_check = DataCheck(list(data.sources.values()))
     cleanup.callback(data_check.close)
+
+    def stops() -> bool:
+        return session.stop.received is not None or (background is not None and background.has_failed)
+
+    wait = DataWait(data, run.dims.vocab_size, run.receipt, console, session.rank == 0, shared_wait)
+    sharing = run.mesh.context.get_group() if run.mesh.context is not None else None
     loop = Loop(
         run=run,
-        batches=batches,
+        feed=Feed(batches, data_check, wait, sharing, watchdog, stops),
         validation=validation,
         evaluation=evaluation,
-        evaluation_freq=evaluation_freq,
         checkpoints=checkpoints,
         background=background,
         report=report,
-        files=files,
         profiler=profiler,
         watchdog=watchdog,
-        stop=session.stop,
         folder=folder,
-        data_check=data_check,
-        data=data,
-        data_wait=DataWait(data, run.dims.vocab_size, run.receipt, console, session.rank == 0, shared_wait),
+        identity_of_data=data.identity,
     )
     # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
     session.stop.begin_steps()
     cleanup.callback(session.stop.close)  # before what else is closed, which has nothing to save either
     with explained(lambda: run.memory, run.save_list, device):
-        if validates_first:
-            for measure in loop.measures(start):
-                measure(start)
+        for measure in loop.measures(start) if state.validation_due else ():
+            measure(start)
         last = loop.train(start)
-    _say_end(session, start, last)
+    session.ended(start, last)
 
 
 def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
@@ -207,60 +186,62 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
     return run
 
 
-def _open_files(folder: RunFolder, run: Run, restored: Start, table: StageTable, console: Console) -> list[MetricsFile]:
-    """Open the files of rows, metrics first, that rank 0 owns. If one cannot be used, every rank learns of it."""
-    start, opened = restored.step, list[MetricsFile]()
-    validates_first = restored.state.validation_due
+def _open_observers(
+    session: Session, run: Run, restored: Start, table: StageTable, cleanup: ExitStack
+) -> list[Observer]:
+    """Open what is told of the run: the console, and on rank 0 its status, files and pages, which `cleanup` closes.
 
-    def open_all() -> None:
+    If rank 0 cannot use a file, every rank learns of it.
+    """
+    config, folder, console, start = session.asked.config, session.folder, session.console, restored.step
+    observers: list[Observer] = [console, session.status]
+    shown: list[TensorBoardFile] = []
+
+    def add(observer: Observer) -> None:
+        observers.append(observer)
+        cleanup.push(lambda error, *_: observer.close(has_failed=error is not None))
+
+    def open_files() -> MetricsFile:
         with folder.write_errors_explained():
-            opened.append(MetricsFile(folder.metrics, start, validates_first))
+            add(metrics := MetricsFile(folder.metrics, start, restored.state.validation_due))
             if run.routers is not None:
-                opened.append(ExpertsFile(folder.experts, start, run.config.training.steps))
+                add(ExpertsFile(folder.experts, start, config.training.steps))
             # A start that has nothing to train leaves the config that the run was trained with.
-            if start < last_step(run.config) or not folder.config.exists():
+            if start < last_step(config) or not folder.config.exists():
                 if restored.is_branch:
-                    remember_branch(run.config.checkpoint.initial_load_path, folder.path, start)
-                kept = folder.record(to_toml(run.config), to_toml(run.save_list) if run.chosen is not None else None)
+                    remember_branch(config.checkpoint.initial_load_path, folder.path, start)
+                kept = folder.record(to_toml(config), to_toml(run.save_list) if run.chosen is not None else None)
                 if kept is not None:
                     console.notice(f"the config that was in the folder is kept in {kept}")
+            return metrics
 
-    on_rank_0(open_all)
-    if not opened:
-        return []
-    metrics = opened[0]
-    if metrics.earlier is not None:
-        console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
-    # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
-    if not restored.is_branch and metrics.last_step < start - start % run.config.metrics.log_freq:
-        console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-    was = restored.state.learning_rate
-    if start < last_step(run.config) and (text := change_of_rate(run.config, start, was, table)):
-        console.notice(text)
-    return opened
+    def add_pages() -> None:
+        """Show the rows of metrics in Weights & Biases and TensorBoard, if the config says so."""
+        facts = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device)
+        if config.metrics.wandb != "off":
+            tags = tags_of(config, facts)
+            add(WandbRun(config, folder.path, folder.metrics, console.warning, facts=facts, tags=tags))
+        if config.metrics.tensorboard:
+            add(tensorboard := TensorBoardFile(folder.tensorboard, folder.metrics, console.warning))
+            tensorboard.describe(config, facts)
+            shown.append(tensorboard)
 
-
-def _open_pages(has_files: bool, run: Run, session: Session, cleanup: ExitStack) -> list[Observer]:
-    """Show the rows of metrics in Weights & Biases and TensorBoard, if the config says so and this rank has it."""
-    config, folder, warn = session.asked.config, session.folder, session.console.warning
-    shown: list[TensorBoardFile] = []  # on the rank that has it
+    opened: list[MetricsFile] = []  # on rank 0
+    on_rank_0(lambda: opened.append(open_files()))
+    for metrics in opened:
+        if metrics.earlier is not None:
+            console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
+        # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
+        if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
+            console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
+        was = restored.state.learning_rate
+        if start < last_step(config) and (text := change_of_rate(config, start, was, table)):
+            console.notice(text)
+        if config.metrics.wandb != "off" or config.metrics.tensorboard:
+            add_pages()
     if config.metrics.tensorboard:
         run.receipt.add_later(lambda: tensorboard_entry(folder.tensorboard, *shown))
-    if not has_files or (config.metrics.wandb == "off" and not config.metrics.tensorboard):
-        return []
-    facts, pages = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device), list[Observer]()
-    tags = tags_of(config, facts)
-    if config.metrics.wandb != "off":
-        wandb = WandbRun(config, folder.path, folder.metrics, warn, facts=facts, tags=tags)
-        cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
-        pages.append(wandb)
-    if config.metrics.tensorboard:
-        tensorboard = TensorBoardFile(folder.tensorboard, folder.metrics, warn)
-        cleanup.callback(tensorboard.close)
-        tensorboard.describe(config, facts)
-        pages.append(tensorboard)
-        shown.append(tensorboard)
-    return pages
+    return observers
 
 
 def _profiled(run: Run) -> ProfiledRun:
@@ -299,23 +280,3 @@ def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"
     is_excused = shared_wait.is_on if shared_wait else None
     return Watchdog(limit, log, session.rank, status.failed, stall_report, status.stalled, session.guard, is_excused)
-
-
-def _say_end(session: Session, start: int, last: int) -> None:
-    """Say that the run is finished, or what stopped it; a start that had nothing to train changes nothing."""
-    config, status, stop = session.asked.config, session.status, session.stop
-    is_idle, is_finished = start >= last_step(config), last >= config.training.steps  # which `restore` has said
-    if is_idle and status.idle(is_finished):
-        return
-    if is_finished:
-        status.finished(last)
-    else:
-        at_limit = 0 < config.job.stop_after <= last
-        ended_by = stop.received or ("job.stop_after" if at_limit else stop.of_another)
-        if not is_idle:
-            session.console.notice(f"stopped by {ended_by} after step {last}")
-        status.stopped(last, ended_by)
-    if session.rank == 0 and not is_idle:
-        took, is_told = time.monotonic() - session.began, can_export(config.model, session.asked.dims)
-        for line in last_lines(config, session.folder, last, took, is_told):
-            session.console.notice(line)

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (profile / f"rank{rank}.json").write_text(text)
     experts = ExpertsFile(run / "experts.jsonl", 0, 2)
     for step in (1, 2):
-        experts.add(step, 512 * step, {"layers.0.experts": [3, 1], "layers.1.experts": [2, 2]})
+        experts.experts(step, 512 * step, {"layers.0.experts": [3, 1], "layers.1.experts": [2, 2]})
     experts.close()
     shutil.copytree(run, desk.folder / "other", ignore=shutil.ignore_patterns("checkpoints"))
     shutil.copy(run / "config.toml", desk.folder / "mine.toml")

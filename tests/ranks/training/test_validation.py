@@ -14,7 +14,7 @@ from tests.support.launched import Desk, Ended
 from tests.support.needs import slow
 from titanlite.data.batches import Batch
 from titanlite.observe.watchdog import Watchdog
-from titanlite.training import loop
+from titanlite.training import feed, loop
 from titanlite.training.build import Run
 
 # 37 samples: one rank has a batch that others fill with padding.
@@ -105,18 +105,18 @@ def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -
 
 def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
     def plant() -> None:
-        read, progress, seen = loop.ValidationBatches.__iter__, Watchdog.progress, [0]
+        read, progress, seen = feed.ValidationBatches.__iter__, Watchdog.progress, [0]
 
         def counted(self: Watchdog, step: int, phase: str) -> None:
             seen[0] += 1
             progress(self, step, phase)
 
-        def asked(self: loop.ValidationBatches) -> Iterator[Batch]:
+        def asked(self: feed.ValidationBatches) -> Iterator[Batch]:
             for n, batch in enumerate(read(self)):
                 print(f"{n} batches, {seen[0]} reports")
                 yield batch
 
-        Watchdog.progress, loop.ValidationBatches.__iter__ = counted, asked
+        Watchdog.progress, feed.ValidationBatches.__iter__ = counted, asked
 
     run = desk.run("watched", 1, *FLAGS, "--job.stop_after=4", plant=plant)
     assert list(validations(run)) == [4]

@@ -14,7 +14,7 @@ def write_steps(path: Path, steps: Iterable[int], resume_step: int, last: int, s
     """Write rows of steps in which expert 0 has one token and expert 1 as many as the step's number."""
     file = ExpertsFile(path, resume_step, last)
     for step in steps:
-        file.add(step, 1000 * step, {"layers.0": [1, step]})
+        file.experts(step, 1000 * step, {"layers.0": [1, step]})
         if step == saves:
             file.sync()
     file.close()

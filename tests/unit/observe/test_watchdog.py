@@ -156,7 +156,7 @@ def test_time_in_which_a_process_is_stopped_does_not_count(tmp_path):
 )
 def test_a_report_on_either_side_of_a_stop_counts_from_when_it_came(reported, idle_s, longest_s):
     """All of the stop but the two seconds by which a thread may be late by itself is left out."""
-    first = module._Seen(0.0, 0.0, 180.0, 90.0, 1, "step")
+    first = module._Seen(0.0, 0.0, 180.0, 1, "step")
     clock = module._Clock(first, 0.0)
     assert clock.idle_s(first, 1.0) == 1.0
     seen = first._replace(since=reported)

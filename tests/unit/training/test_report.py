@@ -26,7 +26,6 @@ from titanlite.observe.console import Console
 from titanlite.observe.metric_table import METRICS, Metric
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
-from titanlite.observe.status import Status
 from titanlite.observe.tensorboard import TensorBoardFile
 from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
 from titanlite.training.routers import Routers, SeenRouting
@@ -57,13 +56,12 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
         training=Training(steps=100, seq_len=S, global_batch_size=BATCH), metrics=Metrics(log_freq=log_freq)
     )
     console, metrics = Console(0, 0, 100, folder, io.StringIO()), MetricsFile(folder / "metrics.jsonl", start)
-    status = Status(folder / "status.json")
     with closing(console), closing(metrics):
         asked = stage_table(config, 1).rows[0].asked
         rows = [StageRow(0, 0, 0, asked), StageRow(start, samples_before, samples_before * S, asked)]
         table = stage_table(config, 1, Past(start, samples_before, tuple(rows), S))
         position = Position(start, Mixture(table, {"": EPOCH}), WORLD)
-        yield Report(config, position, OF_TOKEN, CPU, console, status, [console, metrics])
+        yield Report(config, position, OF_TOKEN, CPU, console, [console, metrics])
 
 
 def outcome(step: int, seconds: float, wait: float, attended: float = ATTENDED) -> Outcome:
