@@ -26,7 +26,6 @@ from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
 from titanlite.preflight.hints import (
     cut_schedule,
-    experts_stay,
     no_export,
     not_chosen,
     other_tokenizer,
@@ -166,7 +165,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
     found = (hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused)
-    found = (*found, cut if is_look else None, experts_stay(config, dims, float8))
+    found = (*found, cut if is_look else None)
     hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
     return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, hints, warned, saved)
 

@@ -10,13 +10,12 @@ from typing import Any
 from titanlite.config.build import show
 from titanlite.config.hugging_face import without_place
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import Float8Recipe, ModelDims
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
 from titanlite.data.sources import Source
 from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
-from titanlite.float8.scope import obstacle_of_experts
 from titanlite.json_file import parse_json
 from titanlite.observe.wandb import has_login
 
@@ -127,15 +126,6 @@ def unread_environment(config: Config) -> tuple[str, ...]:
     )
 
 
-def experts_stay(config: Config, dims: ModelDims, recipe: Float8Recipe | None) -> str | None:
-    """Say so if a float8 recipe is none for experts, and nobody has left them out."""
-    why = recipe and dims.experts and obstacle_of_experts(recipe)
-    projections = ("layers.0.experts.w13", "layers.0.experts.w2")
-    if not why or any(part in name for part in config.float8.filter_fqns for name in projections):
-        return None
-    return f"float8.recipe = {show(config.float8.recipe)} leaves the experts in training.mixed_precision_param: {why}"
-
-
 def no_export(config: Config, dims: ModelDims) -> str | None:
     """Say so if a shipped architecture's model has experts or a cap that no class of transformers computes."""
     if config.model.file or not (wrong := without_place(config.model.name, dims)):
@@ -145,31 +135,16 @@ def no_export(config: Config, dims: ModelDims) -> str | None:
 
 
 def cut_schedule(config: Config, table: StageTable) -> str | None:
-    """Say so if a run is too short for its warm-up or decay, as a look at a few steps of a long one is."""
+    """Say so if a run is too short for its warm-up or its last decay, as a look at a few steps of a long one is."""
     for n, stage in enumerate(config.data.stage):
         if stage.lr_decay_to is not None and stage.from_tokens > table.rows[-1].asked.from_tokens:
             why = f"the run ends after {table.tokens(table.steps):,} tokens, before the learning rate falls"
             return f"data.stage[{n}].lr_decay_to = {stage.lr_decay_to:g} from {stage.from_tokens:,} tokens on: {why}"
-    steps, warmup, ratio = config.training.steps, config.lr_scheduler.warmup_steps, config.lr_scheduler.decay_ratio
-    if config.training.tokens and config.lr_scheduler.warmup_tokens is not None:
-        return _cut_by_tokens(config)
-    if any(stage.lr_decay_to is not None for stage in config.data.stage):
-        ratio = 0.0 if warmup <= steps else ratio  # stages say when it falls
-    decay = steps - warmup if ratio is None else round(ratio * steps)
-    if warmup > steps:
-        reached = f"the learning rate rises to {steps / warmup:.2g} of optimizer.lr, and no further"
-        return f"training.steps = {steps} is less than lr_scheduler.warmup_steps = {warmup}: {reached}"
-    if warmup + decay > steps:
-        less = f"decay takes the {steps - warmup} of {steps} steps that warm-up leaves"
-        return f"lr_scheduler.decay_ratio = {ratio:g} is cut: {less}"
-    if ratio and decay == 0:
-        return f"lr_scheduler.decay_ratio = {ratio:g} of {steps} steps is none: the learning rate does not decay"
-    return None
-
-
-def _cut_by_tokens(config: Config) -> str | None:
-    tokens, warmup = config.training.tokens, config.lr_scheduler.warmup_tokens
-    if warmup is None or warmup <= tokens:
+    training, scheduler = config.training, config.lr_scheduler
+    unit, ends, warmup = "steps", training.steps, scheduler.warmup_steps
+    if training.tokens and scheduler.warmup_tokens is not None:
+        unit, ends, warmup = "tokens", training.tokens, scheduler.warmup_tokens
+    if warmup <= ends:
         return None
-    reached = f"the learning rate rises to {tokens / warmup:.2g} of optimizer.lr, and no further"
-    return f"training.tokens = {tokens} is less than lr_scheduler.warmup_tokens = {warmup}: {reached}"
+    reached = f"the learning rate rises to {ends / warmup:.2g} of optimizer.lr, and no further"
+    return f"training.{unit} = {ends} is less than lr_scheduler.warmup_{unit} = {warmup}: {reached}"

@@ -24,13 +24,11 @@ from titanlite.commands import main
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.check import _FROM_HOME
 from titanlite.config.hugging_face import config_json
-from titanlite.config.schema import Config, Float8
 from titanlite.config.toml_file import shipped_folder
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.exit_code import exit_code
 from titanlite.preflight.checked_run import checked_run
-from titanlite.preflight.hints import experts_stay
 from titanlite.recipes import load
 from titanlite.training.assemble import try_assembly
 
@@ -77,15 +75,7 @@ def test_every_shipped_config_passes(path: Path) -> None:
     ("flags", "hint"),
     [
         (("--training.steps", "3"), "is less than lr_scheduler.warmup_steps = 10: the learning rate rises to 0.3 of"),
-        (
-            ("--lr_scheduler.decay_ratio", "0.95"),
-            "decay_ratio = 0.95 is cut: decay takes the 90 of 100 steps",
-        ),
-        (
-            ("--lr_scheduler.decay_ratio", "0.004"),
-            "decay_ratio = 0.004 of 100 steps is none: the learning rate",
-        ),
-        (("--lr_scheduler.decay_ratio", "0.9"), ""),
+        (("--lr_scheduler.warmup_steps", "200"), "the learning rate rises to 0.5 of optimizer.lr, and no further"),
         (("--job.stop_after", "3"), ""),
         (("--job.stop_after", "3", "--checkpoint.enable", "false"), ""),
     ],
@@ -101,9 +91,9 @@ def test_a_schedule_that_is_cut_is_a_warning_and_at_a_look_a_hint(file: str, fla
 
 
 def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
-    out = call("validate", file, "--model.vocab_size", "260", "--lr_scheduler.decay_ratio", "0.95")
+    out = call("validate", file, "--model.vocab_size", "260", "--lr_scheduler.warmup_steps", "101")
     assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")
-    assert "\n  warning: lr_scheduler.decay_ratio = 0.95 is cut" in out
+    assert "\n  warning: training.steps = 100 is less than lr_scheduler.warmup_steps" in out
 
 
 def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str, tmp_path: Path) -> None:
@@ -1039,16 +1029,3 @@ def test_groups_of_an_optimizer_are_found_without_torch(file: str, tmp_path: Pat
     said = refused(file, "--optimizer.recipe", str(mine))
     assert 'groups.all.rule = "muon"' in said
     assert "it takes tok_embeddings.weight, layers.*.attention_norm.weight" in said
-
-
-@pytest.mark.parametrize(
-    ("name", "filters", "is_said"),
-    [("tensorwise", (), True), ("blockwise", (), True), ("rowwise", (), False), ("tensorwise", ("experts",), False)],
-)
-def test_a_recipe_that_is_none_for_experts_is_said_to_leave_them(
-    name: str, filters: tuple[str, ...], is_said: bool
-) -> None:
-    config, recipe = Config(float8=Float8(recipe=name, filter_fqns=filters)), load("float8", name)
-    said = experts_stay(config, load("model", "qwen3_moe-debug"), recipe) or ""
-    assert said.startswith(f'float8.recipe = "{name}" leaves the experts in') == is_said
-    assert experts_stay(config, load("model", "llama3-debug"), recipe) is None
