@@ -35,7 +35,7 @@ from titanlite.config.schema import Config
 from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
 from titanlite.observe import console, watchdog
-from titanlite.observe.metrics import MetricsFile, Row
+from titanlite.observe.metrics import MetricsFile
 from titanlite.observe.profiler import Profiler
 from titanlite.recipes import load
 from titanlite.training import data, loop
@@ -487,16 +487,6 @@ def test_a_start_that_fails_says_so_in_status_and_log(desk: Desk) -> None:
     assert (run.folder / "config.toml").read_text() == config
 
 
-def test_the_log_of_a_rank_ends_with_the_bug_that_ended_it(desk: Desk) -> None:
-    def plant() -> None:
-        loop.learning_rate = lambda step, *args: 1 / (2 - step)
-
-    job = desk.start("bug", 1, plant=plant)
-    assert job.wait() == [1]
-    last = (desk.folder / "runs" / "bug" / "logs" / "rank0.log").read_text().splitlines()[-1]
-    assert last == "ZeroDivisionError: division by zero"
-
-
 def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
     corpus = desk.folder / "grows.txt"
     corpus.write_text((desk.folder / "train.txt").read_text())
@@ -598,34 +588,6 @@ def test_damaged_metrics_end_every_rank(desk: Desk) -> None:
         assert "delete this line" in said
         assert "Traceback" not in said
     assert again.status["error"]["type"] == "RunError"
-
-
-def test_a_full_disk_on_rank_0_hangs_nobody(desk: Desk) -> None:
-    def plant() -> None:
-        if os.environ["RANK"] == "0":
-            write = MetricsFile.write
-
-            def limited(self: MetricsFile, row: Row) -> None:
-                if row["step"] == 3:  # as if the file could grow no further
-                    size = os.fstat(self._file.fileno()).st_size
-                    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, resource.RLIM_INFINITY))
-                try:
-                    write(self, row)
-                finally:  # or this rank's output would be cut off as well
-                    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-            MetricsFile.write = limited
-
-    job = desk.start("full", 2, plant=plant)
-    codes = job.wait()
-    assert codes == [2, 1], job.output()  # 1 of rank 1: its connection to rank 0 is gone
-    said = job.output().partition("--- rank 1")[0]
-    assert "a file = [Errno 27] File too large; " in said
-    assert "Traceback" not in said
-    ended = Ended(desk.folder / "runs" / "full", "")
-    assert ended.status["state"] == "failed"
-    assert ended.status["error"]["type"] == "ConfigError"
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", *slow(".", "logs")])

@@ -69,18 +69,6 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(
     assert rest.content(10) == undisturbed.content(10)
 
 
-def test_who_is_left_says_that_another_rank_has_ended_and_the_status_which(desk: Desk) -> None:
-    job = desk.start("left", 2, plant=at_step(3, kill(signal.SIGKILL), rank=1))
-    assert job.wait() == [1, -signal.SIGKILL]
-    said = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
-    assert f"ConnectionError: {said}\n" in job.output()
-    ended, deadline = Ended(desk.folder / "runs" / "left", ""), time.monotonic() + 300
-    while ended.status["error"]["rank"] == 0:  # a process beside rank 1 says so, after that one's end
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert ended.status["error"]["message"].startswith(f"rank 1 (process {job.pids[1]}) ended without a word")
-
-
 @pytest.mark.slow
 def test_a_validation_that_was_due_is_logged_once_however_often_the_run_goes_on(desk: Desk) -> None:
     desk.run("due", 1, *VALIDATE, plant=at_step(3, kill(signal.SIGTERM)))
@@ -98,27 +86,6 @@ def test_a_signal_in_the_last_steps_does_not_skip_the_last_validation(desk: Desk
     assert [row["step"] for row in run.rows if "validation_loss" in row] == [4, 6]
     said = "SIGTERM: will stop without saving (checkpoint.enable = false) at most two steps after the one at hand"
     assert said in run.output
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_status_names_the_signal(desk: Desk, number: signal.Signals) -> None:
-    run = desk.run(f"named {number.name}", 1, plant=at_step(2, kill(number)))
-    assert run.status["state"] == "stopped"
-    assert run.status["by"] == number.name
-    assert f"stopped by {number.name} after step 4" in run.output
-    again = "a second signal, a second or more later, ends the run at once, without saving"
-    assert f"{number.name}: will save and stop at most two steps after the one at hand; {again}" in run.output
-    assert run.checkpoints() == [4]
-
-
-@pytest.mark.parametrize(("handler", "state"), [(signal.SIG_DFL, "stopped"), (signal.SIG_IGN, "finished")])
-def test_a_terminal_that_is_gone_stops_a_run_but_not_one_under_nohup(desk: Desk, handler: Any, state: str) -> None:
-    before = signal.signal(signal.SIGHUP, handler)
-    try:
-        run = desk.run(f"left {state}", 1, "--training.steps=6", plant=at_step(2, kill(signal.SIGHUP)))
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert run.status["state"] == state
 
 
 def test_a_run_whose_terminal_hangs_up_saves_and_says_the_rest_in_its_log(desk: Desk) -> None:
@@ -158,58 +125,6 @@ def test_what_signals_did_before_they_do_afterwards() -> None:
             signal.signal(number, handler)
 
 
-def test_one_request_that_comes_twice_is_one(desk: Desk) -> None:
-    def twice() -> None:
-        stop._ONE_REQUEST_S = 600
-        kill(signal.SIGTERM)()
-        kill(signal.SIGTERM)()
-
-    assert desk.run("twice", 1, plant=at_step(2, twice)).checkpoints() == [4]
-
-
-def test_a_second_request_ends_the_run_at_once(desk: Desk) -> None:
-    def later() -> None:
-        kill(signal.SIGTERM)()
-        time.sleep(1.1)
-        kill(signal.SIGINT)()
-
-    run = desk.run("second", 1, plant=at_step(2, later), ends=128 + signal.SIGINT)
-    assert run.checkpoints() == []
-    status = run.status
-    assert (status["state"], status["by"], status["step"]) == ("stopped", "a second signal, SIGINT", 1)
-    assert "stopped at once by a second signal, SIGINT, after step 1; there is no checkpoint\n" in run.output
-
-
-@pytest.mark.parametrize(
-    ("window", "number"),
-    [
-        ("open_data", signal.SIGTERM),
-        ("build", signal.SIGINT),
-        ("Watchdog", signal.SIGTERM),
-        *slow(("open_data", signal.SIGINT), ("build", signal.SIGTERM), ("Watchdog", signal.SIGUSR1)),
-    ],
-)
-def test_before_training_a_signal_ends_the_process_at_once(desk: Desk, window: str, number: signal.Signals) -> None:
-    def plant() -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever pytest's worker does with it
-        setattr(train, window, lambda *_, **__: signal.raise_signal(number))  # of this thread: it goes no further
-
-    run = desk.run(f"early {window} {number}", 1, plant=plant, ends=128 + number)
-    assert "Traceback" not in run.output
-    assert run.output.count(f"stopped by {number.name} before step 1\n") == 1
-    assert f"stopped by {number.name} before step 1\n" in (run.folder / "logs" / "rank0.log").read_text()
-    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
-    assert "torchrun" not in run.output
-
-
-def test_one_of_many_says_that_torchrun_ends_it_for_others_too(desk: Desk) -> None:
-    def plant() -> None:
-        train.build = lambda *_: signal.raise_signal(signal.SIGTERM)
-
-    run = desk.run("early of two", 2, plant=plant, ends=128 + signal.SIGTERM)
-    assert run.output.count("before step 1\ntorchrun sends it, too, when another process has ended") == 1
-
-
 def test_a_run_that_is_stopped_before_its_next_step_is_at_its_last_one(desk: Desk) -> None:
     def plant() -> None:
         train.restore = lambda *_: signal.raise_signal(signal.SIGTERM)
@@ -220,22 +135,6 @@ def test_a_run_that_is_stopped_before_its_next_step_is_at_its_last_one(desk: Des
     assert "stopped by SIGTERM before step 3\n" in run.output
     assert run.rows == before.rows
     assert desk.run("early again", 1, "--job.stop_after=4").status["step"] == 4
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, *slow(signal.SIGTERM)])
-def test_a_process_that_waits_in_native_code_ends_too(desk: Desk, number: signal.Signals) -> None:
-    def plant() -> None:
-        stop._TAKEN_UP_S = 0.2
-
-        def waits(*_: object) -> None:
-            threading.Timer(0.1, kill(number)).start()
-            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
-
-        train.build = waits
-
-    run = desk.run(f"native {number}", 1, plant=plant, ends=128 + number)
-    assert (run.status["state"], run.status["by"], run.status["step"]) == ("stopped", number.name, 0)
-    assert f"stopped by {number.name} before step 1\n" in run.output
 
 
 @pytest.mark.parametrize("in_steps", [False, True])
@@ -278,23 +177,6 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk
     assert (run.status["state"], run.status["by"]) == ("stopped", "a second signal, SIGTERM")
     assert run.status["step"] == before.checkpoints()[-1] == 2
     assert "after step 2; the newest checkpoint is of step 2\n" in run.output
-
-
-def test_a_signal_to_rank_0_before_training_is_what_ended_the_run(desk: Desk) -> None:
-    def plant() -> None:
-        build = train.build
-
-        def stopped(*args: Any) -> object:
-            if os.environ["RANK"] == "0":
-                signal.raise_signal(signal.SIGTERM)
-            return build(*args)
-
-        train.build = stopped
-
-    job = desk.start("early alone", 2, plant=plant)
-    assert job.wait() == [128 + signal.SIGTERM, 1], job.output()
-    status = Ended(desk.folder / "runs" / "early alone", "").status
-    assert (status["state"], status["by"]) == ("stopped", "SIGTERM")
 
 
 @pytest.mark.slow
