@@ -23,8 +23,6 @@ from titanlite.config.schema import Config
 from titanlite.device import Device
 from titanlite.errors import RecipeError
 from titanlite.float8.convert import precompute_scales
-from titanlite.forecast.activation_cost import RuleCost, rule_costs
-from titanlite.forecast.choose_save_list import Choice
 from titanlite.forecast.memory import Memory, MemoryModel
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.matrices import matrices_of
@@ -35,47 +33,41 @@ from titanlite.parallel.copy_engines import copy_engines_entry
 from titanlite.parallel.fsdp import apply_fsdp, finalize
 from titanlite.parallel.initialise import fill_buffers, initialise
 from titanlite.parallel.kept_state import state_of
-from titanlite.parallel.mesh import Mesh
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.receipt import Receipt
-from titanlite.training.assemble import assemble
+from titanlite.training.assemble import Assembly, assemble
 from titanlite.training.routers import Routers, routers_of
 
 
-@dataclass
-class Run:
-    """Everything that a step needs.
+@dataclass(kw_only=True)
+class Run(Assembly):
+    """Everything that a step needs: an assembly with weights.
 
     Attributes:
-        memory: what is known of the run's.
-        no_copy_engines: why they do not move blocks, although that was asked for or is the default; else None.
-        n_elements: of the parameters of all ranks together, each shared one once; `n_active` are used by one token.
-        chosen: the save-list, if it was chosen here to keep to a budget.
-        predicted: the peak; None if the save-list has no price.
-        rule_costs: of the save-list, or None.
+        predicted: the peak of memory; None if the save-list has no price.
+        kept_state: of checkpointed blocks, before the first step.
+        average: of the weights, if `optimizer.ema_decay` asks for it.
+        routers: of a mixture of experts.
     """
 
-    config: Config
-    dims: ModelDims
-    memory: MemoryModel
-    no_copy_engines: str | None
     save_list: SaveList
-    chosen: Choice | None
+    save_list_use: SaveListUse
     predicted: Memory | None
-    rule_costs: list[RuleCost] | None
-    mesh: Mesh
-    model: nn.Module
-    n_elements: int
-    n_active: int
     parameters: list[nn.Parameter]
     loss: Callable[..., Tensor]
     optimizer: ShardedOptimizer
-    save_list_use: SaveListUse
-    kept_state: dict[str, object]  # of checkpointed blocks, before the first step
-    receipt: Receipt
-    routers: Routers | None  # of a mixture of experts
-    average: WeightAverage | None = None  # of its weights, if `optimizer.ema_decay` asks for it
-    warnings: tuple[str, ...] = ()  # to be said before the first step
+    kept_state: dict[str, object]
+    routers: Routers | None
+    average: WeightAverage | None
+
+    @property
+    def config(self) -> Config:
+        """Return the config of the run."""
+        return self.asked.config
+
+    @property
+    def dims(self) -> ModelDims:
+        """Return the dimensions of the model."""
+        return self.asked.dims
 
 
 def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Run:
@@ -121,33 +113,16 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
         optimizer = ShardedOptimizer(named, config.optimizer, asked.optimizer, settings, mesh, matrices)
         average = WeightAverage(named, optimizer.locals, decay, mesh) if decay else None
     receipt.add(optimizer.entry())
+    softcap, is_compiled = dims.logit_softcap, config.compile.enable and not device.is_named
     return Run(
-        config=config,
-        dims=dims,
-        memory=memory,
-        no_copy_engines=obstacle,
-        save_list=save_list,
-        n_elements=made.n_elements,
-        n_active=made.n_active,
-        chosen=made.chosen,
+        **vars(made),
         predicted=predicted,
-        rule_costs=rule_costs(memory.run, save_list) if predicted else None,
-        mesh=mesh,
-        model=model,
         parameters=parameters,
-        loss=CrossEntropy(
-            mesh.tp_group,
-            compile=config.compile.enable and not device.is_named,
-            softcap=dims.logit_softcap,
-            z_loss=config.training.z_loss,
-        ),
+        loss=CrossEntropy(mesh.tp_group, compile=is_compiled, softcap=softcap, z_loss=config.training.z_loss),
         optimizer=optimizer,
-        save_list_use=made.save_list_use,
         kept_state={} if device.is_named else state_of(model, made.save_list_use.checkpointed),
-        receipt=receipt,
         routers=routers_of(model),
         average=average,
-        warnings=made.warnings,
     )
 
 

@@ -13,6 +13,7 @@ from titanlite.activation_checkpoint.receipt import save_list_entry
 from titanlite.config.recipe_schema import ROUTER_TRAINING
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.float8.weight import local_data
+from titanlite.forecast.activation_cost import rule_costs
 from titanlite.forecast.choose_save_list import in_words
 from titanlite.forecast.memory import GIB
 from titanlite.kernels.attention import attention_kernel
@@ -82,12 +83,12 @@ def add_entries(run: Run, is_masked: bool) -> None:
 
 
 def _save_list_entry(run: Run) -> Entry:
-    chosen, prices = run.chosen, run.rule_costs
+    chosen = run.chosen
     choice: dict[str, object] = {}
     if chosen is not None:
         again, took = round(chosen.seconds * 1e3, 1), round(chosen.prepared_s, 3)
         choice = {"keeps": in_words(chosen), "recomputes_ms": again, "prepared_s": took}
-    held = None if prices is None else [price.held for price in prices]
+    held = [price.held for price in rule_costs(run.memory.run, run.save_list)] if run.predicted else None
     return save_list_entry(run.save_list_use, run.save_list, run.config.activation_checkpoint.recipe, choice, held)
 
 
