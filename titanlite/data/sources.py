@@ -174,6 +174,9 @@ def _check_kinds(source: str, key: str, files: list[Path]) -> None:
         saw = f"{source!r}, which matches token files ({tokens[0]}, …) and text ({text}, …)"
         fix = f"give one of them, as in {str(tokens[0].parent / '*.bin')!r}"
         raise DataError.of("data", key, saw, "token files or text, not both", fix)
+    if odd := next((f for f in files if os.path.exists(f) and not os.path.isfile(f)), None):  # reading it may never end
+        saw, fix = f"{source!r}, which matches {odd}, a pipe or a device", "write what comes out of it to a file"
+        raise DataError.of("data", key, saw, "files", fix)
     stems: dict[str, Path] = {}
     for file in files:
         if ending(file) in JSON_LINES:

@@ -196,6 +196,14 @@ def test_endings_are_known_in_any_case(tmp_path: Path) -> None:
     assert resolve(f"{tmp_path}/E.BIN").kind == "tokens"
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    lines(tmp_path / "a.jsonl")
+    os.mkfifo(tmp_path / "b.jsonl")
+    for source in (tmp_path, tmp_path / "b.jsonl"):
+        with pytest.raises(DataError, match=r"matches .*/b\.jsonl, a pipe or a device\n"):
+            resolve(str(source))
+
+
 @pytest.mark.parametrize("source", ["disk", "disk/**/*.jsonl", "hf:./disk"])
 def test_what_a_file_system_keeps_for_itself_is_no_part_of_a_source(source: str, bound_by_permissions: None) -> None:
     Path("disk/lost+found").mkdir(parents=True)
