@@ -7,15 +7,17 @@ that uses it.
 """
 
 import copy
+import inspect
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
-from titanlite.models.mistakes import forward_refused, of_function
+from titanlite.models.mistakes import forward_refused, of_function, refused
 
 _WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Projection: {"weight", "bias"}, RMSNorm: {"weight"}}
 _TIED = {"tok_embeddings.weight", "output.weight"}
@@ -32,6 +34,10 @@ def require_trainable(made: nn.Module, file: str) -> None:
     Raises:
         ConfigError: all problems are in the message, of blocks that are alike once.
     """
+    want, fix = "fill_buffers() to compute the buffers", "def fill_buffers(self) -> None"
+    kind: Any = type(made)
+    with refused(file, want, fix, kind.fill_buffers):  # a run calls it once it has memory
+        inspect.signature(kind.fill_buffers).bind(made)
     problems: dict[tuple[str, str], Problem] = {}
     for problem in (*_missing(made), *_shared(made), *_in_no_layer(made), *_drawn_alike(made), *_no_masters(made)):
         problems.setdefault((_of_any_block(problem.where), _of_any_block(problem.saw)), problem)

@@ -60,6 +60,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         (FORWARD, FORWARD.replace("tokens: Tensor", "tokens, mask")),
         r"line {}  Mine.forward = TypeError: .*'mask'\n +want: Mine.forward\(tokens\) to run, also on tensors without",
     ),
+    "a fill_buffers of one": (
+        (FILL, FILL.replace("(self)", "(self, device)")),
+        r"line {}  Mine.fill_buffers = TypeError: missing a required argument: 'device'\n +want: fill_buffers\(\) to",
+    ),
     "an exception": ((BEGINS_FORWARD, 'raise KeyError("mine")'), "line {}  in forward: raise .* = KeyError: 'mine'\n"),
     "an attribute that is not there": (
         (ENDS_BLOCK, "return h + self.feed_forwards(normed)"),
