@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.documents import bounds_of, sequences_of, starts_of
 from tests.support.needs import DEVICES, slow
+from tests.support.numbers import normal
 from titanlite.data.context_split import _rank_runs
 from titanlite.kernels import attention as file
 from titanlite.kernels import flash_attention_4, flex_attention
@@ -30,8 +31,7 @@ WHOLE = None, None, None, None
 
 
 def heads(M: int, H: int, E: int, seed: int, device: str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(M, H, E, generator=generator, dtype=torch.float64).to(device)
+    return normal(M, H, E, seed=seed, dtype=torch.float64, device=device)
 
 
 def each_by_itself(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int) -> Tensor:
@@ -176,23 +176,22 @@ def test_ranks_together_compute_what_one_would(
         assert (got - wanted).abs().max() <= bound * max(1, wanted.abs().max().item())
 
 
-def forms(S: int = 384) -> list[tuple]:
-    """What says where pieces are: of whole samples, of documents, of a rank's part."""
+def in_form(form: int, window: int = 0) -> tuple[tuple[Tensor, ...], tuple]:
+    """Queries, keys and values; and what says where pieces are: of whole samples, of documents, of a rank's part."""
     starts = starts_of([100, 28, 256], 384)
-    return [WHOLE, (starts, *bounds_of(starts), None), of_rank(starts, [0, 2], 0)]
+    pieces = [WHOLE, (starts, *bounds_of(starts), None), of_rank(starts, [0, 2], window)][form]
+    return tuple(
+        heads(n, h, 8, seed) for seed, (n, h) in enumerate(((256 if form == 2 else 384, 4), (384, 2), (384, 2)))
+    ), pieces
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float64)])
 @pytest.mark.parametrize("form", [0, 1, 2], ids=["samples", "documents", "a part"])
 def test_the_operators_are_what_their_descriptions_say(form: int, dtype: torch.dtype) -> None:
     """Their results have the shapes, dtypes and strides that the compiler is told, and the gradient compiles."""
-    M = 256 if form == 2 else 384
-    given = [
-        heads(n, h, 8, seed).to(dtype).requires_grad_() for seed, (n, h) in enumerate(((M, 4), (384, 2), (384, 2)))
-    ]
-    more = (*forms()[form], 384, 0)
-    torch.library.opcheck(OPERATOR.default, (*given, *more))
-    plain = [t.detach() for t in given]
+    given, pieces = in_form(form)
+    more, plain = (*pieces, 384, 0), [t.to(dtype) for t in given]
+    torch.library.opcheck(OPERATOR.default, (*(t.clone().requires_grad_() for t in plain), *more))
     out, sums = OPERATOR(*plain, *more)
     assert (out.dtype, sums.dtype) == (dtype, torch.promote_types(dtype, torch.float32))
     torch.library.opcheck(GRADIENT.default, (torch.ones_like(out), *plain, out, sums, *more))
@@ -218,11 +217,10 @@ def test_nothing_is_compiled_again_where_documents_change(window: int) -> None:
 @pytest.mark.parametrize(("S", "window", "form"), [(384, 0, 0), (384, 8, 1), (128, 7, 0), (384, 0, 2)])
 def test_flops_are_those_of_one_document_a_sample(S: int, window: int, form: int) -> None:
     """What documents leave of them is data, and no shape says it. A part has its share."""
-    M = 256 if form == 2 else 384
-    given = [heads(n, h, 8, seed).requires_grad_() for seed, (n, h) in enumerate(((M, 4), (384, 2), (384, 2)))]
-    seen = M * sum(min(i + 1, window or S) for i in range(S)) // S
+    given, pieces = in_form(form)
+    seen = len(given[0]) * sum(min(i + 1, window or S) for i in range(S)) // S
     with FlopCounterMode(display=False) as counter:
-        out = OPERATOR(*given, *forms()[form], S, window)[0]
+        out = OPERATOR(*(t.requires_grad_() for t in given), *pieces, S, window)[0]
         assert counter.get_total_flops() == 2 * 2 * 8 * 4 * seen  # two products, each 2·E a score, of H heads
         out.sum().backward()
     assert counter.get_total_flops() == 3.5 * 2 * 2 * 8 * 4 * seen
@@ -234,12 +232,9 @@ def test_flops_are_those_of_one_document_a_sample(S: int, window: int, form: int
 def test_flex_attention_computes_the_definition(form: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its compiler, so forward alone."""
     monkeypatch.setattr(flex_attention, "_compiled", lambda function: function)
-    starts = starts_of([100, 28, 256], 384)
-    pieces = [WHOLE, (starts, *bounds_of(starts), None), of_rank(starts, [0, 2], window)][form]
-    M, S = (256, 384) if form == 2 else (384, 128 if form == 0 else 384)
-    q, k, v = (heads(n, h, 8, seed).float() for seed, (n, h) in enumerate(((M, 4), (384, 2), (384, 2))))
-    found = flex_attention.attend_flexibly(q, k, v, pieces[0], pieces[3], S, window)
-    for got, wanted in zip(found, OPERATOR(q.double(), k.double(), v.double(), *pieces, S, window), strict=True):
+    (given, pieces), S = in_form(form, window), 128 if form == 0 else 384
+    found = flex_attention.attend_flexibly(*(t.float() for t in given), pieces[0], pieces[3], S, window)
+    for got, wanted in zip(found, OPERATOR(*given, *pieces, S, window), strict=True):
         assert got.shape == wanted.shape
         assert (got - wanted).abs().max() <= 1e-5
 

@@ -1,6 +1,8 @@
 """Products of groups of rows against a mask over all rows and groups, in float64."""
 
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -70,18 +72,34 @@ def test_each_weight_has_the_gradient_of_its_rows(counts: list[int], device: str
     assert torch.allclose(got, masked_gradient(grad, x, counts), rtol=0, atol=1e-13)
 
 
-def within_bfloat16(got: Tensor, truth: Tensor, sizes: Tensor, terms: int) -> bool:
-    """Check a product of bfloat16: its sum is off by 2^-22 of the sizes of its terms each time that one is added (what
-    tensor cores keep), and rounded to 8 bits."""
-    bound = sizes * (terms * 2.0**-22) + truth.abs() * 2.0**-8 + 1e-30
-    return bool(((got.double() - truth).abs() <= bound).all())
+def per_group(
+    product: Callable[[Tensor, Tensor], Tensor], groups: Iterable[tuple[Tensor, Tensor]]
+) -> list[list[Tensor]]:
+    """Multiply each group's operands in float64: the truths, and the sizes of what is summed."""
+    wide = [(a.double(), b.double()) for a, b in groups]
+    return [[product(*pair) for pair in wide], [product(a.abs(), b.abs()) for a, b in wide]]
+
+
+def rows_of_groups(a: Tensor, weight: Tensor, offsets: Tensor) -> list[Tensor]:
+    """The product's truth and sizes, groups behind each other."""
+    groups = ((a[i:j], w) for i, j, w in zip(offsets, offsets[1:], weight, strict=False))
+    return [torch.cat(found) for found in per_group(lambda x, w: x @ w.t(), groups)]
+
+
+def close(got: Tensor, truth: Tensor, sizes: Tensor, kept: float) -> bool:
+    """Check a sum that is off by `kept` of the sizes of its terms, and then rounded to bfloat16's 8 bits."""
+    return bool(((got.double() - truth).abs() <= sizes * kept + truth.abs() * 2.0**-8 + 1e-30).all())
+
+
+WIDTHS = [(256, 128), (1536, 2048), (640, 384), (128, 1024)]  # N and K
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", ON_GPUS)
-@pytest.mark.parametrize(("N", "K"), [(256, 128), (1536, 2048), (640, 384), (128, 1024)])
+@pytest.mark.parametrize(("N", "K"), WIDTHS)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_kernel_of_hopper_multiplies_as_the_definition(counts: list[int], N: int, K: int, transposed: bool) -> None:
+    """Tensor cores keep 22 bits of a sum each time that a term is added."""
     R, G = sum(counts), len(counts)
     a = random(R, K, seed=0, device="cuda", dtype=torch.bfloat16)
     weight = random(G, N, K, seed=1, device="cuda", dtype=torch.bfloat16)
@@ -89,17 +107,13 @@ def test_the_kernel_of_hopper_multiplies_as_the_definition(counts: list[int], N:
     assert grouped_kernel(device_of(a.device), a.dtype, (N, K)) == "grouped_matmul"
     offsets = offsets_of(counts, "cuda")
     got = grouped_matmul(a, weight, offsets)
-    truth = torch.cat([a[i:j].double() @ w.double().t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)])
-    sizes = torch.cat(
-        [a[i:j].double().abs() @ w.double().abs().t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)]
-    )
-    assert within_bfloat16(got, truth, sizes, K)
+    assert close(got, *rows_of_groups(a, weight, offsets), K * 2.0**-22)
     assert torch.equal(got, grouped_matmul(a, weight, offsets))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("counts", ON_GPUS)
-@pytest.mark.parametrize(("N", "K"), [(256, 128), (1536, 2048), (640, 384), (128, 1024)])
+@pytest.mark.parametrize(("N", "K"), WIDTHS)
 def test_the_kernel_of_hopper_has_the_gradient_of_the_definition(counts: list[int], N: int, K: int) -> None:
     """Rows of nobody are there, and add nothing."""
     R = sum(counts) + 100
@@ -107,9 +121,9 @@ def test_the_kernel_of_hopper_has_the_gradient_of_the_definition(counts: list[in
     x = random(R, K, seed=1, device="cuda", dtype=torch.bfloat16)
     offsets = offsets_of(counts, "cuda")
     got = grouped_weight_gradient(grad, x, offsets)
-    for i, j, own in zip(offsets, offsets[1:], got, strict=False):
-        truth, sizes = grad[i:j].double().t() @ x[i:j].double(), grad[i:j].double().abs().t() @ x[i:j].double().abs()
-        assert within_bfloat16(own, truth, sizes, int(j - i))
+    groups = [(grad[i:j], x[i:j]) for i, j in pairwise(offsets)]
+    found = per_group(lambda grad, x: grad.t() @ x, groups)
+    assert all(close(*each, n * 2.0**-22) for *each, n in zip(got, *found, counts, strict=True))
     assert torch.equal(got, grouped_weight_gradient(grad, x, offsets))
 
 
@@ -140,50 +154,31 @@ def in_float8(counts: list[int], N: int, K: int, device: str) -> tuple[Tensor, .
     return a, a_inv, weight.view(G, N, K), weight_inv.view(G, N)
 
 
-@pytest.mark.parametrize(
-    ("device", "counts", "N", "K"),
-    [
-        ("cpu", [5, 2, 0, 4], 16, 32),
-        *(
-            pytest.param("cuda", counts, N, K, marks=pytest.mark.gpu)
-            for counts in ON_GPUS
-            for N, K in [(256, 128), (1536, 2048), (640, 384)]
-        ),
-    ],
-)
+IN_FLOAT8 = [
+    ("cpu", [5, 2, 0, 4], 16, 32),
+    *(pytest.param("cuda", counts, *of, marks=pytest.mark.gpu) for counts in ON_GPUS for of in WIDTHS[:3]),
+]
+# Tensor cores keep 14 bits of a sum: each of its terms is off by 2^-13 of the largest, at most of their sizes together;
+# a split sum is off so within its steps alone.
+KEPT_OF_FLOAT8 = 2.0**-11
+
+
+@pytest.mark.parametrize(("device", "counts", "N", "K"), IN_FLOAT8)
 @pytest.mark.parametrize("fast", [False, True])
 def test_float8_products_are_of_what_the_bytes_stand_for(
     device: str, counts: list[int], N: int, K: int, fast: bool
 ) -> None:
-    """Forward, and with weights of the groups beside each other, with one scale for a column of all of them. Tensor
-    cores keep 14 bits of a sum: each of its terms is off by 2^-13 of the largest, at most of their sizes together; a
-    split sum is off so within its steps alone."""
+    """Forward, and with weights of the groups beside each other, with one scale for a column of all of them."""
     a, a_inv, weight, weight_inv = in_float8(counts, N, K, device)
-    G, offsets = len(counts), offsets_of(counts, device)
-    got = scaled_grouped_matmul(a, weight, a_inv, weight_inv, offsets, torch.bfloat16, fast)
-    truth_of = a.double() * a_inv, weight.double() * weight_inv[:, :, None]
-    truth = masked_rows(*truth_of, offsets)
-    sizes = masked_rows(truth_of[0].abs(), truth_of[1].abs(), offsets)
-    assert within_float8(got, truth, sizes)
+    offsets, ones = offsets_of(counts, device), torch.ones(1, N, device=device)
     beside = weight.permute(1, 0, 2).contiguous().permute(1, 0, 2)  # memory [N, G, K]
-    ones = torch.ones(1, N, device=device)
-    got = scaled_grouped_matmul(a, beside, a_inv, ones, offsets, torch.bfloat16, fast)
-    truth, sizes = (masked_rows(f(truth_of[0]), f(weight.double()), offsets) for f in (lambda t: t, torch.abs))
-    assert within_float8(got, truth, sizes)
-    assert len(weight) == G
+    for of, scale_inv in ((weight, weight_inv), (beside, ones)):
+        got = scaled_grouped_matmul(a, of, a_inv, scale_inv, offsets, torch.bfloat16, fast)
+        truth = rows_of_groups(a.double() * a_inv, of.double() * scale_inv[:, :, None], offsets)
+        assert close(got, *truth, KEPT_OF_FLOAT8)
 
 
-@pytest.mark.parametrize(
-    ("device", "counts", "N", "K"),
-    [
-        ("cpu", [5, 2, 0, 4], 16, 32),
-        *(
-            pytest.param("cuda", counts, N, K, marks=pytest.mark.gpu)
-            for counts in ON_GPUS
-            for N, K in [(256, 128), (1536, 2048), (640, 384)]
-        ),
-    ],
-)
+@pytest.mark.parametrize(("device", "counts", "N", "K"), IN_FLOAT8)
 @pytest.mark.parametrize("fast", [False, True])
 def test_float8_gradients_contract_the_rows_of_a_group(
     device: str, counts: list[int], N: int, K: int, fast: bool
@@ -196,17 +191,8 @@ def test_float8_gradients_contract_the_rows_of_a_group(
     (grad, grad_inv), (x, x_inv) = (cast_transpose(t, ones, True, torch.float8_e4m3fn, True) for t in (grad, x))
     for scales in ((grad_inv, x_inv), (None, x_inv), (grad_inv, None)):
         got = scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast)
-        by = [1 if scale is None else scale.double() for scale in scales]
-        of_grad, of_x = grad.double() * by[0], x.double() * by[1]
-        for i, j, own in zip(offsets, offsets[1:], got, strict=False):
-            truth, sizes = (f(of_grad[:, i:j]) @ f(of_x[:, i:j]).t() for f in (lambda t: t, torch.abs))
-            assert within_float8(own, truth, sizes)
+        of_grad, of_x = (t.double() * (1 if by is None else by) for t, by in zip((grad, x), scales, strict=True))
+        groups = [(of_grad[:, i:j], of_x[:, i:j]) for i, j in pairwise(offsets)]
+        found = per_group(lambda grad, x: grad @ x.t(), groups)
+        assert all(close(*each, KEPT_OF_FLOAT8) for each in zip(got, *found, strict=True))
         assert torch.equal(got, scaled_grouped_gradient(grad, x, *scales, offsets, torch.bfloat16, fast))
-
-
-def masked_rows(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    return torch.cat([a[i:j] @ w.t() for i, j, w in zip(offsets, offsets[1:], weight, strict=False)])
-
-
-def within_float8(got: Tensor, truth: Tensor, sizes: Tensor) -> bool:
-    return bool(((got.double() - truth).abs() <= sizes * 2.0**-11 + truth.abs() * 2.0**-8 + 1e-30).all())
