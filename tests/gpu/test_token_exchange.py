@@ -3,6 +3,7 @@
 import operator
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.ranks_on_gpus import run_on_gpus
+from tests.support.numbers import normal
 from titanlite import recipes
 from titanlite.float8.experts import Float8Experts
 from titanlite.kernels.collectives import Group
@@ -24,7 +26,7 @@ from titanlite.kernels.token_exchange import (
     no_token_exchange,
 )
 
-BF16 = torch.bfloat16
+bf16 = partial(normal, dtype=torch.bfloat16)
 OPS = 3000
 
 
@@ -45,10 +47,6 @@ def here() -> Group:
     return Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())  # type: ignore[union-attr]
 
 
-def numbers(seed: int, *shape: int, dtype: torch.dtype = BF16, device: str = "cuda") -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
-
-
 def choices_of(seed: int, tokens: int, K: int, E: int, device: str) -> Tensor:
     """Choose K different experts for each token: unevenly, or the first rank's alone, as the seed says."""
     scores = torch.rand(tokens, E, generator=torch.Generator().manual_seed(seed))
@@ -64,12 +62,12 @@ class Case:
         P, r = group.size, group.rank
         own, ours = slice(r * M, (r + 1) * M), slice(r * E, (r + 1) * E)
         x, weights = (
-            numbers(seed, P * M, D, device=device),
-            numbers(seed + 1, P * M, K, dtype=torch.float32, device=device),
+            bf16(P * M, D, seed=seed, device=device),
+            normal(P * M, K, seed=seed + 1, dtype=torch.float32, device=device),
         )
         choices = choices_of(seed, P * M, K, P * E, device)
         rows, _, _ = expert_rows(choices, 0, P * E)
-        o = numbers(seed + 2, P * M * K, D, device=device)
+        o = bf16(P * M * K, D, seed=seed + 2, device=device)
         _, mine, _ = expert_rows(choices, ours.start, E)
         row_of = torch.where(mine < 0, 0, rows.flatten()[mine.clamp(min=0)])
         sent = o[row_of.long()].masked_fill_((mine < 0)[:, None], torch.nan)  # of no token: nobody adds them
@@ -109,10 +107,13 @@ def layers(device: str) -> None:
     recipe = recipes.load("float8", "rowwise")
     for seed, (M, K, D, F, E) in enumerate(SHAPES):
         own, ours = slice(r * M, (r + 1) * M), slice(r * E, (r + 1) * E)
-        w13, w2 = numbers(seed, P * E, 2 * F, D, device=device) / 8, numbers(seed + 1, P * E, D, F, device=device) / 8
-        x, weights = numbers(seed + 2, P * M, D, device=device), torch.rand(P * M, K, device="cpu").to(device)
+        w13, w2 = (
+            bf16(P * E, 2 * F, D, seed=seed, device=device) / 8,
+            bf16(P * E, D, F, seed=seed + 1, device=device) / 8,
+        )
+        x, weights = bf16(P * M, D, seed=seed + 2, device=device), torch.rand(P * M, K, device="cpu").to(device)
         dist.broadcast(weights, 0)
-        choices, grad = choices_of(seed, P * M, K, P * E, device), numbers(seed + 3, P * M, D, device=device)
+        choices, grad = choices_of(seed, P * M, K, P * E, device), bf16(P * M, D, seed=seed + 3, device=device)
         pairs: list[tuple[str, Experts, Experts]] = [
             ("bf16", experts, ParallelExperts(group)),
             ("rowwise", Float8Experts(recipe), Float8Experts(recipe, group)),

@@ -9,8 +9,9 @@ F32 = torch.finfo(torch.float32).eps
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    """Draw normal numbers on the CPU, the same for every device and, up to rounding, for every dtype."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+    """Draw normal numbers on the CPU, the same for every device; those of float64 with all of its bits."""
+    drawn = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=drawn).to(device, dtype)
 
 
 def leaf(t: Tensor, device: str = "cpu") -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.numbers import normal
 from tests.support.ranks import run_ranks
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
 from titanlite.kernels.linear import FusedLinear, linear
@@ -18,7 +19,7 @@ def world_group() -> Group:
 
 
 def of_rank(rank: int, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    return normal(*shape, seed=rank, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("tp", [2, 4])

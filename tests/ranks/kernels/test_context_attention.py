@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.support.documents import bounds_of
 from tests.support.needs import slow
+from tests.support.numbers import normal
 from tests.support.ranks import run_ranks
 from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
 from titanlite.kernels import context_attention as file
@@ -34,9 +35,7 @@ def starts_of(lengths: list[int]) -> np.ndarray:
 
 def operands() -> list[Tensor]:
     """q, k, v and the gradient of what attention makes of them, of all tokens."""
-    random = torch.Generator().manual_seed(1)
-    shapes = [(N, H, E), (N, K, E), (N, K, E), (N, H, E)]
-    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+    return [normal(N, n, E, seed=seed, dtype=torch.float64) for seed, n in enumerate((H, K, K, H))]
 
 
 def off(starts: np.ndarray, window: int) -> float:

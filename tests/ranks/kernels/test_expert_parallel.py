@@ -6,16 +6,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.needs import slow
+from tests.support.numbers import normal
 from tests.support.ranks import run_ranks
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts, experts
 
 M, D, F, E, K = 24, 16, 128, 8, 3  # tokens are of all ranks together
 STEPS = 10
-
-
-def random(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def choices_of(kind: str) -> Tensor:
@@ -32,9 +29,9 @@ def trained(rank: int, group: Group | None, kind: str, dtype: torch.dtype) -> li
     """Take ten steps of gradient descent with this rank's tokens and experts; return all that was computed."""
     size = 1 if group is None else group.size
     tokens, own = slice(rank * M // size, (rank + 1) * M // size), slice(rank * E // size, (rank + 1) * E // size)
-    w13, w2 = (random(2, E, 2 * F, D, dtype=dtype) / 4)[own], (random(3, E, D, F, dtype=dtype) / 11)[own]
+    w13, w2 = (normal(E, 2 * F, D, seed=2, dtype=dtype) / 4)[own], (normal(E, D, F, seed=3, dtype=dtype) / 11)[own]
     w13, w2, compute = w13.flatten(0, 1), w2.flatten(0, 1), experts if group is None else ParallelExperts(group)
-    x, weights = random(4, M, D, dtype=dtype)[tokens], random(5, M, K).softmax(1)[tokens]
+    x, weights = normal(M, D, seed=4, dtype=dtype)[tokens], normal(M, K, seed=5).softmax(1)[tokens]
     choices, given, found = choices_of(kind)[tokens], [x, weights, w13, w2], []
     for _ in range(STEPS):
         x, weights, w13, w2 = given = [t.detach().requires_grad_() for t in given]

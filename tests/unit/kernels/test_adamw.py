@@ -5,26 +5,21 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.compile_only import accesses, compiling
 from tests.support.needs import DEVICES
+from tests.support.numbers import F32, normal
 from titanlite.kernels.adamw import AdamWState, Update, adamw
 from titanlite.kernels.device.adamw import BLOCK, WARPS
 
-EPS = torch.finfo(torch.float32).eps
 LR, BETA1, BETA2, TINY = 1e-2, 0.9, 0.999, 1e-8
 # Less than a block, whole blocks, a piece more; and sizes that are no multiple of 16 bytes.
 SIZES = {"aligned": (4, 4096, 8192, 12292), "odd": (1, 5, 4097, 9999)}
 
 
-def normal(n: int, seed: int, device: str) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
 def state(sizes: tuple[int, ...], moment: torch.dtype, device: str) -> AdamWState:
     return AdamWState(
-        parameters=[normal(n, i, device) for i, n in enumerate(sizes)],
+        parameters=[normal(n, seed=i, device=device) for i, n in enumerate(sizes)],
         exp_avg=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
         exp_avg_sq=[torch.zeros(n, dtype=moment, device=device) for n in sizes],
         weight_decays=[0.1, 0.0, 0.1, 0.5],
@@ -45,7 +40,7 @@ def test_update(sizes, moment, device):
     update, one, half = adamw(got), torch.ones((), device=device), torch.tensor(0.5, device=device)
     for t in range(1, 5):
         before = [[x.double() for x in xs] for xs in (got.parameters, got.exp_avg, got.exp_avg_sq)]
-        gradients = [normal(n, 100 * t + i, device) for i, n in enumerate(SIZES[sizes])]
+        gradients = [normal(n, seed=100 * t + i, device=device) for i, n in enumerate(SIZES[sizes])]
         given = [g.double() / 0.5 for g in gradients]
         got.updates.add_(1)
         decay_factor = (1.0, 0.25)[t % 2]
@@ -53,7 +48,7 @@ def test_update(sizes, moment, device):
         changed = [p.double() - old for p, old in zip(got.parameters, before[0], strict=True)]
         for found, run in zip(squares, (slice(1), slice(1, None)), strict=True):
             true = torch.stack([torch.cat(xs[run]).square().sum() for xs in (before[0], changed)])
-            assert ((found - true).abs() <= 64 * EPS * true).all()  # sums of blocks, added up
+            assert ((found - true).abs() <= 64 * F32 * true).all()  # sums of blocks, added up
         for i, (p, m, v) in enumerate(zip(*before, strict=True)):
             m = BETA1 * m + (1 - BETA1) * given[i]
             v = BETA2 * v + (1 - BETA2) * given[i] ** 2
@@ -61,10 +56,10 @@ def test_update(sizes, moment, device):
             p = p * (1 - LR * decay_factor * got.weight_decays[i]) - change
             rounded = torch.finfo(moment).eps / 2
             most = given[i].abs().max()  # m is a sum that may cancel
-            assert ((got.exp_avg[i] - m).abs() <= rounded * m.abs() + 4 * EPS * most).all()
-            assert ((got.exp_avg_sq[i] - v).abs() <= (rounded + 6 * EPS) * v).all()
-            error = 12 * EPS * change.abs() + 4 * EPS * LR * most / ((v / (1 - BETA2**t)).sqrt() * (1 - BETA1**t))
-            assert ((got.parameters[i] - p).abs() <= 2 * EPS * p.abs() + error).all()
+            assert ((got.exp_avg[i] - m).abs() <= rounded * m.abs() + 4 * F32 * most).all()
+            assert ((got.exp_avg_sq[i] - v).abs() <= (rounded + 6 * F32) * v).all()
+            error = 12 * F32 * change.abs() + 4 * F32 * LR * most / ((v / (1 - BETA2**t)).sqrt() * (1 - BETA1**t))
+            assert ((got.parameters[i] - p).abs() <= 2 * F32 * p.abs() + error).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -73,21 +68,21 @@ def test_a_step_left_out_leaves_every_bit(moment, device):
     got = state(SIZES["odd"], moment, device)
     update, one = adamw(got), torch.ones((), device=device)
     got.updates.add_(1)
-    update([normal(n, 7, device) for n in SIZES["odd"]], LR, one, one * 0, False, 1.0)
+    update([normal(n, seed=7, device=device) for n in SIZES["odd"]], LR, one, one * 0, False, 1.0)
     tensors = [*got.parameters, *got.exp_avg, *got.exp_avg_sq]
     before = [t.clone() for t in tensors]
     squares = update([torch.full_like(p, torch.nan) for p in got.parameters], LR, one * torch.nan, one, True, 1.0)
     for (weight, change), run in zip(squares, (slice(1), slice(1, None)), strict=True):
         true = torch.cat(got.parameters[run]).double().square().sum()
         assert change == 0
-        assert (weight - true).abs() <= 64 * EPS * true
+        assert (weight - true).abs() <= 64 * F32 * true
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize(("sizes", "at_once"), [("aligned", 4), ("odd", 1)])
 def test_code_for_sm_90_moves_16_bytes_at_once_where_it_may(sizes, at_once):
     got, one = state(SIZES[sizes], torch.float32, "cpu"), torch.ones(())
-    gradients = [normal(n, 7, "cpu") for n in SIZES[sizes]]
+    gradients = [normal(n, seed=7) for n in SIZES[sizes]]
     with compiling() as compiled:
         Update(got).step(gradients, LR, one, one * 0)
     moved = accesses(compiled["_adamw"])
@@ -105,7 +100,7 @@ def test_to_measure_adds_to_the_code_and_changes_none_of_it():
     got, one, code = state(SIZES["odd"], torch.float32, "cpu"), torch.ones(()), []
     for measure in (False, True):
         with compiling() as compiled:
-            Update(got).step([normal(n, 7, "cpu") for n in SIZES["odd"]], LR, one, one * 0, measure)
+            Update(got).step([normal(n, seed=7) for n in SIZES["odd"]], LR, one, one * 0, measure)
         code.append(arithmetic(compiled["_adamw"].asm["ptx"]))
     plain, measuring = code
     assert plain["fma.rn.f32"] > 0

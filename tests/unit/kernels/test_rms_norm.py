@@ -65,7 +65,7 @@ def test_gradients(shape, is_fork, dtype, device):
 
 
 def test_one_row_and_wider_streams():
-    x = torch.randn(8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = normal(8, dtype=torch.float64)
     row, rows = (t.clone().requires_grad_() for t in (x, x[None]))
     for t in (row, rows):
         torch.autograd.backward(fork_rms_norm(t, torch.ones(8), EPS), [t.detach(), torch.full_like(t, 1 + 2.0**-40)])
