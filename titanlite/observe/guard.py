@@ -114,8 +114,7 @@ def _say_failed(status: Path, run: dict[str, Any], rank: int, kind: str, message
     """Write that the run failed, unless its end is written (not only that another rank did) or another has begun."""
     with suppress(OSError, ValueError), one_writer(status):
         content = read_status(status)
-        error = content.get("error")
-        is_open = content["state"] == "running" or (isinstance(error, dict) and error.get("type") == "ConnectionError")
+        is_open = content["state"] == "running" or content.get("error", {}).get("type") == "ConnectionError"
         if is_open and run.items() <= content.items() and run:
             error = {"type": kind, "message": message, "rank": rank}
             write_status(status, content | {"state": "failed", "error": error, "updated": now()}, rank)

@@ -31,12 +31,7 @@ _WAIT_S = 2.0  # for another process's word, which takes milliseconds
 class Status(Observer):
     """The state of this run. On ranks other than 0 all methods but `failed` and `stalled` do nothing."""
 
-    def __init__(
-        self,
-        path: Path,
-        step: int = 0,
-        rank: int = 0,
-    ) -> None:
+    def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
         """Write that the run is running.
 
         Args:
@@ -183,7 +178,7 @@ def read_status(path: Path) -> dict[str, Any]:
         path: the file.
 
     Returns:
-        At least "state" and "updated", and in a failed state "error", with what it is of.
+        At least "state" and "updated".
 
     Raises:
         FileNotFoundError: there is none.
@@ -191,10 +186,7 @@ def read_status(path: Path) -> dict[str, Any]:
         ValueError: it does not say that.
     """
     content = parse_json(read_plain(path))
-    keys = ("state", "updated", "started")
-    texts = isinstance(content, dict) and all(isinstance(content.get(key, ""), str) for key in keys)
-    texts = texts and {"state", "updated"} <= content.keys()
-    if not texts or (content["state"] == "failed" and not isinstance(content.get("error"), dict)):
+    if not isinstance(content, dict) or not {"state", "updated"} <= content.keys():
         raise ValueError("no JSON object with a state")
     return content
 

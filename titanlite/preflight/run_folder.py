@@ -35,6 +35,7 @@ from titanlite.durable import (
 )
 from titanlite.errors import ConfigError, FolderLostError
 from titanlite.json_file import parse_json
+from titanlite.observe.status import read_status
 from titanlite.preflight.same_run import changes_since, keys_of_training
 from titanlite.redact import redact_tree, redact_urls
 
@@ -124,7 +125,7 @@ class RunFolder:
     def seems_in_use(self) -> str | None:
         """Say so if a job has just said in `status.json` that it is running; else None."""
         try:
-            status = parse_json(read_plain(self.status))
+            status = read_status(self.status)
             age_s = (datetime.now(UTC) - datetime.fromisoformat(status["updated"])).total_seconds()
             if status["state"] != "running" or age_s > AT_WORK_S:
                 return None
