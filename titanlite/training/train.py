@@ -91,6 +91,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
     asked, folder, console, status = session.asked, session.folder, session.console, session.status
     config = asked.config
+
+    # Data and processes.
     data = open_data(asked, progress=session.local_rank == 0)
     cleanup.callback(data.close)
     device = start_process_group(config.comm)
@@ -98,6 +100,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
     require_same_data(data)
 
+    # The run, and where it is taken up.
     cleanup.enter_context(torch_order())
     run = _build(asked, device, console)
     report_data(data, run.receipt, asked, console, session.rank)
@@ -110,6 +113,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     now, corpora = data.identity, data.fingerprints
     if text := other_text(restored.folder, state, corpora, now["tokenizer"], config.job.strict, now["inputs"]):
         console.warning(text)
+
+    # What it reads.
     table = stage_table(config, world, state.past)
     require_same_steps(table, config)
     batches, validation = open_batches(data, asked, run.mesh, table, start, windows_of(run.model))
@@ -119,10 +124,11 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         console.warning(text)
     cleanup.callback(data.stop_waiting)  # before: its thread may wait
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
-    position = Position(start, batches.mixture, world)
     add_stages(run.receipt, config, batches.mixture, start)
-
     evaluation = open_evaluation(asked, run)
+
+    # Who is told of it.
+    position = Position(start, batches.mixture, world)
     observers = _open_observers(session, run, restored, table, cleanup)
     status.progress(start)
     console.measure_by(table.tokens)
@@ -131,6 +137,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     if session.rank == 0:
         for line in (*first_lines(run, data.train, position, folder), *table.notes):
             console.notice(line)
+
+    # What watches it, and the steps.
     shared_wait = _shared_wait(session) if data.growing and world > 1 else None
     watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
     profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
