@@ -234,18 +234,17 @@ def _rough(seconds: float) -> str:
     return f"{days}d {h}h" if days else f"{h}h {m:02}m" if h else f"{m}m {s:02}s"
 
 
-_LOSSES = {"validation_loss": "validation loss", "validation_loss_ema": "validation loss of the average"}
-
-
 def _validation(row: Row) -> str:
     """Say the loss of each held-out source, and its bits per byte where they are known; "" of another row."""
     texts: list[str] = []
     for key, loss in row.items():
         kind, _, name = key.partition(".")
-        if kind not in _LOSSES:
+        if not kind.startswith("validation_loss"):
             continue
         bits = row.get(key.replace("_loss", "_bits_per_byte", 1))
-        texts.append(f"{name or _LOSSES[kind]} {loss:.4f}" + ("" if bits is None else f" ({bits:.4f} bits/byte)"))
+        texts.append(
+            f"{name or METRICS[kind].loss_of} {loss:.4f}" + ("" if bits is None else f" ({bits:.4f} bits/byte)")
+        )
     return "  ".join(texts)
 
 

@@ -40,6 +40,7 @@ class Metric:
         is_noisy: whether smoothing helps; else it would bend the line.
         console: makes its part of a step's line, in the order of the table; None: it is not there.
         column: in a comparison's table of speed and memory; None: it is not there.
+        loss_of: what a run says whose lowest loss it was, and the console whose loss of a validation; "": neither.
     """
 
     key: str
@@ -50,18 +51,26 @@ class Metric:
     is_noisy: bool = True
     console: Callable[[float], str] | None = None
     column: Column | None = None
+    loss_of: str = ""
 
 
 _NATS = "nats per token"
 _FLOAT8 = ("input_saturated", "weight_saturated", "input_flushed", "weight_flushed", "output_sqnr_db")
 _EXPERTS = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss", "bias_range")
 _METRICS = (
-    Metric("loss", "train/loss", "Loss", "training loss", _NATS, console="loss {:7.4f}".format),
+    Metric("loss", "train/loss", "Loss", "training loss", _NATS, console="loss {:7.4f}".format, loss_of="train loss"),
     Metric("z_loss", "train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),  # before its coefficient
-    Metric("validation_loss", "val/loss", "Loss", "validation loss", _NATS),
+    Metric("validation_loss", "val/loss", "Loss", "validation loss", _NATS, loss_of="validation loss"),
     # Separators count among the tokens, and have no bytes: the end of a document costs bits, too.
     Metric("validation_bits_per_byte", "val/bits_per_byte", "Loss", "validation loss", "bits per byte"),
-    Metric("validation_loss_ema", "val/loss_ema", "Loss", "validation loss of averaged weights", _NATS),
+    Metric(
+        "validation_loss_ema",
+        "val/loss_ema",
+        "Loss",
+        "validation loss of averaged weights",
+        _NATS,
+        loss_of="validation loss of the average",
+    ),
     Metric(
         "validation_bits_per_byte_ema",
         "val/bits_per_byte_ema",

@@ -17,6 +17,7 @@ from titanlite.data.order import epochs
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import order_in_words
 from titanlite.observe.console import WIDTH, duration
+from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.process_group import ranks_of_a_host
@@ -94,10 +95,9 @@ def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # who has damaged it has been told, or is at the next start
         rows = read_metrics(folder.metrics)
-    keys = {"train loss": "loss", "validation loss": "validation_loss"}
-    keys["validation loss of the average"] = "validation_loss_ema"
     lines = [_line("took", f"{duration(seconds)} to step {last:,} of {config.training.steps:,}")]
-    if said := [f"{name} {text}" for name, key in keys.items() if (text := _lowest(rows, key))]:
+    losses = [metric for metric in METRICS.values() if metric.loss_of]
+    if said := [f"{metric.loss_of} {text}" for metric in losses if (text := _lowest(rows, metric.key))]:
         lines.append(_line("lowest", ", ".join(said)))
     path, saved = str(folder.path), complete_steps(folder.checkpoints)
     if saved and last < config.training.steps:
