@@ -32,7 +32,6 @@ from titanlite.checkpoint.resume import check_state
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.commands.export import run as export
 from titanlite.config.schema import Config
-from titanlite.data.tokenizer import FileTokenizer
 from titanlite.errors import ConfigError
 from titanlite.observe import console, watchdog
 from titanlite.observe.metrics import MetricsFile
@@ -524,24 +523,6 @@ def test_another_tokenizer_in_the_same_file_is_not_taken_for_another_text(desk: 
     said = desk.run("retrained", 1, *again, "--job.strict=false").output
     assert "warning: data.tokenizer is another than before" in said
     assert "different text" not in said
-
-
-@pytest.mark.slow
-def test_two_ids_that_were_swapped_since_are_noticed_though_the_text_has_neither(desk: Desk) -> None:
-    file = make_tokenizer(desk.folder / "swapped.json")
-    flags = (f"--data.tokenizer={file}", "--model.vocab_size=512")
-    desk.run("swapped", 1, *flags, "--job.stop_after=1")
-    before, content = FileTokenizer("", file).fingerprint, json.loads(file.read_text())
-    words = content["model"]["vocab"]
-    words["÷"], words["×"] = words["×"], words["÷"]  # of bytes that no text has
-    file.write_text(json.dumps(content))
-    after, again = FileTokenizer("", file).fingerprint, (*flags, "--job.stop_after=2")
-    said = desk.run("swapped", 1, *again, ends=2).output
-    assert f"data.tokenizer = one of fingerprint {after}" in said
-    assert f"want: the one that the weights know, of fingerprint {before}" in said
-    said = desk.run("swapped", 1, *again, "--job.strict=false").output
-    assert f"data.tokenizer is another than before (fingerprint {after}, before {before})" in said
-    assert "another than before" not in desk.run("swapped", 1, *again[:-1], "--job.stop_after=3").output
 
 
 @pytest.mark.parametrize("key", ["validation.source", *slow("data.source")])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launched import REPOSITORY, Desk, Ended, rows, torchrun, wait_for_step
+from tests.support.launched import REPOSITORY, Desk, Ended, torchrun, wait_for_step
 from tests.support.needs import slow
 from titanlite.training import loop, stop, train
 
@@ -177,25 +177,6 @@ def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk
     assert (run.status["state"], run.status["by"]) == ("stopped", "a second signal, SIGTERM")
     assert run.status["step"] == before.checkpoints()[-1] == 2
     assert "after step 2; the newest checkpoint is of step 2\n" in run.output
-
-
-@pytest.mark.slow
-def test_sigterm_to_torchrun(desk: Desk, tmp_path: Path) -> None:
-    flags = ("--training.steps=5000",)
-    argv, folder = desk.flags("agent", *flags), desk.folder / "runs" / "agent"
-    launcher = torchrun(["--standalone", "--nproc-per-node=2"], str(REPOSITORY / "train.py"), argv, tmp_path / "log")
-    try:
-        wait_for_step(folder, 5)
-        launcher.terminate()
-        launcher.wait(300)
-    finally:
-        launcher.kill()
-    ended = Ended(folder, (tmp_path / "log").read_text())
-    last = ended.status["step"]
-    assert ended.status["state"] == "stopped", ended.output
-    assert ended.status["by"] == "SIGTERM"
-    assert ended.checkpoints() == [last]
-    assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
 
 
 SHELL = ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)

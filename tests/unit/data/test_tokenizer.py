@@ -329,4 +329,8 @@ def test_fingerprint_follows_content_and_separator(tmp_path: Path) -> None:
     first = load_tokenizer(str(path)).fingerprint
     assert load_tokenizer(str(path)).fingerprint == first
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    assert load_tokenizer(str(path)).fingerprint != first
+    assert (second := load_tokenizer(str(path)).fingerprint) != first
+    words = (content := json.loads(path.read_text()))["model"]["vocab"]
+    words["÷"], words["×"] = words["×"], words["÷"]  # of bytes that no text has
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(str(path)).fingerprint not in (first, second)
