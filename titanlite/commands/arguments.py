@@ -167,8 +167,3 @@ class Command:
                 raise ConfigError.of("command line", name, "", "a value", flags[name])
             given.setdefault(name, []).append(value)
         return rest, given
-
-
-def apart(argv: Sequence[str], flag: str) -> list[str]:
-    """Return the arguments with `--flag=VALUE` as two words, for what comes behind a flag to be more than its value."""
-    return [word for a in argv for word in (a.split("=", 1) if a.startswith(f"{flag}=") else [a])]

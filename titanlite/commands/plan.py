@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlite.commands.arguments import Command, apart
+from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe
@@ -42,7 +42,8 @@ COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Print a plan."""
-    argv = apart(argv, _DIFF)
+    # "--diff=FILE" is two words: what comes behind it is more than its value.
+    argv = [word for a in argv for word in (a.split("=", 1) if a.startswith(f"{_DIFF}=") else [a])]
     if _DIFF in argv:
         return _diff(argv)
     arguments = COMMAND.read(argv)

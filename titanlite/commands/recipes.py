@@ -1,4 +1,4 @@
-"""List recipes, show one, make one, or time them: recipes [KIND [NAME]], recipes model --from FOLDER, …
+"""List recipes, show one, or make one: recipes [KIND [NAME]], recipes model --from FOLDER.
 
 Recipes are shown as loaded: defaults filled in, `extends` resolved. So a recipe that extends another can be read here
 without opening both.
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, cast, get_args
 
-from titanlite.commands.arguments import Command, apart
+from titanlite.commands.arguments import Command
 from titanlite.config.check import check_file
 from titanlite.config.config_json import recipe_of
 from titanlite.config.problems import Origin, Problems
@@ -17,7 +17,6 @@ from titanlite.config.recipe_schema import ModelDims, OwnRule
 from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError, nearest
-from titanlite.preflight.checked_run import checked_run
 from titanlite.recipes import Kind, current_name, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -29,13 +28,7 @@ _WITHOUT_FILE: dict[str, dict[str, str]] = {
         "auto": "The fastest list within activation_checkpoint.budget_gib, found when a run starts."
     },
 }
-_MEASURE, _DIRS, _FROM, _RULES = "--measure", "--job.recipe_dirs", "--from", "--optimizer.file"
-_USAGE = f"titanlite recipes float8 {_MEASURE} FILE [--section.key VALUE ...]"
-_TIMED = Command(
-    f"recipes float8 {_MEASURE}",
-    "Time every float8 recipe on the linear layers of a config, on this GPU, and say which layers to exclude.",
-    {},
-)
+_DIRS, _FROM, _RULES = "--job.recipe_dirs", "--from", "--optimizer.file"
 COMMAND = Command(
     "recipes",
     __doc__ or "",
@@ -45,8 +38,6 @@ COMMAND = Command(
         f"{_DIRS} FOLDER": "also list your own recipes; separate several folders with commas",
         f"{_RULES} FILE": "the Python file of your own update rules, which groups of your own recipes have",
         f"{_FROM} FOLDER": "print the recipe of the model in a folder in Hugging Face's layout, by its config.json",
-        f"{_MEASURE} FILE": "time every float8 recipe on the linear layers of a config, on this GPU, and say which "
-        f"layers to exclude; `titanlite recipes float8 {_MEASURE} --help` lists the sections of the config",
     },
     takes="[KIND [NAME]]",
 )
@@ -54,9 +45,6 @@ COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Print the recipes of all kinds or of one kind, or one recipe."""
-    argv = apart(argv, _MEASURE)
-    if _MEASURE in argv:
-        return _time_recipes([word for word in argv if word != _MEASURE])
     argv, given = COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
     rules = _rules_of(given[_RULES]) if _RULES in given else {}
@@ -105,20 +93,6 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
     architecture, recipe = cast("tuple[str, ModelDims]", found)
     where = f"model/{architecture}-NAME.toml in a folder of job.recipe_dirs"
     return f'# save as {where}; then model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
-
-
-def _time_recipes(argv: list[str]) -> int:
-    """Time every float8 recipe on the linear layers of a config."""
-    if argv[:1] != ["float8"] and not {"-h", "--help"} & set(argv):
-        raise RecipeError.of(
-            "command line", _MEASURE, " ".join(argv), "the kind whose recipes are arithmetic: float8", _USAGE
-        )
-    checked = checked_run(_TIMED.read(argv[1:] if argv[:1] == ["float8"] else argv).flags)
-
-    from titanlite.commands.measure_float8 import measured  # imports torch
-
-    sys.stdout.write(measured(checked))
-    return 0
 
 
 def _recipe(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> Any:

@@ -135,7 +135,12 @@ def no_rates_reason(memory: "MemoryModel") -> Problem | None:
     config, dims, run = memory.config, memory.dims, memory.run
     if run.float8 is not None and run.float8.has_blocks:
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
-        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "titanlite recipes float8 --measure")
+        return Problem(
+            "float8.recipe",
+            f'"{config.float8.recipe}"',
+            want,
+            "measure it, layer by layer: scripts/bench/float8_layers.py",
+        )
     if run.float8 is not None and run.float8.reduce_amax and run.tensor_parallel > 1:
         want = "a recipe without reduce_amax: there are no rates of reductions of one number"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")

@@ -34,7 +34,6 @@ MISTAKES = {
     "plan run.toml --why --activation-checkpoint": ("--why\n", "a value", "--why TENSOR\n"),
     "plan run.toml --world 2 --diff=": ("FILE\n", "one config", "titanlite plan configs/debug.toml --world 2\n"),
     "prepare": ("FILE\n", "one config, as the first", "titanlite prepare configs/debug.toml\n"),
-    "recipes float8 --measure=": ("FILE\n", "one config", "titanlite recipes float8 --measure configs/debug.toml\n"),
     "verify-resume run.toml --step=2": (
         "--step = 2\n",
         f"{FLAGS} --config, --world, --steps\n",

@@ -647,7 +647,7 @@ def test_the_config_stands_first_or_behind_its_flag(file: str, call: Call, confi
     """Of every command that takes one."""
     named = [word.format(file=file) for word in config]
     assert call("validate", "--world", "2", *named, "--training.steps", "30").startswith(f"{file}: no problems\n")
-    for command in (["plan"], ["prepare"], ["verify-resume"], ["recipes", "float8", "--measure"]):
+    for command in (["plan"], ["prepare"], ["verify-resume"]):
         said = call(*command, *named, "--training.stepz", "30", ends=2).startswith(
             "command line: 1 problem\n  --training.stepz = 30\n"
         )
@@ -869,7 +869,7 @@ def test_help_lists_the_commands_without_importing_them() -> None:
         ("compare", ["--out FILE"]),
         ("export", ["--step N", "--out FOLDER", "--dtype DTYPE", "--tokenizer FILE"]),
         ("verify-resume", ["--world N", "--steps K"]),
-        ("recipes", ["--job.recipe_dirs FOLDER", "--measure FILE"]),
+        ("recipes", ["--job.recipe_dirs FOLDER"]),
     ],
 )
 def test_help_of_a_command_says_what_it_does_and_explains_its_flags(command: str, flags: list[str]) -> None:

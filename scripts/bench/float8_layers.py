@@ -1,4 +1,6 @@
-"""Time every float8 recipe on the linear layers of a config, on this GPU: recipes float8 --measure FILE.
+"""Time every float8 recipe on the linear layers of a config, on this GPU.
+
+    python scripts/bench/float8_layers.py --config FILE [--section.key VALUE ...]
 
 A layer is its three matmuls, forward and backward, with all casts, compiled if the config compiles. Collectives are not
 part of it, and weights are cast in the layer, also where FSDP would gather them in float8. A layer on which a recipe
@@ -7,6 +9,7 @@ recipe.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +23,12 @@ from titanlite.config.build import show
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.device import Device, device_of
-from titanlite.errors import ConfigError
+from titanlite.errors import TitanliteError
 from titanlite.float8.matmul import Float8Matmul, lowering_of
 from titanlite.kernels.linear import Matmul
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear
-from titanlite.preflight.checked_run import CheckedRun
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.sharding.layers import plan_layers
 from titanlite.text_table import columns
 
@@ -55,20 +58,25 @@ class Timed:
     float8: Mapping[str, float]
 
 
+def main() -> int:
+    """Print the times; return 2 where there is nothing to time."""
+    if not torch.cuda.is_available():
+        print("float8_layers.py needs a GPU like those that will train: the times of another device say nothing")
+        return 2
+    try:
+        print(measured(checked_run(sys.argv[1:])), end="")
+    except TitanliteError as error:
+        print(error)
+        return 2
+    return 0
+
+
 def measured(checked: CheckedRun) -> str:
     """Time all recipes on this GPU and format the times.
 
     Args:
         checked: the run; its model, tensor-parallel degree and micro-batch decide the sizes.
-
-    Raises:
-        ConfigError: there is no GPU.
     """
-    if not torch.cuda.is_available():
-        want = "a GPU; this machine has none, and the times of another device say nothing"
-        raise ConfigError.of(
-            "titanlite recipes float8", "--measure", "", want, "run it on a machine like those that will train"
-        )
     device, config = device_of(torch.device("cuda")), checked.config
     names = dict.fromkeys(recipes.names("float8", config.job.recipe_dirs))
     if checked.float8 is not None:  # it may be a path
@@ -206,3 +214,7 @@ def report(timed: list[Timed], device: str, dtype: str, emulated: Mapping[str, s
     out += [f"  {name:{max(map(len, names))}}  float8.filter_fqns = {show(slower(timed, name))}\n" for name in names]
     out += [f"\nnot timed: {name} is emulated here; {why}" for name, why in emulated.items()]
     return "".join(out).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`titanlite recipes float8 --measure`: which sizes are timed, what a timed step is, and what is said of the times."""
+"""scripts/bench/float8_layers.py: which sizes are timed, what a timed step is, and what is said of the times."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -8,15 +8,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.cli.commands.conftest import Call
+from tests.cli.test_bench import script
 from titanlite import recipes
-from titanlite.commands.measure_float8 import Layer, Timed, layers, report, slower, time_all
 from titanlite.config.toml_file import shipped_folder
 from titanlite.device import CPU
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 
+bench = script("float8_layers")
+Layer, Timed, layers, report, slower, time_all = (
+    getattr(bench, name) for name in ("Layer", "Timed", "layers", "report", "slower", "time_all")
+)
 DEBUG = ["--config", str(shipped_folder("configs") / "debug.toml")]
 
 
@@ -102,27 +105,24 @@ def test_recipes_that_are_all_emulated(capsys: pytest.CaptureFixture[str]) -> No
     assert "not timed: rowwise" in said
 
 
-def test_without_a_gpu_it_says_so(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert "want: a GPU; this machine has none" in call("recipes", "float8", "--measure", *DEBUG, ends=2)
-
-
 @pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["--measure", *DEBUG], "the kind whose recipes are arithmetic: float8"),
-        (["model", "--measure", *DEBUG], "the kind whose recipes are arithmetic: float8"),
-        (["float8", "--measure"], "one config, as the first argument"),
-        (["float8", "--measure", *DEBUG, "--training.stepz", "5"], "did you mean training.steps?"),
-    ],
+    ("has_gpu", "flags", "part"),
+    [(False, [], "needs a GPU"), (True, ["--training.stepz", "5"], "did you mean training.steps?")],
 )
-def test_mistakes(call: Call, argv: list[str], part: str) -> None:
-    assert part in call("recipes", *argv, ends=2)
+def test_mistakes(
+    has_gpu: bool, flags: list[str], part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr("sys.argv", ["float8_layers.py", *DEBUG, *flags])
+    assert bench.main() == 2
+    assert part in capsys.readouterr().out
 
 
 @pytest.mark.gpu
-def test_every_recipe_is_timed_on_this_gpu(call: Call) -> None:
-    said = call("recipes", "float8", "--measure", *DEBUG, "--training.mixed_precision_param", "bfloat16")
+def test_every_recipe_is_timed_on_this_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["float8_layers.py", *DEBUG, "--training.mixed_precision_param", "bfloat16"])
+    assert bench.main() == 0
+    said = capsys.readouterr().out
     for name in recipes.names("float8"):
         assert name in said
     assert said.count("x") >= 5
