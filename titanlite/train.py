@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 8 -m titanlite.train --config llama3_8b.toml --parallelism.tensor_parallel_degree 4
 
 In a checkout `train.py` is the same. Whatever can be wrong with the input is found before torch is imported, so a
-mistake costs a second; in a model file of one's own, before anything is written or prepared.
+mistake costs a second; in a model or rule file of one's own, before anything is written or prepared.
 """
 
 import os

@@ -57,9 +57,6 @@ def train_step(
         global batch's targets; `grad_norm`, of all gradients before clipping; with a z-loss its mean `z_loss`, without
         its coefficient; `loss.<source>`, over the targets of each, `NONE` if it has none; and if the step is `logged`
         those of `GroupNorms`.
-
-    Raises:
-        ConfigError: the model's logits are not one for each token and number of the vocabulary.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
     of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])

@@ -8,7 +8,7 @@ from torch import Tensor
 class ElementwiseRule(ABC):
     """An update rule: a parameter moves against a direction, which the rule finds for each of its numbers.
 
-    A subclass says by literals what it keeps and which keys a group of a recipe has, with their defaults:
+    A subclass says what it keeps, and which keys a group of a recipe has, with their types and defaults:
 
         class SignOfMean(ElementwiseRule):
             state = ("mean",)
