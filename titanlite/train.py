@@ -53,7 +53,7 @@ def main() -> None:
             step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
             lack = lack_of_disk_space(folder.checkpoints, run.config, foreseen.saved)
             warnings += [lack] if lack else []
-        warnings += filter(None, [no_login(run.config)])
+        warnings += filter(None, [no_login(run.config), foreseen.warning])
 
     from titanlite.training.train import train
 

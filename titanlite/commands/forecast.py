@@ -96,6 +96,8 @@ def forecast(
     """
     config, dims = memory.config, memory.dims
     chosen = config.activation_checkpoint
+    if memory.run.no_trace_reason:
+        return Forecast(rates, save_list, notes=(f"no memory and no time: {in_a_line(memory.run.no_trace_reason)}",))
     obstacle = no_rates_reason(memory)
     time = None if obstacle else StepTimeModel(memory, rates, attended)
     notes = [f"no time: {in_a_line(obstacle)}"] if obstacle else []

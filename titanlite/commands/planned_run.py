@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from titanlite import recipes
-from titanlite.commands.forecast import Forecast, forecast
+from titanlite.commands.forecast import Forecast, forecast, in_a_line
 from titanlite.config.check import check_config
 from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
@@ -99,7 +99,10 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
     if world:
         predicted = _of_stages(forecast(memory, checked.save_list, rates, attended), checked.table, tokens, config)
     notes, is_complete, collectives, pairs = [*_stages_in_words(checked)], world is not None, {}, {}
-    if lists_collectives:
+    if memory.run.no_trace_reason is not None:
+        notes.append(f"the collectives are not listed: {in_a_line(memory.run.no_trace_reason)}")
+        is_complete = False
+    elif lists_collectives:
         save_list = checked.save_list or (predicted and predicted.save_list)
         repeats = max(config.parallelism.expert_parallel_degree, memory.run.tensor_parallel, cp) > 1
         if save_list is None and repeats:

@@ -11,7 +11,7 @@ from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK, rule_in_words
 from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, RecipeError, describe
 from titanlite.forecast.activation_cost import RuleCost, block_costs, rule_costs
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_run import TracedRun
@@ -61,6 +61,8 @@ def price_list(made: "Assembly", file: str, world: int | None = None) -> str:
     """
     checked, run = made.asked, made.memory.run
     config, dims, save_list = checked.config, checked.dims, checked.save_list
+    if run.no_trace_reason:
+        raise RecipeError(describe(file, [run.no_trace_reason]))
     name = config.activation_checkpoint.recipe
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
     return "".join(

@@ -73,7 +73,7 @@ def _of_host_and_folder(
     """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
-    warnings = [folder.seems_in_use(), no_login(config)]
+    warnings = [folder.seems_in_use(), no_login(config), foreseen.warning]
     ahead = (source for key, source in checked.inputs.trained.items() if key not in checked.inputs.shards)
     warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():

@@ -14,7 +14,7 @@ from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
 from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, Decision, add_mistakes, is_whole, kernels
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
-from titanlite.errors import Problem, RecipeError
+from titanlite.errors import Problem, RecipeError, describe
 from titanlite.forecast.traced_block import Operation, TracedBlock
 from titanlite.forecast.traced_run import TracedRun
 
@@ -217,8 +217,10 @@ def block_costs(run: TracedRun, save_list: SaveList) -> list[BlockCost]:
 
     Raises:
         RecipeError: the list keeps what it does not name, what is not known of blocks, or attention without its q, k
-            and v; or it names a layer that blocks do not have.
+            and v; it names a layer that blocks do not have; or the run's blocks could not be traced.
     """
+    if run.no_trace_reason:
+        raise RecipeError(describe("config", [run.no_trace_reason]))
     problems = Problems(save_list.origin)
     for why in no_cost_reasons(save_list):
         problems.add(why.where, why.saw, why.want, why.fix)
@@ -282,6 +284,8 @@ def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
     Raises:
         RecipeError: there is such a rule, and it is not optional.
     """
+    if run.no_trace_reason is not None:
+        return
     matched, problems = _matched(save_list, run), Problems(save_list.origin)
     for i, rule in enumerate(save_list.rules):
         is_known = rule.op in (BLOCK, *CLASSES) or (rule.op in OPERATIONS and run.float8 is None)

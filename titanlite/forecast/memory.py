@@ -304,6 +304,7 @@ class MemoryModel:
 
         The head is not compiled. Where a cast of its weight is the most of all, there are no logits yet.
         """
+        assert self.run.head is not None  # noqa: S101
         forward, backward = self.run.head.peaks
         if forward > backward:
             return 0, forward

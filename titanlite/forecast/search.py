@@ -224,7 +224,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
 
 def candidates_of_layout(layout: Candidate) -> list[Candidate]:
     """List what a run with a layout and a micro-batch could keep on GPUs whose rates are known."""
-    if layout.time is None:
+    if layout.memory.run.no_trace_reason is not None or layout.time is None:
         return []
     lists = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
     return [layout.keeping(*each) for each in lists.items() if not no_cost_reasons(each[1])]

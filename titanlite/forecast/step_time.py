@@ -166,6 +166,7 @@ class StepTimeModel:
             blocks: what each keeps and computes again, in the order in which they run.
         """
         n, run, memory, rates = len(blocks), self.run, self.memory, self.rates
+        assert run.head is not None  # noqa: S101
         times = self.times()
         by_kind = {id(block): self._work(block) for block in (*run.blocks, run.head)}
         work = [by_kind[id(block)] for block in (*run.blocks, run.head)]

@@ -7,6 +7,7 @@ nothing is said here of what a block is made of, which layers compute in float8,
 import copy
 import functools
 import math
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
+from titanlite.errors import ConfigError, Problem
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
@@ -33,7 +35,7 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import forward_refused
+from titanlite.models.mistakes import forward_refused, looks_at_values, mistake
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -99,6 +101,7 @@ class TracedRun:
         embedding: of all in front of the blocks; with tied weights, of all but the blocks.
         output: of the last norm and the head; of nothing with tied weights.
         parameters: all of them, by name.
+        no_trace_reason: why the model could not be traced, or None.
     """
 
     dims: ModelDims
@@ -112,12 +115,13 @@ class TracedRun:
     compiled: bool
     float8: Float8Recipe | None
     blocks: tuple[TracedBlock, ...]
-    head: TracedBlock
+    head: TracedBlock | None
     block_units: tuple[UnitSize, ...]
     expert_units: tuple[UnitSize, ...]
     embedding: UnitSize
     output: UnitSize
     parameters: Mapping[str, RankParameter]
+    no_trace_reason: Problem | None = None
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -230,8 +234,18 @@ def _traced(
     kinds = [kind_of(block) for block in blocks]
     apart = max(experts.count, config.parallelism.tensor_parallel_degree) > 1
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
-    with forward_refused(model):
-        traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
+    traces, why = dict[str, TracedBlock](), None
+    try:
+        with forward_refused(model):
+            traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
+    except ConfigError as refused:
+        error, file = refused.__cause__, os.path.abspath(config.model.file)
+        if error is None or not looks_at_values(error):
+            raise
+        want = "a model that runs on the meta device, of which predictions are made"
+        why = mistake(error, file, want, "branch on no tensor's values, so that memory and time can be predicted")
+        if why.line is not None:  # of this file, for a message of another
+            why = why._replace(where=f"line {why.line} of {config.model.file}, {why.where}", line=None)
     return TracedRun(
         dims=dims,
         tokens=tokens,
@@ -243,13 +257,14 @@ def _traced(
         itemsize=dtype.itemsize,
         compiled=config.compile.enable,
         float8=float8,
-        blocks=tuple(traces[kind] for kind in kinds),
-        head=traces[HEAD],
+        blocks=tuple(traces[kind] for kind in kinds if traces),
+        head=traces.get(HEAD),
         block_units=tuple(units[kind][0] for kind in kinds),
         expert_units=tuple(units[kind][1] for kind in kinds),
         embedding=_unit_size(others, dtype),
         output=_unit_size([] if is_tied else of_head, dtype),
         parameters=_parameters(model, blocks if apart else []),
+        no_trace_reason=why,
     )
 
 

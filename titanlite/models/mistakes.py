@@ -62,6 +62,11 @@ def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> 
     return refused(file, want, f"{fix} by value", called.forward, kind)
 
 
+def looks_at_values(error: BaseException) -> bool:
+    """Return whether an exception says that a tensor of the meta device has no values, or an operator no use for it."""
+    return "meta" in str(error).lower()
+
+
 def mistake(error: BaseException, file: str, want: str, fix: str, called: Callable[..., Any] | None = None) -> Problem:
     """Say where in a user's file an exception arose, and what it was.
 

@@ -83,7 +83,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
         Its graph.
 
     Raises:
-        ShardingError: a model of the user's own raises an exception, or has a region of operators.
+        ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
     """
     said = io.StringIO()  # of an exception torch prints the whole graph so far
     planned = _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said), mixtures_as_operators(model)
@@ -128,10 +128,10 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     of_weights = {n for n in names if n not in given}
     calls: dict[str, Node] = {}
     for node in operators:
-        if isinstance(node.target, HigherOrderOperator):
+        if not _is_fixed(node):
             if not stack_traces:
                 return export(model, inputs, stack_traces=True)  # to name its line
-            raise _in_a_region(node, inspect.getfile(type(model)))
+            raise _not_fixed(node, inspect.getfile(type(model)))
         names[node] = node.name
         sources = tensor_inputs(node)
         if (
@@ -149,12 +149,24 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     )
 
 
-def _in_a_region(node: Node, file: str) -> ShardingError:
-    module = (modules_of(node) or ["the model"])[-1]
-    regions = [getattr(node.graph.owning_module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
-    line = next((found for r in regions for n in r.graph.nodes if (found := forward_line(n, file))), None)
-    want = "operators alone, in no region of their own"
-    fix = "x.detach() for torch.no_grad(), x.to(dtype) for torch.autocast, a save-list for torch's checkpoint"
+def _is_fixed(node: Node) -> bool:
+    """Return whether an operator's outputs are tensors whose shapes do not depend on values of other tensors."""
+    if isinstance(node.target, HigherOrderOperator):
+        return False
+    outputs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
+    return all(v is None or (isinstance(v, Tensor) and all(type(n) is int for n in v.shape)) for v in outputs)
+
+
+def _not_fixed(node: Node, file: str) -> ShardingError:
+    module, line = (modules_of(node) or ["the model"])[-1], forward_line(node, file)
+    if isinstance(node.target, HigherOrderOperator):
+        regions = [getattr(node.graph.owning_module, str(n.target)) for n in node.all_input_nodes if n.op == "get_attr"]
+        line = next((found for r in regions for n in r.graph.nodes if (found := forward_line(n, file))), None)
+        want = "operators alone, in no region of their own"
+        fix = "x.detach() for torch.no_grad(), x.to(dtype) for torch.autocast, a save-list for torch's checkpoint"
+    else:
+        want = "operators whose results have one shape, whatever tensors hold"
+        fix = "no item(), nonzero() or x[mask]: torch.where(mask, x, 0) keeps the shape"
     where, number = (f"{module}: {line.code}", line.number) if line else (f"{node.name} of {module}", None)
     return ShardingError(describe(file, [Problem(where, str(node.target), want, fix, number)]))
 

@@ -31,7 +31,7 @@ from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList
 from titanlite.config.stages import largest_stage, longest_seq_len
 from titanlite.device import Device, named_device
-from titanlite.errors import ConfigError, ErrorReport, RecipeError, TitanliteError
+from titanlite.errors import ConfigError, ErrorReport, Problem, RecipeError, TitanliteError
 from titanlite.float8.convert import Conversion
 from titanlite.float8.numerics import measurable
 from titanlite.float8.receipt import emulation_cost
@@ -104,12 +104,20 @@ class Foreseen:
         n_elements: of the parameters of all ranks together, each shared one once.
         n_active: those of them that one token uses.
         saved: bytes of a checkpoint.
+        no_forecast: why memory, time and collectives are not predicted; None: they are.
     """
 
     rules: Mapping[str, str]
     n_elements: int
     n_active: int
     saved: int
+    no_forecast: Problem | None = None
+
+    @property
+    def warning(self) -> str | None:
+        """Say so if nothing is predicted of the run."""
+        why = self.no_forecast
+        return why and f"this run trains without a forecast: {why.where.rstrip(':')}: {why.saw}; {why.fix}"
 
     @property
     def trained(self) -> int:
@@ -132,7 +140,8 @@ def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
         check_weights(path, config.model.name, build_model(config.model, asked.dims, longest_seq_len(config)))
     with assembled(asked, world) as made:
         rules = {name: own.rule for name, own in made.settings.items()}
-        return Foreseen(rules, made.n_elements, made.n_active, made.memory.optimizer.saved)
+        why = made.memory.run.no_trace_reason
+        return Foreseen(rules, made.n_elements, made.n_active, made.memory.optimizer.saved, why)
 
 
 def device_to_plan_for(gpu: str | None) -> Device:

@@ -128,10 +128,12 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     try:
         predicted = model.peak_under(save_list)
     except RecipeError:
-        lines.append(
-            "    want: less; there is no prediction, because the save-list keeps results that it does not name"
-        )
-        lines.append("    fix:  a save-list that names what it keeps")
+        reason = "because the save-list keeps results that it does not name"
+        fix = "a save-list that names what it keeps"
+        if unpriced := model.run.no_trace_reason:
+            reason = f"with {unpriced.where} = {unpriced.saw}"
+            fix = "--training.local_batch_size 1, or a save-list that keeps less"
+        lines += [f"    want: less; there is no prediction, {reason}", f"    fix:  {fix}"]
         return "\n".join(lines)
     fits = predicted.total <= room
     but = ", which would fit: the prediction is too low, or other processes use memory of this device" if fits else ""

@@ -63,6 +63,19 @@ def test_commands_know_it(mine: list[str], tmp_path: Path, capsys: pytest.Captur
     assert "positions.weight" in capsys.readouterr().out
 
 
+def test_a_model_that_branches_on_values_trains_without_a_forecast(mine: list[str], tmp_path: Path) -> None:
+    file, block = tmp_path / "mine.py", "            x = block(x, sequences)\n"
+    branch = "            if x.abs().max().item() > 1e9:\n                x = x / 2\n"
+    lines = file.read_text().replace(block, block + branch)
+    file.write_text(lines)
+    number = lines[: lines.index(branch)].count("\n") + 1
+    said = try_assembly(checked(tmp_path, 2, mine), 2).warning
+    assert said is not None
+    assert f"trains without a forecast: line {number} of {file}, in forward: if x.abs().max().item() > 1e9: Run" in said
+    assert plan([DEBUG, *mine, "--world", "2"]) == 0
+    assert len(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2).losses) == 2
+
+
 def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
     """What registers operators cannot be imported a second time."""
     with (tmp_path / "mine.py").open("a") as file:
@@ -180,6 +193,16 @@ def test_a_recipe_lacks_what_its_architecture_needs(tmp_path: Path) -> None:
             "class Mine(nn.Module):",
             "class Mine(nn.Module):\n    __new__ = lambda cls: 0\n",
             r"line \d+  Mine.__init__ = TypeError: ",
+        ),
+        (
+            "h = x + ",
+            "h = x * x.sum().item() + ",
+            r"line \d+  layers.0: h = x .* = aten.item.default\n +want: operators whose results",
+        ),
+        (
+            "h = x + ",
+            "h = x[x > 0].sum() + ",
+            r"line \d+  layers.0: h = x.* = aten.index.Tensor\n +want: operators whose results",
         ),
         (
             "h = x + ",
