@@ -285,7 +285,7 @@ def with_gradient(name: str, shapes: Callable[..., tuple[Tensor, Tensor]], n_oth
     torch.library.register_autograd(f"titanlite::{name}", backward, setup_context=save)
     register_flop_formula(getattr(torch.ops.titanlite, name))(_flops)
     # Five products in the place of two: the scores are formed again.
-    register_flop_formula(of_grad)(lambda *given, **_: _flops(*given) * 5 // 2)
+    register_flop_formula(of_grad)(lambda grad, *given, **_: _flops(grad, *given) * 5 // 2)
 
 
 with_gradient("attention", _shapes, 2)

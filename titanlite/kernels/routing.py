@@ -256,6 +256,13 @@ def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
     return torch.stack(dots, 1)
 
 
+def rows_of_slots(slots: Tensor, n: int) -> Tensor:
+    """Return the row of each of n slots, [n] int32, -1 for none; of the slots of rows, [R] int32."""
+    rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
+    places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
+    return rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)[:-1]
+
+
 def as_bytes(x: Tensor) -> Tensor:
     """View float8, which is copied alone, as bytes: torch does not copy it by rows on CPUs."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
@@ -276,28 +283,20 @@ def _save_gather_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 
 def _gather_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (slots,) = ctx.saved_tensors
-    n = ctx.tokens * ctx.top_k
-    rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
-    places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
-    rows = rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)
-    return combine(grad.contiguous(), rows[:-1].view(ctx.tokens, ctx.top_k), None), None, None, None
+    rows = rows_of_slots(slots, ctx.tokens * ctx.top_k).view(ctx.tokens, ctx.top_k)
+    return combine(grad.contiguous(), rows, None), None, None, None
 
 
-def _save_combine(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-    o, rows, weights = inputs
-    ctx.n_rows = len(o)
-    ctx.save_for_backward(o if ctx.needs_input_grad[2] else None, rows, weights)
+def _save_with_weights(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, rows, weights, *_ = inputs
+    ctx.n_rows = len(x)
+    ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, rows, weights)
 
 
 def _combine_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     o, rows, weights = ctx.saved_tensors
     of_o = spread_rows(grad, rows, weights, ctx.n_rows) if ctx.needs_input_grad[0] else None
     return of_o, None, None if o is None else row_dots(grad, o, rows).to(weights.dtype)
-
-
-def _save_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, rows, weights, *_ = inputs
-    ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, rows, weights)
 
 
 def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -307,5 +306,5 @@ def _spread_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 torch.library.register_autograd("titanlite::gather_rows", _gather_rows_backward, setup_context=_save_gather_rows)
-torch.library.register_autograd("titanlite::combine", _combine_backward, setup_context=_save_combine)
-torch.library.register_autograd("titanlite::spread_rows", _spread_backward, setup_context=_save_spread)
+torch.library.register_autograd("titanlite::combine", _combine_backward, setup_context=_save_with_weights)
+torch.library.register_autograd("titanlite::spread_rows", _spread_backward, setup_context=_save_with_weights)

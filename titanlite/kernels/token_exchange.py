@@ -22,7 +22,7 @@ from titanlite.kernels.collectives import Group, all_gather, exchange, named_gro
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.operators import Sent, operator
 from titanlite.kernels.products import EXPERTS, MAX_RANKS
-from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, spread_rows
+from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, rows_of_slots, spread_rows
 
 
 def no_token_exchange(group: str, device: Device | None = None) -> str | None:
@@ -113,11 +113,7 @@ def _to_owners(o: Tensor, slots: Tensor, choices: Tensor, group: Group) -> Tenso
     Returns:
         [P·M·K, D]: from each rank in turn the rows of this rank's slots, of use where it has their experts.
     """
-    n = group.size * choices.numel()
-    rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
-    places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
-    rows = rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)
-    return exchange(gather_rows(o, rows[:-1], 1), group)
+    return exchange(gather_rows(o, rows_of_slots(slots, group.size * choices.numel()), 1), group)
 
 
 def _arrived(choices: Tensor, n_experts: int) -> Tensor:

@@ -362,26 +362,33 @@ def test_tiles_of_the_table_compile(row: tuple, tmp_path: Path) -> None:
 # --- and the rules can fail --------------------------------------------------------------------------------------
 
 
+# Of kernels in which ranks meet, and of those that push tiles.
+MET_WRONGLY = {
+    "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
+    "without a deadline": lambda p: without(p, CLOCK, -1),
+    "without a fence": lambda p: without(p, FENCE_SYS),
+    "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
+}
+PUSHED_WRONGLY = {
+    "a wait for the own GPU": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.acquire.gpu"),
+    "tiles read, not written": lambda p: replaced(p, ALL_WRITTEN, "cp.async.bulk.wait_group.read 0"),
+    "wait before the signal": lambda p: moved(p, SEE_SYS, ADD_ACQ_REL),
+    "without the barrier behind": lambda p: without_behind(p, BARRIER, ADD_ACQ_REL),
+}
 DOCTORED = {
     "_publish": ("left", {
+        **MET_WRONGLY,
         "without its barrier": lambda p: without_before(p, BARRIER, ADD_ACQ_REL),
         "without the barrier behind": lambda p: without_behind(p, BARRIER, ADD_ACQ_REL),
         "relaxed addition": lambda p: replaced(p, r"gpu\.acq_rel", "gpu.relaxed"),
-        "without a fence": lambda p: without(p, FENCE_SYS),
         "fence behind the signal": lambda p: moved(p, FENCE_SYS, SIGNAL),
         "without a signal": lambda p: without(p, SIGNAL),
         "signal behind the wait": lambda p: moved(p, SIGNAL, SEE_SYS),
-        "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
-        "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
-        "without a deadline": lambda p: without(p, CLOCK, -1),
     }),
     "meet": ("specialised gather", {
-        "without a fence": lambda p: without(p, FENCE_SYS),
+        **MET_WRONGLY,
         "fence behind the signal": lambda p: moved(p, FENCE_SYS, SIGNAL),
         "signal behind the wait": lambda p: moved(p, SIGNAL, SEE_SYS),
-        "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
-        "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
-        "without a deadline": lambda p: without(p, CLOCK, -1),
         "without an end": lambda p: without(p, "trap"),
         "over multicast": lambda p: replaced(p, SIGNAL, "multimem.st.relaxed.sys"),
     }),
@@ -445,32 +452,20 @@ DOCTORED = {
         "counters cleared unseen": lambda p: without_behind(p, BARRIER, ADD_ACQ_REL, -1),
     }),
     "matmul_push": ("specialised scatter", {
-        "tiles read, not written": lambda p: replaced(p, ALL_WRITTEN, "cp.async.bulk.wait_group.read 0"),
+        **MET_WRONGLY,
+        **PUSHED_WRONGLY,
         "tiles written by one thread": lambda p: replaced(p, ALL_WRITTEN, "@%p1 cp.async.bulk.wait_group 0"),
         "without a barrier": lambda p: without_before(without_before(p, BARRIER, ADD_ACQ_REL), BARRIER, ADD_ACQ_REL),
-        "without the barrier behind": lambda p: without_behind(p, BARRIER, ADD_ACQ_REL),
         "relaxed addition": lambda p: replaced(p, r"gpu\.acq_rel", "gpu.relaxed"),
-        "without a fence": lambda p: without(p, FENCE_SYS),
         "fence behind the signal": lambda p: moved(p, FENCE_SYS, SIGNAL, 0),
         "signal before the count": lambda p: moved(p, SIGNAL, ALL_WRITTEN),
-        "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
-        "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
-        "a wait for the own GPU": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.acquire.gpu"),
-        "wait before the signal": lambda p: moved(p, SEE_SYS, ADD_ACQ_REL),
-        "without a deadline": lambda p: without(p, CLOCK, -1),
         "tile stored without a proxy fence": lambda p: without_before(p, PROXY_SHARED, TMA_STORE),
     }),
     "_matmul_push": ("rows", {
-        "tiles read, not written": lambda p: replaced(p, ALL_WRITTEN, "cp.async.bulk.wait_group.read 0"),
+        **MET_WRONGLY,
+        **PUSHED_WRONGLY,
         "without a barrier": lambda p: without_before(p, BARRIER, ADD_ACQ_REL),
-        "without the barrier behind": lambda p: without_behind(p, BARRIER, ADD_ACQ_REL),
-        "without a fence": lambda p: without(p, FENCE_SYS),
         "fence behind the signal": lambda p: moved(p, FENCE_SYS, SIGNAL),
-        "without a wait": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys"),
-        "relaxed in the loop": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.relaxed.sys", -1),
-        "a wait for the own GPU": lambda p: replaced(p, r"ld\.acquire\.sys", "ld.acquire.gpu"),
-        "wait before the signal": lambda p: moved(p, SEE_SYS, ADD_ACQ_REL),
-        "without a deadline": lambda p: without(p, CLOCK, -1),
     }),
     "_reduce": ("rows", {
         "with a wait": lambda p: replaced(p, r"ld\.global\.L1::evict_first", "ld.acquire.sys.global", 0),
