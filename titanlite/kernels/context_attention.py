@@ -199,9 +199,9 @@ def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> T
 
 
 # By hand: a compiler would not know the device of results, with some of the inputs on the CPU.
-def _shapes(q, *others):
+def _context_shapes(q, *others):
     M, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((H, M), dtype=torch.promote_types(q.dtype, torch.float32)).t()
 
 
-with_gradient("context_attention", _shapes, 3)
+with_gradient("context_attention", _context_shapes, 3)
