@@ -50,11 +50,7 @@ def context_attention(
     """Attend to the tokens of the own document, up to and with the own one, on whatever rank they are; a collective.
 
     Args:
-        q: [M, H, E], of this rank's tokens; H is a multiple of K.
-        k: [M, K, E].
-        v: [M, K, E].
-        longest: S, tokens of a sample, of which N is a multiple.
-        window: the last so many tokens alone, the own one included; 0: all.
+        q, k, v, longest, window: as of `attention`, of this rank's tokens; N is a multiple of `longest`.
         starts: [M] int32, for each token the place among the N at which its document begins.
         bounds: of this rank's pieces of documents, and of the keys among the N that they see in that window.
         places: [M] int32, of each token among the N.

@@ -74,12 +74,9 @@ def overwrite_with_gradient(
     """Replace one rank's logits by the gradient of `scale · Σ (loss + z_loss · lse²)` with respect to them.
 
     Args:
-        logits: [M, V/tp].
-        targets: [M] int64 in the whole vocabulary, or IGNORE_INDEX.
-        first: id of this rank's first column.
+        logits, targets, first, softcap: as of `local_statistics`.
         lse: [M] float32 log-sum-exp over the whole vocabulary.
         scale: [] float32.
-        softcap: of the model's logits; 0: none.
         z_loss: coefficient of the squares of `lse`.
     """
     columns = torch.arange(first, first + logits.shape[1], device=logits.device)

@@ -71,8 +71,7 @@ def expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tens
     """Cast `expert_gate(a, slots)`, each row by a power of two of its own.
 
     Args:
-        a: [R, 2F].
-        slots: [R] int32.
+        a, slots: as of `expert_gate`.
         dtype: float8.
 
     Returns:
@@ -88,10 +87,7 @@ def expert_gate_grad_cast(
     """Cast what `expert_gate_grad` returns, each row by a power of two of its own, with the results unweighed.
 
     Args:
-        grad: [R, F].
-        a: [R, 2F].
-        weights: [M, K] float32.
-        slots: [R] int32.
+        grad, a, weights, slots: as of `expert_gate_grad`.
         dtype: float8.
 
     Returns:

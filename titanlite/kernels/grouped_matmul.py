@@ -137,8 +137,7 @@ def scaled_grouped_gradient(
         grad_scale_inv: [N, 1] float32; None for one.
         x_scale_inv: [K, 1] float32, or None.
         offsets: as of `grouped_matmul`, multiples of 16: TMA loads from there (`aligned_rows`).
-        out_dtype: of the result.
-        fast_accum: sums may be left to tensor cores, which keep about 14 bits.
+        out_dtype, fast_accum: as of `scaled_grouped_matmul`.
 
     Returns:
         [G, N, K].

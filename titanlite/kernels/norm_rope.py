@@ -24,16 +24,10 @@ def norm_rope(
     """Take queries, keys and values out of a projection, and normalise and rotate the first two.
 
     Args:
-        qkv: [M, K·(R+2)·E] of whole sequences; for each key/value head R queries, its key and its value.
+        qkv, cos, sin, queries_per_kv: as of `rope.rotated_heads`, and so are the results.
         q_weight: [E], the scale of normalised queries.
         k_weight: [E], that of keys.
-        cos: [S, E/2] float32, from `rope_table`; M is a multiple of S.
-        sin: [S, E/2] float32.
-        queries_per_kv: R.
         eps: added to the mean square.
-
-    Returns:
-        Queries [M, K·R, E] and keys [M, K, E] in `qkv.dtype`; values [M, K, E], a part of `qkv`.
     """
     return _NormRope.apply(qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps)  # type: ignore[no-any-return]
 

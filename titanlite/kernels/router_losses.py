@@ -111,9 +111,7 @@ def count_routing(
     Recomputation in backward must not repeat it: activation checkpointing keeps its result, whatever a save-list says.
 
     Args:
-        choices: [M, K] int32.
-        is_counted: [M] bool, the tokens that are.
-        logits: [M, E] float32.
+        logits, choices, is_counted: as of `router_losses`.
         losses: [2] float32, balance and z.
         share: [], of the micro-batch.
         counts: [E] int64, tokens of each expert.

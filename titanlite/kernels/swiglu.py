@@ -97,11 +97,9 @@ def swiglu_grad_cast(
 
     Args:
         grad: [M, F].
-        x: [M, 2F].
-        by_row: whether each row has a scale; one for all otherwise.
+        x, by_row, pow2: as of `swiglu_cast`.
         dtype: float8, of the gradient.
         result_dtype: float8, of `swiglu(x)`.
-        pow2: round scales down to a power of two.
 
     Returns:
         Bytes [M, 2F] of the gradient, and their inverse scales, [M, 1] or [] float32; bytes [M, F] and inverse scales

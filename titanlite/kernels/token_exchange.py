@@ -93,12 +93,8 @@ def gradients_at_owners(
     gradients of weights.
 
     Args:
-        o: [R, D].
-        slots: [R] int32.
-        choices: [M, K] int32.
+        o, slots, choices, n_experts, group: as of `combine_at_owners`.
         dots: [P·M, K], of use where a slot's expert is here.
-        n_experts: of each rank.
-        group: name of the process group.
 
     Returns:
         [M, D] in `o.dtype`, and [M, K] in `dots.dtype`.
