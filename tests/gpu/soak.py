@@ -21,6 +21,7 @@ from torch import Tensor
 
 from tests.gpu.collective_checks import in_graph
 from tests.gpu.shared_gpus import take_gpu
+from tests.support.numbers import differ
 from titanlite.kernels.device.channel import set_deadline
 from titanlite.kernels.lowering import lowered
 
@@ -96,12 +97,6 @@ def _one(op: Callable[..., Tensor], args: tuple) -> Callable[[], list[Tensor]]:
 
 def _list(op: Callable[..., list[Tensor]], args: tuple) -> Callable[[], list[Tensor]]:
     return lambda: op(*args)
-
-
-def differ(got: list[Tensor], wanted: list[Tensor]) -> Tensor:
-    """Whether any bit differs, left on the GPU."""
-    pairs = zip(got, wanted, strict=True)
-    return torch.stack([(a.view(torch.uint8) != b.view(torch.uint8)).any() for a, b in pairs]).any()
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.gpu.ranks_on_gpus import run_on_gpus
-from tests.support.numbers import normal
+from tests.support.numbers import differ, normal
 from titanlite import recipes
 from titanlite.float8.experts import Float8Experts
 from titanlite.kernels.collectives import Group
@@ -83,12 +83,6 @@ class Case:
             [combine(o, of_own, weights[own])],
             [combine(o, of_own, None), weights[own]],
         ]
-
-
-def differ(got: list[Tensor], wanted: list[Tensor]) -> Tensor:
-    """Return on the GPU whether any bit differs."""
-    pairs = zip(got, wanted, strict=True)
-    return torch.stack([(a.view(torch.uint8) != b.contiguous().view(torch.uint8)).any() for a, b in pairs]).any()
 
 
 def operators(device: str) -> None:

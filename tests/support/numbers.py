@@ -1,5 +1,7 @@
 """Seeded numbers that tests of kernels share, and the bound of what is rounded once."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,12 @@ def within(got: Tensor, truth: Tensor, error: Tensor | float = 0.0) -> bool:
     """Whether numbers are a truth in float64 that has an error, and is then rounded once to their dtype."""
     bound = torch.finfo(got.dtype).eps / 2 * truth.abs() + error
     return bool(((got.double() - truth).abs() <= bound).all())
+
+
+def differ(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> Tensor:
+    """Whether any bit differs, left on the device."""
+    pairs = zip(got, wanted, strict=True)
+    return torch.stack([(a.view(torch.uint8) != b.contiguous().view(torch.uint8)).any() for a, b in pairs]).any()
 
 
 def some_choices(M: int, E: int, K: int) -> Tensor:

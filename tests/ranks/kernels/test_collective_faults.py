@@ -184,6 +184,11 @@ SCALED: dict[str, dict[str, Any]] = {  # changed to float8
     SCATTER: {"lefts": [float8(8, 6)], "rights": [float8(6, 3)], "left_scales": [ONE], "right_scales": [ONE]},
 }
 OF_FLOAT8 = SCALED[GATHER]
+ADDRESSED = [  # one scale of either side, and what kernels that get addresses could not tell
+    (0, torch.ones((), dtype=torch.float64), "a scale of torch.float64; want torch.float32"),
+    (1, torch.ones((), dtype=BF16), "a scale of torch.bfloat16; want torch.float32"),
+    (1, torch.ones((), device="meta"), "operands on cpu, meta; want one device"),
+]
 PAIR = {"lefts": [torch.zeros(8, 6), torch.zeros(8, 5)]}
 # What is changed of a call, and what the message says.
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -212,6 +217,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (OF_FLOAT8 | {"other_scales": [ONE] * 2}, "2 other_scales for 1 products; want one each"),
         (OF_FLOAT8 | {"other_scales": [torch.ones(6)]}, "other_scales[0] has 6 numbers; want one, or 3"),
         (OF_FLOAT8 | {"scale_of": "row"}, "a scale of 1 numbers, one for each row; want 4 numbers"),
+        *(
+            (OF_FLOAT8 | ({"other_scales": [scale]} if side else {"scale": scale}), text)
+            for side, scale, text in ADDRESSED
+        ),
         (OF_FLOAT8 | {"scale": torch.ones(4)}, "a scale of 4 numbers, one for each tensor; want one number"),
         (
             OF_FLOAT8 | {"others": [float8(8, 3)], "form": "left_t", "scale_of": "shard"},
@@ -253,6 +262,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
                 f"{side}_scales[0] has {n} numbers; want one, or {m}",
             )
             for side, n, m in (("left", 4, 8), ("right", 6, 3))
+        ),
+        *(
+            (SCALED[SCATTER] | {("left_scales", "right_scales")[side]: [scale]}, text)
+            for side, scale, text in ADDRESSED
         ),
         ({"bias": torch.zeros(1)}, "a bias of shape [1]; want [3]"),
         ({"bias": torch.zeros(3), "dim": 1}, "a bias of shape [3]; want [{own}]"),

@@ -1,6 +1,5 @@
 """What ranks agree on before they share memory, and what is known of it without a GPU."""
 
-import re
 from itertools import count
 
 import pytest
@@ -10,9 +9,7 @@ from torch import Tensor
 
 from tests.support.ranks import run_ranks
 from titanlite.kernels import lowering
-from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.lowering import Lowered, agree, lowered
-from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.products import NOTHING
 from titanlite.kernels.token_exchange import no_token_exchange
 
@@ -149,28 +146,6 @@ def test_a_call_that_only_gathers_is_not_a_miss(tmp_path, monkeypatch):
         shard = torch.zeros(4, 6, dtype=torch.bfloat16)
         GATHER(shard, [], 0, 8, group, "left", [], None, "tensor", [], None, False)
         assert list(lowered) == [Lowered("all_gather_matmul", "4×6", "nothing to multiply", expected=True)]
-
-    run_ranks(body, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changed", "text"),
-    [
-        ({"scale": torch.ones((), dtype=torch.float64)}, "a scale of torch.float64; want torch.float32"),
-        ({"other": torch.ones((), dtype=torch.bfloat16)}, "a scale of torch.bfloat16; want torch.float32"),
-        ({"other": torch.ones((), device="meta")}, "operands on cpu, meta; want one device"),
-    ],
-)
-def test_kernels_get_addresses_of_float32_scales_on_one_device(changed: dict, text: str, tmp_path):
-    def body() -> None:
-        group = dist.group.WORLD.group_name  # type: ignore[union-attr]
-        given = {"scale": torch.ones(()), "other": torch.ones(())} | changed
-        x, w = (torch.zeros(shape).to(torch.float8_e4m3fn) for shape in ((4, 6), (6, 3)))
-        with pytest.raises(ValueError, match=re.escape(text)):
-            all_gather_matmul(x, [w], 0, 8, group, scale=given["scale"], other_scales=[given["other"]])
-        scales = {"left_scales": [given["scale"]], "right_scales": [given["other"]]}
-        with pytest.raises(ValueError, match=re.escape(text)):
-            matmul_reduce_scatter([x], [w], 0, group, **scales)
 
     run_ranks(body, tmp_path)
 
