@@ -620,7 +620,7 @@ def test_a_job_whose_folder_is_not_its_own_any_more_is_told_once_and_writes_noth
     wait_for_step(folder, 5)
     if how == "taken":
         (folder / "lock").unlink()
-        second = desk.run(name, 2, *flags)
+        second = desk.run(name, 1, *flags)
     else:
         folder.rename(tmp_path / "moved")
     go.touch()

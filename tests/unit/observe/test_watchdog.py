@@ -69,9 +69,9 @@ def test_it_is_silent_while_there_is_progress_and_during_a_long_first_step(tmp_p
         tmp_path,
         """
 with Watchdog(300, log, rank=0) as watchdog:
-    time.sleep(3.1)  # compilation, longer than the limit of later steps
-    watchdog.set_timeout(3.0)
-    for step in range(1, 17):
+    time.sleep(2.1)  # compilation, longer than the limit of later steps
+    watchdog.set_timeout(2.0)
+    for step in range(1, 12):
         watchdog.progress(step, "step")
         time.sleep(0.2)
 print(*[thread.name for thread in threading.enumerate()])  # closed: watches no more
@@ -92,7 +92,7 @@ Status(folder / "status.json")
 guard, told = Guard(folder / "status.json", 0), threading.Event()
 runs = guard.runs
 guard.runs = lambda limit_s: (runs(limit_s), told.set())
-with Watchdog(4, log, rank=0, guard=guard):
+with Watchdog(2, log, rank=0, guard=guard):
     told.wait()
     native_code_that_hangs()
 """,
