@@ -1,5 +1,6 @@
 """Tokens through their experts against a plain loop over experts, in float64: results, and gradients of everything."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -38,56 +39,46 @@ def choices_of(kind: str, M: int, K: int, device: str = "cpu") -> Tensor:
     return scores.topk(K, dim=1).indices.int().to(device)
 
 
-@pytest.mark.parametrize("kind", ["random", "one expert", "an expert without tokens"])
+def all_at_once(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    return experts(x, weights, choices, w13.flatten(0, 1), w2.flatten(0, 1), len(w13))
+
+
+class Case:
+    """Tokens, weights, experts, and a gradient of the result."""
+
+    def __init__(self, kind: str, M: int, K: int, D: int, F: int, device: str, dtype: torch.dtype) -> None:
+        draw = partial(normal, device=device, dtype=dtype)
+        self.choices, self.grad = choices_of(kind, M, K, device), draw(M, D, seed=4)
+        weights = draw(M, K, seed=1, dtype=torch.promote_types(dtype, torch.float32))
+        self.given = [draw(M, D), weights, draw(E, 2 * F, D, seed=2) / D**0.5, draw(E, D, F, seed=3) / F**0.5]
+
+    def ran(self, run: Callable[..., Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Return the result, and the gradients of everything."""
+        x, weights, *w = leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in self.given]
+        y = run(x, weights, self.choices, *w)
+        return [y, *torch.autograd.grad(y, leaves, self.grad.to(y.dtype))]
+
+
+KINDS = ["random", "one expert", "an expert without tokens"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [1, 2, 4])
 def test_experts_are_those_of_a_loop(kind: str, K: int) -> None:
     """Sums have at most 128 terms of size 100, exact within 128 · 100 · 1.1e-16, and are nested three times."""
-    M = 13
-    given = [
-        random(M, D, seed=0),
-        random(M, K, seed=1),
-        random(E, 2 * F_, D, seed=2) / D**0.5,
-        random(E, D, F_, seed=3) / F_**0.5,
-    ]
-    x, weights, w13, w2 = (t.requires_grad_() for t in given)
-    choices, grad = choices_of(kind, M, K), random(M, D, seed=4)
-    ours, theirs = (
-        experts(x, weights, choices, w13.flatten(0, 1), w2.flatten(0, 1), E),
-        one_by_one(x, weights, choices, w13, w2),
-    )
-    for got, truth in zip(
-        (ours, *torch.autograd.grad(ours, given, grad)),
-        (theirs, *torch.autograd.grad(theirs, given, grad)),
-        strict=True,
-    ):
+    case = Case(kind, 13, K, D, F_, "cpu", torch.float64)
+    for got, truth in zip(case.ran(all_at_once), case.ran(one_by_one), strict=True):
         assert (got - truth).abs().max() <= 1e-12 * max(1, truth.abs().max().item())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["random", "one expert", "an expert without tokens"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_the_device_code_is_near_the_loop(kind: str) -> None:
     """A result is rounded at x W13, at the gate, and at each expert's result; its gradients twice more, and each
     rounding is 2^-9 of the numbers summed: within 2 % of the largest for all, and 1 % of their norm."""
-    M, K, D, F = 1000, 2, 256, 256
-    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    given = [
-        random(M, D, seed=0, **bf16),
-        random(M, K, seed=1, device="cuda", dtype=torch.float32),
-        (random(E, 2 * F, D, seed=2) / D**0.5).to(**bf16),
-        (random(E, D, F, seed=3) / F**0.5).to(**bf16),
-    ]
-    choices, grad = choices_of(kind, M, K, "cuda"), random(M, D, seed=4, **bf16)
-
-    def of(run, given: list[Tensor]) -> list[Tensor]:
-        x, weights, w13, w2 = (t.detach().requires_grad_() for t in given)
-        y = run(x, weights, choices, w13, w2)
-        return [y, *torch.autograd.grad(y, [x, weights, w13, w2], grad.to(y.dtype))]
-
-    def all_at_once(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-        return experts(x, weights, choices, w13.flatten(0, 1), w2.flatten(0, 1), len(w13))
-
-    ours, again, truth = of(all_at_once, given), of(all_at_once, given), of(one_by_one, [t.double() for t in given])
-    for got, second, wanted in zip(ours, again, truth, strict=True):
+    case = Case(kind, 1000, 2, 256, 256, "cuda", torch.bfloat16)
+    runs = case.ran(all_at_once), case.ran(all_at_once), case.ran(one_by_one, torch.float64)
+    for got, second, wanted in zip(*runs, strict=True):
         assert torch.equal(got, second)
         off = got.double() - wanted
         assert off.abs().max() <= 0.02 * wanted.abs().max()
