@@ -49,32 +49,19 @@ implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
 
 @dataclass(frozen=True)
 class MatmulOperator(Generic[C]):
-    """The functions that make up a collective matmul, all but the first of one call.
-
-    Attributes:
-        name: of the operator.
-        schema: its signature.
-        call: its arguments → one value.
-        check: raises ValueError for operands that do not fit, with what would.
-        plain: computes a call that was checked, by its definition.
-        in_words: all that must be equal on all ranks. Nothing else, so that a call is new to all or to none.
-        shapes: of the operands that need not be equal, and of those that are counted.
-        unsupported: why the kernels cannot take it, or None.
-        fused: makes what computes such a call by kernels.
-        save: (ctx, call, results), see `operators.differentiate`; backward: as there.
-    """
+    """The functions that make up a collective matmul, all but the first of one call."""
 
     name: str
-    schema: str
-    call: Callable[..., C]
-    check: Callable[[C], None]
-    plain: Callable[[C], Any]
-    in_words: Callable[[C], str]
-    shapes: Callable[[C], tuple[str, str]]
-    unsupported: Callable[[C], str | None]
-    fused: Callable[[C], Callable[[C], Any]]
-    save: Callable[[Any, C, Any], None]
-    backward: Callable[[Any, Any], Any]
+    schema: str  # the operator's signature
+    call: Callable[..., C]  # its arguments → one value
+    check: Callable[[C], None]  # raises ValueError for operands that do not fit, with what would
+    plain: Callable[[C], Any]  # computes a call that was checked, by its definition
+    in_words: Callable[[C], str]  # what must be equal on all ranks, else nothing: a call is new to all or to none
+    shapes: Callable[[C], tuple[str, str]]  # of the operands that need not be equal, and of those that are counted
+    unsupported: Callable[[C], str | None]  # why the kernels cannot take it, or None
+    fused: Callable[[C], Callable[[C], Any]]  # makes what computes such a call by kernels
+    save: Callable[[Any, C, Any], None]  # (ctx, call, results), see `operators.differentiate`
+    backward: Callable[[Any, Any], Any]  # as there
 
     def register(self) -> None:
         """Make an operator of it that has a gradient."""

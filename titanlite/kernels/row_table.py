@@ -15,19 +15,12 @@ NOWHERE = -1
 
 @dataclass(frozen=True, eq=False)
 class RowTable:
-    """A table of n rows.
+    """A table of n rows."""
 
-    Attributes:
-        tensor: [n] int32, the number of the tensor that a row is of.
-        at: [n] int64, its first element there; tensors are contiguous.
-        columns: [n] int32, its elements.
-        flat: [n] int64, its first element in the memory of all rows, or `NOWHERE`.
-    """
-
-    tensor: Tensor
-    at: Tensor
-    columns: Tensor
-    flat: Tensor
+    tensor: Tensor  # [n] int32, the number of the tensor that a row is of
+    at: Tensor  # [n] int64, its first element there; tensors are contiguous
+    columns: Tensor  # [n] int32, its elements
+    flat: Tensor  # [n] int64, its first element in the memory of all rows, or `NOWHERE`
     widest: int = field(init=False)
     aligned: bool = field(init=False)  # all begin and end at multiples of 8 elements
 
@@ -46,17 +39,11 @@ class RowTable:
 
 @dataclass(frozen=True, eq=False)
 class TensorTable:
-    """A table of the tensors that rows are of.
+    """A table of the tensors that rows are of."""
 
-    Attributes:
-        tensors: by their numbers in a `RowTable`; of one dtype, contiguous.
-        addresses: [n] int64, on their device.
-        aligned: whether all begin at multiples of 16 bytes.
-    """
-
-    tensors: Sequence[Tensor]
-    addresses: Tensor
-    aligned: bool
+    tensors: Sequence[Tensor]  # by their numbers in a `RowTable`; of one dtype, contiguous
+    addresses: Tensor  # [n] int64, on their device
+    aligned: bool  # whether all begin at multiples of 16 bytes
 
 
 def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
