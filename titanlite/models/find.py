@@ -94,7 +94,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         mixture.n_layers = len(mixtures)
     if model.file:
         require_trainable(made, model.file)
-        require_logits(made, model.file, [seq_len, dims.vocab_size])
+        require_logits(made, model.file, seq_len, dims.vocab_size)
         if "sequences" not in inspect.signature(made_by.forward).parameters:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
     return made

@@ -74,6 +74,12 @@ def test_a_model_that_branches_on_values_trains_without_a_forecast(mine: list[st
     assert f"trains without a forecast: line {number} of {file}, in forward: if x.abs().max().item() > 1e9: Run" in said
     assert plan([DEBUG, *mine, "--world", "2"]) == 0
     assert len(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2).losses) == 2
+    (
+        fewer := tmp_path / "other" / "mine.py"
+    ).parent.mkdir()  # of which the loss would take the targets beyond for other ranks'
+    fewer.write_text(lines.replace("return self.output(self.norm(x))", "return self.output(self.norm(x))[:, :200]"))
+    with pytest.raises(AssertionError, match=r"Mine.forward = returned a tensor \[\d+, 200\]\n +want: logits, one"):
+        train(tmp_path, 1, [*mine, "--model.file", str(fewer), BATCH, "4"], steps=1)
 
 
 def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:
