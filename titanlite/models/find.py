@@ -52,7 +52,6 @@ def model_class(model: Model) -> type[Any]:
     return found[0]
 
 
-@functools.cache
 def imported(file: str) -> ModuleType:
     """Import a user's file once in a process: it may register operators, which a second import could not.
 
@@ -62,13 +61,18 @@ def imported(file: str) -> ModuleType:
     Raises:
         ConfigError: it cannot be imported.
     """
-    name = f"titanlite_model_{Path(file).stem}"  # a name of its own: it may be called torch.py
-    spec = importlib.util.spec_from_file_location(name, os.path.abspath(file))
+    with refused(file, "a Python file that can be imported", f"run `python {file}` until it has nothing to say"):
+        return _module_of(os.path.abspath(file))
+
+
+@functools.cache
+def _module_of(path: str) -> ModuleType:
+    name = f"titanlite_file_{Path(path).stem}"  # a name of its own: it may be called torch.py
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
     assert spec.loader is not None  # noqa: S101
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses and the compiler look
-    with refused(file, "a Python file that can be imported", f"run `python {file}` until it has nothing to say"):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
     return module
 
 
