@@ -287,19 +287,10 @@ def starts_without_wandb_and_other_rows(run: History) -> None:
     run.start("online", 9, 10, log_freq=5)
 
 
-def a_file_of_rows_that_is_moved_away_and_written_anew(run: History) -> None:
-    run.start("online", 1, 4, altered="path.rename('elsewhere'); metrics.sync()")
-
-
-def a_file_of_rows_that_is_replaced(run: History) -> None:
-    run.start("online", 1, 4, altered="path.unlink(); path.write_text('mine'); metrics.sync()")
-
-
 @pytest.mark.parametrize(
     "acts",
     [
         starts_without_wandb_and_other_rows,
-        a_file_of_rows_that_is_moved_away_and_written_anew,
         # `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_
         # from_the_server` goes on online.
         *slow(
@@ -318,7 +309,6 @@ def a_file_of_rows_that_is_replaced(run: History) -> None:
             an_outage_in_mid_run_and_a_sync,
             an_outage_in_mid_run_and_a_resume,
             a_fresh_start_online,
-            a_file_of_rows_that_is_replaced,
         ),
     ],
     ids=lambda acts: acts.__name__,
