@@ -13,13 +13,13 @@ from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
 from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
-from titanlite.models.mistakes import forward_refused
+from titanlite.models.mistakes import mistake_of_model
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
 from titanlite.sharding.sent_bytes import sent_bytes
@@ -110,9 +110,18 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
                 "collectives that backward repeats are not listed: the save-list is chosen when the run starts"
             )
             is_complete = False
-        with forward_refused(made.model):
+        try:
             collectives, pairs, entries = _recorded(made, save_list, device, attended)
-        notes += _not_fused(entries)
+            notes += _not_fused(entries)
+        except TitanliteError:
+            raise
+        except Exception as error:  # of a file of the user's own, or of an operator's that it calls
+            if not config.model.file:
+                raise
+            want, fix = "a model that trains on tensors without memory", "branch on no tensor's values"
+            why = mistake_of_model(error, config.model.file, want, fix)
+            notes.append(f"the collectives are not listed: {in_a_line(why)}")
+            is_complete = False
     sharding = sharding_plan(config, checked.dims) if memory.run.tensor_parallel > 1 else None
     if world is None:
         notes.append("--world N adds the collectives of data-parallel ranks and the reductions over all ranks")

@@ -7,7 +7,6 @@ nothing is said here of what a block is made of, which layers compute in float8,
 import copy
 import functools
 import math
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
-from titanlite.errors import ConfigError, Problem
+from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
@@ -35,7 +34,7 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import forward_refused, looks_at_values, mistake
+from titanlite.models.mistakes import mistake_of_model
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -236,16 +235,15 @@ def _traced(
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
-        with forward_refused(model):
-            traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
-    except ConfigError as refused:
-        error, file = refused.__cause__, os.path.abspath(config.model.file)
-        if error is None or not looks_at_values(error):
+        traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
+    except TitanliteError:
+        raise
+    except Exception as error:  # of a file of the user's own, or of an operator's that it calls
+        if not config.model.file:
             raise
         want = "a model that runs on the meta device, of which predictions are made"
-        why = mistake(error, file, want, "branch on no tensor's values, so that memory and time can be predicted")
-        if why.line is not None:  # of this file, for a message of another
-            why = why._replace(where=f"line {why.line} of {config.model.file}, {why.where}", line=None)
+        fix = "branch on no tensor's values, so that memory and time can be predicted"
+        why = mistake_of_model(error, config.model.file, want, fix)
     return TracedRun(
         dims=dims,
         tokens=tokens,

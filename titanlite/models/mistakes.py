@@ -92,6 +92,17 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
     return of_function(called, file, saw, want, fix) if called else Problem("model.file", saw, want, fix)
 
 
+def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Problem:
+    """Say what arose in a model file, with its name and line where a message of no file is to have them.
+
+    Args:
+        error, want, fix: as of `mistake`.
+        file: `model.file`.
+    """
+    why = mistake(error, os.path.abspath(file), want, fix)
+    return why if why.line is None else why._replace(where=f"line {why.line} of {file}, {why.where}", line=None)
+
+
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:
     """Make a problem of a user's function or class, with its line if it is in the user's file."""
     is_theirs = getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file)
