@@ -23,7 +23,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
-from titanlite.errors import Problem, TitanliteError
+from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
@@ -34,7 +34,7 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import mistake_of_model
+from titanlite.models.mistakes import forward_refused, looks_at_values, mistake_of_model, of_function
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -235,7 +235,12 @@ def _traced(
     units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
     traces, why = dict[str, TracedBlock](), None
     try:
-        traces = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
+        traces, logits = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
+        if config.parallelism.tensor_parallel_degree == 1 and logits != (wanted := (tokens, dims.vocab_size)):
+            file, saw = config.model.file, f"returned a tensor {list(logits)}"
+            want = f"logits, one tensor {list(wanted)}, [M, V]: the loss is the trainer's"
+            wrong = of_function(type(model).forward, file, saw, want, "return all of them")
+            raise ConfigError(describe(file or config.model.name, [wrong]))
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own, or of an operator's that it calls
@@ -334,8 +339,8 @@ def gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _traces(
     model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, experts: ExpertRanks
-) -> dict[str, TracedBlock]:
-    """Trace the first block of each kind, by its kind, and the head."""
+) -> tuple[dict[str, TracedBlock], tuple[int, ...]]:
+    """Trace the first block of each kind, by its kind, and the head; and give the shape of the logits."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
         first.setdefault(kind, block)
@@ -355,8 +360,12 @@ def _traces(
         module.forward = functools.partial(_run_once, module, module.forward, calls)
     try:
         with OneKernel():
-            given = {"sequences": sequences} if sequences.starts is not None else {}
-            fewer(torch.empty(tokens, dtype=torch.long, device="meta"), **given)
+            logits = fewer(torch.empty(tokens, dtype=torch.long, device="meta"), sequences=sequences)
+    except Exception as error:
+        if looks_at_values(error):
+            raise
+        with forward_refused(model):
+            raise
     finally:
         for module in watched:
             del module.forward
@@ -366,7 +375,7 @@ def _traces(
             found[kind] = _trace(block, *calls[block][:2], experts)
     head = [module for module in (fewer.norm, fewer.output) if module in calls]  # a norm may be forked
     found[HEAD] = _trace(nn.Sequential(*head), *calls[head[0]][:2], experts)  # type: ignore[arg-type,index]
-    return found
+    return found, tuple(logits.shape)
 
 
 def _run_once(

@@ -6,12 +6,13 @@ import importlib.util
 import inspect
 import os
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.problems import show
@@ -19,8 +20,9 @@ from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.experts import MixtureOfExperts
+from titanlite.models.layers import RMSNorm
 from titanlite.models.mistakes import of_function, refused
-from titanlite.models.own_model import require_logits, require_trainable
+from titanlite.models.own_model import require_trainable
 
 
 def model_class(model: Model) -> type[Any]:
@@ -52,22 +54,25 @@ def model_class(model: Model) -> type[Any]:
     return found[0]
 
 
-def imported(file: str) -> ModuleType:
+def imported(file: str, key: str = "model.file") -> ModuleType:
     """Import a user's file once in a process: it may register operators, which a second import could not.
 
     Args:
-        file: `model.file` or `optimizer.file`.
+        file: as it was given.
+        key: that names it: `model.file` or `optimizer.file`.
 
     Raises:
         ConfigError: it cannot be imported.
     """
-    with refused(file, "a Python file that can be imported", f"run `python {file}` until it has nothing to say"):
+    fix = f"run `python {file}` until it has nothing to say"
+    with refused(file, "a Python file that can be imported", fix, key=key):
         return _module_of(os.path.abspath(file))
 
 
 @functools.cache
 def _module_of(path: str) -> ModuleType:
-    name = f"titanlite_file_{Path(path).stem}"  # a name of its own: it may be called torch.py
+    # A name of its own: it may be called torch.py, and a file of rules as one of a model.
+    name = f"titanlite_file_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
     assert spec.loader is not None  # noqa: S101
@@ -85,8 +90,8 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         seq_len: tokens of a sequence.
 
     Raises:
-        ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, holds what
-            no run can train, or returns no logits on tensors without values.
+        ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, or holds
+            what no run can train. A model of the user's own that returns no logits raises it when called.
     """
     made_by = model_class(model)
     want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
@@ -98,9 +103,11 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
         mixture.n_layers = len(mixtures)
     if model.file:
         require_trainable(made, model.file)
-        require_logits(made, model.file, seq_len, dims.vocab_size)
+        made.register_forward_hook(functools.partial(_require_logits, model.file, made_by))  # in a plan as in a run
         if "sequences" not in inspect.signature(made_by.forward).parameters:
             made.register_forward_pre_hook(functools.partial(_drop_sequences, model.file, made_by), with_kwargs=True)
+        if isinstance(made.norm, RMSNorm) and made.output.weight is not made.tok_embeddings.weight:
+            made.norm.fork = functools.partial(_require_call, model.file)
     return made
 
 
@@ -119,3 +126,24 @@ def _drop_sequences(
             fix = "pass them to self.attend of each block; or parallelism.context_parallel_degree = 1"
         raise ConfigError(describe(file, [of_function(made_by.forward, file, saw, want, fix)]))
     return args, kwargs
+
+
+def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:
+    """Raise if a model returns something else, or more."""
+    if isinstance(returned, Tensor) and returned.ndim == 2:
+        if returned.requires_grad or not torch.is_grad_enabled():
+            return
+        saw, want = "returned a tensor without a gradient", "logits that depend on weights, for backward"
+        fix = "no detach, no_grad or argmax on the way to them"
+    else:
+        parts = returned if isinstance(returned, tuple | list) else [returned]
+        saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
+        saw = "returned " + (f"{type(returned).__name__} of {saw}" if parts is returned else saw)
+        want, fix = "logits, one tensor [M, V]: the loss is the trainer's", "return the logits alone"
+    raise ConfigError(describe(file, [of_function(made_by.forward, file, saw, want, fix)]))
+
+
+def _require_call(file: str, x: Tensor) -> NoReturn:
+    """Refuse a call of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
+    want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
+    raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))

@@ -2,9 +2,10 @@
 
 import inspect
 import os
+import re
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ OF_THE_MACHINE = (dist.DistError, torch.OutOfMemoryError, getattr(torch, "Accele
 
 @contextmanager
 def refused(
-    file: str, want: str, fix: str, called: Callable[..., Any] | None = None, kind: type[ConfigError] = ConfigError
+    file: str,
+    want: str,
+    fix: str,
+    called: Callable[..., Any] | None = None,
+    kind: type[ConfigError] = ConfigError,
+    key: str = "model.file",
 ) -> Generator[None]:
     """Turn what a user's file raises within a context into one message.
 
@@ -30,6 +36,7 @@ def refused(
         fix: the change that makes it do so.
         called: the function that was called.
         kind: of the error.
+        key: that names the file, for what none of its lines and functions raises.
 
     Raises:
         ConfigError: something was raised that is neither an error on purpose nor of the machine.
@@ -41,7 +48,7 @@ def refused(
     except (Exception, SystemExit) as error:
         if not file:
             raise
-        raise kind(describe(file, [mistake(error, os.path.abspath(file), want, fix, called)])) from error
+        raise kind(describe(file, [mistake(error, os.path.abspath(file), want, fix, called, key)])) from error
 
 
 def is_own(model: nn.Module) -> bool:
@@ -63,11 +70,19 @@ def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> 
 
 
 def looks_at_values(error: BaseException) -> bool:
-    """Return whether an exception says that a tensor of the meta device has no values, or an operator no use for it."""
-    return "meta" in str(error).lower()
+    """Return whether an exception is torch's, of a tensor of the meta device: that it has no values, or no kernel."""
+    is_torchs = isinstance(error, RuntimeError | TypeError)
+    return is_torchs and re.search(r"\bmeta\b|Tensor\.__format__", str(error), re.IGNORECASE) is not None
 
 
-def mistake(error: BaseException, file: str, want: str, fix: str, called: Callable[..., Any] | None = None) -> Problem:
+def mistake(
+    error: BaseException,
+    file: str,
+    want: str,
+    fix: str,
+    called: Callable[..., Any] | None = None,
+    key: str = "model.file",
+) -> Problem:
     """Say where in a user's file an exception arose, and what it was.
 
     Args:
@@ -76,6 +91,7 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
         want: what should have happened.
         fix: the change that makes it happen.
         called: the user's function that could not be called, if none of the file's lines was running.
+        key: that names the file.
 
     Returns:
         The problem, with the innermost line of the file; without one, if none of its lines was running.
@@ -89,7 +105,7 @@ def mistake(error: BaseException, file: str, want: str, fix: str, called: Callab
     own = [frame for frame in frames if frame.filename == file]
     if own:
         return Problem(f"in {own[-1].name}: {own[-1].line}", saw, want, fix, own[-1].lineno)
-    return of_function(called, file, saw, want, fix) if called else Problem("model.file", saw, want, fix)
+    return of_function(called, file, saw, want, fix) if called else Problem(key, saw, want, fix)
 
 
 def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Problem:
@@ -105,8 +121,10 @@ def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Pr
 
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:
     """Make a problem of a user's function or class, with its line if it is in the user's file."""
-    is_theirs = getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file)
-    line = inspect.getsourcelines(function)[1] if is_theirs else None
+    line = None
+    if getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file):
+        with suppress(OSError):  # of what was made by `type` or `exec`
+            line = inspect.getsourcelines(function)[1]
     return Problem(function.__qualname__, saw, want, fix, line)
 
 

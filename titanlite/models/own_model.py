@@ -6,18 +6,17 @@ buffers, which `fill_buffers` computes. Whatever is elsewhere stays on the meta 
 that uses it.
 """
 
-import copy
 import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
-from titanlite.models.mistakes import forward_refused, looks_at_values, of_function, refused
+from titanlite.models.mistakes import refused
 
 _WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Projection: {"weight", "bias"}, RMSNorm: {"weight"}}
 _TIED = {"tok_embeddings.weight", "output.weight"}
@@ -43,48 +42,6 @@ def require_trainable(made: nn.Module, file: str) -> None:
         problems.setdefault((_of_any_block(problem.where), _of_any_block(problem.saw)), problem)
     if problems:
         raise ConfigError(describe(file, list(problems.values())))
-
-
-def require_logits(made: nn.Module, file: str, tokens: int, vocab_size: int) -> None:
-    """Refuse a model that does not run, or returns something else than logits, or more.
-
-    One that looks at what tensors hold is looked at in each of its steps instead.
-
-    Args:
-        made: the model, on the meta device; it may keep what it computes, so a copy is called.
-        file: the user's, for messages.
-        tokens: M, of one sequence.
-        vocab_size: V.
-
-    Raises:
-        ConfigError: it does not run, or returns no logits.
-    """
-
-    def require(_: object, given: tuple[Tensor, ...], returned: object) -> None:
-        shape = [len(given[0]), vocab_size]
-        if not isinstance(returned, Tensor) or list(returned.shape) != shape:
-            parts = returned if isinstance(returned, tuple | list) else [returned]
-            saw = ", ".join(f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__ for x in parts)
-            saw = "returned " + (f"{type(returned).__name__} of {saw}" if parts is returned else saw)
-            want = f"logits, one tensor {shape}, [M, V]: the loss is the trainer's"
-            fix = "return all logits, and nothing else"
-        elif torch.is_grad_enabled() and not returned.requires_grad:
-            saw, want = "returned a tensor without a gradient", "logits that depend on weights, for backward"
-            fix = "no detach, no_grad or argmax on the way to them"
-        else:
-            return
-        raise ConfigError(describe(file, [of_function(type(made).forward, file, saw, want, fix)]))
-
-    given = torch.empty(tokens, dtype=torch.long, device="meta")
-    try:
-        with forward_refused(made):
-            returned = copy.deepcopy(made)(given)
-    except ConfigError as refused:
-        if refused.__cause__ is None or not looks_at_values(refused.__cause__):
-            raise
-        made.register_forward_hook(require)  # it trains without a forecast: `forecast/traced_run.py`
-    else:
-        require(made, (given,), returned)
 
 
 def _of_any_block(name: str) -> str:

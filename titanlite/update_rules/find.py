@@ -38,7 +38,7 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
         ConfigError: the file cannot be imported or has no rule; or the name of a rule, of its state or of a key is
             taken.
     """
-    module, sha256 = imported(file), hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    module, sha256 = imported(file, "optimizer.file"), hashlib.sha256(Path(file).read_bytes()).hexdigest()
     kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, ElementwiseRule)]
     found = {
         kind.__name__: OwnRule(kind.__name__, file, sha256, kind.state, _keys(kind), kind)

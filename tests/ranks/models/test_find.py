@@ -1,6 +1,7 @@
 """A model file of one's own trains as a shipped one does; a config that cannot be is refused."""
 
 import inspect
+import os
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from titanlite.commands.plan import run as plan
 from titanlite.commands.validate import summary
 from titanlite.errors import ConfigError
 from titanlite.models import gpt2
+from titanlite.models.find import imported
+from titanlite.models.mistakes import of_function
 from titanlite.train import main as train_main
 from titanlite.training.assemble import try_assembly
 
@@ -74,12 +77,37 @@ def test_a_model_that_branches_on_values_trains_without_a_forecast(mine: list[st
     assert f"trains without a forecast: line {number} of {file}, in forward: if x.abs().max().item() > 1e9: Run" in said
     assert plan([DEBUG, *mine, "--world", "2"]) == 0
     assert len(train(tmp_path, 1, [*mine, BATCH, "4"], steps=2).losses) == 2
-    (
-        fewer := tmp_path / "other" / "mine.py"
-    ).parent.mkdir()  # of which the loss would take the targets beyond for other ranks'
-    fewer.write_text(lines.replace("return self.output(self.norm(x))", "return self.output(self.norm(x))[:, :200]"))
-    with pytest.raises(AssertionError, match=r"Mine.forward = returned a tensor \[\d+, 200\]\n +want: logits, one"):
+    fewer = tmp_path / "other" / "mine.py"  # of which the loss would take the targets beyond for other ranks'
+    fewer.parent.mkdir()
+    logits = "self.output(self.norm(x))"
+    fewer.write_text(lines.replace(f"return {logits}", f"return {logits}[:, :200] * 1"))
+    with pytest.raises(AssertionError, match=r"Mine.forward = logits of shape \[\d+, 200\]\n +want: \[\d+, 256\]"):
         train(tmp_path, 1, [*mine, "--model.file", str(fewer), BATCH, "4"], steps=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "instead"),
+    [
+        ("sequences: Sequences | None = None) -> Tensor:", "sequences: Sequences) -> Tensor:"),
+        ("self.dims, self.seq_len =", "self.lock = __import__('threading').Lock(); self.dims, self.seq_len ="),
+    ],
+)
+def test_what_a_run_can_call_is_not_refused(line: str, instead: str, mine: list[str], tmp_path: Path) -> None:
+    text = (tmp_path / "mine.py").read_text()
+    assert line in text
+    (tmp_path / "mine.py").write_text(instead.join(text.rsplit(line, 1)))
+    try_assembly(checked(tmp_path, 1, mine), 1)
+    assert len(train(tmp_path, 1, [*mine, BATCH, "4"], steps=1).losses) == 1
+
+
+def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.py").write_text(f"def which():\n    return {folder!r}\n")
+    a, b = (imported(str(tmp_path / folder / "x.py")) for folder in ("a", "b"))
+    assert (a.which(), b.which()) == ("a", "b")
+    assert of_function(a.which, str(tmp_path / "a" / "x.py"), "", "", "").line == 1
+    assert imported(os.path.relpath(tmp_path / "a" / "x.py")) is a  # by its whole path
 
 
 def test_a_command_imports_it_once(mine: list[str], tmp_path: Path) -> None:

@@ -131,8 +131,11 @@ def test_each_block_may_have_a_graph_of_its_own(tmp_path: Path) -> None:
         assert_same(train(tmp_path, 1, [*flags, "--compile.enable"], steps=1), truth, 1e-5)
 
 
-def test_a_norm_may_be_forked_below_a_tied_head(tmp_path: Path) -> None:
+def test_the_last_norm_is_called_as_a_module_but_below_a_tied_head(tmp_path: Path) -> None:
+    """Its weight was a DTensor in `fork`, of which torch said no more than that."""
     flags = mine(tmp_path, ("self.norm(x)", "self.norm.fork(x)[0]"))
+    with pytest.raises(ConfigError, match="norm = fork or add called"):
+        plan([DEBUG, *flags, *TP_2])
     recipe = tmp_path / "model" / "mine-small.toml"
     recipe.write_text(f"{recipe.read_text()}\ntied_embeddings = true\n")
     train(tmp_path, 1, flags, steps=1)  # the root is gathered first
