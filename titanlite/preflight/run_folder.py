@@ -7,16 +7,17 @@ The config of the run is in its folder, and `same_run.py` compares it with that 
 The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
 gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is reported as well.
 Whoever deletes it by hand lets another job in; so a run looks before each checkpoint and at its end whether the folder
-is still its own, and ends with one message if not.
+is still its own. It takes a lock that is gone anew, and ends with one message if another job has come in.
 """
 
 import errno
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from titanlite.durable import (
     is_at,
     open_plain,
     read_plain,
+    require_plain,
     require_writable,
     write_durably,
 )
@@ -38,6 +40,8 @@ from titanlite.json_file import parse_json
 from titanlite.observe.status import read_status
 from titanlite.preflight.same_run import changes_since, keys_of_training
 from titanlite.redact import redact_tree, redact_urls
+
+log = logging.getLogger(__name__)
 
 AT_WORK_S = 60.0
 """The age up to which a status.json is of a job at work: it is renewed every ten seconds while steps are made."""
@@ -61,17 +65,23 @@ class RunFolder:
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 
     def require_ours(self) -> None:
-        """Look whether the lock is still where this process took it, if it took one.
+        """Look whether the lock is still where this process took it, if it took one; take it anew where there is none.
 
         Raises:
             FolderLostError: another job may have begun here, or the folder is gone.
         """
-        if self._lock is not None and not is_at(self.path / "lock", self._lock):
-            want = (
-                "the file that this job has locked: since it was removed or replaced, another job may have begun here"
-            )
-            fix = "let one of the two go on; never delete the lock of a job that runs, which is dropped when it ends"
-            raise FolderLostError.of(str(self.path), "lock", "not this job's any more", want, fix)
+        if self._lock is None or is_at(self.path / "lock", self._lock):
+            return
+        if self.path.is_dir() and not os.path.lexists(self.path / "lock"):  # a cleaner of old files, say
+            before = self._lock
+            with suppress(ConfigError, FileNotFoundError):  # another job is quicker, or the folder goes
+                self._take_lock()
+                os.close(before)
+                log.warning("%s was removed, and is taken anew", self.path / "lock")
+                return
+        want = "the file that this job has locked: since it was removed or replaced, another job may have begun here"
+        fix = "let one of the two go on; never delete the lock of a job that runs, which is dropped when it ends"
+        raise FolderLostError.of(str(self.path), "lock", "not this job's any more", want, fix)
 
     @classmethod
     def of(cls, config: Config) -> "RunFolder":
@@ -238,6 +248,12 @@ class RunFolder:
                 want = "a folder that can be written: the run would end when it comes to that"
                 fix = "make it writable or move it away, or choose another job.name"
                 raise ConfigError.of(str(self.path), str(folder), str(e.strerror), want, fix) from None
+        files = [self.path / "lock", self.logs / "rank0.log", self.metrics, self.experts]
+        files += [path.with_name(f"{path.name}.tmp") for path in (self.config, self.receipt)]
+        for path in (*files, self.status.with_name(f"{self.status.name}.0.tmp")):
+            require_plain(path)
+        if folder := next((path for path in (self.status, self.receipt) if path.is_dir()), None):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
         return notices
 
     def _check_new(self, config: Config) -> None:

@@ -370,15 +370,26 @@ def test_a_lock_that_fails_otherwise_is_no_other_job(tmp_path: Path, monkeypatch
         claim(tmp_path, Config())
 
 
-@pytest.mark.parametrize("gone", [None, *map(Path, ("lock", ""))])
-def test_a_folder_is_lost_once_its_lock_is(tmp_path: Path, gone: Path | None) -> None:
+def test_a_lock_that_was_removed_is_taken_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.claim(Config())
+    (folder.path / "lock").unlink()
+    folder.require_ours()
+    assert "was removed, and is taken anew" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="in use"):
+        RunFolder(tmp_path / "run").claim(Config())
+    folder.release()
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_folder_is_lost_once_its_lock_is_anothers(tmp_path: Path, is_moved: bool) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.claim(Config())
     folder.require_ours()
-    if gone is None:  # a copy of it, as an editor saves one
+    if is_moved:
+        folder.path.rename(tmp_path / "gone")
+    else:  # a copy of it, as an editor saves one
         write_durably(folder.path / "lock", "{}")
-    else:
-        (folder.path / gone).rename(tmp_path / "gone")
     for look in (folder.require_ours, lambda: explained(folder)):
         with pytest.raises(FolderLostError, match="not this job's any more"):
             look()
