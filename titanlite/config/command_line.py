@@ -174,7 +174,7 @@ def _value_of_flag(hint: Any, words: list[str]) -> Any:
             text = text[1:-1]
         return tuple(part for p in text.split(",") if (part := p.strip(" \"'")))
     (word,) = words or (["true"] if hint is bool else [])
-    if word == "None" and options != [hint]:
+    if word == "None" and type(None) in get_args(hint):
         return None
     for option in options:
         if option is str or (get_origin(option) is Literal and word in get_args(option)):

@@ -120,6 +120,7 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--training.steps", str(2**63)], [f"--training.steps = {2**63}\n", "want: a whole number"]),
         (["--training.steps", "5", "6"], ["--training.steps = 5 6", "want: a whole number"]),
         (["--training.deterministic", "maybe"], ["--training.deterministic = maybe", "want: true or false"]),
+        (["--checkpoint.resume", "None"], ["--checkpoint.resume = None", '"auto", "never" or a whole number']),
         (["--checkpoint.resume", "nevr"], ['"auto", "never" or a whole number', 'did you mean "never"?']),
         (["--no-such"], ["--no_such"]),
         (["--job.name", "caf\udce9"], ["caf\udce9", "want: a word in UTF-8"]),
