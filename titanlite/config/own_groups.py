@@ -46,7 +46,9 @@ def _group(
         problems.add(f"{where}.rule", "", "the rule of the group; it is missing", fix, at=problems.origin.of(where))
         return None
     rule = group["rule"]
-    if isinstance(rule, str) and rule not in schemas:
+    if not isinstance(rule, str):
+        return from_table(ParameterGroup, {"rule": rule}, problems, where)
+    if rule not in schemas:
         near = nearest(rule, schemas)
         file = f"class {rule} in the file that optimizer.file names"
         want = f"one of {', '.join(map(show, schemas))}, or a rule of your own: {file}"
@@ -62,7 +64,7 @@ def _group(
     for key, value in group.items() if rule not in GROUP_OF_RULE else ():  # whose ranges are known
         if isinstance(value, float) and not math.isfinite(value):
             problems.add(f"{where}.{key}", show(value), "a finite number", f"leave {key} out")
-    return from_table(schemas.get(str(rule), ParameterGroup), group, problems, where, of_another)
+    return from_table(schemas[rule], group, problems, where, of_another)
 
 
 def _schema(rule: OwnRule) -> type[ParameterGroup]:

@@ -49,6 +49,7 @@ WRONG_RECIPES = {
         'remove eps, or rule = "adamw"',
     ),
     "another rule": ('rule = "Lion"', 'rule = "lion"', 'line 4  groups.matrices.rule = "lion"', 'did you mean "Lion"?'),
+    "a rule that is a list": ('rule = "Lion"', 'rule = ["Lion"]', "line 4  groups.matrices.rule = ", "want: a string"),
     "its keys for another rule": ('rule = "adamw"', 'rule = "adamw"\nrate = 1', "groups.rest.rate = 1", "one of rule,"),
 }
 
