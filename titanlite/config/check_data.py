@@ -101,16 +101,16 @@ def _check_mixture(config: Config, problems: Problems) -> None:
 def _check_weights(config: Config, n: int, problems: Problems) -> None:
     """Check the weights of one stage."""
     weights, names = config.data.stage[n].weights, [source.name for source in config.data.mixture]
-    key, refuse = f"data.stage[{n}].weights", problems.about(config)
+    key = f"data.stage[{n}].weights"
     if weights and not names:
         want = "not given without [[data.mixture]]: there is one source"
         problems.add(key, ", ".join(weights), want, "remove it, or write the sources as [[data.mixture]]")
         return
     for name, weight in weights.items():
         if name not in names:
-            refuse(f"{key}.{name}", f"one of {', '.join(names)}", "a source of the mixture")
+            problems.add(f"{key}.{name}", show(weight), f"one of {', '.join(names)}", "a source of the mixture")
         elif not 0 <= weight < float("inf"):
-            refuse(f"{key}.{name}", "a number, at least 0", f"{name} = 0.0 leaves it out")
+            problems.add(f"{key}.{name}", show(weight), "a number, at least 0", f"{name} = 0.0 leaves it out")
     if weights and not any(weights.values()):
         problems.add(key, "weights that sum to 0", "a sum above 0", "give at least one source a weight")
 

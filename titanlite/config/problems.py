@@ -70,7 +70,8 @@ class Problems:
         """Return `refuse(key, want, fix, against="")`, which adds a problem of a key with the value that it has.
 
         Args:
-            table: a config, a recipe or a table of one, in which `key` is dotted, as "data.stage[0].seq_len".
+            table: a config, a recipe or a table of one, in which `key` is dotted, as "data.stage[0].seq_len", of names
+                of the schema alone.
             where: what the keys begin with in the file, as "rules[0].".
         """
 
@@ -80,7 +81,7 @@ class Problems:
                 if isinstance(value, tuple):
                     value = cast("tuple[Any, ...]", value)[int(part)]
                 else:
-                    value = cast("Any", value[part] if isinstance(value, Mapping) else getattr(value, part))
+                    value = getattr(value, part)
             self.add(f"{where}{key}", show(value), want, fix, against=against)
 
         return refuse

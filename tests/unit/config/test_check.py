@@ -92,6 +92,7 @@ def test_numbers_out_of_range(key: str) -> None:
 
 TP, CP, EP = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "expert"))
 SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
+OF_W = 'data.mixture = [{name = "w", source = "x", weight = 1.0}]'
 ENGINES = 'parallelism.fsdp_copy_engines = "always"'
 IMPOSSIBLE = {  # what is given, on how many processes if that is known: what is said of the one problem
     (f"{TP} = 3", None): ["n_heads = 32, of model.n_kv_heads = 8, of model.ffn_dim / 128 = 112", "degree = 2 (or 4)"],
@@ -142,6 +143,10 @@ IMPOSSIBLE = {  # what is given, on how many processes if that is known: what is
     ("optimizer.eps = 1e-39", None): ["eps = 1e-39", "a number, above 0, that float32 can hold: 1.18e-38 to"],
     ("optimizer.lr = 1e39", None): ["optimizer.lr = 1e+39", "3.4e+38", "lr = 0.0003 (the default)"],
     ("validation.steps = 0", None): ["-1 (all) or at least 1"],
+    (f"{OF_W}, data.stage = [{{from_tokens = 9, weights = {{'a.b[x]' = 1.0}}}}]", None): [
+        "[0].weights.a.b[x] = 1.0",
+        "want: one of w\n",
+    ],
     ("data.shuffle_window = 2047", None): ["data.shuffle_window", "at least the 2048 tokens of a sample"],
 }
 
