@@ -141,7 +141,7 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
     """Check that there is a group, and that the numbers of each are in their ranges."""
     if not recipe.groups:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
-    check_ranges(recipe, problems)
+    check_ranges(recipe, problems, unsaid=": [optimizer] says it")
     for name, group in recipe.groups.items():
         if not re.fullmatch(r"[\w-]+", name):  # it is a part of metrics' names
             plain = re.sub(r"[^\w-]+", "_", name) or "all"

@@ -21,7 +21,7 @@ def range_of(hint: Any) -> str:
     return next((str(o.__metadata__[0]) for o in options_of(hint) if get_origin(o) is Annotated), "")
 
 
-def check_ranges(table: object, problems: Problems, where: str = "", fix: str = "") -> None:
+def check_ranges(table: object, problems: Problems, where: str = "", fix: str = "", unsaid: str = "") -> None:
     """Refuse numbers out of their range, as NaN always is, and those that float32 does not hold.
 
     Args:
@@ -29,17 +29,18 @@ def check_ranges(table: object, problems: Problems, where: str = "", fix: str = 
         problems: gets what is wrong.
         where: what its keys begin with, as "training.".
         fix: what to do about a key without a default, if not to leave it out or to give another.
+        unsaid: what follows the advice to leave a key out: what holds then.
     """
     hints = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(cast("Any", table)):
         value, key, span = getattr(table, field.name), f"{where}{field.name}", range_of(hints[field.name])
         for name, inner in _tables_in(value):
-            check_ranges(inner, problems, f"{key}{name}.", fix)
+            check_ranges(inner, problems, f"{key}{name}.", fix, unsaid)
         if not span or not isinstance(value, int | float):
             continue
         if want := out_of_range(value, span):
             given = field.default
-            own = f"{field.name} = {show(given)} (the default)" if given is not None else f"leave {field.name} out"
+            own = f"leave {field.name} out{unsaid}" if given is None else f"{field.name} = {show(given)} (the default)"
             own = (fix or "another {}").format(field.name) if given is dataclasses.MISSING else own
             problems.add(key, show(value), want, answer_to_value(key, value) or own)
         elif value == 0 and span.startswith("[-1"):
