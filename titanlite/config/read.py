@@ -56,6 +56,8 @@ def suggest_key(path: str, value: object = None) -> str | None:
         A sentence, or None if nothing is near.
     """
     section, _, key = path.rpartition(".")
+    if path == "optimizer.name":  # titanlite 0.1.0 had it, too
+        return 'recipe = "adamw" in its place'
     if there := answer_to_key(path):
         there = re.sub("^use ", "this is torchtitan's; titanlite convert FILE writes ", there.replace(" = {}", ""))
         return re.sub("^remove it", "remove it, a key of torchtitan's", there)

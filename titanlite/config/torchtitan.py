@@ -68,6 +68,8 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "parallelism.enable_async_tensor_parallel": (False, "use parallelism.async_tensor_parallel = {}"),
     "parallelism.pipeline_parallel_degree": (1, _PIPELINE),
     "parallelism.module_fqns_per_model_part": (None, _PIPELINE),
+    "parallelism.context_parallel_load_balancer": ("headtail", _CONTEXT),
+    "parallelism.context_parallel_rotate_method": ("allgather", _CONTEXT),
     "parallelism.expert_tensor_parallel_degree": (1, _EXPERTS),
     "parallelism.expert_parallel_comm_backend": ("standard", _EXPERTS),
     "checkpoint.enable": (False, None),
@@ -144,7 +146,6 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     # Several that begin so; and keys of earlier releases.
     "training.gc_": (None, _GARBAGE),
     "parallelism.pipeline_parallel_": (None, _PIPELINE),
-    "parallelism.context_parallel_": (None, _CONTEXT),
     "quantize.grouped_mm": (None, _GROUPED),
     "comm.save_traces_": (None, f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
     "fault_tolerance": (None, _TORCHFT),

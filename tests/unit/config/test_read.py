@@ -88,6 +88,8 @@ FIXES = {
     "model.name = 'qwen2'": 'choose one of these; "llama3" is the default',  # another, not misspelt
     "zzz.x = 1": "remove it",
     "dataset.x = 1": "did you mean [data]?",
+    "optimizer.name = 'adamw'": 'recipe = "adamw" in its place',
+    "parallelism.context_parallel_degre = 2": "did you mean parallelism.context_parallel_degree?",
     "job.name = debug": "strings are in quotes",
 }
 
