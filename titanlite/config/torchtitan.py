@@ -179,6 +179,28 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "validation.dataloader": (None, _LOADER),
 }
 
+DEFAULTS: dict[str, Any] = {
+    "training.gc_debug": False,
+    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
+    "parallelism.pipeline_parallel_schedule": "1F1B",
+    "parallelism.pipeline_parallel_schedule_csv": "",
+    "parallelism.pipeline_parallel_microbatch_size": 1,
+    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
+    "quantize.grouped_mm.float8.fqns": [],
+    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
+    "quantize.grouped_mm.mx.fqns": [],
+    "comm.save_traces_folder": "comm_traces",
+    "comm.save_traces_file_prefix": "rank_",
+    "memory_estimation.disable_fake_mode": False,
+    "fault_tolerance.process_group": "gloo",
+    "fault_tolerance.process_group_timeout_ms": 10_000,
+    "fault_tolerance.replica_id": 0,
+    "fault_tolerance.group_size": 0,
+    "fault_tolerance.min_replica_size": 1,
+}
+"""Of keys of which `KEYS` has the beginning alone; those that have none, or are in `IDLE`, are left out."""
+
 SWITCHES = {
     "profiling.enable_profiling": ("profiling.save_traces_", "profiling.profile_", "profiling.profiler_"),
     "profiling.enable_memory_snapshot": ("profiling.save_memory_",),

@@ -17,6 +17,7 @@ from titanlite.config.schema import Config, schema_keys
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
     DATASETS,
+    DEFAULTS,
     IDLE,
     KEYS,
     MASKS,
@@ -68,7 +69,12 @@ class TorchtitanConfig:
     def is_off(self, key: str) -> bool:
         """Return whether a key belongs to a feature that is not on."""
         off = (s for s, keys in SWITCHES.items() if s not in (key, *stands_for(key)) and key.startswith(keys))
-        return any(self(switch) in (default_there(switch), None) for switch in off)
+        return not all(map(self._is_on, off))
+
+    def _is_on(self, switch: str) -> bool:
+        """Return whether a feature is on, by its switch or by what an earlier release called that."""
+        names = [key for key in self.given if KEYS.get(key) == (None, f"use {switch} = {{}}")]
+        return any(self(name) not in (default_there(switch), None) for name in (switch, *names))
 
     def _is_settled(self, key: str) -> bool:
         """Return whether another key covers this one, or its value is what titanlite has."""
@@ -216,4 +222,4 @@ def default_there(key: str) -> Any:
     """Return torchtitan's default of a key; None where it has none."""
     if key in KEYS:
         return KEYS[key][0]
-    return attrgetter(key)(Config()) if key in schema_keys() else None
+    return attrgetter(key)(Config()) if key in schema_keys() else DEFAULTS.get(key)

@@ -141,6 +141,32 @@ def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
     assert "\nlocal_batch_size = 4  # was training.batch_size\n" in made
     assert "\nenable = true  # was training.compile\n" in made
     assert "\n# experimental.x = […]: titanlite has no experimental section\n" in made
+    on = "enable_checkpoint = true\ninterval = 3600\n"
+    _, made, said = convert(f'[checkpoint]\n{on}interval_type = "seconds"\n')
+    assert '\n# interval_type = "seconds": checkpoint.interval counts steps\n' in made
+    assert "\n        line 4  checkpoint.interval_type" in said
+    _, made, _ = convert("[validation]\nenabled = true\nseq_len = 64\n")
+    assert "\n# seq_len = 64: validation uses training.seq_len\n" in made
+
+
+@pytest.mark.parametrize(
+    ("switch", "default", "other"),
+    [
+        ("fault_tolerance.enable = true", "group_size = 0", "replica_id = 1"),
+        ("memory_estimation.enable = true", "disable_fake_mode = false", "folder = 1"),
+        (
+            "parallelism.context_parallel_degree = 2",
+            'context_parallel_load_balancer = "headtail"',
+            'context_parallel_rotate_method = "alltoall"',
+        ),
+    ],
+)
+def test_a_key_at_its_default_there_asks_for_nothing(convert, switch: str, default: str, other: str) -> None:
+    section = switch.partition(".")[0]
+    _, made, said = convert(f"{switch}\n{section}.{default}\n{section}.{other}\n{OWN}")
+    assert default not in made + said
+    assert other in made
+    assert other in said
 
 
 @pytest.mark.parametrize(
