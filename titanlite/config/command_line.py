@@ -5,6 +5,7 @@ alike, lists several words, or one as TOML has it. All bad flags are reported at
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,6 +19,8 @@ from titanlite.config.explain import overview, section_page, table_of
 from titanlite.config.problems import COMMAND_LINE, Origin, Problems
 from titanlite.config.read import read_what_is_right, suggest_key
 from titanlite.config.schema import Config, schema_keys, sections
+from titanlite.config.torchtitan import answer_to_key
+from titanlite.config.torchtitan_config import TorchtitanConfig
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
@@ -130,7 +133,7 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
     for key, words in flags.items():
         hint, saw, (section, _, name) = schema_keys().get(key), " ".join(words), key.partition(".")
         if hint is None:
-            want, fix = _key_that_was_meant(key)
+            want, fix = _key_that_was_meant(key, words)
         elif table_of(hint) is not None:
             want, fix = "tables in the config file, and no flag", f"write [[{key}]] there, as often as there are tables"
         else:
@@ -148,7 +151,7 @@ def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> C
     return config
 
 
-def _key_that_was_meant(key: str) -> tuple[str, str]:
+def _key_that_was_meant(key: str, words: list[str]) -> tuple[str, str]:
     """Return what is wanted in the place of a flag that is no key, and the key that was probably meant."""
     section, positive = key.partition(".")[0], key.removeprefix("no_").replace(".no_", ".")
     own = [k.partition(".")[2] for k in schema_keys() if k.startswith(f"{section}.")]
@@ -157,6 +160,9 @@ def _key_that_was_meant(key: str) -> tuple[str, str]:
         return want, "did you mean --config?"
     if positive != key and schema_keys().get(positive) is bool:
         return want, f"--{positive} false"
+    if (answer_to_key(key) or "").startswith("use "):  # of torchtitan's: nothing is there to convert
+        value = _value_of_flag(bool | int | float | str, words[:1] or ["true"])
+        return want, re.sub(r"(\w+\.\w+) = ", r"--\1 ", TorchtitanConfig({key: value}).answer(key))
     meant = None if key in sections() else suggest_key(key)
     return want, meant or f"see --help {section if own else ''}".rstrip()
 

@@ -110,7 +110,7 @@ class TorchtitanConfig:
         match key.split("."):
             case ["optimizer", "name"] if value == "Adam":
                 text += " with optimizer.weight_decay = 0.0: Adam without its L2 penalty"
-            case ["optimizer", "name"] if value != "AdamW":
+            case ["optimizer", "name"] if value.lower() != "adamw":  # as titanlite 0.1.0 wrote it
                 return "use optimizer.recipe, with one that `titanlite recipes optimizer` lists"
             case ["model", "flavor"]:
                 return flavor(MODELS.get(self("model.name")) or self("model.name"), value) or ""
