@@ -27,7 +27,7 @@ from titanlite.config.problems import Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.config.toml_file import read_merged, shipped_folder
-from titanlite.config.torchtitan import flavor
+from titanlite.config.torchtitan import answer_to_value, flavor
 from titanlite.durable import require_reachable
 from titanlite.errors import RecipeError, nearest
 
@@ -202,6 +202,7 @@ def _find(
             [*flavors, *words] if flavors else [c for c in choices if c.endswith(f"-{name}")]
         )  # it may be a flavor alone
     problems, key = Problems(origin), key or KINDS[kind].key
+    there = there or answer_to_value(KINDS[kind].key, asked)
     near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
     near = near or nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)
     fix = there or (f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`")

@@ -24,6 +24,7 @@ from titanlite.config.torchtitan import (
     MODELS,
     SWITCHES,
     UNSAID,
+    VALUES,
     answer_to_key,
     flavor,
 )
@@ -199,17 +200,15 @@ class TorchtitanConfig:
 
 def save_list(mode: str, option: str) -> str:
     """Say which save-list an `activation_checkpoint.mode` of torchtitan is."""
+    here = VALUES["activation_checkpoint.recipe"]
     if mode == "memory_budget":
-        return (
-            'use activation_checkpoint.recipe = "auto" with activation_checkpoint.budget_gib = 60.0, '
-            "or whatever peak in GiB a GPU may reserve"
-        )
+        return here[mode]
     if mode != "selective":
         return f"use activation_checkpoint.recipe = {show(mode)}"
     if option == "op":
         return 'use activation_checkpoint.recipe = "every_second_matmul"'
     why = f"no save-list recomputes one of every {option} blocks" if option != "1" else "all blocks are recomputed"
-    return f'use activation_checkpoint.recipe = "full", or "none" where memory allows; {why}'
+    return f"{here[mode]}; {why}"
 
 
 def stands_for(key: str) -> set[str]:

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import pwd
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -94,6 +95,25 @@ def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
     out = call("validate", file, "--model.vocab_size", "260", "--lr_scheduler.warmup_steps", "101")
     assert out.startswith(f"{file}: 2 warnings\n  warning: model.vocab_size = 260 is not a multiple of 8 ")
     assert "\n  warning: training.steps = 100 is less than lr_scheduler.warmup_steps" in out
+
+
+@pytest.mark.parametrize(
+    ("flag", "word", "fix"),
+    [
+        ("activation_checkpoint.recipe", "selective", 'recipe = "full", or "none" where memory allows'),
+        (
+            "activation_checkpoint.recipe",
+            "memory_budget",
+            'recipe = "auto" with activation_checkpoint.budget_gib = 60.0',
+        ),
+        ("float8.recipe", "mxfp8", 'use "rowwise", or "blockwise"'),
+    ],
+)
+def test_torchtitans_word_for_a_recipe_and_one_that_is_gone_are_answered(
+    file: str, flag: str, word: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"fix:  .*{re.escape(fix)}"):
+        checked_run([file, f"--{flag}", word])
 
 
 def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str, tmp_path: Path) -> None:
