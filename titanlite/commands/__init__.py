@@ -7,11 +7,12 @@ answers at once.
 
 import ast
 import importlib
+import io
 import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import field, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -57,8 +58,9 @@ def _run_command(name: str, *rest: str) -> int:
         if name in ("--help", "-h"):
             sys.stdout.write(_overview())
             return 0
-        if name == _COMPLETION:
-            _print_completion(*rest)
+        flag, has_value, shell = name.partition("=")
+        if flag == _COMPLETION:
+            _print_completion(*[shell] * bool(has_value), *rest)
             return 0
         if name == "--version" and not rest:
             sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
@@ -66,6 +68,7 @@ def _run_command(name: str, *rest: str) -> int:
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)
             fix = f"did you mean titanlite {near}?" if near else "see titanlite --help"
+            fix = f"titanlite {_COMPLETION} bash" if name == "completion" else fix  # which was a command
             raise ConfigError.of("command line", name, "", f"one of {', '.join(COMMANDS)}", fix)
         return importlib.import_module(f"{__name__}.{module_of(name)}").run(list(rest))
     finally:
@@ -110,8 +113,9 @@ def _version_of_torch() -> str:
         return "is not installed"
 
 
-def _print_completion(shell: str = "") -> None:
+def _print_completion(*words: str) -> None:
     """Have tyro print the script by which a shell completes commands, their flags, and keys with their choices."""
+    shell = " ".join(words)
     if shell not in ("bash", "zsh"):
         raise ConfigError.of("command line", _COMPLETION, shell, "bash or zsh", f"titanlite {_COMPLETION} bash")
     import tyro
@@ -131,7 +135,7 @@ def _print_completion(shell: str = "") -> None:
             fields.append(("config", Annotated[Config, tyro.conf.arg(name="")], Config()))
         return make_dataclass("Flags", [(key, kind, field(default=default)) for key, kind, default in fields])
 
-    with suppress(SystemExit):
+    with suppress(SystemExit), redirect_stdout(made := io.StringIO()):
         tyro.extras.subcommand_cli_from_dict(
             {name: flags_of(name) for name in COMMANDS},
             prog="titanlite",
@@ -139,8 +143,14 @@ def _print_completion(shell: str = "") -> None:
             config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
             use_underscores=True,
         )
+    script = made.getvalue()
     if shell == "bash":  # what it completes no word of may be a file
-        sys.stdout.write("complete -o default -F _tyro_titanlite titanlite\n")
+        script += "complete -o default -F _tyro_titanlite titanlite\n"
+    else:  # tyro's last line completes, as a file that zsh loads must; where it is run by `eval`, it is registered
+        script = script.rstrip().removesuffix(call := '_tyro_titanlite "$@"')
+        register = "compdef _tyro_titanlite titanlite"
+        script += f"if [[ $funcstack[1] == _titanlite ]]; then {call}; else {register}; fi\n"
+    sys.stdout.write(script)
 
 
 def _overview() -> str:

@@ -43,7 +43,16 @@ def test_bash_completes_commands_keys_and_choices(tmp_path: Path, capsys: pytest
     assert not {f"--{key}" for key in schema_keys()} & own
 
 
-def test_another_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["fish"]):
-        assert main(["--tyro-print-completion", *words]) == 2
-        assert "want: bash or zsh" in capsys.readouterr().err
+def test_zsh_registers_what_eval_runs_and_completes_by_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tyro-print-completion=zsh"]) == 0
+    script = capsys.readouterr().out
+    last = 'if [[ $funcstack[1] == _titanlite ]]; then _tyro_titanlite "$@"; else compdef _tyro_titanlite titanlite; fi'
+    assert script.startswith("#compdef titanlite\n")
+    assert script.splitlines()[-1] == last
+    assert script.count('_tyro_titanlite "$@"') == 1
+
+
+@pytest.mark.parametrize("words", [[], ["fish"], ["bash", "x"]])
+def test_another_shell_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--tyro-print-completion", *words]) == 2
+    assert "want: bash or zsh" in capsys.readouterr().err
