@@ -45,6 +45,8 @@ COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Print the recipes of all kinds or of one kind, or one recipe."""
+    if "--measure" in argv:  # which was a flag
+        raise RecipeError.of("command line", "--measure", "", "no flag", "scripts/bench/float8_layers.py of a checkout")
     argv, given = COMMAND.read_words(argv)
     dirs = given[_DIRS].split(",") if _DIRS in given else []
     rules = _rules_of(given[_RULES]) if _RULES in given else {}

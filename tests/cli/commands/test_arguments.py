@@ -33,6 +33,8 @@ MISTAKES = {
     "plan run.toml --device_gib 80": ("--device_gib\n", f"{FLAGS} --config, --world", "did you mean --device-gib?"),
     "plan run.toml --why --activation-checkpoint": ("--why\n", "a value", "--why TENSOR\n"),
     "plan run.toml --world 2 --diff=": ("FILE\n", "one config", "titanlite plan configs/debug.toml --world 2\n"),
+    "completion bash": ("completion\n", "one of new, ", "titanlite --tyro-print-completion bash\n"),
+    "recipes float8 --measure": ("--measure\n", "no flag", "scripts/bench/float8_layers.py of a checkout\n"),
     "prepare": ("FILE\n", "one config, as the first", "titanlite prepare configs/debug.toml\n"),
     "verify-resume run.toml --step=2": (
         "--step = 2\n",
