@@ -199,7 +199,7 @@ DEFAULTS: dict[str, Any] = {
     "fault_tolerance.group_size": 0,
     "fault_tolerance.min_replica_size": 1,
 }
-"""Of keys of which `KEYS` has the beginning alone; those that have none, or are in `IDLE`, are left out."""
+"""Defaults of keys of which `KEYS` has the beginning alone; what has none, or is in `IDLE`, is left out."""
 
 SWITCHES = {
     "profiling.enable_profiling": ("profiling.save_traces_", "profiling.profile_", "profiling.profiler_"),
