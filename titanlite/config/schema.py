@@ -108,7 +108,7 @@ class Data:
     text_key: str = key("text", "Field that holds the text of a .jsonl or .parquet record, or of a dataset's row.")
     document_mask: bool = key(True, "Attend within documents alone: attention, positions and targets end where a document does. Without it a sample is read as one text.")
     separator_id: NonNegativeInt | None = key(None, "Id that ends each document in token files. Not given: they have no documents. Not for text, whose tokenizer has one.")
-    token_dtype: Literal["auto", "uint16", "uint32"] = key("auto", "Type of the ids in token files, little-endian. `auto`: what a `meta.json` or Megatron's .idx beside them says, else uint32 if `model.vocab_size` exceeds 65,536 and uint16 if not.")
+    token_dtype: Literal["auto", "uint16", "uint32"] = key("auto", "Type of the ids in token files, little-endian, where no `meta.json` or Megatron's .idx beside them states it. `auto`: uint32 if `model.vocab_size` exceeds 65,536 and uint16 if not.")
     packing: Literal["concat", "best_fit"] = key("concat", "How documents become samples: `concat` cuts the row of all documents into samples, and documents where they end. `best_fit` keeps each document of at most `training.seq_len` tokens whole in one sample, cuts longer ones once each `training.seq_len` tokens, pads what is left over, and predicts nothing behind a document's end, with and without `document_mask`. Validation is always `concat`.")
     max_tokens: NonNegativeInt = key(0, "Limit on the tokens taken from `source`: reading ends with the document that reaches it. Not for token files. 0: no limit.")
     max_bad_records: NonNegativeInt = key(0, "Maximum number of unusable records to skip. The first ten are named; exceeding the maximum is an error.")

@@ -1,10 +1,10 @@
 """Read token files that somebody else made: flat ids, little-endian uint16 or uint32, without a header.
 
 Such a file does not say what it is, and read as the wrong type it is a corpus of nonsense that trains without an
-error. The type is `data.token_dtype`, or what stands beside the file: a `meta.json` with a "dtype", as titanlite's own
-shards have, or Megatron's .idx of the same name. Where nothing states one it is uint32 if `model.vocab_size` exceeds
-65,536, else uint16. A header is an error. The first use reads every file once, as an id that the model has no row for
-is an error, too.
+error. The type is what stands beside the file: a `meta.json` with a "dtype", as titanlite's own shards have, or
+Megatron's .idx of the same name. Where nothing states one it is `data.token_dtype`, and without that uint32 if
+`model.vocab_size` exceeds 65,536, else uint16. A header is an error. The first use reads every file once, as an id that
+the model has no row for is an error, too.
 """
 
 import struct
@@ -41,26 +41,21 @@ def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
         "uint16" or "uint32".
 
     Raises:
-        DataError: files state different types, or another than the key; one has a header, or a size that is no whole
-            number of ids.
+        DataError: the files are of different types; one has a header, or a size that is no whole number of ids.
     """
-    rule = "uint32" if vocab_size > 1 << 16 else "uint16"
+    rule = data.token_dtype
+    if rule == "auto":
+        rule = "uint32" if vocab_size > 1 << 16 else "uint16"
     sizes = {Path(file): n_bytes for file, n_bytes, _ in source.stamps()}
     folders = {folder: _of_meta(folder / "meta.json", source) for folder in dict.fromkeys(f.parent for f in sizes)}
-    by_key = "" if data.token_dtype == "auto" else data.token_dtype
-    dtypes = {by_key: "data.token_dtype"} if by_key else dict[str, str]()
+    dtypes: dict[str, Path] = {}
     for file, n_bytes in sizes.items():
-        stated = [dtype for dtype in (_of_index(file, n_bytes, source), folders[file.parent], by_key) if dtype]
+        stated = [dtype for dtype in (_of_index(file, n_bytes, source), folders[file.parent]) if dtype]
         for dtype in stated or [rule]:
-            dtypes.setdefault(dtype, str(file))
+            dtypes.setdefault(dtype, file)
     if len(dtypes) > 1:
-        seen = ", ".join(f"{dtype} for {what}" for dtype, what in dtypes.items())
-        fix = (
-            f'data.token_dtype = "{next(d for d in dtypes if d != by_key)}"'
-            if by_key
-            else "convert the files to one type"
-        )
-        raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", fix)
+        seen = ", ".join(f"{dtype} for {file}" for dtype, file in dtypes.items())
+        raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
     dtype = next(iter(dtypes))
     item = np.dtype(dtype).itemsize
     for file in source.paths:
@@ -76,7 +71,7 @@ def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
         want = f"{dtype} ids ({item} bytes each) for model.vocab_size = {vocab_size}"
         fix = "write the files again"
         if dtype == "uint32":
-            fix += '; if they hold uint16, data.token_dtype = "uint16"'
+            fix += f"; {_other_type('uint16', 'they hold')}"
         raise _ids_error(source, f"{source.name!r}:\n      {seen}", want, fix)
     return dtype
 
@@ -165,7 +160,7 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
         want = f"ids below model.vocab_size = {vocab_size}, in a file of {meta.dtype}"
         fix = "set model.vocab_size to that of the tokenizer that made the file"
         other = "uint16" if meta.dtype == "uint32" else "uint32"
-        fix += f', or, if it holds {other}, data.token_dtype = "{other}"'
+        fix += f", or, {_other_type(other, 'it holds')}"
         raise DataError.of("data", key, saw, want, fix)
 
 
@@ -215,6 +210,10 @@ def _readable(source: Source, file: Path, stated: str) -> str:
     code = dtype.str if dtype.kind in "iuf" else "TYPE"
     fix = f"write the ids again: np.fromfile('FILE', {code!r}).astype('<u4').tofile('ids.bin'), and state uint32"
     raise _ids_error(source, saw, "ids of 16 or 32 bits, little-endian", fix)
+
+
+def _other_type(dtype: str, holds: str) -> str:
+    return f'if {holds} {dtype}, data.token_dtype = "{dtype}", or correct the meta.json or .idx that says otherwise'
 
 
 def _code(dtype: str) -> str:

@@ -292,7 +292,7 @@ def test_ids_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
         open_files(tmp_path, 300)
 
 
-def test_the_type_is_what_the_key_says_or_else_what_stands_beside_or_the_vocabulary(tmp_path: Path) -> None:
+def test_the_type_is_what_stands_beside_or_else_what_the_key_says_or_the_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     np.arange(1, 101, dtype="<u4").tofile(tmp_path / "in" / "a.bin")
     assert open_files(tmp_path, 256).tokens == 200  # as uint16, which nothing contradicts
@@ -300,9 +300,7 @@ def test_the_type_is_what_the_key_says_or_else_what_stands_beside_or_the_vocabul
     assert open_files(tmp_path, 256, token_dtype="uint32").read(98, 2).tolist() == [99, 100]
     (tmp_path / "in" / "meta.json").write_text(json.dumps({"dtype": "uint32"}))
     assert open_files(tmp_path, 256).read(98, 2).tolist() == [99, 100]
-    assert open_files(tmp_path, 256, token_dtype="uint32").tokens == 100
-    with pytest.raises(DataError, match=r"uint16 for data.token_dtype, uint32 for .*a\.bin\n(.|\n)*= \"uint32\""):
-        open_files(tmp_path, 256, token_dtype="uint16")
+    assert open_files(tmp_path, 256, token_dtype="uint16").tokens == 100  # the key is for another source
     (tmp_path / "in" / "meta.json").unlink()
     np.arange(1, 101, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
     with pytest.raises(DataError, match=r'if it holds uint16, data.token_dtype = "uint16"'):
