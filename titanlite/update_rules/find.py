@@ -2,7 +2,9 @@
 
 import hashlib
 import inspect
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +37,17 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
         By the name of the class.
 
     Raises:
-        ConfigError: the file cannot be imported or has no rule; or the name of a rule, of its state or of a key is
-            taken.
+        ConfigError: the file cannot be imported or has no rule; the name of a rule, of its state or of a key is taken;
+            or the default of a key is not of its type, or not finite.
     """
     module, sha256 = imported(file, "optimizer.file"), hashlib.sha256(Path(file).read_bytes()).hexdigest()
     kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, ElementwiseRule)]
-    found = {
-        kind.__name__: OwnRule(kind.__name__, file, sha256, kind.state, _keys(kind), kind)
-        for kind in kinds
-        if kind.__module__ == module.__name__
-    }
-    if wrong := [problem for rule in found.values() for problem in _names_taken(rule)]:
+    found = dict[str, OwnRule]()
+    for kind in (kind for kind in kinds if kind.__module__ == module.__name__):
+        defaults = {key: _default(kind, key, of) for key, of in _keys(kind).items()}
+        keys = {key: value for key, value in defaults.items() if value is not None}
+        found[kind.__name__] = OwnRule(kind.__name__, file, sha256, kind.state, keys, kind)
+    if wrong := [problem for rule in found.values() for problem in _mistakes(rule)]:
         raise ConfigError(describe(file, wrong))
     if not found:
         problems, want = Problems(origin), f"a class that derives from {ElementwiseRule.__name__}"
@@ -55,18 +57,32 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
     return found
 
 
-def _keys(kind: type[ElementwiseRule]) -> dict[str, Value]:
-    """Return what a class says with a type that TOML has, and a default: the keys of its groups."""
+def _keys(kind: type[ElementwiseRule]) -> dict[str, type[Value]]:
+    """Return what a class says with a type that TOML has, and a default: the keys of its groups, and their types."""
     types: dict[object, type[Value]] = {of: of for of in (float, int, bool, str)}
     types |= {of.__name__: of for of in types.values()}  # as `from __future__ import annotations` leaves them
     said = {name: hint for each in reversed(kind.__mro__) for name, hint in inspect.get_annotations(each).items()}
     keys = {name: types[hint] for name, hint in said.items() if hint in types and name[0] != "_"}
-    return {name: of(getattr(kind, name)) for name, of in keys.items() if hasattr(kind, name)}
+    return {name: of for name, of in keys.items() if hasattr(kind, name)}
 
 
-def _names_taken(rule: OwnRule) -> Iterator[Problem]:
-    """Yield a problem for each name that means something else already."""
+def _default(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value | None:
+    """Return the default of a key, an int as a float where the key is one; None: of another type, or not finite."""
+    value = getattr(kind, name)
+    if of is float and isinstance(value, (float, int)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # an int may be too large
+            return float(value) if math.isfinite(value) else None
+    return value if type(value) is of is not float else None
+
+
+def _mistakes(rule: OwnRule) -> Iterator[Problem]:
+    """Yield a problem for each name that means something else already, and each default that a key cannot have."""
     _, line = inspect.getsourcelines(rule.kind)
+    for key, of in _keys(rule.kind).items():
+        if key not in rule.keys:
+            want = f"a default that is {'a finite number' if of is float else f'of type {of.__name__}'}"
+            fix = f"correct it, or call it _{key} if no group is to say it"
+            yield Problem(f"{rule.name}.{key}", repr(getattr(rule.kind, key)), want, fix, line)
     if rule.name in GROUP_OF_RULE:
         want = f"a name of its own; titanlite has a rule {show(rule.name)}"
         yield Problem(f"class {rule.name}", "", want, "rename the class", line)

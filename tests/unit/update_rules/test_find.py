@@ -35,12 +35,14 @@ def test_the_rule_of_the_page_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["", "from __future__ import annotations\n"])
 def test_a_class_has_what_is_above_it(first: str, tmp_path: Path) -> None:
-    more = "\n\nclass Slow(Lion):\n    beta1 = 0.8\n    rate: int = 3\n    _secret: float = 1\n    tables: list = []\n"
+    more = "\n\nclass Slow(Lion):\n    beta1 = 0.8\n    rate: int = 3\n    power: float = 2\n"
+    more += "    _secret: float = 1\n    tables: list = []\n"
     found = rules(tmp_path, (RETURN, f"{RETURN}{more}"), ("from torch import", f"{first}from torch import"))
     assert {name: (rule.state, rule.keys) for name, rule in found.items()} == {
         "Lion": (("momentum",), {"beta1": 0.9, "beta2": 0.99}),
-        "Slow": (("momentum",), {"beta1": 0.8, "beta2": 0.99, "rate": 3}),
+        "Slow": (("momentum",), {"beta1": 0.8, "beta2": 0.99, "rate": 3, "power": 2.0}),
     }
+    assert type(found["Slow"].keys["power"]) is float
 
 
 def test_the_bytes_of_an_update_are_those_of_its_operations(tmp_path: Path) -> None:
@@ -103,6 +105,17 @@ WRONG = {
     "a shipped rule's name": (RULE, "class adamw(ElementwiseRule):", "line 8  class adamw\n"),
     "a string for a tuple": (STATE, 'state = ("momentum")', "line 8  Lion.state = 'momentum'\n"),
     "the optimizer's own name": (STATE, 'state = ("updates",)', "line 8  Lion.state = ('updates',)\n"),
+    "no default": (
+        KEY,
+        "beta2: float = None",
+        "line 8  Lion.beta2 = None\n      want: a default that is a finite number",
+    ),
+    "text for a number": (KEY, 'beta2: float = "0.9"', "line 8  Lion.beta2 = '0.9'\n"),
+    "a default that is not finite": (KEY, "beta2: float = float('nan')", "line 8  Lion.beta2 = nan\n"),
+    "a default that is too large": (KEY, "beta2: float = 10**400", "line 8  Lion.beta2 = 1000"),
+    "half a step": (KEY, "steps: int = 0.5", "line 8  Lion.steps = 0.5\n      want: a default that is of type int"),
+    "a flag for a number": (KEY, "steps: int = True", "line 8  Lion.steps = True\n"),
+    "text for a flag": (KEY, 'flag: bool = "no"', "line 8  Lion.flag = 'no'\n"),
     "a key of every group": (KEY, "lr_factor: float = 0.5", "line 8  Lion.lr_factor = 0.5\n"),
 }
 
