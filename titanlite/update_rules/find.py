@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.config.build import show
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import COMMON_KEYS, GROUP_OF_RULE, OwnRule, Value
+from titanlite.config.recipe_schema import COMMON_KEYS, GROUP_OF_RULE, OwnRule, ParameterGroup, Value
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import imported
 from titanlite.models.mistakes import of_function, refused
@@ -86,8 +86,8 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
     if rule.name in GROUP_OF_RULE:
         want = f"a name of its own; titanlite has a rule {show(rule.name)}"
         yield Problem(f"class {rule.name}", "", want, "rename the class", line)
-    for key in rule.keys.keys() & {*COMMON_KEYS}:
-        want = f"another name: {key} is a key of every group"
+    for key in rule.keys.keys() & {*COMMON_KEYS, *dir(ParameterGroup)}:
+        want = f"another name: {key} is {'a key' if key in COMMON_KEYS else 'an attribute'} of every group"
         yield Problem(f"{rule.name}.{key}", show(rule.keys[key]), want, "rename it", line)
     state: object = rule.state
     if not isinstance(state, tuple) or any(not str(name).isidentifier() or name == "updates" for name in state):

@@ -116,6 +116,7 @@ WRONG = {
     "half a step": (KEY, "steps: int = 0.5", "line 8  Lion.steps = 0.5\n      want: a default that is of type int"),
     "a flag for a number": (KEY, "steps: int = True", "line 8  Lion.steps = True\n"),
     "text for a flag": (KEY, 'flag: bool = "no"', "line 8  Lion.flag = 'no'\n"),
+    "an attribute of every group": (KEY, "own: float = 0.5", "line 8  Lion.own = 0.5\n"),
     "a key of every group": (KEY, "lr_factor: float = 0.5", "line 8  Lion.lr_factor = 0.5\n"),
 }
 
