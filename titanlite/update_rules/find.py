@@ -47,7 +47,7 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
         defaults = {key: _default(kind, key, of) for key, of in _keys(kind).items()}
         keys = {key: value for key, value in defaults.items() if value is not None}
         found[kind.__name__] = OwnRule(kind.__name__, file, sha256, kind.state, keys, kind)
-    if wrong := [problem for rule in found.values() for problem in _mistakes(rule)]:
+    if wrong := [p._replace(line=_line(rule)) for rule in found.values() for p in _mistakes(rule)]:
         raise ConfigError(describe(file, wrong))
     if not found:
         problems, want = Problems(origin), f"a class that derives from {ElementwiseRule.__name__}"
@@ -77,22 +77,28 @@ def _default(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value |
 
 def _mistakes(rule: OwnRule) -> Iterator[Problem]:
     """Yield a problem for each name that means something else already, and each default that a key cannot have."""
-    _, line = inspect.getsourcelines(rule.kind)
     for key, of in _keys(rule.kind).items():
         if key not in rule.keys:
             want = f"a default that is {'a finite number' if of is float else f'of type {of.__name__}'}"
             fix = f"correct it, or call it _{key} if no group is to say it"
-            yield Problem(f"{rule.name}.{key}", repr(getattr(rule.kind, key)), want, fix, line)
+            yield Problem(f"{rule.name}.{key}", repr(getattr(rule.kind, key)), want, fix)
     if rule.name in GROUP_OF_RULE:
         want = f"a name of its own; titanlite has a rule {show(rule.name)}"
-        yield Problem(f"class {rule.name}", "", want, "rename the class", line)
+        yield Problem(f"class {rule.name}", "", want, "rename the class")
     for key in rule.keys.keys() & {*COMMON_KEYS, *dir(ParameterGroup)}:
         want = f"another name: {key} is {'a key' if key in COMMON_KEYS else 'an attribute'} of every group"
-        yield Problem(f"{rule.name}.{key}", show(rule.keys[key]), want, "rename it", line)
+        yield Problem(f"{rule.name}.{key}", show(rule.keys[key]), want, "rename it")
     state: object = rule.state
     if not isinstance(state, tuple) or any(not str(name).isidentifier() or name == "updates" for name in state):
         want, fix = 'a tuple of words, none of them "updates"', 'state = ("momentum",); without state, leave it out'
-        yield Problem(f"{rule.name}.state", repr(state), want, fix, line)
+        yield Problem(f"{rule.name}.state", repr(state), want, fix)
+
+
+def _line(rule: OwnRule) -> int | None:
+    """Return the line of a rule's class; None where the source has none, as of one that a call of `type` made."""
+    with suppress(OSError, TypeError):
+        return inspect.getsourcelines(rule.kind)[1]
+    return None
 
 
 def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:

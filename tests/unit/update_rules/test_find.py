@@ -1,5 +1,6 @@
 """A rule of a user's own is imported and tried before a run, and refused by its line where no rank could go by it."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,14 @@ def test_a_class_has_what_is_above_it(first: str, tmp_path: Path) -> None:
         "Slow": (("momentum",), {"beta1": 0.8, "beta2": 0.99, "rate": 3, "power": 2.0}),
     }
     assert type(found["Slow"].keys["power"]) is float
+
+
+def test_a_class_may_be_made_by_a_call(tmp_path: Path) -> None:
+    made = f'{RETURN}\n\n\nMade = type("Made", (Lion,), {{"__module__": __name__, "beta1": BETA}})\n'
+    for beta, said in (("0.8", ""), ("None", r"\n  Made\.beta1 = None\n")):
+        (folder := tmp_path / beta).mkdir()
+        with pytest.raises(ConfigError, match=said) if said else nullcontext():
+            assert rules(folder, (RETURN, made.replace("BETA", beta)))["Made"].keys["beta1"] == 0.8
 
 
 def test_the_bytes_of_an_update_are_those_of_its_operations(tmp_path: Path) -> None:
