@@ -23,7 +23,7 @@ from titanlite.data.cache import lock_of, maker_failed, unfinished_of
 from titanlite.data.cache_folder import Preparation, unusable_cache
 from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, shard_unreadable
 from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
-from titanlite.errors import NoMoreDataError
+from titanlite.errors import DataError, NoMoreDataError
 
 POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0  # between looks at whether somebody still works
@@ -54,6 +54,7 @@ class Corpus:
         self.wanted = 0  # tokens that were asked for so far, while it grows
         self._meta: Meta | None = None
         self._full: list[Shard] = []  # while it grows
+        self._damage: DataError | None = None  # of what follows these
         self._there: tuple[list[HashedFile], np.ndarray] = [], np.zeros(1, np.int64)  # files, and tokens before each
         self._alone_since, self._looked = math.inf, -math.inf
         self._lock = threading.RLock()
@@ -99,11 +100,14 @@ class Corpus:
 
         Raises:
             NoMoreDataError: they will not come: the process that makes them has failed, or this is closed.
+            DataError: what is said of the shard that they are in is damaged.
         """
         while not self.is_whole:
             self.poll()
             if self.is_whole or self.tokens >= tokens:
                 break
+            if damage := self._damage:
+                raise damage
             if self._closed.is_set():
                 raise NoMoreDataError(f"{self.source!r}: closed while token {tokens:,} was waited for")
             self.wanted = 0  # look again: another reader may have written a smaller number over this one's
@@ -192,13 +196,19 @@ class Corpus:
 
     def _look_at_made(self) -> None:
         """Take note of what is there of a folder that is being made."""
-        made = read_made(self._unfinished)
+        made, self._damage = read_made(self._unfinished), None
         if made is None or made.all_tokens == self.tokens:
             return
         shards = self._full[: made.n_shards]
         files = self._there[0][: len(shards)]
-        with suppress(OSError, ValueError, TypeError, KeyError):  # it got its name, or what follows is damaged
-            shards += [read_shard(self._unfinished, n) for n in range(len(shards), made.n_shards)]
+        try:
+            while len(shards) < made.n_shards:
+                shards.append(read_shard(self._unfinished, len(shards)))
+        except (ValueError, TypeError, KeyError) as e:
+            path = (self._unfinished / shard_name(len(shards))).with_suffix(".json")
+            self._damage = damaged(self._unfinished, f"{path}, which is damaged: {e}", "the content that was written")
+        except OSError:  # it got its name
+            pass
         self._full = [*shards]
         if made.tokens and len(shards) == made.n_shards:
             shards.append(Shard(shard_name(made.n_shards), made.tokens, made.max_id, made.max_at, ()))

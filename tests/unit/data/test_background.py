@@ -252,6 +252,15 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
     with pytest.raises(DataError, match=r"shard-00000\.bin has changed: bytes 0 to 200000 are"):
         shards.read(10, 10)
     path.write_bytes(content)
+    said = path.with_name("shard-00002.json")
+    content = said.read_bytes()
+    said.write_bytes(content.replace(b"100000", b"900000"))
+    again, _ = open_data(source, tmp_path / "cache")
+    assert np.array_equal(again.read(0, 200_000)[150_000:], text[:50_000])
+    with pytest.raises(DataError, match=r"shard-00002\.json, which is damaged: another content(.|\n)*fix:  delete"):
+        again.read(150_000, 200_000)
+    said.write_bytes(content)
+    assert np.array_equal(again.read(150_000, 200_000), text)
     go_on.set()
     thread.join()
     assert np.array_equal(shards.read(150_000, 200_000), text)
