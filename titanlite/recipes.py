@@ -63,6 +63,11 @@ def current_name(kind: Kind, name: str, extra_dirs: Sequence[str] = ()) -> str:
     return OLD_FLOAT8_RECIPES.get(name, name)
 
 
+def require(kind: Kind, name_or_path: str, extra_dirs: Sequence[str], origin: Origin) -> None:
+    """Refuse a name or a path that is no recipe's, as `load` does; what the recipe says is not looked at."""
+    _find(kind, current_name(kind, name_or_path, extra_dirs), _files(kind, extra_dirs, origin), origin)
+
+
 @overload
 def load(
     kind: Literal["model"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None

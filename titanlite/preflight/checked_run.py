@@ -148,10 +148,11 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
-    optimizer = None
+    optimizer, needs = None, ("optimizer.recipe", "job.recipe_dirs")
+    if config.optimizer.file:
+        attempt(lambda: recipes.require("optimizer", config.optimizer.recipe, config.job.recipe_dirs, origin), *needs)
     if not (problems and config.optimizer.file):  # which takes seconds
-        needs = ("optimizer.recipe", "job.recipe_dirs", "optimizer.file")
-        optimizer = attempt(lambda: _optimizer(config, origin), *needs)
+        optimizer = attempt(lambda: _optimizer(config, origin), *needs, "optimizer.file")
     if problems or dims is None or optimizer is None or inputs is None or table is None:
         raise problems.error(ConfigError)
     cut, few = cut_schedule(config, table), other_vocabulary(config, inputs, dims.vocab_size)

@@ -74,6 +74,7 @@ def test_a_rule_of_a_file_that_is_not_given_names_the_key(tmp_path: Path, capsys
     [
         (["--optimizer.file=none.py"], 'optimizer.file = "none.py"\n      want: a file that exists'),
         (["--optimizer.file=lion.toml"], 'optimizer.file = "lion.toml"\n      want: a Python file'),
+        (["--optimizer.recipe=lino", "--data.source=none.txt"], 'did you mean "lion"?'),
         (["--optimizer.recipe=adamw"], 'no group of adamw has rule = "Lion"'),
     ],
 )
