@@ -119,13 +119,13 @@ class Status(Observer):
         if not content or content["updated"] < self._started:
             return False
         if content["state"] == "failed":
-            return content["error"].get("rank") != self._rank
+            return content.get("error", {}).get("rank") != self._rank
         return content["state"] == "stopped" and self._rank != 0
 
     def _content(self) -> dict[str, Any]:
         try:
             return read_status(self._path)
-        except (OSError, ValueError):  # there is none, or the host went down while it was written
+        except (OSError, ValueError):  # there is none, or the host went down while it was written, or it was edited
             return {}
 
     def _write(self, state: str, **more: object) -> None:
@@ -178,7 +178,7 @@ def read_status(path: Path) -> dict[str, Any]:
         path: the file.
 
     Returns:
-        At least "state" and "updated".
+        At least "state" and "updated"; "started" is a text and "error" a table, where they are.
 
     Raises:
         FileNotFoundError: there is none.
@@ -186,7 +186,9 @@ def read_status(path: Path) -> dict[str, Any]:
         ValueError: it does not say that.
     """
     content = parse_json(read_plain(path))
-    if not isinstance(content, dict) or not {"state", "updated"} <= content.keys():
+    kinds = {"state": str, "updated": str, "started": str, "error": dict}
+    is_one = isinstance(content, dict) and {"state", "updated"} <= content.keys()
+    if not is_one or not all(isinstance(content.get(key, of()), of) for key, of in kinds.items()):
         raise ValueError("no JSON object with a state")
     return content
 
