@@ -4,7 +4,7 @@ The file is replaced as a whole, so a reader never sees half of it; only where a
 end is written over what is there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it
 until it is killed. For a rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only
 where both are killed, or the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed
-every ten seconds.
+every ten seconds. Once a job that began later has written there, the folder is that one's, and this one writes no more.
 """
 
 import fcntl
@@ -43,15 +43,18 @@ class Status(Observer):
         self.step = step  # the last one done
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
         self._started = now()
+        self._began = ""  # when the run did, as rank 0 has written it
         self._end = ""  # once it has been written
         self._before = self._content() if rank == 0 else {}
         self._lock = threading.Lock()  # a second signal is noted by a thread of its own
         if rank == 0:
             self._write("running")
+            self._began = self._started
 
     def progress(self, step: int) -> None:
         """Note that `step` is done. Cheap: the file is written every ten seconds at most."""
         self.step, self.stall = step, None
+        self._began = self._began or self._content().get("started", "")
         if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S:
             with one_writer(self._path):
                 if not self._another_ended():
@@ -77,6 +80,8 @@ class Status(Observer):
         if self._before.get("state") not in stays:
             return False
         with self._lock:
+            if self._is_lost():
+                return False
             write_status(self._path, self._before, self._rank)
             self._end = self._before["state"]
         return True
@@ -128,6 +133,10 @@ class Status(Observer):
         except (OSError, ValueError):  # there is none, or the host went down while it was written, or it was edited
             return {}
 
+    def _is_lost(self) -> bool:
+        """Return whether another job, which began later, has the folder by now."""
+        return bool(self._began) and self._content().get("started", "") > self._began
+
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()
         run: dict[str, object] = {"started": self._started, "host": os.uname().nodename, "pid": os.getpid()}
@@ -138,6 +147,8 @@ class Status(Observer):
         with self._lock:
             # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
             if self._end and (state == "running" or (self._end, state) == ("stopped", "failed")):
+                return
+            if self._is_lost():
                 return
             write_status(self._path, content, self._rank)
             self._end = "" if state == "running" else state

@@ -124,6 +124,20 @@ def test_what_an_earlier_run_failed_of_is_no_matter(tmp_path):
     assert read(path)["error"]["message"] == "today"
 
 
+def test_a_run_that_has_lost_its_folder_leaves_what_the_other_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path = tmp_path / "status.json"
+    for began, stays in (("2099-01-01T00:00:00Z", True), ("2020-01-01T00:00:00Z", False)):
+        first, second = (Status(path, rank=rank) for rank in (0, 1))
+        second.progress(1)
+        other = {"state": "running", "step": 1, "started": began, "host": "other", "pid": 1, "updated": began}
+        for write in (first.progress, first.stalled, second.stalled, second.failed, first.finished, first.failed):
+            path.write_text(json.dumps(other))
+            write(3)
+            assert (read(path) == other) is stays, write
+        path.unlink()
+
+
 def test_the_two_clean_ends(tmp_path):
     path = tmp_path / "status.json"
     status = Status(path)
