@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 8 -m titanlite.train --config llama3_8b.toml --parallelism.tensor_parallel_degree 4
 
-In a checkout `train.py` is the same. Whatever can be wrong with the input is found before torch is imported, so a
-mistake costs a second; in a model or rule file of one's own, before anything is written or prepared.
+In a checkout `train.py` is the same. Whatever can be wrong with the input is found before torch is imported, except for
+`optimizer.file`, so a mistake costs a second; in a model or rule file of one's own, before anything is written or
+prepared.
 """
 
 import os
@@ -36,7 +37,7 @@ def main() -> None:
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
-    from titanlite.training.assemble import try_assembly  # torch is imported here, not before
+    from titanlite.training.assemble import try_assembly  # torch is imported here; before, only for `optimizer.file`
 
     foreseen = try_assembly(run, world)
     if lack := lack_of_memory(run.config, foreseen.trained, world, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):

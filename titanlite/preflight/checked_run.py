@@ -1,7 +1,7 @@
 """The checks of a run before it starts, and what has passed them: a config, its recipes, its data and its folder.
 
-train.py and the commands that take a config begin here. It imports no torch; `training/assemble.py` finds what only
-the model can tell.
+train.py and the commands that take a config begin here. It imports no torch, except for `optimizer.file`;
+`training/assemble.py` finds what only the model can tell.
 """
 
 import os
