@@ -46,16 +46,16 @@ def with_hash(content: Mapping[str, Any], indent: int | None = None) -> str:
     return json.dumps({**content, "hash": _digest(content)}, indent=indent)
 
 
-def without_hash(read: Any, *, is_required: bool = True) -> dict[str, Any]:
+def without_hash(read: Any) -> dict[str, Any]:
     """Return the content that `with_hash` was given.
 
     Raises:
         ValueError: it has changed.
-        KeyError: it has no hash, as files of before it was written, and that `is_required`.
+        KeyError: it has no hash.
         TypeError: it is no object.
     """
     content = {key: read[key] for key in read if key != "hash"}
-    if (is_required or "hash" in read) and read["hash"] != _digest(content):
+    if read["hash"] != _digest(content):
         raise ValueError("another content than that of its hash")
     return content
 
