@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite.config.schema import Data
-from titanlite.data.cache import maker_failed, say_failed
-from titanlite.data.corpus import POLL_SECONDS, Corpus
+from titanlite.data.cache import POLL_SECONDS, maker_failed, say_failed
+from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import make, plan_preparation
 from titanlite.data.progress import Progress
 from titanlite.data.unfinished import read_wanted

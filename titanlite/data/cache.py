@@ -23,7 +23,7 @@ from titanlite.durable import open_plain
 from titanlite.errors import DataError
 from titanlite.redact import redact
 
-_POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1
 _SAID_BYTES = 1 << 12
 
 
@@ -162,7 +162,7 @@ def _lock(path: Path, waiting: Callable[[int | None], None]) -> Iterator[tuple[i
                 has_waited |= not _is_free(file)
                 received = _read_lock(file).strip()
                 waiting(int(received) if received.isdigit() else None)
-                time.sleep(_POLL_SECONDS)
+                time.sleep(POLL_SECONDS)
         yield file, has_waited
     finally:
         os.close(file)

@@ -19,13 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
-from titanlite.data.cache import lock_of, maker_failed, unfinished_of
+from titanlite.data.cache import POLL_SECONDS, lock_of, maker_failed, unfinished_of
 from titanlite.data.cache_folder import Preparation, unusable_cache
 from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, shard_unreadable
 from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
 from titanlite.errors import DataError, NoMoreDataError
 
-POLL_SECONDS = 0.1
 _LOOK_SECONDS = 1.0  # between looks at whether somebody still works
 _ALONE_SECONDS = 4.0  # in which nobody works, before it is an error: another process may be about to go on
 
