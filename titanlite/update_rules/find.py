@@ -44,10 +44,10 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
     kinds = [each for each in vars(module).values() if inspect.isclass(each) and issubclass(each, ElementwiseRule)]
     found = dict[str, OwnRule]()
     for kind in (kind for kind in kinds if kind.__module__ == module.__name__):
-        defaults = {key: _default(kind, key, of) for key, of in _keys(kind).items()}
+        defaults = {key: _default_of_key(kind, key, of) for key, of in _keys(kind).items()}
         keys = {key: value for key, value in defaults.items() if value is not None}
         found[kind.__name__] = OwnRule(kind.__name__, file, sha256, kind.state, keys, kind)
-    if wrong := [p._replace(line=_line(rule)) for rule in found.values() for p in _mistakes(rule)]:
+    if wrong := [p._replace(line=_line_of_class(rule)) for rule in found.values() for p in _mistakes(rule)]:
         raise ConfigError(describe(file, wrong))
     if not found:
         problems, want = Problems(origin), f"a class that derives from {ElementwiseRule.__name__}"
@@ -66,7 +66,7 @@ def _keys(kind: type[ElementwiseRule]) -> dict[str, type[Value]]:
     return {name: of for name, of in keys.items() if hasattr(kind, name)}
 
 
-def _default(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value | None:
+def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value | None:
     """Return the default of a key, an int as a float where the key is one; None: of another type, or not finite."""
     value = getattr(kind, name)
     if of is float and isinstance(value, (float, int)) and not isinstance(value, bool):
@@ -94,7 +94,7 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
         yield Problem(f"{rule.name}.state", repr(state), want, fix)
 
 
-def _line(rule: OwnRule) -> int | None:
+def _line_of_class(rule: OwnRule) -> int | None:
     """Return the line of a rule's class; None where the source has none, as of one that a call of `type` made."""
     with suppress(OSError, TypeError):
         return inspect.getsourcelines(rule.kind)[1]
