@@ -58,17 +58,16 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
 
 
 def _keys(kind: type[ElementwiseRule]) -> dict[str, type[Value]]:
-    """Return what a class says with a type that TOML has, and a default: the keys of its groups, and their types."""
+    """Return what a class says with a type that TOML has: the keys of its groups, and their types."""
     types: dict[object, type[Value]] = {of: of for of in (float, int, bool, str)}
     types |= {of.__name__: of for of in types.values()}  # as `from __future__ import annotations` leaves them
     said = {name: hint for each in reversed(kind.__mro__) for name, hint in inspect.get_annotations(each).items()}
-    keys = {name: types[hint] for name, hint in said.items() if hint in types and name[0] != "_"}
-    return {name: of for name, of in keys.items() if hasattr(kind, name)}
+    return {name: types[hint] for name, hint in said.items() if hint in types and name[0] != "_"}
 
 
 def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value | None:
     """Return the default of a key, an int as a float where the key is one; None: of another type, or not finite."""
-    value = getattr(kind, name)
+    value = getattr(kind, name, None)
     if of is float and isinstance(value, (float, int)) and not isinstance(value, bool):
         with suppress(OverflowError):  # an int may be too large
             return float(value) if math.isfinite(value) else None
@@ -81,7 +80,7 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
         if key not in rule.keys:
             want = f"a default that is {'a finite number' if of is float else f'of type {of.__name__}'}"
             fix = f"correct it, or call it _{key} if no group is to say it"
-            yield Problem(f"{rule.name}.{key}", repr(getattr(rule.kind, key)), want, fix)
+            yield Problem(f"{rule.name}.{key}", repr(getattr(rule.kind, key, None)), want, fix)
     if rule.name in GROUP_OF_RULE:
         want = f"a name of its own; titanlite has a rule {show(rule.name)}"
         yield Problem(f"class {rule.name}", "", want, "rename the class")
@@ -89,8 +88,12 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
         want = f"another name: {key} is {'a key' if key in COMMON_KEYS else 'an attribute'} of every group"
         yield Problem(f"{rule.name}.{key}", show(rule.keys[key]), want, "rename it")
     state: object = rule.state
-    if not isinstance(state, tuple) or any(not str(name).isidentifier() or name == "updates" for name in state):
-        want, fix = 'a tuple of words, none of them "updates"', 'state = ("momentum",); without state, leave it out'
+    is_words = isinstance(state, tuple) and all(isinstance(name, str) and name.isidentifier() for name in rule.state)
+    if not is_words or len({*rule.state, "updates"}) <= len(rule.state):
+        want, fix = (
+            'a tuple of words, each once; "updates" is taken',
+            'state = ("momentum",); without state, leave it out',
+        )
         yield Problem(f"{rule.name}.state", repr(state), want, fix)
 
 

@@ -114,6 +114,13 @@ WRONG = {
     "a shipped rule's name": (RULE, "class adamw(ElementwiseRule):", "line 8  class adamw\n"),
     "a string for a tuple": (STATE, 'state = ("momentum")', "line 8  Lion.state = 'momentum'\n"),
     "the optimizer's own name": (STATE, 'state = ("updates",)', "line 8  Lion.state = ('updates',)\n"),
+    "a name twice": (STATE, 'state = ("momentum", "momentum")', "line 8  Lion.state = ('momentum', 'momentum')\n"),
+    "no word": (STATE, "state = (None,)", "line 8  Lion.state = (None,)\n"),
+    "nothing but a type": (
+        KEY,
+        "rate: float",
+        "line 8  Lion.rate = None\n      want: a default that is a finite number",
+    ),
     "no default": (
         KEY,
         "beta2: float = None",
