@@ -92,6 +92,7 @@ def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
     marks = path.read_text().split("\n")[:-1]  # a line that was cut off was not sent
+    marks = [mark for mark in marks if not mark.startswith("keep ")]  # of an earlier version, and no line
     times = [mark for mark in marks if mark][:kept]
     times += [str(time.time())] * (kept - len(times))  # of starts without wandb
     lost = max(0, len(marks) - kept)

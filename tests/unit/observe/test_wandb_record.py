@@ -376,6 +376,8 @@ def test_a_copy_of_an_earlier_folder_may_be_synced_last(history: History) -> Non
         ("1.5\n\n\n4.5\n5.5\n", 2, [1.5, 4.5], 3),
         ("1.5\n2.5\n\n", 0, [], 3),
         ("1.5\n2.5\n3.", 2, [1.5, 2.5], 0),  # cut off, and so not sent
+        ("1.5\n2.5\nkeep 2\n3.5\nkeep 2\n", 2, [1.5, 2.5], 1),  # of an earlier version, which noted each start
+        ("keep 0\n", 0, [], 0),
     ],
 )
 def test_lines_of_rows_that_are_lost_become_empty(
