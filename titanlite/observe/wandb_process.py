@@ -91,16 +91,24 @@ def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
-    marks = path.read_text().split("\n")[:-1]  # a line that was cut off was not sent
-    marks = [mark for mark in marks if not mark.startswith("keep ")]  # of an earlier version, and no line
-    times = [mark for mark in marks if mark][:kept]
-    times += [str(time.time())] * (kept - len(times))  # of starts without wandb
+    said = path.read_bytes().split(b"\n")[:-1]  # a line that was cut off was not sent
+    marks = [_mark(line) for line in said if not line.startswith(b"keep ")]  # of an earlier version, and no line
+    times = [mark for mark in marks if mark is not None][:kept]
+    times += [time.time()] * (kept - len(times))  # of starts without wandb
     lost = max(0, len(marks) - kept)
     text = "".join(f"{mark}\n" for mark in [*times, *[""] * lost])
     os.pwrite(file, text.encode(), 0)  # no fewer lines at any instant
     os.ftruncate(file, os.lseek(file, len(text), os.SEEK_SET))
     os.fsync(file)
-    return file, [float(mark) for mark in times], lost
+    return file, times, lost
+
+
+def _mark(line: bytes) -> float | None:
+    """Return when a row was sent; None for an empty line, and for one that is damaged: it was sent all the same."""
+    try:
+        return float(line)
+    except ValueError:
+        return None
 
 
 def _row(line: bytes, sent_at: float) -> dict[str, Any]:

@@ -394,6 +394,14 @@ def test_lines_of_rows_that_are_lost_become_empty(
         assert found == [times, lost]
 
 
+def test_a_line_that_is_damaged_is_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "lines").write_bytes(b"1.5\n\0\0\0\n\xff\xfe\n4.5\n")  # after a power cut
+    file, *found = _open_lines(tmp_path / "lines", 2)
+    os.close(file)
+    assert found == [[1.5, 4.5], 2]
+    assert (tmp_path / "lines").read_text() == "1.5\n4.5\n\n\n"
+
+
 def test_rows_of_starts_without_wandb_get_the_time_of_this_one(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("1.5\n\n")
