@@ -57,7 +57,8 @@ def main() -> None:
     Thread(target=_end_after, args=(work["trainer"], work["end_s"]), daemon=True).start()
     doing = "start"
     try:
-        kept = Path(work["metrics"]).read_bytes()[: work["kept_bytes"]].splitlines()
+        rows = os.fdopen(os.open(work["metrics"], os.O_RDONLY), "rb")  # once: the next start writes another file there
+        kept = rows.read(work["kept_bytes"]).splitlines()
         lines, times, lost = _open_lines(Path(work["folder"], "wandb/lines"), len(kept))
         run = _start_or_offline(work, say)
         doing = "log"
@@ -66,7 +67,7 @@ def main() -> None:
         for _ in range(lost):
             run.log({})
         _remove_older(run, work)
-        exit_code = _follow(run, lines, commands, work, say)
+        exit_code = _follow(run, rows, lines, commands, work, say)
         _show_experts(run, Path(work["folder"], "experts.jsonl"), say)
         doing = "finish"
         run.finish(exit_code=exit_code)
@@ -182,13 +183,13 @@ def _start(work: dict[str, Any], mode: Literal["online", "offline"]) -> "wandb.R
     return run
 
 
-def _follow(run: "wandb.Run", lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
+def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], work: dict[str, Any], say: Any) -> int:
     """Send each row that is added to the file, until training says how it ended or is gone; return its exit code."""
     at, taken, files = work["kept_bytes"], 0, dict[str, tuple[int, int]]()
     while True:
         ended = bool(select.select([commands], [], [], _LOOK_S)[0])
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
-        if new := _rows_from(Path(work["metrics"]), at):
+        if new := _rows_from(rows, at):
             now = time.time()
             os.write(lines, f"{now}\n".encode() * len(new))
             os.fsync(lines)  # what is sent next is not to be forgotten in a power cut
@@ -201,13 +202,11 @@ def _follow(run: "wandb.Run", lines: int, commands: IO[bytes], work: dict[str, A
             return int(commands.readline() or 1) if ended else 1
 
 
-def _rows_from(path: Path, at: int) -> list[bytes]:
-    """Read the whole lines from a byte on; none while the file is not there, which training writes anew."""
-    with suppress(OSError), path.open("rb") as file:
-        file.seek(at)
-        found = file.read()
-        return found[: found.rfind(b"\n") + 1].splitlines(keepends=True)
-    return []
+def _rows_from(rows: IO[bytes], at: int) -> list[bytes]:
+    """Read the whole lines from a byte on."""
+    rows.seek(at)
+    found = rows.read()
+    return found[: found.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[int, int]]) -> None:

@@ -20,7 +20,7 @@ from titanlite.comparison.runs import RunRecord
 from titanlite.comparison.wandb_runs import rows_of_lines
 from titanlite.comparison.wandb_verdicts import send_verdicts
 from titanlite.observe.metrics import RunError, read_metrics
-from titanlite.observe.wandb_process import _open_lines
+from titanlite.observe.wandb_process import _follow, _open_lines
 
 START = """
 import contextlib, os, signal, sys, time
@@ -420,6 +420,30 @@ def test_a_start_waits_for_the_process_of_an_earlier_one(tmp_path: Path) -> None
     os.close(file)
     waiting.join(300)
     assert not waiting.is_alive()
+
+
+def test_rows_are_those_of_the_file_that_was_there_at_the_start(tmp_path: Path) -> None:
+    class Run:
+        dir = str(tmp_path)
+        save = staticmethod(lambda *_, **__: None)
+
+        @staticmethod
+        def log(row: dict[str, float]) -> None:
+            sent.append(row["train/loss"])
+
+    def text(*losses: float) -> str:
+        return "".join(json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1))
+
+    sent: list[float] = []
+    path, commands = tmp_path / "metrics.jsonl", tmp_path / "commands"
+    path.write_text(text(1.5, 2.5, 3.5))
+    commands.write_text("0\n")
+    work = {"trainer": os.getppid(), "kept_bytes": len(text(1.5)), "folder": str(tmp_path), "config_toml": ""}
+    with path.open("rb") as rows, commands.open("rb", buffering=0) as said, (tmp_path / "lines").open("wb") as lines:
+        (tmp_path / "new").write_text(text(1.25, 2.125, 3.0625, 4.03125))  # the next start's, which trains again
+        (tmp_path / "new").replace(path)
+        assert _follow(Run(), rows, lines.fileno(), said, work, lambda **_: None) == 0  # type: ignore[arg-type]
+    assert sent == [2.5, 3.5]
 
 
 @pytest.mark.slow
