@@ -1,7 +1,7 @@
 """Write the rows of metrics.jsonl for TensorBoard. It can never end a run: the first failure becomes one warning.
 
 A run that is restarted trains some steps again. `purge_step` has TensorBoard forget what it has read of these, in
-whatever file. Where no earlier start has written for it, all rows of metrics.jsonl are written first.
+whatever file. What the last file lacks, because it could not be written or was not asked for, is written first.
 
 TensorBoard's x axis is the step; `tokens` is an axis and no curve. A number that is NaN or infinite has no point.
 """
@@ -68,11 +68,14 @@ class TensorBoardFile(Observer):
         self._writer = None
 
     def _start(self, folder: Path, metrics: Path) -> None:
+        from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
         from torch.utils.tensorboard import SummaryWriter
 
-        rows = read_metrics(metrics)
-        is_new = not any(folder.glob("events.out.tfevents.*"))
-        self._first = 0 if is_new else max((row["step"] for row in rows), default=0)  # the last may be validated again
+        rows, written = read_metrics(metrics), 0
+        for path in sorted(folder.glob("events.out.tfevents.*"))[-1:]:  # it begins with the step before its rows
+            for event in LegacyEventFileLoader(str(path)).Load():
+                written = event.step
+        self._first = min(written, max((row["step"] for row in rows), default=0))  # the last may be validated again
         self._writer = SummaryWriter(str(folder), purge_step=self._first)
         for row in rows:
             if row["step"] >= self._first:

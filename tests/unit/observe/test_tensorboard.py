@@ -1,6 +1,7 @@
 """TensorBoard's own reader sees each step once, whatever happened to the run on the way."""
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,8 +24,12 @@ STARTS: list["Start"] = []
 
 
 @pytest.fixture(autouse=True)
-def _close_all():
+def _close_all(monkeypatch: pytest.MonkeyPatch):
     """Not earlier: a run that is killed closes nothing."""
+    from tensorboard.summary.writer import event_file_writer
+
+    # A file's name ends in the number of the process's writer, and files of one second are read in order of names.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     yield
     for start in STARTS:
         start.metrics.close()
@@ -93,6 +98,19 @@ def test_one_that_is_turned_on_late_has_all_steps(tmp_path: Path) -> None:
     Start(tmp_path, 0, shows=False).write(*(step_row(step, 1.0) for step in range(1, 6)))
     Start(tmp_path, 3).write(step_row(4, 2.0))
     assert steps(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+
+
+@pytest.mark.parametrize("cut_off", [0, 5])
+def test_rows_of_a_time_in_which_it_was_not_written_are_written_by_the_next_start(tmp_path: Path, cut_off: int) -> None:
+    Start(tmp_path, 0).write(*(step_row(step, 1.0) for step in range(1, 4)))
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    os.truncate(file, file.stat().st_size - cut_off)
+    Start(tmp_path, 3, shows=False).write(*(step_row(step, 2.0) for step in range(4, 10)))
+    for _ in range(2):
+        Start(tmp_path, 9)
+    Start(tmp_path, 9).write(step_row(10, 3.0))
+    for name, values in {"train/loss": [1.0] * 3 + [2.0] * 6 + [3.0], "perf/mfu": [0.5] * 10}.items():
+        assert steps(tmp_path, name) == list(enumerate(values, 1))
 
 
 def test_a_tensorboard_that_looks_on_forgets_what_is_trained_again(tmp_path: Path) -> None:
