@@ -97,6 +97,19 @@ def test_a_runs_config_that_is_damaged(tmp_path: Path, text: str) -> None:
         read_runs([folder.path])
 
 
+def test_all_numbers_of_a_runs_config_that_are_none_are_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.toml").write_text("training.steps = 'abc'\njob.stop_after = true\nmetrics.log_freq = 0\n")
+    with pytest.raises(TitanliteError) as refusal:
+        read_runs([tmp_path])
+    report = refusal.value.args[0]
+    assert [(problem.where, problem.saw, problem.want) for problem in report.problems] == [
+        ("training.steps", "'abc'", "a whole number, at least 0"),
+        ("job.stop_after", "True", "a whole number, at least 0"),
+        ("metrics.log_freq", "0", "a whole number, at least 1"),
+    ]
+
+
 def test_what_may_be_absent_or_somebody_elses_is_left_alone(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.status.write_text(DEEP)

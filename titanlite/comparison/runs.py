@@ -14,6 +14,7 @@ import tomli
 
 from titanlite.comparison.run_paths import require_runs
 from titanlite.comparison.wandb_runs import fetch_run, is_run_path
+from titanlite.errors import Problem, describe
 from titanlite.json_file import MALFORMED, as_type, read_json
 from titanlite.observe.metrics import RunError, is_of_step, read_metrics
 from titanlite.preflight.run_folder import RunFolder
@@ -97,14 +98,16 @@ def recorded_config(folder: Path) -> dict[str, Any]:
         RunError: it is not TOML, or a number in it that counts steps is none.
     """
 
-    def read(path: Path) -> dict[str, Any]:
-        config = dotted(tomli.loads(path.read_text(encoding="utf-8")))
-        for key, least in _LEAST.items():
-            if as_type(int, config.get(key, least)) < least:
-                raise ValueError(f"{key} is below {least}")
-        return config
-
-    return _own_file(folder / "config.toml", "TOML, as the run wrote it", read)
+    path, want = folder / "config.toml", "TOML, as the run wrote it"
+    config = _own_file(path, want, lambda path: dotted(tomli.loads(path.read_text(encoding="utf-8"))))
+    problems = [
+        Problem(key, repr(value), f"a whole number, at least {least}", "restore it from a copy")
+        for key, least in _LEAST.items()
+        if type(value := config.get(key, least)) is not int or not least <= value < 2**63
+    ]
+    if problems:
+        raise RunError(describe(str(path), problems))
+    return config
 
 
 def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
