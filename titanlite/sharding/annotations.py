@@ -87,20 +87,24 @@ def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -
 def _placements(
     name: str, pattern: str, text: str, shape: tuple[int, ...], axes: Mapping[str, int], problems: list[Problem]
 ) -> Placements | None:
-    """Read one annotation for one tensor; None, and a problem, if it cannot be so placed."""
+    """Read one annotation for one tensor; None, and problems, if it cannot be so placed."""
+    count = len(problems)
     parts = [] if text == "replicate" else [part.partition(":") for part in text.split()]
     numbers = {axis: int(n) for axis, _, n in parts if axis in axes and re.fullmatch(r"-?\d+", n)}
     dims = {axis: n % len(shape) for axis, n in numbers.items() if -len(shape) <= n < len(shape)}
     if not (text == "replicate" or parts) or len({*dims.values()}) < len(parts):
         example = f"{next(iter(axes))}:0"
         want = f'"replicate", or an axis of {", ".join(axes)} with one of the {len(shape)} dims of {name}, each once'
-        problems.append(Problem(pattern, text, f'{want}, as "{example}"', f'"{pattern}" = "{example}"'))
-        return None
+        want, fix = f'{want}, as "{example}"', f'"{pattern}" = "{example}"'
+        if not shape:
+            want, fix = f'"replicate": {name} has no dims', "remove it"
+        problems.append(Problem(pattern, text, want, fix))
     for axis, dim in dims.items():
         if (size := shape[dim]) % axes[axis]:
             want = f"dim {dim} of {name}, of size {size}, to be divisible by the {axes[axis]} ranks of {axis}"
             problems.append(Problem(pattern, text, want, f"{axis} = {_largest_divisor(size, axes[axis])}"))
-            return None
+    if len(problems) > count:
+        return None
     return tuple(Shard(dims[axis]) if axis in dims else REPLICATE for axis in axes)
 
 

@@ -139,6 +139,19 @@ def test_two_axes_on_one_dim() -> None:
     assert "or an axis of dp, tp with one of the 3 dims of x, each once" in message
 
 
+def test_all_axes_that_do_not_divide_a_tensor_are_said() -> None:
+    message = refused(Mlp(8, 16), [(3, 5, 8)], {"dp": 2, "tp": 2}, {"x": "dp:0 tp:1"})
+    assert "2 problems" in message
+    assert "dim 0 of x, of size 3, to be divisible by the 2 ranks of dp" in message
+    assert "dim 1 of x, of size 5, to be divisible by the 2 ranks of tp" in message
+
+
+def test_a_scalar_has_nothing_to_split() -> None:
+    message = refused_function(torch.neg, (), inputs_0="tp:0")
+    assert 'want: "replicate": inputs_0 has no dims' in message
+    assert "fix:  remove it" in message
+
+
 def test_an_operator_without_rules() -> None:
     body = Function(torch.inverse)
     message = refused(body, [(4, 4)], {"tp": 2}, {"inputs_0": "tp:1"})
