@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from titanlite.errors import Problem, describe
 from titanlite.json_file import MALFORMED, as_type, read_json
 from titanlite.observe.metrics import RunError
 
@@ -122,18 +123,27 @@ def read_profiles(run: Path) -> list[RankProfile]:
     Raises:
         RunError: the profile lacks a rank, or a file is damaged or of another window.
     """
-    folder = run / "profile"
+    folder, fix = run / "profile", "profile the run again"
     first = _read_summary(folder / "rank0.json")
-    paths = (folder / f"rank{rank}.json" for rank in range(1, first.world))
-    if missing := list(islice((path.name for path in paths if not path.is_file()), 9)):
+    named = (folder / f"rank{rank}.json" for rank in range(1, first.world))
+    if missing := list(islice((path.name for path in named if not path.is_file()), 9)):
         names = ", ".join(missing[:8]) + (", …" if len(missing) > 8 else "")
         want = f"a file of each of the {first.world} ranks; hosts without a shared folder write each its own"
         raise RunError.of("titanlite explain", str(folder), f"no {names}", want, "copy these files here")
-    return [first, *(_read_summary(folder / f"rank{rank}.json", first) for rank in range(1, first.world))]
+    paths = [folder / f"rank{rank}.json" for rank in range(1, first.world)]
+    profiles = [first, *map(_read_summary, paths)]
+    numbers = [[step.step for step in profile.steps] for profile in profiles]
+    problems = [
+        Problem(str(path), f"steps {saw} of {profile.world} ranks", f"rank 0's, {numbers[0]} of {first.world}", fix)
+        for path, profile, saw in zip(paths, profiles[1:], numbers[1:], strict=True)
+        if saw != numbers[0] or profile.world != first.world
+    ]
+    if problems:
+        raise RunError(describe("titanlite explain", problems))
+    return profiles
 
 
-def _read_summary(path: Path, first: RankProfile | None = None) -> RankProfile:
-    """Read the summary of a rank, of the same steps as the first's."""
+def _read_summary(path: Path) -> RankProfile:
     try:
         content = read_json(path)
         if content.pop("version") != _VERSION:
@@ -142,9 +152,8 @@ def _read_summary(path: Path, first: RankProfile | None = None) -> RankProfile:
         ranks = [profile.rank, *(rank for group in profile.groups.values() for rank in group)]
         if f"rank{profile.rank}.json" != path.name or not all(0 <= rank < profile.world for rank in ranks):
             raise ValueError("of another rank")
-        numbers, wanted = ([step.step for step in each.steps] for each in (profile, first or profile))
-        if not numbers or numbers != wanted or profile.world != (first or profile).world:
-            raise ValueError(f"of the steps {numbers}, and rank 0 of {wanted}")
+        if not profile.steps:
+            raise ValueError("no step")
         return profile
     except (OSError, *MALFORMED) as error:
         want = f"a rank's profile, as titanlite with version {_VERSION} of the file writes it"

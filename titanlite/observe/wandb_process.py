@@ -93,7 +93,7 @@ def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
     said = path.read_bytes().split(b"\n")[:-1]  # a line that was cut off was not sent
-    marks = [_mark(line) for line in said if not line.startswith(b"keep ")]  # of an earlier version, and no line
+    marks = [_sent_at(line) for line in said if not line.startswith(b"keep ")]  # of an earlier version, and no line
     times = [mark for mark in marks if mark is not None][:kept]
     times += [time.time()] * (kept - len(times))  # of starts without wandb
     lost = max(0, len(marks) - kept)
@@ -104,7 +104,7 @@ def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
     return file, times, lost
 
 
-def _mark(line: bytes) -> float | None:
+def _sent_at(line: bytes) -> float | None:
     """Return when a row was sent; None for an empty line, and for one that is damaged: it was sent all the same."""
     try:
         return float(line)

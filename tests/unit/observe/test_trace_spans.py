@@ -277,3 +277,11 @@ def test_a_profile_that_lacks_something_says_what(tmp_path, name):
     said |= {"steps": r"steps \[11, 12\]", "rank": "no rank1.json"}
     with pytest.raises(RunError, match=said[name]):
         read_profiles(tmp_path)
+
+
+def test_all_ranks_of_another_window_are_said_at_once(tmp_path):
+    for rank in range(4):
+        written(tmp_path / "profile", rank, world=4, steps=(0, 50, 100) if rank in (1, 3) else (0, 100))
+    with pytest.raises(RunError, match=r"2 problems") as refusal:
+        read_profiles(tmp_path)
+    assert [name in str(refusal.value) for name in ("rank1.json", "rank2.json", "rank3.json")] == [True, False, True]
