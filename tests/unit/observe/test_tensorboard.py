@@ -166,10 +166,12 @@ def test_a_full_disk_in_mid_run(tmp_path: Path) -> None:
     warned: list[str] = []
     start = Start(tmp_path, 0, warn=warned.append).write(step_row(1, 1.0))
     assert start.shown is not None
+    worker = start.shown._writer.file_writer.event_writer._async_writer._worker
     records = start.shown._writer.file_writer.event_writer._async_writer._writer
     with open("/dev/full", "wb", buffering=0) as full:
         records._writer, own = full, records._writer
         start.write(step_row(2, 1.0), step_row(3, 1.0))
+        worker.join(30)  # else its exception would be told of the next test
     own.close()
     assert len(warned) == 1
     assert "No space left on device" in warned[0]
