@@ -23,7 +23,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.context_split import chunk_length
 from titanlite.data.document_starts import room_of_run
 from titanlite.device import named_device
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.errors import Problem, TitanliteError
 from titanlite.float8.weight import GatheredWeight, WeightShard
 from titanlite.forecast.trace import OneKernel, trace
 from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
@@ -34,7 +34,8 @@ from titanlite.models.block_kinds import kind_of
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
-from titanlite.models.mistakes import forward_refused, looks_at_values, mistake_of_model, of_function
+from titanlite.models.mistakes import forward_refused, looks_at_values, mistake_of_model
+from titanlite.models.own_model import require_whole
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fake_world import fake_world
 from titanlite.parallel.mesh import build_mesh
@@ -236,11 +237,8 @@ def _traced(
     traces, why = dict[str, TracedBlock](), None
     try:
         traces, logits = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
-        if config.parallelism.tensor_parallel_degree == 1 and logits != (wanted := (tokens, dims.vocab_size)):
-            file, saw = config.model.file, f"returned a tensor {list(logits)}"
-            want = f"logits, one tensor {list(wanted)}, [M, V]: the loss is the trainer's"
-            wrong = of_function(type(model).forward, file, saw, want, "return all of them")
-            raise ConfigError(describe(file or config.model.name, [wrong]))
+        if config.parallelism.tensor_parallel_degree == 1:  # tensor parallelism has its own look at the head
+            require_whole(logits, [tokens, dims.vocab_size], model, config.model)
     except TitanliteError:
         raise
     except Exception as error:  # of a file of the user's own, or of an operator's that it calls

@@ -8,15 +8,16 @@ that uses it.
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from titanlite.config.schema import Model
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
-from titanlite.models.mistakes import refused
+from titanlite.models.mistakes import of_function, refused
 
 _WEIGHTS = {Embedding: {"weight"}, LayerNorm: {"weight", "bias"}, Projection: {"weight", "bias"}, RMSNorm: {"weight"}}
 _TIED = {"tok_embeddings.weight", "output.weight"}
@@ -42,6 +43,24 @@ def require_trainable(made: nn.Module, file: str) -> None:
         problems.setdefault((_of_any_block(problem.where), _of_any_block(problem.saw)), problem)
     if problems:
         raise ConfigError(describe(file, list(problems.values())))
+
+
+def require_whole(shape: Sequence[int], want: list[int], model: nn.Module, said: Model) -> None:
+    """Refuse logits that lack some: the loss would take the targets beyond for other ranks'.
+
+    Args:
+        shape: of the logits.
+        want: [M, V], for all tokens and ids.
+        model: that returned them.
+        said: `[model]`, for the message.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if list(shape) != want:
+        saw = f"logits of shape {list(shape)}"
+        problem = of_function(type(model).forward, said.file, saw, f"{want}: [M, V]", "return all of them")
+        raise ConfigError(describe(said.file or said.name, [problem]))
 
 
 def _of_any_block(name: str) -> str:

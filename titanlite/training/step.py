@@ -4,7 +4,6 @@ Nothing here waits for the device: the results stay there until the loop reads t
 whether the update is applied is decided there too. What is to be logged of a step is one entry more of its result.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.errors import ConfigError, describe
 from titanlite.float8.convert import precompute_scales
 from titanlite.kernels.cross_entropy import IGNORE_INDEX
-from titanlite.models.mistakes import of_function
+from titanlite.models.own_model import require_whole
 from titanlite.observe.profiler import span
 from titanlite.observe.step_profile import OPTIMIZER
 from titanlite.parallel.mesh import Mesh
@@ -127,7 +125,8 @@ def _forward_backward(
         if run.routers is not None:
             run.routers.begin(share, _of_rank(batch.is_counted, run.mesh))
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
-        _require_whole(logits, run, len(batch.targets))
+        if run.mesh.tp_size == 1:  # tensor parallelism has its own look at the head
+            require_whole(logits.shape, [len(batch.targets), run.dims.vocab_size], run.model, run.config.model)
         if batch.sources is None:
             part = run.loss(logits, batch.targets, squares=squares) / targets
         else:
@@ -152,15 +151,6 @@ def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
     targets = (batch.targets != IGNORE_INDEX).view(len(losses), -1).sum(1)
     is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # no scatter: exact repeats
     return (torch.stack((losses.double(), targets.double()))[:, None] * is_of).sum(2)
-
-
-def _require_whole(logits: Tensor, run: "Run", tokens: int) -> None:
-    """Refuse logits of a model file's own that lack some: the loss would take the targets beyond for other ranks'."""
-    want = [tokens, run.dims.vocab_size]
-    if run.mesh.tp_size == 1 and list(logits.shape) != want:  # tensor parallelism has its own look at the head
-        saw, file = f"logits of shape {list(logits.shape)}", os.path.abspath(run.config.model.file)
-        problem = of_function(type(run.model).forward, file, saw, f"{want}: [M, V]", "return all of them")
-        raise ConfigError(describe(run.config.model.file or run.config.model.name, [problem]))
 
 
 @torch.no_grad()

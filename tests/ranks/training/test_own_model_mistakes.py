@@ -75,9 +75,12 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "logits of the width of a block": (
         (HEAD, "return self.norm(x)"),
-        rf"{RETURNED}a tensor \[\d+, 256\]\n.* 320",
+        r"line \d+  Mine.forward = logits of shape \[512, 256\]\n +want: \[512, 320\]: \[M, V\]",
     ),
-    "logits of the last token": ((HEAD, "return self.output(self.norm(x)[-1:])"), rf"{RETURNED}a tensor \[1, "),
+    "logits of the last token": (
+        (HEAD, "return self.output(self.norm(x)[-1:])"),
+        r"line \d+  Mine.forward = logits of shape \[1, \d+\]\n +want: \[512, \d+\]: \[M, V\]",
+    ),
     "two results": ((HEAD, f"{HEAD}, x"), rf"{RETURNED}tuple of a tensor \[\d+, 256\], a tensor"),
     "a table": ((HEAD, f"{HEAD.replace('return ', 'return dict(x=')})"), f"{RETURNED}dict\n +want: logits, one tensor"),
     "nothing": ((HEAD, HEAD.removeprefix("return ")), f"{RETURNED}NoneType"),
