@@ -17,8 +17,8 @@ ENTRIES = {"run", "main"}
 DOUBLE = set[str]()
 
 
-def imported(tree: ast.Module) -> dict[str, str]:
-    """What each name that a module imports stands for, as `module.name`."""
+def imported(tree: ast.AST) -> dict[str, str]:
+    """What each name that is imported in it stands for, as `module.name`."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -85,3 +85,54 @@ def test_docstrings_are_sentences() -> None:
     opening = re.compile(r'"""(What|Whether|Which|Where|Of) ')
     found = [path.name for path in PACKAGE.rglob("*.py") if opening.search(path.read_text())]
     assert found == []
+
+
+def names_of(source: str) -> set[str]:
+    """What a module defines and imports."""
+    nodes = list(ast.walk(tree := ast.parse(source)))
+    kinds = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = {node.name for node in nodes if isinstance(node, kinds)} | imported(tree).keys()
+    return found | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def missing_names(source: str, defined: Mapping[str, set[str]]) -> set[str]:
+    """Return the names that a file takes from modules which lack them.
+
+    Args:
+        source: the file's text.
+        defined: by the dotted name of each module, what it defines.
+    """
+    used: set[str] = set()
+    everywhere: dict[str, str] = {}
+    for scope in ast.parse(source).body:
+        own = imported(scope)
+        used |= set(own.values())
+        if isinstance(scope, ast.Import | ast.ImportFrom):
+            everywhere |= own
+        nodes = list(ast.walk(scope))
+        local = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        known = {name: of for name, of in everywhere.items() if name not in local} | own
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.attr[:2] != "__":
+                used.add(f"{known.get(node.value.id)}.{node.attr}")
+    split = ((whole, *whole.rpartition(".")[::2]) for whole in used - defined.keys())
+    return {whole for whole, module, name in split if module in defined and name not in defined[module]}
+
+
+def test_tests_take_only_names_that_exist() -> None:
+    """Also those of tests that run on a GPU alone."""
+    root = PACKAGE.parent
+    files = [path for part in ("titanlite", "tests", "benchmarks") for path in (root / part).rglob("*.py")]
+    text = {".".join(p.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): p.read_text() for p in files}
+    defined = {module: names_of(source) for module, source in text.items()}
+    missing = {module: found for module, source in text.items() if (found := missing_names(source, defined))}
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "use", ["from a import c", "from a import b as x; x.c", "def f():\n    import a.b as x\n    x.c"]
+)
+def test_a_missing_name_is_found(use: str) -> None:
+    assert missing_names(use, {"a": {"d"}, "a.b": {"d"}}) in ({"a.c"}, {"a.b.c"})
+    assert not missing_names(use, {"a": {"c"}, "a.b": {"c"}})

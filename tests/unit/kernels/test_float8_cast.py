@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.support.needs import DEVICES
 from tests.support.numbers import normal
 from titanlite.float8.cast import cast
-from titanlite.kernels import float8_cast
+from titanlite.kernels import float8_scales
 from titanlite.kernels.block_scaled_matmul import dequantise
 from titanlite.kernels.float8_cast import cast_blocks, cast_by, cast_transpose, transpose
 
@@ -135,7 +135,7 @@ def maxima(device: str) -> Tensor:
     rng = torch.Generator(device).manual_seed(0)
     exponents = torch.randint(80, 255, (2**23,), generator=rng, device=device, dtype=torch.int32)  # from 2⁻⁴⁷ on
     qdata = torch.arange(2**23, device=device, dtype=torch.int32) | exponents << 23
-    least = torch.tensor(float8_cast.EPS).view(torch.int32).item()
+    least = torch.tensor(float8_scales.EPS).view(torch.int32).item()
     edges = [0, 1, least - 1, least, least + 1, 0x7F7FFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF]
     tops = [(e << 23) + m for e in range(255) for m in (0, 0x600000, 0x600001, 0x7FFFFF)]
     whole = torch.cat([qdata, torch.tensor([*edges, *tops], device=device, dtype=torch.int32)])
@@ -150,8 +150,8 @@ def test_a_gpus_scales_of_every_mantissa_are_the_definitions(dtype, pow2):
     from tests.support.scale_probe import scales
 
     amax = maxima("cuda")
-    wanted = float8_cast.scale_of(amax, dtype, pow2)
-    compiled = torch.compile(float8_cast.scale_of, fullgraph=True) if pow2 else float8_cast.scale_of
+    wanted = float8_scales.scale_of(amax, dtype, pow2)
+    compiled = torch.compile(float8_scales.scale_of, fullgraph=True) if pow2 else float8_scales.scale_of
     for got in (scales(amax, torch.finfo(dtype).max, pow2), compiled(amax, dtype, pow2)):
         for ours, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -173,4 +173,4 @@ def test_it_may_be_imported_where_tensors_are_on_the_meta_device() -> None:
 
 
 def test_a_scale_of_zeros_is_finite() -> None:
-    assert all(t.isfinite() for t in float8_cast.scale_of(torch.zeros(()), E4M3, False))
+    assert all(t.isfinite() for t in float8_scales.scale_of(torch.zeros(()), E4M3, False))

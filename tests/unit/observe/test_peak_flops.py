@@ -164,7 +164,7 @@ def test_a_known_gpu_cannot_be_faster_than_its_data_sheet():
     device = torch.device("cuda")
     flops, how = peak_flops(device)
     assert "data sheet" in how
-    measured, _ = module._measure(device, torch.bfloat16)
+    measured, _ = module._measured_flops(device, torch.bfloat16)
     assert 0.3 * flops < measured <= 1.05 * flops
     reserved, allocated = memory_gib(device)
     assert reserved >= allocated > 0
