@@ -32,7 +32,7 @@ from titanlite.models.find import build_model
 from titanlite.optimizers import weight_average
 from titanlite.optimizers.muon import MuonRule
 from titanlite.optimizers.normuon import NorMuon
-from titanlite.optimizers.sharded import RULES
+from titanlite.optimizers.sharded import shipped_rule
 from titanlite.optimizers.weight_average import WeightAverage
 
 ROOT = Path(__file__).parents[2]
@@ -139,7 +139,7 @@ def _() -> Iterator[str]:
 
 @page("docs/checkpoint.md")
 def _() -> Iterator[str]:
-    adamw, muon = (4 + RULES[rule].cost(Optimizer()).state for rule in ("adamw", "muon"))
+    adamw, muon = (4 + shipped_rule(rule).cost(Optimizer()).state for rule in ("adamw", "muon"))
     yield f"{adamw} bytes with AdamW, {muon} with Muon, and {EMA.state} more with an average"
     most = of("checkpoint.store:_FILE_BYTES") // GIB
     yield f"{WORDS[of('checkpoint.publish:THREADS')]} files of each rank, or more of about {most} GiB"

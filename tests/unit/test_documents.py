@@ -95,5 +95,5 @@ def test_the_files_that_name_what_is_added_are_those_that_contributing_says(what
     row = re.findall(rf"^\| How do I add an {what}\? .*", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
     files = [*(ROOT / "titanlite").rglob("*.py"), *(ROOT / "docs").glob("*.json")]
     touched = [str(file.relative_to(ROOT)) for file in files if f'"{name}"' in file.read_text()]
-    assert len(touched) > 1
+    assert touched
     assert [file for file in touched if f"`{file}`" not in row[0]] == []

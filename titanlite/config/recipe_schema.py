@@ -253,6 +253,7 @@ class ParameterGroup:
     optional: bool = False  # may take nothing
     lr_factor: PositiveFloat = 1.0  # of the learning rate
     weight_decay: NonNegativeFloat | None = None  # decoupled
+    update: ClassVar[str]  # no key: the module of `titanlite/optimizers` and the class that updates them
 
     @property
     def own(self) -> dict[str, Any]:
@@ -266,8 +267,9 @@ COMMON_KEYS = tuple(f.name for f in fields(ParameterGroup))
 
 @dataclass(frozen=True)
 class AdamWGroup(ParameterGroup):
-    """Parameters of `optimizers/adamw.py`."""
+    """Parameters of AdamW."""
 
+    update = "adamw.AdamW"
     beta1: Decay | None = None
     beta2: Decay | None = None
     eps: PositiveFloat | None = None
@@ -275,8 +277,9 @@ class AdamWGroup(ParameterGroup):
 
 @dataclass(frozen=True)
 class MuonGroup(ParameterGroup):
-    """Matrices of `optimizers/muon.py`."""
+    """Matrices of Muon."""
 
+    update = "muon_of_groups.MuonOfGroups"
     momentum: Decay = 0.95
     nesterov: bool = True
     # That orthogonalise: a published sequence, or one's own [a, b, c] of each a x + b x³ + c x⁵ in turn.
@@ -285,8 +288,9 @@ class MuonGroup(ParameterGroup):
 
 @dataclass(frozen=True)
 class NorMuonGroup(MuonGroup):
-    """Matrices of `optimizers/normuon.py`."""
+    """Matrices of NorMuon."""
 
+    update = "muon_of_groups.NorMuonOfGroups"
     beta2: Decay | None = None
 
 

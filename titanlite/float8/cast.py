@@ -2,9 +2,9 @@
 
 Casts are torchao's to the bit where torchao has the recipe (`tests/unit/float8/test_emulated.py`).
 
-Every cast takes its scale from `kernels/float8_scales.py::scale_of` and its numbers from `cast_to` beside it: `cast`
-here, `weight.py` before FSDP gathers a weight, and `kernels/float8_cast.py` where a kernel casts a tensor both ways, or
-what it has just computed; its device code finds the same scales by itself (`scale_from_amax`).
+The maximum of each row, block or whole is taken here; `scale_of` and `cast_to` of `kernels/float8_scales.py` make scale
+and bytes of it. Kernels that cast something else on their way (`kernels/float8_cast.py`, `swiglu.py`, `experts.py`)
+are defined by the same two functions.
 
 A matrix [R, C] is seen as rows of C values that are summed over, and as blocks [R/r, r, C/c, c] with one scale each.
 """

@@ -1,9 +1,10 @@
 """The optimizer: each rank updates its shards by the rules of a recipe, and decides nothing on the host.
 
-A rule is a file in this folder with a class, which stands in `RULES`; its name and keys are those of a group of
-`config/recipe_schema.py`.
+A shipped rule is a class in a file of this folder and a group of `config/recipe_schema.py`, which names it and has its
+keys.
 """
 
+import importlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -13,21 +14,23 @@ from torch import Tensor, nn
 
 from titanlite.checkpoint.optimizer_state import PREFIX
 from titanlite.config.parameter_groups import UpdateSettings, rows_of_groups
-from titanlite.config.recipe_schema import OptimizerRecipe
+from titanlite.config.recipe_schema import GROUP_OF_RULE, OptimizerRecipe
 from titanlite.config.schema import Optimizer
 from titanlite.errors import Problem, StepError, describe
 from titanlite.float8.weight import as_laid_out, local_data
 from titanlite.models.matrices import Matrix
-from titanlite.optimizers.adamw import AdamW
 from titanlite.optimizers.group_norms import GroupNorms
-from titanlite.optimizers.muon_of_groups import MuonOfGroups, NorMuonOfGroups
 from titanlite.optimizers.rule import ParametersOfRule, ShippedRule, UpdateCost, UpdateRule
 from titanlite.optimizers.rule_of_file import RuleOfFile
 from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.replicated_gradients import is_replicated
 from titanlite.receipt import Entry
 
-RULES: dict[str, type[ShippedRule]] = {"adamw": AdamW, "muon": MuonOfGroups, "normuon": NorMuonOfGroups}
+
+def shipped_rule(rule: str) -> type[ShippedRule]:
+    """Import the class of a rule of titanlite's own."""
+    module, _, name = GROUP_OF_RULE[rule].update.partition(".")
+    return getattr(importlib.import_module(f"titanlite.optimizers.{module}"), name)
 
 
 def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> UpdateCost:
@@ -38,7 +41,8 @@ def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> Update
         recipe: that has it.
         config: `[optimizer]`.
     """
-    return RULES[rule].cost(config) if rule in RULES else RuleOfFile.cost_of(recipe.own_rules[rule], config)
+    own = recipe.own_rules.get(rule)
+    return RuleOfFile.cost_of(own, config) if own else shipped_rule(rule).cost(config)
 
 
 class ShardedOptimizer:
@@ -82,7 +86,8 @@ class ShardedOptimizer:
         parameters = {name: self.parameters[name] for name in settings}
         shards = {name: self.locals[name] for name in settings}
         own = ParametersOfRule(parameters, shards, settings, self.config, self.mesh, self.updates, matrices)
-        return RULES[rule](own) if rule in RULES else RuleOfFile(own, self.recipe.own_rules[rule])
+        of_file = self.recipe.own_rules.get(rule)
+        return RuleOfFile(own, of_file) if of_file else shipped_rule(rule)(own)
 
     def step(
         self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None

@@ -22,13 +22,11 @@ from itertools import cycle, islice
 import numpy as np
 import torch
 
+from titanlite.config.recipe_schema import MATRIX_RULES
 from titanlite.data.batches import padding_of
 from titanlite.models.find import build_model
 from titanlite.models.layers import CausalAttention
 from titanlite.observe.peak_flops import windows_of
-from titanlite.optimizers.muon_of_groups import MuonOfGroups
-from titanlite.optimizers.rule import UpdateRule
-from titanlite.optimizers.sharded import RULES
 from titanlite.parallel.context import token_group
 from titanlite.parallel.fake_world import fake_world
 from titanlite.preflight.checked_run import CheckedRun
@@ -112,9 +110,9 @@ def record(
     """
     n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
-    rules = [RULES.get(group.rule, UpdateRule) for group in checked.optimizer.groups.values()]
+    by_matrix = any(group.rule in MATRIX_RULES for group in checked.optimizer.groups.values())
     # Forward of a user's file may look for each of its blocks.
-    if all_blocks or checked.config.model.file or any(issubclass(rule, MuonOfGroups) for rule in rules):
+    if all_blocks or checked.config.model.file or by_matrix:
         chosen = {*range(n_layers)}
 
     def step(blocks: set[int]) -> _Step:
