@@ -1,4 +1,4 @@
-"""Float8 casts that compilers do badly: those that transpose a matrix, and those of weights, outside of any graph.
+"""Float8 casts that compilers do badly, as those that transpose a matrix, or that stand outside of any graph.
 
 Hopper multiplies float8 along rows only, so both operands of a weight-gradient GEMM must have tokens along their rows:
 one is cast so, the other was cast before and is only transposed. Compilers write such a transpose byte by byte; the

@@ -3,9 +3,9 @@
 The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks compare when a call is new, on
 the group, and on the GPUs of all of its ranks. What was chosen is counted by shape, for the receipt.
 
-`MatmulOperator._choose` has the reason where a call is not fused: GPUs that cannot reach each other, or `unsupported`,
-which is `gather_unsupported_reason` or `scatter_unsupported_reason` of `kernels/device`. A layer that makes no such
-call has its reason in `parallel/tensor.py::ParallelLinear.unfused`.
+`MatmulOperator._choose` decides and has the reason where a call is not fused: of the GPUs (`no_peer_access`), of its
+shapes and dtypes (`unsupported`), or of ranks that differ (`agree`). Whether a layer makes such calls at all is decided
+by `parallel/tensor.py::ParallelLinear.fused`.
 """
 
 import functools

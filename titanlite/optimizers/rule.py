@@ -37,7 +37,7 @@ class ParametersOfRule:
     matrices: Mapping[str, Sequence[Matrix]]
 
     def decay_factor(self, lr: float) -> float:
-        """Return what `optimizer.weight_decay_schedule` multiplies weight decays by in a step, beside its rate."""
+        """Return the factor of weight decays that `optimizer.weight_decay_schedule` asks for, beside the rate."""
         return lr / self.config.lr if self.config.weight_decay_schedule == "lr" else 1.0
 
     @property
@@ -99,7 +99,8 @@ class UpdateRule(ABC):
             lr: learning rate, before a group's factor.
             divisor: [] float32 that gradients are divided by, to clip them.
             skip: [] float32; 1 leaves parameters and state as they are.
-            norms: gets squares of weights and of what the update changes, in a step that is logged.
+            norms: in a step that is logged, must get the squares of weights and of what the update changes: by
+                `GroupNorms.add_update`, or `around`.
         """
 
 

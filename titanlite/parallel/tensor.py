@@ -78,7 +78,7 @@ class ParallelLinear(Linear):
 
     @property
     def unfused(self) -> str | None:
-        """Why its collectives stand beside its matmuls although `asynchronous` is set, or None."""
+        """Return why its arithmetic has no fused collectives, or None."""
         return None if self.matmul is F.linear else getattr(self.matmul, "unfused", "has an arithmetic of its own")
 
     @property
