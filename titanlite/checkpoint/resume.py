@@ -214,12 +214,9 @@ def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims
     for section, values in identity_of(config, dims).items():
         saved: Mapping[str, Any] = getattr(state, section)
         for key, value in values.items():
-            if key not in saved or lasting(saved[key]) == lasting(value):
-                continue
-            of_another = {name for name, _, _ in _what_changed(key, lasting(saved[key]), lasting(value))}
-            for name, was, now in _what_changed(key, saved[key], value):
-                if name not in of_another:
-                    continue
+            before = saved.get(key, value)
+            of_another = {name for name, _, _ in _what_changed(key, lasting(before), lasting(value))}
+            for name, was, now in (c for c in _what_changed(key, before, value) if c[0] in of_another):
                 want = f"{show(was) or was}, as the checkpoint has it"
                 if name == "experts.balance_bias":
                     want += "; its rate may change, but a bias is there or is not: to hold it, a rate of 1e-12"

@@ -106,7 +106,12 @@ class Checkpoints:
         Raises:
             CheckpointError: as `step_to_resume` says.
         """
-        return on_rank_0(lambda: self._choose(resume))
+
+        def choose() -> int | None:
+            publish.remove_stale(self.root)
+            return step_to_resume(self.root, resume)
+
+        return on_rank_0(choose)
 
     def load(
         self, step: int, tensors: Mapping[str, Tensor], check: Callable[[SavedState], tuple[str, ...]] | None = None
@@ -167,28 +172,20 @@ class Checkpoints:
 
         return on_rank_0(finish, group, tmp)
 
-    def _choose(self, resume: Literal["auto", "never"] | int) -> int | None:
-        publish.remove_stale(self.root)
-        return step_to_resume(self.root, resume)
-
     def _verify(self, step: int) -> None:
         """Verify on all ranks; if the checkpoint is damaged, look for the one to go back to."""
-        try:
-            on_all_ranks(
-                lambda: publish.verify(publish.step_folder(self.root, step), share=rank(), shares=world_size())
-            )
-        except CheckpointError as damage:
-            good = self._newest_good(step)
-            then = f"step {good} is the newest that is undamaged" if good is not None else "no older one is undamaged"
-            raise CheckpointError(f"{damage}\n  {then}") from damage
+        if (damage := self._damage(step)) is None:
+            return
+        older = [other for other in on_rank_0(lambda: publish.complete_steps(self.root)) if other < step]
+        good = next((other for other in reversed(older) if self._damage(other) is None), None)
+        then = f"step {good} is the newest that is undamaged" if good is not None else "no older one is undamaged"
+        raise CheckpointError(f"{damage}\n  {then}") from damage
 
-    def _newest_good(self, before: int) -> int | None:
-        for step in reversed(on_rank_0(lambda: publish.complete_steps(self.root))):
-            if step < before:
-                folder = publish.step_folder(self.root, step)
-                try:
-                    on_all_ranks(lambda f=folder: publish.verify(f, share=rank(), shares=world_size()))
-                except CheckpointError:
-                    continue
-                return step
+    def _damage(self, step: int) -> CheckpointError | None:
+        """Return what is wrong with a checkpoint, of which each rank hashes a share."""
+        folder = publish.step_folder(self.root, step)
+        try:
+            on_all_ranks(lambda: publish.verify(folder, share=rank(), shares=world_size()))
+        except CheckpointError as damage:
+            return damage
         return None
