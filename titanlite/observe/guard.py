@@ -2,7 +2,7 @@
 
 A crash in native code, a library that aborts and a host without memory end a rank before it can say so; native code
 that never gives the interpreter back keeps even the watchdog's thread from running. Then this process ends the rank,
-where it is still there, and writes in `status.json` that the run has failed.
+if it is still there, and writes in `status.json` that the run has failed.
 
 The watchdog tells it every second that it runs, and how long it may fail to. Time in which the rank is stopped, as when
 a scheduler suspends a job, does not count: a timer inside the rank, such as `faulthandler` has, could not know.
@@ -51,11 +51,7 @@ class Guard:
             faulthandler.enable(sys.__stderr__)  # for the stacks of a rank that it ends
 
     def runs(self, limit_s: float) -> None:
-        """Say that this rank runs.
-
-        Args:
-            limit_s: how long it may fail to say so, while it is not stopped, before it is ended.
-        """
+        """Say that this rank runs, and how long it may fail to say so, while it is not stopped, before it is ended."""
         with suppress(OSError, ValueError):  # it is gone, has not read for long, or has ended
             self._pipe.write(f"{limit_s}\n".encode())
 

@@ -1,15 +1,15 @@
 """Let all ranks know that one of them waits for data that is still being made: who waits for it in turn does not hang.
 
-A rank that has its batch enters the step, and stays in a collective until the last one has its own. It cannot know why;
-so the one that waits says in the job's store, each time that its data has come closer, that it is alive, and a watchdog
-looks there before it ends a run. Nor can it tell the one that waits, in the step, that it was asked to stop: this, too,
-goes by the store.
+A rank that has its batch enters the step, and is in a collective until the last one has its own. It cannot know why; so
+the rank that waits says in the job's store, each time that its data has come closer, that it is alive, and a watchdog
+looks there before it ends a run. A request to stop goes by the store, too: the rank that waits is in no collective.
 """
 
-import threading
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+from titanlite.observe.stall_report import answer_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -19,11 +19,7 @@ _ANSWER_S = 5.0  # for the store, whose host may be gone
 
 
 class SharedWait:
-    """Tell of a wait and of a request to stop, and look for them.
-
-    Args:
-        store: of all ranks of the job.
-    """
+    """Tell of a wait and of a request to stop by the job's store, and look for them."""
 
     def __init__(self, store: "dist.Store") -> None:
         # Of a thread each: who waits for data, the watchdog, and who takes signals.
@@ -47,14 +43,5 @@ class SharedWait:
 
     def is_on(self, within_s: float) -> bool:
         """Return whether a rank has told so in the last seconds, by the clocks of both hosts."""
-        found: list[float] = []
-
-        def ask() -> None:
-            with suppress(RuntimeError):  # the store's host has ended
-                if self._asker.check([_KEY]):
-                    found.append(float(self._asker.get(_KEY)))
-
-        thread = threading.Thread(target=ask, daemon=True)
-        thread.start()
-        thread.join(_ANSWER_S)
-        return bool(found) and time.time() - found[0] < within_s
+        told = answer_of(lambda: self._asker.get(_KEY) if self._asker.check([_KEY]) else None, _ANSWER_S)
+        return told is not None and time.time() - float(told) < within_s

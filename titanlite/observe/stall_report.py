@@ -15,27 +15,23 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+
+T = TypeVar("T")
 
 _PACKAGE = Path(__file__).parents[1]
 _SILENT = "no answer, so stopped, in native code that keeps the interpreter, or still at work"
 
 
 class StallReport:
-    """One rank's part.
-
-    Args:
-        store: of all ranks of the job.
-        rank: this one.
-        world: their number.
-    """
+    """The part of one rank, which has a connection to the job's store."""
 
     def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
         # A connection of its own: that of the main thread is taken while NCCL, say, waits there for a peer.
@@ -51,9 +47,15 @@ class StallReport:
 
         Returns:
             On rank 0, or on rank 1 if rank 0 or the store does not answer: where each rank is, a line for each place,
-            those of fewest ranks last. Else None.
+            the places of fewest ranks last. Else None.
         """
-        if not self._store_place(where, wait_s):
+
+        def store_place() -> bool:
+            self._store.set(self._key(self._rank), f"{time.time()} {where}")
+            self._store.check([self._key(self._rank)])  # to set a key waits for no answer
+            return True
+
+        if not answer_of(store_place, wait_s):
             return f"    {where}: rank {self._rank}\n    {_store_host()}" if self._rank == 1 else None
         if self._rank > 1 or (self._rank == 1 and self._poll([0], wait_s)):
             return None
@@ -64,19 +66,6 @@ class StallReport:
         of_most_first = sorted(places.items(), key=lambda place: -len(place[1]))
         return "\n".join(f"    {place}: {self._who(ranks)}" for place, ranks in of_most_first)
 
-    def _store_place(self, where: str, wait_s: float) -> bool:
-        """Store where this rank is; return whether the store answered: one whose host is stopped never does."""
-        taken = threading.Event()
-
-        def store_place() -> None:
-            with suppress(RuntimeError):  # its host has ended
-                self._store.set(self._key(self._rank), f"{time.time()} {where}")
-                self._store.check([self._key(self._rank)])  # to set a key waits for no answer
-                taken.set()
-
-        threading.Thread(target=store_place, daemon=True).start()
-        return taken.wait(wait_s)
-
     def _who(self, ranks: list[int]) -> str:
         words, process = _rank_spans(ranks), self._key(ranks[0], "process")
         if len(ranks) > 1 or not self._store.check([process]):
@@ -84,7 +73,7 @@ class StallReport:
         return f"{words} ({self._store.get(process).decode()})"
 
     def _poll(self, ranks: Iterable[int], wait_s: float) -> dict[int, str]:
-        """Return the places that ranks have stored by the end of this wait; those of an earlier one are left out."""
+        """Return the places that ranks have stored by the end of this wait, without those of an earlier one."""
         polled: dict[int, str] = {}
         missing, end, since = set(ranks), time.monotonic() + wait_s, time.time() - 2 * wait_s
         while missing:
@@ -103,8 +92,21 @@ class StallReport:
         return f"titanlite/stall_report/{rank}/{what}"
 
 
+def answer_of(ask: Callable[[], T], wait_s: float) -> T | None:
+    """Return what a store answers; None if its host has ended, or is stopped, so that it never does."""
+    found: list[T] = []
+
+    def listen() -> None:
+        with suppress(RuntimeError):
+            found.append(ask())
+
+    thread = threading.Thread(target=listen, daemon=True)
+    thread.start()
+    thread.join(wait_s)
+    return found[0] if found else None
+
+
 def _store_host() -> str:
-    """Name who does not answer where the store does not."""
     is_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     who = "torchrun, and perhaps ranks beside it" if is_agent else "rank 0"
     address = os.environ.get("MASTER_ADDR", "its host")

@@ -1,10 +1,10 @@
 """Write status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
 
-The file is replaced as a whole, so a reader never sees half of it; only where a full disk has no room for another, an
-end is written over what is there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it
-until it is killed. For a rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only
-where both are killed, or the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed
-every ten seconds. Once a job that began later has written there, the folder is that one's, and this one writes no more.
+The file is replaced as a whole, so a reader never sees half of it; only on a full disk an end is written over what is
+there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it until it is killed. For a
+rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only where both are killed, or
+the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed every ten seconds. Once a
+job that began later has written there, the folder is that one's, and this one writes no more.
 """
 
 import fcntl
@@ -29,16 +29,15 @@ _WAIT_S = 2.0  # for another process's word, which takes milliseconds
 
 
 class Status(Observer):
-    """The state of this run. On ranks other than 0 all methods but `failed` and `stalled` do nothing."""
+    """The state of this run, "running" from now on. Ranks other than 0 write `failed` and `stalled` alone.
+
+    Args:
+        path: the file; its folder exists.
+        step: the step from which training starts.
+        rank: this process's.
+    """
 
     def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
-        """Write that the run is running.
-
-        Args:
-            path: the file; its folder exists.
-            step: the step from which training starts.
-            rank: this process's.
-        """
         self._path, self._rank, self._written = path, rank, 0.0
         self.step = step  # the last one done
         self.stall: str | None = None  # where each rank was when this one last asked, if there was no step since
@@ -56,16 +55,12 @@ class Status(Observer):
         self.step, self.stall = step, None
         self._began = self._began or self._content().get("started", "")
         if self._rank == 0 and time.monotonic() - self._written >= _RENEW_S:
-            with one_writer(self._path):
-                if not self._another_ended():
-                    self._write("running")
+            self._write_running()
 
     def stalled(self, text: str) -> None:
         """Note that no step is made, and where each rank is: `failed` keeps it, should the run end of that."""
         self.stall = text
-        with one_writer(self._path):
-            if not self._another_ended():
-                self._write("running", stalled=text)
+        self._write_running(stalled=text)
 
     def idle(self, is_last: bool) -> bool:
         """Write what was there before a start that had nothing to do, if that was an end.
@@ -76,8 +71,7 @@ class Status(Observer):
         Returns:
             Whether it was written.
         """
-        stays = ("finished",) if is_last else ("finished", "stopped")
-        if self._before.get("state") not in stays:
+        if self._before.get("state") not in (("finished",) if is_last else ("finished", "stopped")):
             return False
         with self._lock:
             if self._is_lost():
@@ -106,9 +100,8 @@ class Status(Observer):
     def failed(self, error: BaseException) -> None:
         """Write that the run ended with an error, after the last step noted.
 
-        What is written of another rank stays: this one mostly fails because that one is gone. A mistake is all
-        ranks', and rank 0 speaks for them. So does it if it has been stopped, and fails because others were too. Where
-        each rank was when no step was made stays, too.
+        What another rank has written stands: this one mostly fails because that one is gone. Rank 0 alone replaces it,
+        with a mistake, which is that of all ranks. Where each rank was when no step was made is kept.
         """
         with one_writer(self._path):
             if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
@@ -116,6 +109,11 @@ class Status(Observer):
             stalled = {key: text for key, text in self._content().items() if key == "stalled"}
             kind, message = type(error).__name__, str(error)
             self._write("failed", error={"type": kind, "message": message, "rank": self._rank}, **stalled)
+
+    def _write_running(self, **more: str) -> None:
+        with one_writer(self._path):
+            if not self._another_ended():
+                self._write("running", **more)
 
     def _another_ended(self) -> bool:
         """Return whether another rank failed, or rank 0 was stopped."""
@@ -130,7 +128,7 @@ class Status(Observer):
     def _content(self) -> dict[str, Any]:
         try:
             return read_status(self._path)
-        except (OSError, ValueError):  # there is none, or the host went down while it was written, or it was edited
+        except (OSError, ValueError):  # there is none, or the host went down while it was written
             return {}
 
     def _is_lost(self) -> bool:
@@ -140,15 +138,13 @@ class Status(Observer):
     def _write(self, state: str, **more: object) -> None:
         self._written = time.monotonic()
         run: dict[str, object] = {"started": self._started, "host": os.uname().nodename, "pid": os.getpid()}
-        if self._rank:  # it is rank 0 that a run is known by
+        if self._rank:  # a run is known by its rank 0
             before = self._content()
             run |= {key: before[key] for key in run if key in before}
         content = {"state": state, "step": self.step, **more, **run, "updated": now()}
         with self._lock:
             # A thread that asked where all ranks are may be late; and who was stopped fails of what follows.
-            if self._end and (state == "running" or (self._end, state) == ("stopped", "failed")):
-                return
-            if self._is_lost():
+            if (self._end and (state == "running" or (self._end, state) == ("stopped", "failed"))) or self._is_lost():
                 return
             write_status(self._path, content, self._rank)
             self._end = "" if state == "running" else state
@@ -158,11 +154,8 @@ class Status(Observer):
 def one_writer(path: Path) -> Iterator[None]:
     """Let no other process of this host write a `status.json` between what this one reads there and writes.
 
-    The file is replaced, so it is its folder that is locked. Where that cannot be, or somebody who has it is stopped,
-    this goes on without: then the last word counts.
-
-    Args:
-        path: the file.
+    The file is replaced, so it is its folder that is locked. Where that cannot be, or its holder is stopped, this goes
+    on without a lock: then the last word counts.
     """
     with ExitStack() as held:
         with suppress(OSError):
@@ -183,39 +176,24 @@ def _has_locked(folder: int) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Read what a `status.json` says.
-
-    Args:
-        path: the file.
-
-    Returns:
-        At least "state" and "updated"; "started" is a text and "error" a table, where they are.
+    """Read what a `status.json` says: at least "state" and "updated".
 
     Raises:
-        FileNotFoundError: there is none.
-        OSError: it cannot be read, or is no plain file.
+        OSError: there is none, it cannot be read, or is no plain file.
         ValueError: it does not say that.
     """
     content = parse_json(read_plain(path))
-    kinds = {"state": str, "updated": str, "started": str, "error": dict}
-    is_one = isinstance(content, dict) and {"state", "updated"} <= content.keys()
-    if not is_one or not all(isinstance(content.get(key, of()), of) for key, of in kinds.items()):
+    if not isinstance(content, dict) or not {"state", "updated"} <= content.keys():
         raise ValueError("no JSON object with a state")
     return content
 
 
 def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
-    """Write a `status.json`.
-
-    Args:
-        path: the file.
-        content: all of it.
-        rank: whose words they are.
-    """
+    """Write a `status.json`; on a full disk, an end over what stands there."""
     text = json.dumps(redact_tree(content), indent=2) + "\n"
     try:
         write_durably(path, text, by=f".{rank}", on_disk=False)
-    except OSError:  # of a full disk, which may be what the run ends of: what stands there has room
+    except OSError:  # the run may end because the disk is full: what stands there has room
         if content["state"] == "running":
             raise
         with open(open_plain(path, os.O_RDWR), "r+", encoding="utf-8") as file:

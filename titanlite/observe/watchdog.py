@@ -7,12 +7,12 @@ that the launcher ends the other ranks or restarts them all.
 
 Earlier, and not if steps are as slow as that, all ranks say where they are (`stall_report.py`).
 
-It is this clock that ends a run, and none of NCCL's or gloo's: it stands still while the process does. A scheduler that
-suspends a job for an hour and wakes it again has not hung it, but a library finds its timers run out.
+This clock ends a run, not NCCL's or gloo's: it stands still while the process is stopped. A scheduler that suspends a
+job for an hour has not hung it, but a library finds its timers run out.
 
 Stacks of a C++ hang end at the Python line that called into it, which names the collective. If native code never gives
-the interpreter back, the thread itself cannot run, and does not tell the process beside this one (`guard.py`) that it
-does, which then ends this one. `os._exit` is used because a regular exit would wait for the very thread that hangs.
+the interpreter back, this thread cannot run either; the process beside this one (`guard.py`) then hears nothing of it,
+and ends this one. `os._exit` is used because a regular exit would wait for the very thread that hangs.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, NoReturn
 
 from titanlite.durable import append_plain
@@ -48,7 +47,7 @@ class _Seen(NamedTuple):
 
 
 class _Clock:
-    """Time without reports, but for that in which this process stood still; read by one thread, at each of its looks.
+    """Time without reports, except that in which this process was stopped; read by one thread, at each of its looks.
 
     A process that is woken may report before that thread has seen for how long it was stopped.
     """
@@ -74,7 +73,19 @@ class _Clock:
 
 
 class Watchdog:
-    """Watches one rank. Use as a context manager around the training loop."""
+    """Watches one rank. Use as a context manager around the training loop.
+
+    Args:
+        timeout_s: longest time without progress; see `set_timeout`.
+        log: the rank's log file, to which the stacks are appended.
+        rank: global rank, named in the message.
+        on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
+        stall_report: how ranks say where they are.
+        on_stall: called with where they are, on one rank, as `Status.stalled`.
+        guard: the process that ends this one when the watchdog cannot.
+        is_excused: called with the limit before the process is ended; returns whether it goes on: another rank waits
+            for data that is being made.
+    """
 
     def __init__(
         self,
@@ -87,19 +98,6 @@ class Watchdog:
         guard: Guard | None = None,
         is_excused: Callable[[float], bool] | None = None,
     ) -> None:
-        """Start watching.
-
-        Args:
-            timeout_s: longest time without progress; see `set_timeout`.
-            log: the rank's log file, to which the stacks are appended.
-            rank: global rank, named in the message.
-            on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
-            stall_report: how ranks say where they are.
-            on_stall: called with that, on one rank, as `Status.stalled`.
-            guard: the process that ends this one when the watchdog cannot.
-            is_excused: called with the limit before the process is ended; returns whether it goes on: another rank
-                waits for something that comes.
-        """
         self._log = append_plain(log)
         self._rank = rank
         self._on_timeout = on_timeout
@@ -115,33 +113,19 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def progress(self, step: int, phase: str) -> None:
-        """Report that the run moves. Costs nothing; call it as often as there is something to say.
-
-        Args:
-            step: the step being made.
-            phase: what is begun now, as "data", "step", "validation", "checkpoint".
-        """
-        self._seen = self._seen._replace(since=time.monotonic(), step=step, phase=phase)
-
-    def set_timeout(self, seconds: float) -> None:
-        """Set the longest time without progress, from now on; long for the first step, which compiles.
-
-        After half of it, and twice the time of any step under it, ranks say where they are.
-        """
-        now = time.monotonic()
-        self._seen = self._seen._replace(since=now, limited=now, timeout_s=seconds)
-
-    def close(self) -> None:
-        """Stop watching."""
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
         self._thread.join()
         self._log.close()
+
+    def progress(self, step: int, phase: str) -> None:
+        """Report that a step is being made, and the phase of it that begins, as "data". Costs nothing."""
+        self._seen = self._seen._replace(since=time.monotonic(), step=step, phase=phase)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set the longest time without progress; after half of it, and twice any step's, ranks say where they are."""
+        now = time.monotonic()
+        self._seen = self._seen._replace(since=now, limited=now, timeout_s=seconds)
 
     def _watch(self) -> None:
         asked_since, clock = 0.0, _Clock(self._seen, time.monotonic())

@@ -19,7 +19,7 @@ from titanlite.observe.stall_report import StallReport, innermost_line
 PROCESS = f"host {socket.gethostname()}, process {os.getpid()}"
 
 
-def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float = 2.0) -> dict[int, str | None]:
+def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float) -> dict[int, str | None]:
     """What each rank that is called is told."""
     told: dict[int, str | None] = {}
 
@@ -34,21 +34,26 @@ def held(store: dist.Store, places: dict[int, str], world: int, wait_s: float = 
     return told
 
 
-def test_rank_0_is_told_where_all_are_by_place() -> None:
-    places = dict.fromkeys(range(9), "step 58, in read") | {3: "step 57, in next", 7: "step 57, in next"}
-    told = held(dist.HashStore(), places, world=9)
-    assert told.pop(0) == "    step 58, in read: ranks 0-2, 4-6, 8\n    step 57, in next: ranks 3, 7"
-    assert set(told.values()) == {None}
+SILENT = f"    {module._SILENT}: rank"
+NINE = dict.fromkeys(range(9), "step 58, in read") | {3: "step 57, in next", 7: "step 57, in next"}
+
+
+@pytest.mark.parametrize(
+    ("places", "world", "told"),
+    [
+        (NINE, 9, {0: "    step 58, in read: ranks 0-2, 4-6, 8\n    step 57, in next: ranks 3, 7"}),
+        ({0: "here", 1: "here", 3: "here"}, 4, {0: f"    here: ranks 0-1, 3\n{SILENT} 2"}),
+        ({1: "here", 2: "there"}, 3, {1: f"{SILENT} 0\n    here: rank 1 ({PROCESS})\n    there: rank 2 ({PROCESS})"}),
+    ],
+    ids=["all answer", "one is silent", "rank 0 is silent"],
+)
+def test_one_rank_is_told_where_all_are_by_place(places: dict[int, str], world: int, told: dict[int, str]) -> None:
+    assert held(dist.HashStore(), places, world, wait_s=1.0) == {**dict.fromkeys(places), **told}
 
 
 def test_rank_0_waits_no_longer_than_for_all(monkeypatch) -> None:
     monkeypatch.setattr(module.time, "sleep", lambda _seconds, sleep=time.sleep: sleep(0.01))
     held(dist.HashStore(), dict.fromkeys(range(3), "here"), world=3, wait_s=3600)  # which no test has
-
-
-def test_a_rank_that_does_not_answer_is_named() -> None:
-    told = held(dist.HashStore(), {0: "here", 1: "here", 3: "here"}, world=4, wait_s=1.0)
-    assert told[0] == f"    here: ranks 0-1, 3\n    {module._SILENT}: rank 2"
 
 
 def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
@@ -67,15 +72,9 @@ def test_a_store_in_which_the_main_thread_waits_is_not_blamed() -> None:
     began.wait()
     time.sleep(0.5)  # until it is in the store
     try:
-        assert stall_report.hold("here", 1.5) == f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})"
+        assert stall_report.hold("here", 1.5) == f"{SILENT} 0\n    here: rank 1 ({PROCESS})"
     finally:
         main.join()
-
-
-def test_without_rank_0_rank_1_is_told() -> None:
-    told = held(dist.HashStore(), {1: "here", 2: "there"}, world=3, wait_s=1.0)
-    places = f"    {module._SILENT}: rank 0\n    here: rank 1 ({PROCESS})\n    there: rank 2 ({PROCESS})"
-    assert told == {1: places, 2: None}
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -104,7 +103,7 @@ def test_what_was_said_of_an_earlier_wait_does_not_count() -> None:
     store = dist.HashStore()
     held(store, {0: "here", 1: "here"}, world=2, wait_s=0.5)
     time.sleep(1.25)
-    now = f"    now: rank 0 ({PROCESS})\n    {module._SILENT}: rank 1 ({PROCESS})"
+    now = f"    now: rank 0 ({PROCESS})\n{SILENT} 1 ({PROCESS})"
     assert held(store, {0: "now"}, world=2, wait_s=0.5)[0] == now
 
 

@@ -81,39 +81,45 @@ def test_a_rank_that_ended_before_its_guard_was_awake_is_named(tmp_path):
     assert (read(path)["error"]["type"], read(path)["error"]["rank"]) == ("ChildProcessError", 1)
 
 
-def test_the_rank_that_failed_first_is_named(tmp_path, monkeypatch):
+CAUSE, GONE = RuntimeError("cause"), RuntimeError("connection closed by peer")
+FINISHED, OF_RANK_0 = {"state": "finished", "step": 10}, StepError("of all ranks")
+
+
+def stopped(by, step=3):
+    return {"state": "stopped", "step": step, "by": by}
+
+
+def failed(rank, step=0, error=CAUSE):
+    told = {"type": type(error).__name__, "message": str(error), "rank": rank}
+    return {"state": "failed", "step": step, "error": told}
+
+
+@pytest.mark.parametrize(
+    ("acts", "said"),
+    [  # rank, what it does, and with what
+        ([(1, "progress", 3), (1, "finished", 3), (1, "stopped", 3, "SIGTERM")], {"state": "running", "step": 0}),
+        ([(0, "stopped", 5, "SIGTERM")], stopped("SIGTERM", 5)),
+        ([(0, "stopped", 5, "SIGTERM"), (0, "finished", 10)], FINISHED),
+        ([(0, "stopped", 3, "SIGTERM"), (1, "failed", GONE)], stopped("SIGTERM")),
+        # A thread has noted the stop of a run that goes on until it fails.
+        ([(0, "stopped", 3, "a second signal"), (0, "progress", 4), (0, "failed", GONE)], stopped("a second signal")),
+        ([(1, "failed", CAUSE), (0, "progress", 3), (0, "failed", GONE), (2, "failed", GONE)], failed(1)),
+        ([(1, "progress", 3), (1, "failed", CAUSE), (0, "failed", GONE)], failed(1, 3)),
+        ([(1, "failed", CAUSE), (0, "failed", OF_RANK_0)], failed(0, error=OF_RANK_0)),
+        ([(1, "failed", CAUSE), (0, "stalled", "rank 1 is silent")], failed(1)),
+        # The thread that asks where all ranks are waits for them, and the run may end meanwhile.
+        ([(0, "failed", CAUSE), (0, "stalled", "rank 1 is silent")], failed(0)),
+    ],
+)
+def test_the_first_end_stands_unless_who_knows_better_writes_another(tmp_path, monkeypatch, acts, said):
     monkeypatch.setattr(module, "_RENEW_S", 0.0)
     path = tmp_path / "status.json"
-    first, second, third = (Status(path, rank=rank) for rank in (0, 1, 2))
-    second.progress(3)
-    second.finished(3)
-    assert (read(path)["state"], read(path)["step"]) == ("running", 0)
-    second.failed(ZeroDivisionError("a bug"))
-    first.progress(3)  # what rank 0 was at
-    first.failed(RuntimeError("connection closed by peer"))
-    third.failed(RuntimeError("connection closed by peer"))
-    assert (read(path)["state"], read(path)["step"]) == ("failed", 3)
-    assert read(path)["error"] == {"type": "ZeroDivisionError", "message": "a bug", "rank": 1}
-    first.failed(StepError("of all ranks"))
-    assert read(path)["error"]["rank"] == 0
-
-
-def test_a_rank_that_fails_because_rank_0_was_stopped_is_not_named(tmp_path):
-    path = tmp_path / "status.json"
-    first, second = (Status(path, rank=rank) for rank in (0, 1))
-    first.stopped(3, by="SIGTERM")
-    second.failed(RuntimeError("connection closed by peer"))
-    assert (read(path)["state"], read(path)["by"]) == ("stopped", "SIGTERM")
-
-
-def test_nothing_follows_a_stop_that_a_thread_has_noted_but_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_RENEW_S", 0.0)
-    path = tmp_path / "status.json"
-    status = Status(path)
-    status.stopped(3, by="a second signal, SIGTERM")
-    status.progress(4)
-    status.failed(RuntimeError("connection closed by peer"))
-    assert (read(path)["state"], read(path)["step"]) == ("stopped", 3)
+    ranks = [Status(path, rank=rank) for rank in range(3)]
+    for rank, act, *given in acts:
+        getattr(ranks[rank], act)(*given)
+    content = read(path)
+    assert {key: content[key] for key in content.keys() - {"started", "host", "pid", "updated"}} == said
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_an_earlier_run_failed_of_is_no_matter(tmp_path):
@@ -136,17 +142,6 @@ def test_a_run_that_has_lost_its_folder_leaves_what_the_other_writes(tmp_path, m
             write(3)
             assert (read(path) == other) is stays, write
         path.unlink()
-
-
-def test_the_two_clean_ends(tmp_path):
-    path = tmp_path / "status.json"
-    status = Status(path)
-    status.stopped(5, by="SIGTERM")
-    assert (read(path)["state"], read(path)["by"], read(path)["step"]) == ("stopped", "SIGTERM", 5)
-    status.finished(10)
-    assert (read(path)["state"], read(path)["step"]) == ("finished", 10)
-    assert "by" not in read(path)
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path):
@@ -207,23 +202,6 @@ def test_a_run_that_makes_no_step_says_where_its_ranks_are_until_it_makes_one(tm
     assert "stalled" not in read(path)
 
 
-def test_a_stall_does_not_hide_the_rank_that_failed(tmp_path):
-    path = tmp_path / "status.json"
-    status = Status(path)
-    Status(path, rank=1).failed(RuntimeError("cause"))
-    status.stalled("rank 1 is silent")
-    assert (read(path)["state"], read(path)["error"]["rank"]) == ("failed", 1)
-
-
-def test_a_late_word_of_a_stall_does_not_hide_how_this_rank_ended(tmp_path):
-    """The thread that asks where all ranks are waits for them, and the run may end meanwhile."""
-    path = tmp_path / "status.json"
-    status = Status(path)
-    status.failed(RuntimeError("cause"))
-    status.stalled("rank 1 is silent")
-    assert (read(path)["state"], read(path)["error"]["message"]) == ("failed", "cause")
-
-
 def test_a_run_is_known_by_its_first_process(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     Status(path, step=7)
@@ -241,28 +219,6 @@ def test_a_file_that_a_host_without_power_has_left_empty_is_written_anew(tmp_pat
     path.touch()
     Status(path, rank=rank).failed(ValueError("cause"))
     assert (read(path)["state"], read(path)["error"]["rank"]) == ("failed", rank)
-
-
-@pytest.mark.parametrize(
-    "edited",
-    [
-        {"state": "failed", "updated": "2099"},
-        {"state": "failed", "updated": "2099", "error": "a bug"},
-        {"state": "stopped", "updated": 5},
-        {"state": ["running"], "updated": "2099", "started": 5},
-        ["running"],
-    ],
-)
-def test_a_file_that_somebody_has_edited_ends_no_run(tmp_path, monkeypatch, edited):
-    monkeypatch.setattr(module, "_RENEW_S", 0.0)
-    path = tmp_path / "status.json"
-    first, second = (Status(path, rank=rank) for rank in (0, 1))
-    for write in (first.progress, second.stalled, second.failed, first.finished):
-        run = guard._run_of(path)
-        path.write_text(json.dumps(edited))
-        guard._say_failed(path, run, 1, "ChildProcessError", "rank 1 was killed")
-        write(3)
-    assert (read(path)["state"], read(path)["step"]) == ("finished", 3)
 
 
 @pytest.mark.parametrize("is_last", [True, False])
