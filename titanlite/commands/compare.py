@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from titanlite.commands.arguments import Command
-from titanlite.comparison.judge import FLOORS, is_open, judge, tokens_to_equal_loss
+from titanlite.comparison.judge import FLOORS, Verdict, is_open, judge, tokens_to_equal_loss
 from titanlite.comparison.layers import Parting
 from titanlite.comparison.picture import draw_losses
 from titanlite.comparison.report import write_report
 from titanlite.comparison.reruns import floor_of, measure_floor, parting
 from titanlite.comparison.runs import RunRecord, read_runs
 from titanlite.comparison.tables import RESULTS, config_differences, results
-from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_verdicts import paths_on_server, send_verdicts
 from titanlite.errors import Problem, describe
 from titanlite.observe.experts_file import read_experts

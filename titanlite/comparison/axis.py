@@ -1,8 +1,8 @@
-"""Choose what an axis shows of lines: what matters, not what is largest.
+"""Choose the limits of an axis by the values that matter, not by the largest.
 
-A training loss begins at 12 and ends at 3. On an axis from 0 to 12 no difference between two runs is to be seen. So the
-first 2 % of the run do not count, and beyond that the values from the 1st to the 95th percentile; the rest is within
-the axis, too, if it adds no more than half of that at its end. `page/fit.js` has the same rule for the page.
+A training loss begins at 12 and ends at 3, and an axis from 0 to 12 would show no difference between two runs. So the
+first 2 % of the run do not count, and of the rest the 1st to the 95th percentile is shown, and what is beyond these if
+it adds no more than half of their range at its end. `page/fit.js` has the same rule for the page.
 """
 
 import math

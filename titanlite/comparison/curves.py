@@ -4,7 +4,7 @@ A line of many thousand points is wider than any screen. It is cut into pieces o
 mean, the least and the greatest value are kept: a mean, unlike a choice of points, leaves a smoothed curve where it
 was, and the extremes keep each spike. Pieces of powers of two end at equal steps in runs of unequal length.
 
-Time is that of training: the sum of the steps' `seconds`, in which validations and checkpoints do not count.
+Time is training time: the sum of the steps' `seconds`, in which validations and checkpoints do not count.
 """
 
 import base64
@@ -30,48 +30,28 @@ DASHES = ((), (8, 4), (2, 3))  # of lines 1 to 7, 8 to 14, 15 to 21; then they r
 
 @dataclass(frozen=True)
 class Curve:
-    """One run's values of one metric, and where they lie on the axes. Arrays are [n].
+    """One run's values of one metric, and where they lie on the axes. Arrays are [n]."""
 
-    Attributes:
-        run: the run's number in the comparison.
-        steps: optimizer steps done.
-        tokens: trained on until then.
-        seconds: of training until then; None where the run's steps do not say how long they took.
-        values: NaN where a value was not finite.
-    """
-
-    run: int
+    run: int  # its number in the comparison
     steps: Values
-    tokens: Values
-    seconds: Values | None
-    values: Values
+    tokens: Values  # trained on until then
+    seconds: Values | None  # of training until then; None where the run's steps do not say how long they took
+    values: Values  # NaN where a value was not finite
 
 
 @dataclass(frozen=True)
 class Chart:
-    """The values of one metric of all runs that have it.
+    """The values of one metric of all runs that have it."""
 
-    Attributes:
-        name: as in metrics.jsonl.
-        group: of the charts among which it stands.
-        label: what it is, with its unit.
-        is_noisy: whether smoothing helps.
-        lines: at most one a run.
-    """
-
-    name: str
-    group: str
-    label: str
-    is_noisy: bool
-    lines: list[Curve]
+    name: str  # as in metrics.jsonl
+    group: str  # of charts
+    label: str  # what it is, with its unit
+    is_noisy: bool  # whether smoothing helps
+    lines: list[Curve]  # at most one a run
 
 
 def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
-    """Collect every metric that any run has logged, and the differences of the losses from those of the first run.
-
-    Returns:
-        The metrics, declared ones first and in the order of their groups, others as they come in the files.
-    """
+    """Collect every metric that a run has logged, declared ones first, and differences of the losses from the first."""
     grouped = [key for key, metric in METRICS.items() if metric.group]
     in_order = [name for key in grouped for name in ((key, DIFFERENCE) if key == "loss" else (key,))]
     lines: dict[str, list[Curve]] = {name: [] for name in in_order}
@@ -94,11 +74,7 @@ def metrics_of(records: Sequence[RunRecord]) -> list[Chart]:
 
 
 def paired_differences(record: RunRecord, first: RunRecord, metric: str) -> tuple[Values, Values]:
-    """Subtract the first run's values of a metric of steps at equal numbers of tokens.
-
-    Returns:
-        [n] tokens, ascending, and [n] differences, where both values are finite.
-    """
+    """Return [n] tokens, ascending, at which both runs logged a finite value of a metric, and [n] their differences."""
     found = differences_from(*(_curve(0, run.steps, metric, None) for run in (record, first)))
     known = np.isfinite(found.values)
     return found.tokens[known], found.values[known]
@@ -110,12 +86,7 @@ def rows_a_piece(rows: int) -> int:
 
 
 def thin(line: Curve) -> tuple[int, Curve, Values, Values]:
-    """Cut a long line into pieces.
-
-    Returns:
-        Rows a piece (1: the line is whole), the pieces' mean places and values, and their least and greatest values,
-        NaN where there is no finite one.
-    """
+    """Return rows a piece (1: whole), the pieces' mean places and values, and their least and greatest, NaN if none."""
     size = rows_a_piece(len(line.values))
     if size == 1:
         return 1, line, line.values, line.values

@@ -1,10 +1,10 @@
 """Judge whether two runs train the same: equal bits, within rounding, within seed noise, or different.
 
 Two runs with one seed see the same samples under any layout, so their losses are compared in pairs, step by step, and
-what the samples do to a loss cancels. What is left is what the runs do differently, and rounding, which grows: two runs
-that differ in the last bit of their weights drift apart. How far is measured, by runs of the first config whose initial
-weights were nudged by one rounding (`training.nudge`); what stays near their drift is within rounding. The first steps
-say most, because rounding is still small there. Later one nudged run alone may by chance have drifted little.
+the effect of the samples cancels. The rest is what the runs do differently, and rounding, which grows: two runs that
+differ in the last bit of their weights drift apart. How far is measured, by runs of the first config whose initial
+weights were nudged by one rounding (`training.nudge`); a run that is as near as these is within rounding. The first
+steps say most, because rounding is still small there. Later one nudged run alone may by chance have drifted little.
 
 Where runs differ, the size is the mean of the paired differences over the last fifth of the steps, with an interval by
 a block bootstrap, because the differences of neighbouring steps are alike. Runs of other seeds say how much is chance.
@@ -12,6 +12,7 @@ a block bootstrap, because the differences of neighbouring steps are alike. Runs
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 
 from titanlite.comparison.curves import Values, paired_differences, tokens_in_words
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import Verdict
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import is_of_step
 
@@ -31,14 +31,34 @@ BEYOND = _LIMITS[-1]
 FLOORS = len(_LIMITS)  # nudged runs, at most
 _RESOLUTION = {"loss": 2.0**-20, "grad_norm": 2.0**-18}  # of float32 numbers that are summed in another order, relative
 _NOTHING = "nothing"  # of a step without targets, its loss
-# Of the keys in rows, the beginnings of those that equal bits are claimed of.
+# Beginnings of the keys of which equal bits are claimed.
 _JUDGED = {"grad_norm", *(key for key, metric in METRICS.items() if metric.group in ("Loss", "Accuracy"))}
-_NOT_OF_SAMPLES = ("data.cache_dir",)  # of the keys of data, those that do not decide which samples a step sees
+_NOT_OF_SAMPLES = ("data.cache_dir",)  # keys of data that do not decide which samples a step sees
 _FEWEST = 20  # differences that an interval can be made of
 # Student's t that a share of 0.95 lies within, by degrees of freedom from 1 on; from 10 on the normal distribution's
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 1.96)
 _LAST = 0.2  # the share of the steps that the final difference is taken over
 _RESAMPLES, _OUTSIDE = 2000, 0.05  # of the interval
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the loss of one run differs from the first's."""
+
+    run: str  # its name
+    kind: str  # "equal bits", "within" rounding, seed noise or tolerance, "no difference shown" or "differs"
+    line: str  # as the command prints it
+    low: float = math.nan  # ends of the interval of its mean loss less the first's, in nats per token; infinite for too
+    high: float = math.nan  # few steps, NaN where there is no mean
+    # Tokens trained on, [n], ascending, and the difference within which rounding is taken for the cause, [n] nats per
+    # token; None where it is not known.
+    band: tuple[Values, Values] | None = None
+    is_short: bool = False  # one of the two has ended before the last step of its config: less was compared
+
+    @property
+    def passes(self) -> bool:
+        """Return whether the run can be taken for the first as far as both were to go."""
+        return self.kind != "differs" and not self.is_short
 
 
 def judge(
@@ -48,7 +68,7 @@ def judge(
     seeds: Sequence[RunRecord] = (),
     tolerance: float | None = None,
 ) -> Verdict | None:
-    """Judge a run against the first.
+    """Judge a run against the first; None if they have no step in common.
 
     Args:
         first: the baseline.
@@ -56,9 +76,6 @@ def judge(
         nudged: runs of the first's config with other values of `training.nudge`, at most `FLOORS`.
         seeds: runs of the first's config with other seeds.
         tolerance: largest difference of the final loss that is accepted, in nats per token.
-
-    Returns:
-        The verdict; None if the runs have no step in common.
     """
     tokens, loss = paired_differences(other, first, "loss")
     _, norm = paired_differences(other, first, "grad_norm")
@@ -118,7 +135,7 @@ def _is_between(ratio: float, n: int) -> bool:
 
 
 def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> dict[str, float]:
-    """Return how many times as far as the nudged runs a run drifts: the largest ratio of any window, per metric."""
+    """Return by metric how many times as far as the nudged runs a run drifts: the largest ratio of any window."""
     ratios = {}
     for metric in _RESOLUTION:
         tokens, drift = paired_differences(other, first, metric)
@@ -134,8 +151,7 @@ def drift_ratios(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]
 def tokens_to_equal_loss(first: RunRecord, other: RunRecord) -> float | None:
     """Return how many times the first's tokens the other needs for the loss that both reach; None if neither does.
 
-    Losses are running means over a fifth of the steps. The run that ends lower is the one whose way is measured, so a
-    number below 1 is a gain.
+    Losses are running means over a fifth of the steps. A number below 1 is a gain.
     """
     (x, mine), (y, its) = (_smoothed(run) for run in (other, first))
     if not len(mine) or not len(its):
@@ -170,10 +186,7 @@ def _other_samples(first: RunRecord, other: RunRecord) -> list[str]:
 def _apart(first: RunRecord, other: RunRecord, is_equal: bool) -> tuple[str, int] | None:
     """Return what sets two runs apart whatever their mean difference is, and at how many tokens; None for nothing.
 
-    Args:
-        first: the baseline.
-        other: the run in question.
-        is_equal: whether their losses and gradient norms are, as far as both are finite.
+    `is_equal` says whether their losses and gradient norms are equal, as far as both are finite.
     """
     its, ours = _judged(first), _judged(other)
     for at in (at for at in its if at in ours):
@@ -225,8 +238,8 @@ def _interval(differences: Values) -> tuple[float, float]:
     """Return the interval of a mean by a circular block bootstrap; without end for fewer than `_FEWEST` values.
 
     A block is twice as long as it takes the correlation of the differences to fade, at most a fifth of them. Resampled
-    means spread less than true ones, by the degree of freedom that the mean takes and for want of blocks; the interval
-    is widened as Student's t is against the normal distribution.
+    means spread less than true ones, by the degree of freedom that the mean takes and because blocks are few; the
+    interval is widened as Student's t is against the normal distribution.
     """
     n = len(differences)
     centred = differences - differences.mean()

@@ -15,30 +15,19 @@ _RESOLUTION = 2.0**-20  # what float32 sums in another order may differ by, rela
 
 @dataclass(frozen=True)
 class Parting:
-    """The place where two runs part.
+    """The place where two runs part."""
 
-    Attributes:
-        step: the first in which they do.
-        tensor: the first of it, in the order in which a step computes them.
-        difference: of it, relative.
-        rounding: the largest relative difference of that tensor that a nudge of the weights has made until then.
-        others: tensors of that step that part, too.
-    """
-
-    step: int
-    tensor: str
-    difference: float
-    rounding: float
-    others: int
+    step: int  # the first in which they do
+    tensor: str  # the first of it, in the order in which a step computes them
+    difference: float  # relative
+    rounding: float  # the largest relative difference of that tensor that a nudge of the weights has made until then
+    others: int  # more tensors of that step that part
 
 
 def first_parting(first: Sketches, other: Sketches, nudged: Sketches) -> Parting | None:
     """Find the first tensor that differs by more than `judge.BEYOND` times what a nudge has made of it until then.
 
-    Args:
-        first: sketches of the baseline, in the order in which its steps computed them.
-        other: of the run in question; what it does not have is not looked at.
-        nudged: of the baseline with `training.nudge`.
+    Sketches of the first are in the order in which its steps computed them; tensors that `other` lacks are left out.
     """
     found: Parting | None = None
     so_far: dict[str, float] = {}  # by tensor

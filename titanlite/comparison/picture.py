@@ -1,13 +1,13 @@
 """Draw the picture of a comparison: training loss over tokens, with the validations as points, and the verdict.
 
 Tokens are the axis on which runs of different batch sizes can be compared; where all runs take the same number of
-tokens per step, the steps stand along the top. A long curve is drawn faintly with its running median on top, which,
-unlike a mean, does not bend before a spike. Curves of runs that agree lie on one another: below them is how far each is
-from the first run at the same number of tokens, on a grey band of what is no more than noise. What the axes show is
-`axis.py`'s to say.
+tokens per step, the steps are along the top. A long curve is drawn faintly with its running median on top, which,
+unlike a mean, does not bend before a spike. Below them is how far each run is from the first at the same number of
+tokens, on a grey band of what is no more than noise. `axis.py` chooses the limits of the axes.
 """
 
 import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,20 @@ import numpy as np
 
 from titanlite.comparison.axis import fitted_limits
 from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Curve, Values, metrics_of, tokens_in_words
+from titanlite.comparison.judge import Verdict
 from titanlite.comparison.runs import RunRecord, title_of
-from titanlite.comparison.verdict import Verdict
 from titanlite.preflight.output_file import require_picture
 
 _LONG = 200  # points from which on a curve is smoothed
 _WINDOW = 50  # the running median is over the 50th part of a curve, and taken at ten times as many places
 _FAINT = 4  # runs, up to which their unsmoothed curves are drawn, too
-_ABREAST = 3  # columns of a legend below it
+_ABREAST = 3  # columns of a legend below the picture
 _NOISE = {"color": "#888888", "alpha": 0.25}
-_BESIDE = 8  # runs, up to which the legend lies within the picture
+_BESIDE = 8  # runs, up to which the legend is within the picture
 
 
 def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
-    """Draw the runs into one picture.
-
-    Args:
-        records: the runs; losses are compared with the first one's.
-        path: the picture, whose ending says its kind; its folder is created, a file is replaced.
-        verdicts: of the runs after the first, as far as there are any.
+    """Draw the runs, and the verdicts on those after the first, into a picture of the kind that its ending says.
 
     Raises:
         RunError: there is no kind of picture with that ending.
@@ -85,24 +80,17 @@ def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) 
 
 
 def style_of(run: int, runs: int) -> dict[str, Any]:
-    """Return how matplotlib draws the lines of one of some runs.
-
-    Of a few runs, each is drawn on a wider line of the one before it: those that agree are seen, too.
-    """
+    """Return how matplotlib draws the lines of a run; of few, each on a wider line of the one before: all are seen."""
     dashes = DASHES[run // len(COLOURS) % len(DASHES)]
     width = 1.6 + (0.9 * (runs - 1 - run) if runs <= _FAINT else 0.0)
     return {"color": COLOURS[run % len(COLOURS)], "linestyle": (0, dashes) if dashes else "-", "linewidth": width}
 
 
 def running_median(x: Values, y: Values) -> tuple[Values, Values]:
-    """Smooth a line of at least `_LONG` points.
+    """Smooth a line of at least `_LONG` points: places along it, and the median of the finite values around each.
 
-    The window shrinks at the beginning, where a loss falls steeply, so that it stays centred. At the end it does not:
-    one noisy last step would look like a turn.
-
-    Returns:
-        Places along the line, its ends included, and the median of the finite values around each; NaN if none. A
-        shorter line is returned as it is.
+    The window shrinks at the beginning, where a loss falls steeply, so that it is centred. At the end it does not: one
+    noisy last step would look like a turn.
     """
     n, places = len(y), 10 * _WINDOW
     if n < _LONG:
@@ -128,7 +116,7 @@ def _draw_curves(axes: Any, losses: Sequence[Curve], validations: Sequence[Curve
 def _draw_differences(
     axes: Any, lines: Sequence[Curve], bands: Sequence[tuple[Values, Values]], runs: int, end: float
 ) -> None:
-    """Draw how far each run is from the first, a line at zero, which is on the axis always, and bands of noise."""
+    """Draw how far each run is from the first, a line at zero, which is always on the axis, and bands of noise."""
     shown = _draw_smoothed(axes, lines, runs, len(lines) == 1, {"alpha": 0.15, "linewidth": 0.6})
     axes.axhline(0, color="#555555", linewidth=0.8)
     low, high = fitted_limits(shown, 0, end, end)
@@ -154,7 +142,7 @@ def _draw_smoothed(
 
 
 def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], has_circles: bool, has_bands: bool) -> None:
-    """Add one line a run, those that logged nothing included, and what else is drawn."""
+    """Add a line for each run, also for one that logged nothing, and for what else is drawn."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -175,7 +163,4 @@ def _add_legend(figure: Any, axes: Any, records: Sequence[RunRecord], has_circle
 
 
 def _folded(text: str, width: int) -> str:
-    """Break a text into lines, a long name within it too."""
-    import textwrap
-
     return "\n".join(textwrap.wrap(text, width))

@@ -26,6 +26,7 @@ from titanlite.comparison.curves import (
     rows_a_piece,
     thin,
 )
+from titanlite.comparison.judge import Verdict
 from titanlite.comparison.runs import RunRecord, title_of
 from titanlite.comparison.tables import (
     RESULTS,
@@ -36,7 +37,6 @@ from titanlite.comparison.tables import (
     results,
     speed_table,
 )
-from titanlite.comparison.verdict import Verdict
 
 _PAGE = Path(__file__).with_name("page")
 _DARK = ("#4FA8E0", "#F0803C", "#2CC79B", "#E39BC6", "#F2B84B", "#8CCBF2", "#E8E8E8")  # COLOURS on a dark page
@@ -45,12 +45,7 @@ _OPEN = 12  # charts of a group, up to which it is open at first
 
 
 def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
-    """Write the report.
-
-    Args:
-        records: the runs; losses are compared with the first one's.
-        path: the file; its folder is created, a file is replaced.
-        verdicts: of the runs after the first, as far as there are any.
+    """Write the report on runs, with the verdicts on those after the first.
 
     Raises:
         OSError: the file cannot be written.
@@ -95,13 +90,13 @@ def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ve
 
 
 def _note(record: RunRecord) -> str:
-    """Say what is unusual about a run, for its legend line."""
+    """Say what is unusual about a run."""
     state = record.state if record.state not in ("", "finished") else ""
     return ", ".join(filter(None, (state, "" if record.steps else "no logged step")))
 
 
 def _notes(records: Sequence[RunRecord], metrics: Sequence[Chart]) -> list[str]:
-    """Say what the charts do not show as it is in the files."""
+    """Say where the charts differ from what is in the files."""
 
     def names(runs: Iterable[int]) -> str:
         return ", ".join(records[run].name for run in sorted(runs))
@@ -134,7 +129,7 @@ def _groups(metrics: Sequence[Chart], verdicts: Sequence[Verdict]) -> list[dict[
 
 
 def _curves(records: Sequence[RunRecord], metrics: Sequence[Chart], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    """Return what the page draws: columns of places, metrics with their lines, and the axes that there are."""
+    """Return what the page draws: columns of places, metrics with their lines, and the axes."""
     columns: dict[str, int] = {}  # packed → its number
 
     def numbers(line: Curve) -> dict[str, int | None]:

@@ -12,7 +12,7 @@ from titanlite.comparison.runs import RunRecord
 from titanlite.observe.metrics import RunError
 from titanlite.preflight.run_again import processes_of, run_again
 
-# What a run writes or waits for beside its steps; none of it changes their numbers.
+# Turn off what a run writes or waits for beside its steps; none of it changes their numbers.
 _ALONE = (
     "--checkpoint.enable=false",
     "--validation.enable=false",
@@ -43,8 +43,7 @@ def measure_floor(record: RunRecord, seed: int) -> None:
     )
     sys.stdout.flush()
     over = [f"--job.dump_folder={nudged.parent}", f"--job.name={nudged.name}", f"--job.stop_after={last}"]
-    over.append(f"--training.nudge={seed}")
-    _run("titanlite.train", record, *_ALONE, *over)
+    _run("titanlite.train", record, *over, f"--training.nudge={seed}")
 
 
 def parting(first: RunRecord, other: RunRecord, steps: int) -> tuple[Parting | None, list[str]]:
@@ -60,7 +59,7 @@ def parting(first: RunRecord, other: RunRecord, steps: int) -> tuple[Parting | N
 def _sketched(record: RunRecord, steps: int, nudge: int = 0) -> Sketches:
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "sketches.npz"
-        over = [*_ALONE, *([f"--training.nudge={nudge}"] if nudge else [])]
+        over = [f"--training.nudge={nudge}"] * bool(nudge)
         _run("titanlite.training.sketch_steps", record, *over, before=[str(out), str(steps)])
         with np.load(out) as found:
             return dict(zip(found["names"].tolist(), found["sketches"], strict=True))
@@ -72,5 +71,5 @@ def _run(module: str, record: RunRecord, *flags: str, before: Sequence[str] = ()
     if processes is None:
         want = "a receipt.json that has the layout of the run"
         raise RunError.of("titanlite compare", where, "", want, "start the run again: it is written at step 1")
-    if code := run_again(module, [*before, "--config", str(record.path / "config.toml"), *flags], processes):
+    if code := run_again(module, [*before, "--config", str(record.path / "config.toml"), *_ALONE, *flags], processes):
         raise RunError.of("titanlite compare", where, f"exit code {code}", "0", "fix the error printed above")

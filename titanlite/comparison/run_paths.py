@@ -12,12 +12,12 @@ from titanlite.observe.metrics import RunError
 def require_runs(
     command: str, folders: Sequence[Path], file: str, advice: Callable[[Path], str] = lambda folder: ""
 ) -> None:
-    """Check that each path is the folder of a run with config.toml and another file.
+    """Check that each path is the folder of a run with config.toml and the file that a command reads.
 
     Args:
         command: as "titanlite compare".
         folders: the paths.
-        file: of a run's folder, that the command reads.
+        file: its name.
         advice: what to do about a folder that lacks the file; "" if that is not known.
 
     Raises:
@@ -44,7 +44,7 @@ def _path_problem(folder: Path, file: str, advice: Callable[[Path], str]) -> Pro
 
 
 def _runs_around(path: Path, file: str) -> Iterator[Path]:
-    """Return the runs around a path that is none: it lies in one, holds some, or has nearly the name of one."""
+    """Return the runs near a path that is none: the one it is in, those in it, or one of nearly its name."""
 
     def runs(paths: Sequence[Path]) -> list[Path]:
         return [path for path in paths if all(os.path.isfile(path / name) for name in ("config.toml", file))]

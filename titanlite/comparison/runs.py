@@ -1,7 +1,7 @@
 """Read the folders of runs (`metrics.jsonl`, `config.toml`, `status.json`, `receipt.json`), to compare them.
 
-Nothing else of a run is looked at, so runs that are still going, were copied from elsewhere or were made by another
-version can be read. A run on a server of Weights & Biases is first fetched as such a folder (`wandb_runs.py`).
+Only these files are read, so runs that are still going, were copied from elsewhere or were made by another version can
+be compared. A run on a server of Weights & Biases is first fetched as such a folder (`wandb_runs.py`).
 """
 
 import tempfile
@@ -55,20 +55,9 @@ class RunRecord:
         last = min(steps, stop_after or steps)
         return last if last == steps else last - last % log_freq
 
-    @property
-    def validations(self) -> list[dict[str, Any]]:
-        """Return the rows of validations."""
-        return [row for row in self.rows if "validation_loss" in row]
-
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read runs.
-
-    Args:
-        paths: run folders, or paths of runs on wandb's server, entity/project/run_id.
-
-    Returns:
-        A record per path, in the same order, with names that differ.
+    """Read run folders, or runs on wandb's server, entity/project/run_id; their names differ.
 
     Raises:
         RunError: something is not a run's folder, a file is damaged, or nothing was logged in any of them.
@@ -97,7 +86,6 @@ def recorded_config(folder: Path) -> dict[str, Any]:
     Raises:
         RunError: it is not TOML, or a number in it that counts steps is none.
     """
-
     path, want = folder / "config.toml", "TOML, as the run wrote it"
     config = _own_file(path, want, lambda path: dotted(tomli.loads(path.read_text(encoding="utf-8"))))
     problems = [
@@ -118,16 +106,12 @@ def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
     """
 
     def read(path: Path) -> list[dict[str, Any]]:
-        entries = as_list(read_json(path))
-        for entry in entries:
-            cases = [case[key] for case in as_list(entry["skipped"]) for key in ("what", "why")]
-            as_type(Sequence[str], [entry["feature"], *cases])
-        return entries
-
-    def as_list(value: Any) -> list[Any]:
-        if not isinstance(value, list):
+        entries = read_json(path)
+        if not isinstance(entries, list):
             raise TypeError("no list")
-        return value
+        for entry in entries:
+            as_type(Sequence[str], [entry["feature"], *(case[k] for case in entry["skipped"] for k in ("what", "why"))])
+        return entries
 
     path = folder / "receipt.json"
     return _own_file(path, "a JSON list of features, as the run wrote it", read) if path.is_file() else None
@@ -140,17 +124,12 @@ def _recorded_state(folder: Path) -> str:
 
 
 def _own_file(path: Path, want: str, read: Callable[[Path], T]) -> T:
-    """Return what is read of a file that a run wrote.
-
-    Raises:
-        RunError: somebody, or the disk, has made it something else.
-    """
+    """Return what is read of a file that a run wrote; a RunError where it is something else by now."""
     try:
         return read(path)
     except (*MALFORMED, RecursionError) as error:  # the last is of tomli
-        fix = "restore the file from a copy"
-        if path.name != "config.toml":  # which a comparison needs
-            fix = "restore the file, or delete it to go on without it"
+        is_needed = path.name == "config.toml"
+        fix = "restore the file from a copy" if is_needed else "restore the file, or delete it to go on without it"
         raise RunError.of(str(path), path.name, str(error), want, fix) from error
 
 

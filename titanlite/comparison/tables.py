@@ -22,7 +22,7 @@ RESULTS = ("run", "steps", *(column.heading for column in _RESULTS.values()))
 def results(record: RunRecord) -> list[str]:
     """Return a run's row of the table with the headings `RESULTS`; "-" where there is no such number."""
     steps = f"{record.last_step:,}" + (f" ({record.state})" if record.state not in ("", "finished") else "")
-    rows = [*record.steps, *record.validations]
+    rows = [row for row in record.rows if {"loss", "validation_loss"} & row.keys()]
     return [record.name, steps, *(column.text(_column_of(rows, key)) for key, column in _RESULTS.items())]
 
 
@@ -44,28 +44,20 @@ def _column_of(rows: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def config_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Find the config keys whose values are not the same in all runs; how a run was resumed does not change it.
-
-    Returns:
-        (dotted key, its value in each run as TOML-like text, "-" where it is not set), in the order of the files.
-    """
+    """Return the rows of `config_table` whose values differ; how a run was resumed does not change it."""
     rows = config_table(records)
     return [(key, values) for key, values in rows if len(set(values)) > 1 and key != "checkpoint.resume"]
 
 
 def config_table(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Return every config key of any run, with what `config_differences` says of each."""
+    """Return (dotted key, its value in each run as JSON, "-" where it is not set) in the order of the files."""
     keys = dict.fromkeys(key for record in records for key in record.config)
     texts = [{key: json.dumps(value, default=str) for key, value in record.config.items()} for record in records]
     return [(key, [of.get(key, "-") for of in texts]) for key in keys]
 
 
 def receipt_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Find what the receipts do not have in common.
-
-    Returns:
-        (feature and what of it, what each run says of that, "-" where it says nothing), in the order of the receipts.
-    """
+    """Return (feature and what of it, the text of each run, "-" where it says nothing) in which receipts differ."""
     by_run = [None if record.receipt is None else _flat_receipt(record.receipt) for record in records]
     flat = [entries for entries in by_run if entries is not None]
     keys = dict.fromkeys(key for entries in flat for key in entries)
@@ -91,7 +83,7 @@ def receipt_table(receipt: Sequence[Mapping[str, Any]] | None) -> list[list[str]
 
 
 def _flat_receipt(receipt: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return feature, and what of it → its value as text; of what was skipped, the cases of each reason."""
+    """Return (feature: what of it) → its value as text; of what was skipped, the cases of each reason."""
     flat: dict[str, str] = {}
     for entry in receipt:
         said = {key: entry.get(key) for key in ("requested", "applied")}

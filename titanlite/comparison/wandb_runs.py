@@ -1,8 +1,8 @@
 """Fetch a run from Weights & Biases' server, by its path there, as the folder that it was.
 
-What wandb was given are the rows of metrics.jsonl, each once, and the files beside it (`observe/wandb_process.py`). So
-the rows come back as they were: names in groups become the file's keys again, and numbers that were not finite, which
-wandb has not, become None. An offline run is not read here: its rows are in the run's own folder.
+wandb has the rows of metrics.jsonl, each once, and the files beside it (`observe/wandb_process.py`). So the rows come
+back as they were: names in groups become the file's keys again, and numbers that were not finite, which wandb does not
+have, become None. An offline run is not read here: its rows are in the run's own folder.
 """
 
 import json
@@ -32,11 +32,11 @@ def is_run_path(path: Path) -> bool:
 
 
 def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the path of a run on wandb's server; None if it is not one of wandb's.
+    """Return the path of a run on wandb's server, without its entity, which the user's key says; None if it has none.
 
     Args:
         path: the run's folder, or entity/project/run_id.
-        config: the run's, by dotted keys; it says the project. Of whom it is, the user's key says.
+        config: the run's, by dotted keys; it says the project.
     """
     if is_run_path(path) and (match := _PATH.fullmatch(str(path))):
         return "/".join(match.groups())
@@ -46,11 +46,7 @@ def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def fetch_run(path: Path, folder: Path) -> None:
-    """Write what wandb's server has of a run to a folder, as the user's key allows.
-
-    Args:
-        path: entity/project/run_id.
-        folder: gets metrics.jsonl, config.toml, status.json and, if the run has one, receipt.json.
+    """Write what wandb's server has of a run, entity/project/run_id, to the files of a run's folder.
 
     Raises:
         RunError: there is no such run, it is not one of titanlite's, or the server does not give it.
@@ -78,11 +74,7 @@ def fetch_run(path: Path, folder: Path) -> None:
 
 @contextmanager
 def wandb_server(where: str, key: str, want: str, fix: str) -> Iterator[Any]:
-    """Give wandb's interface to its server, which says nothing; what fails there is one error.
-
-    Raises:
-        RunError: wandb, the network or the server fails.
-    """
+    """Give wandb's interface to its server, which prints nothing; whatever fails there is one RunError."""
     import wandb
 
     try:
@@ -96,7 +88,7 @@ def wandb_server(where: str, key: str, want: str, fix: str) -> Iterator[Any]:
 
 
 def rows_of_lines(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Make the rows of metrics.jsonl again from wandb's lines; those that were emptied are left out."""
+    """Make the rows of metrics.jsonl again from wandb's lines, without those that were emptied."""
     rows = []
     for line in lines:
         row = {flat_key(name): value for name, value in line.items() if name[0] != "_" and value is not None}

@@ -1,26 +1,22 @@
 """Show the verdict of a comparison on the pages of Weights & Biases of the runs that were compared.
 
-A run that goes on counts its lines itself, so nothing is added to its history: the verdict stands in its summary, under
-`compare/verdict` and `compare/with`, and the picture is a file of the run. A later comparison takes the place of both.
-The other runs of their groups (`metrics.wandb_group`) get all verdicts, so that the group shows them whichever is open.
+A run that goes on counts its lines itself, so nothing is added to its history: the verdict is in its summary, under
+`compare/verdict` and `compare/with`, and the picture is a file of the run. A later comparison replaces both. Other runs
+of their groups (`metrics.wandb_group`) get all verdicts, so that the page of each run of a group shows them.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
+from titanlite.comparison.judge import Verdict
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import Verdict
 from titanlite.comparison.wandb_runs import wandb_run_path, wandb_server
 from titanlite.observe.metrics import RunError
 from titanlite.observe.wandb import has_login
 
 
 def paths_on_server(runs: Sequence[RunRecord]) -> list[str]:
-    """Return the path of each run on wandb's server.
-
-    Raises:
-        RunError: a run is not one of wandb's, or there is no login.
-    """
+    """Return the path of each run on wandb's server; a RunError where wandb does not have one, or without a login."""
     paths = [wandb_run_path(run.path, run.config) for run in runs]
     if None in paths:
         want, fix = "a run that wandb has: trained with metrics.wandb", "leave --wandb out"
@@ -33,11 +29,6 @@ def paths_on_server(runs: Sequence[RunRecord]) -> list[str]:
 
 def send_verdicts(runs: Sequence[RunRecord], verdicts: Sequence[Verdict | None], picture: Path) -> list[str]:
     """Write each verdict, and the picture, to the page of its run, and all of them to the other runs of its group.
-
-    Args:
-        runs: the first is the one that others are compared with.
-        verdicts: on each run but the first.
-        picture: the file.
 
     Returns:
         The paths of the runs on wandb's server.

@@ -2,10 +2,9 @@
 
     step   120/10000  loss  2.4313  grad  0.513    9,912 tok/s/gpu  mfu 58.1%   52.3 GiB  eta 8h 14m
 
-A step's line fits 100 columns; the learning rate, norms by group of the optimizer, tokens, the epoch and the wait for
-data are in metrics.jsonl. What is longer goes on in indented lines, folded between words. On a terminal the labels are
-dimmed and a bar stays at the bottom. In a pipe or a file there is only the text above: no colours, no boxes, step lines
-in ASCII, so that `grep` and `awk` work on it.
+A step's line fits 100 columns; all other numbers are in metrics.jsonl. A longer text goes on in indented lines, folded
+between words. On a terminal the labels are dimmed and a bar is at the bottom. In a pipe or a file there is only the
+text above: no colours, no boxes, step lines in ASCII, so that `grep` and `awk` work on it.
 
 Every rank writes `logs/rank<r>.log`, each line with its time in UTC. The terminal belongs to the first rank of each
 host, and step lines to global rank 0, so eight ranks do not say everything eight times. A terminal that hangs up, or a
@@ -43,20 +42,19 @@ _LONG_WAIT = 0.1  # share of the time of so many lines that is too much to spend
 
 
 class Console(Observer):
-    """The log of one rank."""
+    """The log of one rank.
+
+    Args:
+        rank: global rank.
+        local_rank: rank on this host; 0 also writes to the terminal.
+        total_steps: `training.steps`.
+        log_folder: folder of `rank<r>.log`; created if needed. A log that exists is continued.
+        stream: the terminal; standard output if not given.
+    """
 
     def __init__(
         self, rank: int, local_rank: int, total_steps: int, log_folder: Path, stream: TextIO | None = None
     ) -> None:
-        """Open the log file.
-
-        Args:
-            rank: global rank.
-            local_rank: rank on this host; 0 also writes to the terminal.
-            total_steps: `training.steps`.
-            log_folder: folder of `rank<r>.log`; created if needed. A log that exists is continued.
-            stream: the terminal; standard output if not given.
-        """
         log_folder.mkdir(parents=True, exist_ok=True)
         self._file = append_plain(log_folder / f"rank{rank}.log")
         self._rank = rank
@@ -92,18 +90,15 @@ class Console(Observer):
         """Estimate the time left by what is done up to each step, as tokens, where steps are of several sizes."""
         self._work = work
 
-    def notice(self, text: str) -> None:
+    def notice(self, text: str, style: str = "") -> None:
         """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""
         self._log(text)
         if self._on_terminal:
-            self._show(self._whose() + text)
+            self._show(f"[rank {self._rank}] {text}" if self._rank else text, style)
 
     def warning(self, text: str) -> None:
         """Say something that the user may want to change. Shown by the first rank of each host."""
-        text = f"warning: {text}"
-        self._log(text)
-        if self._on_terminal:
-            self._show(self._whose() + text, style="yellow")
+        self.notice(f"warning: {text}", "yellow")
 
     def failed(self, error: BaseException) -> None:
         """Note in the log file what ended this rank; the terminal is told when the process ends."""
@@ -124,10 +119,6 @@ class Console(Observer):
         self._has_waited = True
         share = f"{waited / all_of_it:.0%} of the last {_RECENT} lines' time went by waiting for data"
         self.warning(f"{share}: put data.cache_dir on a faster disk, or leave the reader a core")
-
-    def _whose(self) -> str:
-        """Name the rank, on hosts other than the first."""
-        return f"[rank {self._rank}] " if self._rank else ""
 
     def _log(self, text: str) -> None:
         self._file.write(f"{datetime.now(UTC).strftime('%Y-%m-%dT%H:%M:%SZ')} {escaped(redact(text))}\n")
@@ -195,16 +186,7 @@ def _fold_long(text: str) -> str:
 
 
 def step_line(row: Row, total_steps: int, seconds_left: float) -> str:
-    """Format one step as one line of aligned fields, two blanks apart, that a program can split again.
-
-    Args:
-        row: the step.
-        total_steps: `training.steps`.
-        seconds_left: until the last step.
-
-    Returns:
-        The line, in ASCII, without a newline.
-    """
+    """Format one step as one line of aligned fields in ASCII, two blanks apart, that a program can split again."""
     shown = [metric.console(row[key]) for key, metric in METRICS.items() if metric.console and key in row]
     none = () if "loss" in row else ("no token with a target",)
     return "  ".join((_progress(int(row["step"]), total_steps), *none, *shown, f"eta {_rough(seconds_left)}"))
@@ -218,20 +200,23 @@ def _labels() -> list[str]:
 
 def duration(seconds: float) -> str:
     """Format a time as h:mm:ss, with days in front where there are any: `3:12:05`, `2d 3:12:05`."""
-    minutes, s = divmod(max(0, round(seconds)), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
+    days, h, m, s = _units(seconds)
     return (f"{days}d " if days else "") + f"{h}:{m:02}:{s:02}"
 
 
 def _rough(seconds: float) -> str:
     """Format a time by its two largest units: `12d`, `2d 3h`, `8h 14m`, `3m 12s`."""
-    minutes, s = divmod(max(0, round(seconds)), 60)
-    hours, m = divmod(minutes, 60)
-    days, h = divmod(hours, 24)
+    days, h, m, s = _units(seconds)
     if days > 9:
         return f"{days}d"
     return f"{days}d {h}h" if days else f"{h}h {m:02}m" if h else f"{m}m {s:02}s"
+
+
+def _units(seconds: float) -> tuple[int, int, int, int]:
+    """Return (days, hours, minutes, seconds)."""
+    minutes, s = divmod(max(0, round(seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    return *divmod(hours, 24), m, s
 
 
 def _validation(row: Row) -> str:
@@ -256,7 +241,7 @@ def _accuracies(row: Row) -> str:
 
 
 def _float8(row: Row) -> str:
-    """The layer whose product is the least exact, and the most that a layer clamps and loses."""
+    """Say which layer's product is the least exact, and how much a layer clamps and loses at most."""
     sqnr = {key: number for key, number in row.items() if key.startswith("float8_output_sqnr_db.")}
     worst = min(sqnr, key=sqnr.__getitem__)
     clamped, lost = (

@@ -1,8 +1,8 @@
 """Keep the tokens that each expert of each layer had: experts.jsonl, of which `heat_map.py` draws the picture of a run.
 
 A row has the sums over all steps since the row before. There are about 300 of them, however long a run is: all steps of
-48 layers of 128 experts would take more room than the run's other files. Before a checkpoint there is one, too, so that
-a run that resumes goes on with the steps behind it: none is lost, and none counted twice.
+48 layers of 128 experts would take more room than the run's other files. There is one before each checkpoint, too, so
+that a run that resumes goes on with the steps after it: none is lost, and none counted twice.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,9 @@ ROWS = 300
 
 
 class ExpertsFile(MetricsFile):
-    """Appends rows to `experts.jsonl`: the step and the tokens trained on, and of each layer those of its experts."""
+    """Appends rows to `experts.jsonl`: the step, the tokens trained on, and by layer the tokens of each expert."""
 
     def __init__(self, path: Path, resume_step: int, steps: int) -> None:
-        """Open the file as a `MetricsFile`.
-
-        Args:
-            path: the file.
-            resume_step: as of a `MetricsFile`.
-            steps: of the run.
-
-        Raises:
-            RunError: a line before the last one is not a JSON object.
-            OSError: it cannot be read or written, or something else than a plain file is in its place.
-        """
         super().__init__(path, resume_step)
         self._steps, self._since = steps, resume_step
         self._last: tuple[int, int] | None = None  # step and tokens of the last that is not in the file

@@ -1,8 +1,8 @@
 """Draw how the experts of a mixture are used: layers × experts over time, one picture for some runs side by side.
 
 The colour of an expert is its tokens over the mean of its layer, by powers of two: white is equal use, red too many,
-blue too few. In each layer the experts lie in the order of the tokens that they had in all, so that what is seen is
-how uneven use is, and not the numbers of experts. Time are the tokens trained on.
+blue too few. In each layer the experts are sorted by the tokens that they had in all, so that the picture shows how
+uneven use is, and not which expert has which number. Time is the tokens trained on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,7 @@ Load = NDArray[np.float64]
 
 
 def draw_heat_map(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draw runs side by side.
-
-    Args:
-        runs: by name, the rows of each one's experts.jsonl, of which there is one at least.
-        path: the picture; its folder is there, a file is replaced.
+    """Draw runs side by side: by name, the rows of experts.jsonl of each, of which there is one at least.
 
     Raises:
         OSError: the picture cannot be written.

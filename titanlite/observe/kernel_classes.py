@@ -3,7 +3,7 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Work:
     name: str
     times: list[tuple[float, float]]  # from, to; in order
     thread: Any
-    caller: str  # the operator that called it; "" if none did
+    caller: str  # the operator that called it; "" for none
 
 
 def kernel_class(name: str) -> str:
@@ -40,7 +40,7 @@ def kernel_class(name: str) -> str:
     return next((kind for kind, pattern in _CLASSES if re.search(pattern, name, re.IGNORECASE)), "other")
 
 
-def cpu_work(trace: dict[str, Any]) -> list[Work]:
+def cpu_work(trace: Mapping[str, Any]) -> list[Work]:
     """Operators of the CPU. They nest within a thread; each has the times at which none of its callees ran."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
@@ -55,13 +55,13 @@ def cpu_work(trace: dict[str, Any]) -> list[Work]:
             if caller is not None:
                 caller.times[-1] = (caller.times[-1][0], event["ts"])
             work.append(Work(event["name"], [(event["ts"], event["ts"])], thread, caller.name if caller else ""))
-            running.append((end_us(event), work[-1]))
+            running.append((span_of(event)[1], work[-1]))
         _end_before(math.inf, running)
     return work
 
 
 def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
-    """Let end what has ended by then; what called it goes on."""
+    """End the operators that have ended by then, and let their callers go on."""
     while running and running[-1][0] <= ts:
         end, ended = running.pop()
         ended.times[-1] = (ended.times[-1][0], end)
@@ -69,9 +69,9 @@ def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
             running[-1][1].times.append((end, end))
 
 
-def end_us(event: dict[str, Any]) -> float:
-    """Return when an event of a trace ends."""
-    return event["ts"] + event["dur"]
+def span_of(event: Mapping[str, Any]) -> tuple[float, float]:
+    """Return when an event of a trace begins and ends."""
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def merge_spans(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,14 +11,10 @@ _GIB = 2**30
 
 
 def memory_gib(device: torch.device) -> tuple[float, float]:
-    """Give the memory of this rank, `memory_gib` and `memory_allocated_gib` of a metrics row.
+    """Return `memory_gib` and `memory_allocated_gib` of a metrics row.
 
-    Args:
-        device: where the model is.
-
-    Returns:
-        On a GPU the peak reserved and the peak allocated since the start, in GiB: what the device must have, and what
-        tensors took of it. On a CPU the process's peak and present resident size, in GiB.
+    On a GPU these are the peaks reserved and allocated since the start: what the device must have, and what tensors
+    took of it. On a CPU they are the process's peak and present resident size.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB, torch.cuda.max_memory_allocated(device) / _GIB
@@ -31,11 +27,7 @@ def memory_gib(device: torch.device) -> tuple[float, float]:
 
 
 def restart_peak(device: torch.device) -> None:
-    """Let `memory_gib` count from now on: what was computed before the run leaves it neither cache nor peak.
-
-    Args:
-        device: where the model is; on a CPU nothing is done, whose peak cannot be set back.
-    """
+    """Let `memory_gib` count from now on, without the cache and peak of earlier work; a CPU's peak is kept."""
     if device.type == "cuda":
         gc.collect()
         torch.cuda.empty_cache()

@@ -5,16 +5,14 @@ after that step; each of these has an interval of its own. Its numbers have the 
 times of a step's row, and what routers have seen, are of the steps since the row before, or since a validation, a
 checkpoint or a trace came in between, this step included; losses and norms are of this step.
 
-A number that is NaN or infinite is `null`, so that each line is strict JSON and a column stays numeric for
-whoever loads it (pandas reads it as NaN). Whether it was NaN or Inf stands in the log line of that step.
+A number that is NaN or infinite is `null`, so that each line is strict JSON and a column is numeric for whoever loads
+it (pandas reads NaN). The log line of that step says whether it was NaN or Inf.
 
 The file continues across restarts. Rows after the step that training resumes from are dropped, because those steps are
 trained again; so is a last line that a crash cut short. What remains is rewritten beside the file and renamed over it,
-so a crash here loses nothing either. A start at step 0 drops nothing: the file that is there, of a start that was
-killed before its first checkpoint or whose checkpoints somebody deleted, is renamed to `metrics.earlier-1.jsonl`, or
-`-2` and so on. Lines are flushed to the operating system, which a killed process survives; `sync` puts them on disk,
-and called before a checkpoint is published it guarantees the rows of every step that a restart can resume from, even
-after a power cut.
+so a crash here loses nothing either. A start at step 0 drops nothing: a file that is there is renamed to
+`metrics.earlier-1.jsonl`, or `-2` and so on. Each line is at once the operating system's, so a killed process loses
+none; `sync`, called before a checkpoint is published, puts them on disk, so that a power cut loses none either.
 """
 
 import json
@@ -30,7 +28,7 @@ from titanlite.json_file import MALFORMED, as_type, parse_json
 from titanlite.observe.metric_table import AXES, METRICS
 from titanlite.observe.observer import Observer
 
-_READ = {*AXES, *METRICS}  # each alone, or before a dot; under any other key may stand what is no number
+_READ = {*AXES, *METRICS}  # each alone, or before a dot; another key may have what is no number
 
 
 class RunError(TitanliteError):
@@ -42,31 +40,22 @@ Row = Mapping[str, float]
 
 
 class MetricsFile(Observer):
-    """Appends rows to `metrics.jsonl`. Rank 0 owns it."""
+    """Appends rows to `metrics.jsonl`, of which it has dropped what will be trained again. Rank 0 owns it.
 
-    def __init__(
-        self,
-        path: Path,
-        resume_step: int,
-        validates_again: bool = False,
-    ) -> None:
-        """Open the file, drop what will be trained again, and go to its end.
+    Args:
+        path: the file; created, with its folder, if it does not exist.
+        resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
+        validates_again: drop the validation and the evaluation of that step too.
 
-        Where a start at step 0 finds rows, `earlier` is the file that has them from now on; else it is None.
-        `last_step` is the last training step whose row is kept, 0 if there is none.
+    Raises:
+        RunError: a line before the last one is not a JSON object.
+        OSError: it cannot be read or written, or something else than a plain file is in its place.
+    """
 
-        Args:
-            path: the file; created, with its folder, if it does not exist.
-            resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
-            validates_again: drop the validation and the evaluation of that step too.
-
-        Raises:
-            RunError: a line before the last one is not a JSON object.
-            OSError: it cannot be read or written, or something else than a plain file is in its place.
-        """
+    def __init__(self, path: Path, resume_step: int, validates_again: bool = False) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.earlier: Path | None = None
-        self.last_step = 0
+        self.earlier: Path | None = None  # what has the rows of an earlier start from now on, at a start at step 0
+        self.last_step = 0  # the last training step whose row is kept
         has_rows = os.path.lexists(path) and len(read_plain(path)) > 0
         if has_rows and resume_step == 0:
             self.earlier = path.rename(*earlier(path))
@@ -101,14 +90,11 @@ def json_row(row: Row) -> dict[str, float | None]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a `metrics.jsonl`, those of steps and of validations, in the order in which they were written.
-
-    Args:
-        path: the file. It may be growing: a last line without its newline is left out.
+    """Read the rows of a `metrics.jsonl`; it may be growing: a last line without its newline is left out.
 
     Returns:
-        One dict per row, each with an integer "step"; None stands for a number that was not finite. What is no number
-        is under keys of another version alone.
+        One dict per row, each with an integer "step"; None stands for a number that was not finite. Only keys of
+        another version have what is no number.
 
     Raises:
         RunError: a complete line is not a JSON object with a step, or one of its own keys has no number of 64 bits.

@@ -13,13 +13,7 @@ class Observer:
         """Take that a step is done, whether it is logged or not."""
 
     def experts(self, step: int, tokens: int, experts: Mapping[str, Sequence[int]]) -> None:
-        """Take the tokens of experts in the steps since the last call.
-
-        Args:
-            step: the last of these.
-            tokens: trained on since step 1.
-            experts: of each layer those of each expert.
-        """
+        """Take, by layer, the tokens of each expert since the last call, up to `step` and `tokens` in all."""
 
     def sync(self) -> None:
         """Return when all that was taken is on disk: a checkpoint will rely on it."""

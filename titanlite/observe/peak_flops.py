@@ -47,14 +47,10 @@ _MEASURE_S, _REPEATS = 0.3, 5  # other processes may take the cores meanwhile: t
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tuple[float, str]:
-    """Find the highest rate of matmul FLOPs of a device.
-
-    Args:
-        device: where the model computes.
-        dtype: of the measurement, if there is one: the dtype of compute.
+    """Find the highest rate of matmul FLOPs of a device, measured with a dtype where no data sheet has it.
 
     Returns:
-        FLOPs per second, and how it is known, for the log: "data sheet, NVIDIA H200" or "measured, …".
+        FLOPs per second, and how it is known, for the log.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     known = None if device.type == "cpu" else dense_bf16_flops(name)
@@ -67,8 +63,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> tup
 def dense_bf16_flops(name: str) -> float | None:
     """Look up the data sheet's dense bf16 FLOPs per second of a device name; None if it is not known.
 
-    A slice of a GPU (MIG) keeps the name of the whole, and so does another chip of that name (RTX 4090 Laptop, 4090 D,
-    3090 Ti): these are treated as unknown.
+    A slice of a GPU (MIG) has the name of the whole, and so have other chips (RTX 4090 Laptop, 4090 D, 3090 Ti): these
+    are treated as unknown.
     """
     if re.search(r"\b(MIG|Laptop|D|Ti)\b", name):
         return None
@@ -79,20 +75,16 @@ class TokenFlops(NamedTuple):
     """The FLOPs of forward and backward for one token, as MFU counts them.
 
     Matmuls: a multiply and an add per parameter and token in forward, and the same again in backward for each of the
-    two gradients, so 6 per parameter. The output projection counts as one, tied or not; the embedding is a lookup and
-    does not; nor do norms, RoPE and the loss.
+    two gradients, so 6 per parameter. The output projection counts, tied or not; the embedding, which is a lookup,
+    norms, RoPE and the loss do not.
 
     Attention: per layer and token, Q Kᵀ and P V are each 2·S·H·E in forward, together 4·S·H·E over the full square; a
-    causal token attends to half of it on average, 2·S·H·E; with backward three times that, 6·S·H·E. What lies outside a
-    layer's window, or in another document, does not count (`mean_attended` in the place of S).
-
-    Attributes:
-        matmul: of the linear layers.
-        per_attended: for each that `twice_attended` counts in a layer.
+    causal token attends to half of it on average, 2·S·H·E; with backward three times as much, 6·S·H·E. Tokens outside a
+    layer's window, or in another document, do not count (`mean_attended` in the place of S).
     """
 
-    matmul: int
-    per_attended: int
+    matmul: int  # of the linear layers
+    per_attended: int  # for each token that `twice_attended` counts in a layer
 
     def total(self, attended: float) -> float:
         """Return all of them, where `mean_attended` counts so many."""
@@ -100,12 +92,7 @@ class TokenFlops(NamedTuple):
 
 
 def token_flops_of(model: nn.Module, dims: ModelDims) -> TokenFlops:
-    """Count what a token costs apart from how many others it attends to.
-
-    Args:
-        model: its linear layers hold the matmul parameters, on the meta device or anywhere.
-        dims: its dimensions.
-    """
+    """Count what a token costs apart from how many others it attends to; the model may be on the meta device."""
     matmul_parameters = sum(m.used_by_a_token for m in model.modules() if isinstance(m, Projection))
     return TokenFlops(6 * matmul_parameters, 6 * dims.n_heads * dims.head_width)
 

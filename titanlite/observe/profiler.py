@@ -3,8 +3,8 @@
 Each rank writes `rank<i>.json`, a summary (`step_profile.py`); rank 0 also its trace, `rank0.json.gz` (open it in
 https://ui.perfetto.dev), and `kernels.txt`. All ranks record, as only all of them know who waited for whom.
 
-`profiling.start_step` counts the steps of the run, not of the process: a run that resumes after it has no such step
-left, and says so. Steps outside the window are not recorded and not marked, so they cost nothing.
+`profiling.start_step` counts the steps of the run, not of the process: a run that resumes after it warns that there is
+no trace. Steps outside the window are not recorded and not marked, so they cost nothing.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Literal
 
 import torch
@@ -30,14 +29,23 @@ _ROWS, _NAME = 40, 110  # of kernels.txt, and characters of a name
 
 
 def span(name: str) -> contextlib.AbstractContextManager[object]:
-    """Mark what a trace is to know by a name, while there is one; else do nothing."""
+    """Mark what follows with a name in the trace, while there is one; else do nothing."""
     if torch.autograd.profiler._is_profiler_enabled:
         return record_function(name)
     return contextlib.nullcontext()
 
 
 class Profiler:
-    """Traces the steps that `[profiling]` names. Use as a context manager around the training loop."""
+    """Traces the steps that `[profiling]` names. Use as a context manager around the training loop.
+
+    Args:
+        config: the window, and whether to trace at all.
+        folder: `profile/` of the run; created when there is something to write.
+        run: what the summary says of the run.
+        device: where the model is.
+        first_step: the first step that this process trains.
+        console: told when the trace is written, or that it will not be.
+    """
 
     def __init__(
         self,
@@ -48,22 +56,14 @@ class Profiler:
         first_step: int,
         console: Console,
     ) -> None:
-        """Prepare, and start at once if the window begins with the first step.
-
-        Args:
-            config: the window, and whether to trace at all.
-            folder: `profile/` of the run; created when there is something to write.
-            run: what the summary says of the run.
-            device: where the model is.
-            first_step: the first step that this process trains.
-            console: told when the trace is written, or that it will not be.
-        """
         self._folder, self._run, self._device, self._console = folder, run, device, console
         self._start_step, self._last_step = config.start_step, config.start_step + config.steps - 1
-        self._in_reach = config.enable and config.start_step >= first_step
+        self._edges: dict[int, Literal["begin", "end"]] = {}  # by the step that is done by then
         self._trace: profile | None = None
         self._mark: record_function | None = None
-        if config.enable and run.rank == 0 and not self._in_reach:
+        if config.enable and config.start_step >= first_step:
+            self._edges = {self._start_step - 1: "begin", self._last_step: "end"}
+        elif config.enable and run.rank == 0:
             console.warning(
                 f"profiling.start_step = {config.start_step} is before step {first_step}, where training begins: "
                 f"no trace; give a step from {first_step} on"
@@ -73,9 +73,7 @@ class Profiler:
     def __enter__(self) -> "Profiler":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Write what there is if training ended within the window; nothing if it failed."""
         if self._trace is not None and error is None and self._step >= self._start_step:
             self._write(self._trace)
@@ -85,12 +83,10 @@ class Profiler:
 
     def edge(self, step: int) -> Literal["begin", "end"] | None:
         """Say whether reporting `step` begins or writes the trace, which takes time; the same on every rank."""
-        if self._in_reach and step == self._start_step - 1:
-            return "begin"
-        return "end" if self._in_reach and step == self._last_step else None
+        return self._edges.get(step)
 
     def begin(self, step: int) -> None:
-        """Mark in the trace, if there is one, that a step begins: it lasts until the next, or until the trace ends."""
+        """Mark in the trace, if there is one, that a step begins; it ends with the beginning of the next one."""
         if self._trace is None:
             return
         if step == self._start_step:
@@ -109,7 +105,7 @@ class Profiler:
         self._step = step
         if self._trace is not None and step == self._last_step:
             self._write(self._trace)
-        elif self._in_reach and step == self._start_step - 1:
+        elif self._edges.get(step) == "begin":
             self._synchronize()
             activities = [ProfilerActivity.CPU]
             if self._device.type == "cuda":
@@ -133,14 +129,14 @@ class Profiler:
         summary = summarise(parsed, self._run, self._clock_us, reserved)
         write_durably(self._folder / f"rank{rank}.json", summary.to_json())
         if rank == 0:
-            path = self._folder / "rank0.json.gz"
+            path, kernels = self._folder / "rank0.json.gz", self._folder / "kernels.txt"
             with open(open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
                 file.write(gzip.compress(content))
             steps = self._step - self._start_step + 1
             by_time = f"self_{'cuda' if self._device.type == 'cuda' else 'cpu'}_time_total"
             table = trace.key_averages().table(sort_by=by_time, row_limit=_ROWS, max_name_column_width=_NAME)
-            write_durably(self._folder / "kernels.txt", f"{steps} steps\n{table}")
-            self._console.notice(f"profile of {steps} steps: {path}, {self._folder / 'kernels.txt'}")
+            write_durably(kernels, f"{steps} steps\n{table}")
+            self._console.notice(f"profile of {steps} steps: {path}, {kernels}")
             self._console.notice(f"what they did with their time: titanlite explain {self._folder.parent}")
 
     def _close(self) -> None:

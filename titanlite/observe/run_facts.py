@@ -14,13 +14,7 @@ _TAG = 64  # the longest tag that Weights & Biases takes
 
 
 def run_facts(parameters: int, world: int, device: torch.device) -> dict[str, Any]:
-    """Return a run's facts, by the names that they have in the config of Weights & Biases.
-
-    Args:
-        parameters: of the whole model.
-        world: number of processes.
-        device: this process's.
-    """
+    """Return a run's facts, by their names in the config of Weights & Biases, of a model with so many parameters."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
     facts: dict[str, Any] = {"world_size": world, "gpu": gpu, "parameters": parameters}
     commit = commit_of(_ROOT)
@@ -46,11 +40,7 @@ def tags_of(config: Config, facts: Mapping[str, Any]) -> list[str]:
 
 
 def commit_of(root: Path) -> str | None:
-    """Return the commit that is checked out in a folder, and that files were changed since; None if there is none.
-
-    Args:
-        root: the top of a checkout; a folder within one is none.
-    """
+    """Return the commit of a checkout's top folder, and whether files were changed since; None of another folder."""
     if not (root / ".git").exists():
         return None
     git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # whoever owns the checkout: it is only read

@@ -1,8 +1,7 @@
-"""The summary of one rank's profile, `profile/rank<i>.json`: who worked on what from when to when, over a few steps.
+"""The summary of one rank's profile, `profile/rank<i>.json`, which `titanlite explain` reads.
 
-It is what `titanlite explain` reads, and all that it needs of a rank: intervals by category, each collective in order,
-the edges of the steps and the memory at the peak. A trace of 8B has 100 MB; this has a few hundred kilobytes. Times are
-microseconds since `origin_us`, which is by the host's clock.
+It has intervals by category, each collective in order, the edges of the steps and the memory at the peak. A trace of 8B
+has 100 MB; this has a few hundred kilobytes. Times are microseconds since `origin_us`, which is by the host's clock.
 """
 
 import json
@@ -19,11 +18,11 @@ from titanlite.observe.metrics import RunError
 
 ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE = "attention", "matmul", "casts", "optimizer", "other compute"
 DEVICE_WORK = (ATTENTION, MATMUL, CASTS, OPTIMIZER, COMPUTE)
-"""The kinds of what a device computes, in the order in which overlapping kernels have the time."""
+"""The kinds of a device's work, in the order in which overlapping kernels have the time."""
 
 VALIDATION, EVALUATION, SAVING, NUMERICS = "validation", "evaluation", "saving", "float8 numerics"
 ASIDE = (VALIDATION, EVALUATION, SAVING, NUMERICS)
-"""The work between steps, which is of no step."""
+"""The work between steps."""
 
 DATA_WAIT, RECOMPILATION = "data wait", "recompilation"
 HOST_WORK = (*ASIDE, RECOMPILATION, DATA_WAIT)
@@ -33,7 +32,7 @@ COMMUNICATION = "communication"
 """Before the mesh axis, as in "communication dp_shard", where the category is a collective's."""
 
 AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "all ranks")
-"""The last: of collectives over every rank, as that of the loss."""
+"""The last: of collectives over every rank, as for the loss."""
 
 BY_COPY_ENGINES = ", by copy engines"
 """After the axis of collectives without NCCL, whose order among NCCL's is not that of other ranks."""
@@ -74,18 +73,14 @@ class RankProfile:
     """The time of one rank in a few steps.
 
     Attributes:
-        rank: whose it is, of `world`.
         device: "cuda" or "cpu".
-        host: its name.
         origin_us: microseconds since 1970 of the time 0.
         clock_us: from the beginning of the first step until the device had done the last, by the host's own clock:
             what the steps must add up to.
-        steps: their edges.
         spans: merged intervals by category.
         groups: ranks of this one's group on each mesh axis.
         collectives: when this rank was in each, by axis, in the order of their calls.
-        graphs: that were compiled meanwhile.
-        memory: at the peak.
+        graphs: number of graphs that were compiled meanwhile.
         forecast: bytes by category, as predicted when the run was built; empty if nothing was.
     """
 
@@ -109,16 +104,15 @@ class RankProfile:
         def rounded(value: Any) -> Any:
             if isinstance(value, dict):
                 return {key: rounded(item) for key, item in value.items()}
-            return [rounded(item) for item in value] if isinstance(value, list | tuple) else _tenths(value)
+            if isinstance(value, list | tuple):
+                return [rounded(item) for item in value]
+            return round(value, 1) if isinstance(value, float) else value
 
         return json.dumps({"version": _VERSION} | rounded(asdict(self)), separators=(",", ":")) + "\n"
 
 
 def read_profiles(run: Path) -> list[RankProfile]:
-    """Read the summaries of all ranks of a run.
-
-    Args:
-        run: its folder, with a profile.
+    """Read the summaries of all ranks of a run from its folder.
 
     Raises:
         RunError: the profile lacks a rank, or a file is damaged or of another window.
@@ -158,7 +152,3 @@ def _read_summary(path: Path) -> RankProfile:
     except (OSError, *MALFORMED) as error:
         want = f"a rank's profile, as titanlite with version {_VERSION} of the file writes it"
         raise RunError.of(str(path), "content", str(error), want, "profile the run again") from error
-
-
-def _tenths(value: Any) -> Any:
-    return round(value, 1) if isinstance(value, float) else value

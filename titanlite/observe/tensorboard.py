@@ -1,7 +1,7 @@
 """Write the rows of metrics.jsonl for TensorBoard. It can never end a run: the first failure becomes one warning.
 
-A run that is restarted trains some steps again. `purge_step` has TensorBoard forget what it has read of these, in
-whatever file. What the last file lacks, because it could not be written or was not asked for, is written first.
+A run that is restarted trains some steps again. `purge_step` has TensorBoard forget what it has read of them, in all
+files. What the last file lacks, because it could not be written or was not asked for, is written first.
 
 TensorBoard's x axis is the step; `tokens` is an axis and no curve. A number that is NaN or infinite has no point.
 """
@@ -26,24 +26,18 @@ if TYPE_CHECKING:
 
 
 class TensorBoardFile(Observer):
-    """The file of one start. Rank 0 owns it; made only when `metrics.tensorboard` is true."""
+    """The file of one start, beside those of earlier ones; made on rank 0 when `metrics.tensorboard` is true.
+
+    Args:
+        folder: `tensorboard/` in the run's folder; created if need be.
+        metrics: the file of rows, which has none of a step that is trained again.
+        warn: called with one text at the first failure.
+    """
 
     def __init__(self, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:
-        """Open a new file beside those of earlier starts.
-
-        Args:
-            folder: `tensorboard/` in the run's folder; created if need be.
-            metrics: the file of rows, which has none of a step that is trained again.
-            warn: called with one text at the first failure.
-        """
-        self._warn, self._has_failed = warn, False
+        self._warn, self.has_failed = warn, False  # then it writes no more, for a reason that it has said
         self._writer: SummaryWriter | Any = None
         self._attempt(lambda: self._start(folder, metrics))
-
-    @property
-    def has_failed(self) -> bool:
-        """Return whether it has stopped writing, for a reason that it has said."""
-        return self._has_failed
 
     def describe(self, config: Config, facts: Mapping[str, Any]) -> None:
         """Show the config and the run's facts as texts, without secrets."""
@@ -88,14 +82,14 @@ class TensorBoardFile(Observer):
 
     def _attempt(self, write: Callable[[], object]) -> None:
         """Write something; if that fails, say so once, and write no more."""
-        if self._has_failed:
+        if self.has_failed:
             return
         try:
             write()
             if self._writer is not None:
                 self._writer.flush()
         except (OSError, ImportError) as error:
-            self._has_failed = True
+            self.has_failed = True
             self.close()
             with suppress(OSError):  # the log may be on the same full disk
                 self._warn(redact(f"tensorboard: cannot write ({error}); metrics.jsonl has every row"))

@@ -5,8 +5,8 @@ the optimizer is the optimizer's. NCCL's kernels name their process group, which
 the last kernel that was launched in it.
 
 On a CPU they are operators, each without its callees, in the threads that compute. Gloo's own threads say when a
-collective runs but not for whom: it is the next one that was called, and FSDP's hooks or the functional collectives of
-tensor, context or expert parallelism are around that call.
+collective runs but not for whom: collectives run in the order of their calls, which FSDP's hooks or the functional
+collectives of tensor, context or expert parallelism enclose.
 """
 
 import re
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from titanlite.observe.kernel_classes import cpu_work, end_us, kernel_class, merge_spans
+from titanlite.observe.kernel_classes import cpu_work, kernel_class, merge_spans, span_of
 from titanlite.observe.peak_memory import peak_memory
 from titanlite.observe.step_profile import (
     ASIDE,
@@ -59,7 +59,7 @@ class ProfiledRun:
     Attributes:
         rank: this one's, of `world`.
         device: "cuda" or "cpu".
-        axes: mesh axis by the name of its process group; of that of experts' weights with `OF_EXPERTS` behind it.
+        axes: mesh axis by the name of its process group; with `OF_EXPERTS` where the group shards experts' weights.
         groups: ranks of this one's group on each axis.
         held: bytes of parameters and of the optimizer's state, by category.
         forecast: bytes at the peak by category, as predicted.
@@ -75,17 +75,10 @@ class ProfiledRun:
 
 
 def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reserved: int = 0) -> RankProfile:
-    """Summarise the trace of one rank.
-
-    Args:
-        trace: the parsed JSON of a Chrome trace by torch.profiler, with a mark of each step.
-        run: what it does not say.
-        clock_us: of all steps, by the host's clock.
-        reserved: most bytes that the caching allocator had.
-    """
+    """Summarise a rank's trace, torch.profiler's JSON with a mark of each step; `clock_us` is the host's, of all."""
     events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     steps = (e for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(STEP))
-    marks = sorted((e["ts"], end_us(e), int(e["name"].removeprefix(STEP))) for e in steps)
+    marks = sorted((*span_of(e), int(e["name"].removeprefix(STEP))) for e in steps)
     origin = marks[0][0]
     if run.device == "cuda":
         spans, collectives, ends = _of_device(events, run, marks)
@@ -94,8 +87,8 @@ def summarise(trace: Mapping[str, Any], run: ProfiledRun, clock_us: float, reser
     for name, found in _of_host(events).items():
         spans.setdefault(name, []).extend(found)
     edges, start = [], origin
-    for i, (_, end, step) in enumerate(marks):  # a step lasts until the next begins, for there is no time between
-        host_end = marks[i + 1][0] if i + 1 < len(marks) else end
+    begins = [start for start, _, _ in marks[1:]]  # a step lasts until the next begins, for there is no time between
+    for (_, _, step), host_end in zip(marks, [*begins, marks[-1][1]], strict=True):
         last = max(start, ends.get(step, host_end))
         edges.append(StepEdges(step, start - origin, last - origin))
         start = last
@@ -127,12 +120,10 @@ def _clipped(found: Iterable[Interval], origin: float, final: float) -> list[Int
 def _of_host(events: Events) -> dict[str, list[Interval]]:
     """Return what the host was seen at: waiting for data, compiling, or on what is not of a step."""
     spans: dict[str, list[Interval]] = defaultdict(list)
-    for e in events:
-        if e.get("cat") in ("user_annotation", "cpu_op"):
-            if e["name"] in (DATA_WAIT, *ASIDE):
-                spans[e["name"]].append((e["ts"], end_us(e)))
-            elif e["name"].endswith("(dynamo_timed)"):
-                spans[RECOMPILATION].append((e["ts"], end_us(e)))
+    for e in (e for e in events if e.get("cat") in ("user_annotation", "cpu_op")):
+        name = RECOMPILATION if e["name"].endswith("(dynamo_timed)") else e["name"]
+        if name in (DATA_WAIT, RECOMPILATION, *ASIDE):
+            spans[name].append(span_of(e))
     return spans
 
 
@@ -145,9 +136,8 @@ def _of_device(
         for e in events
         if e.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in e.get("args", {})
     }
-    optimizer = _within(_marked(events, OPTIMIZER))
-    aside = {name: _within(_marked(events, name)) for name in ASIDE}
-    hooks = _within(_marked(events, "FSDP::"))
+    optimizer, hooks = _within_marks(events, OPTIMIZER), _within_marks(events, "FSDP::")
+    aside = {name: _within_marks(events, name) for name in ASIDE}
     starts = [start for start, _, _ in marks]
     spans: dict[str, list[Interval]] = defaultdict(list)
     collectives: dict[str, list[tuple[float, Interval]]] = defaultdict(list)
@@ -155,7 +145,7 @@ def _of_device(
     for e in events:
         if e.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
             continue
-        args, span = e.get("args", {}), (e["ts"], end_us(e))
+        args, span = e.get("args", {}), span_of(e)
         launched = launches.get(args.get("correlation", -1), e["ts"])
         if (place := bisect_right(starts, launched)) > 0:
             step = marks[place - 1][2]
@@ -201,29 +191,20 @@ def _of_cpu(
     trace: Mapping[str, Any], events: Events, run: ProfiledRun
 ) -> tuple[dict[str, list[Interval]], dict[str, list[Interval]], dict[int, float]]:
     """Return the operators by category and the collectives by axis; a CPU ends its steps where the host does."""
-    running = sorted((e["ts"], end_us(e)) for e in events if e["name"].startswith("gloo:"))
-    threads = {e["tid"] for e in events if e["name"].startswith("gloo:")}
-    calls = sorted(
-        (e["ts"], end_us(e)) for e in events if e["name"].startswith("c10d::") and e.get("tid") not in threads
-    )
-    fsdp = _within(_marked(events, "FSDP::"))
-    functional = _within([(e["ts"], end_us(e)) for e in events if e["name"].startswith("_c10d_functional::")])
-    names = {e["ts"]: e["name"] for e in events if e["name"].startswith("c10d::")}
-
-    def axis_of_call(start: float) -> str:
-        if functional(start):
-            return next((axis for axis in ("tp", "cp", "ep") if len(run.groups.get(axis, ())) > 1), "dp_shard")
-        return _axis_of_caller(names[start], fsdp(start))
-
+    of_gloo = [e for e in events if e["name"].startswith("gloo:")]
+    running, threads = sorted(map(span_of, of_gloo)), {e["tid"] for e in of_gloo}
+    called = [e for e in events if e["name"].startswith("c10d::") and e.get("tid") not in threads]
+    calls, names = sorted(map(span_of, called)), {e["ts"]: e["name"] for e in called}
+    fsdp, optimizer = _within_marks(events, "FSDP::"), _within_marks(events, OPTIMIZER)
+    functional = _within(span_of(e) for e in events if e["name"].startswith("_c10d_functional::"))
+    split = next((axis for axis in ("tp", "cp", "ep") if len(run.groups.get(axis, ())) > 1), "dp_shard")
     spans: dict[str, list[Interval]] = defaultdict(list)
     collectives: dict[str, list[Interval]] = defaultdict(list)
-    for i, (start, end) in enumerate(calls):
-        axis = axis_of_call(start)
-        work = running[i] if len(running) == len(calls) else (start, end)
-        collectives[axis].append((min(start, work[0]), max(work)))
-        spans[f"{COMMUNICATION} {axis}"] += [(start, end), work]
-    optimizer = _within(_marked(events, OPTIMIZER))
-    for work in cpu_work(dict(trace)):
+    for call, work in zip(calls, running if len(running) == len(calls) else calls, strict=True):
+        axis = split if functional(call[0]) else _axis_of_caller(names[call[0]], fsdp(call[0]))
+        collectives[axis].append((min(call[0], work[0]), max(work)))
+        spans[f"{COMMUNICATION} {axis}"] += [call, work]
+    for work in cpu_work(trace):
         if work.thread in threads or work.name.startswith(("c10d::", "_c10d_functional::")):
             continue
         kind = kernel_class(work.name)
@@ -236,9 +217,9 @@ def _of_cpu(
     return spans, collectives, {}
 
 
-def _marked(events: Events, name: str) -> list[Interval]:
-    """Return the intervals of the marks whose names begin so: the trainer's, or FSDP's hooks."""
-    return [(e["ts"], end_us(e)) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(name)]
+def _within_marks(events: Events, name: str) -> Callable[[float], bool]:
+    """Return what says of a time whether it lies within a mark whose name begins so: the trainer's, or FSDP's hooks."""
+    return _within(span_of(e) for e in events if e.get("cat") == "user_annotation" and e["name"].startswith(name))
 
 
 def _within(intervals: Iterable[Interval]) -> Callable[[float], bool]:

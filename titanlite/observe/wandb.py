@@ -1,10 +1,10 @@
 """Show the rows of metrics.jsonl on a page of Weights & Biases. It can never end or delay a run.
 
 wandb runs in a process of its own (`wandb_process.py`), which follows metrics.jsonl. So the file is the queue: nothing
-of wandb's (its import, its start, a row, a service that hangs, what it does when an interpreter ends) happens in the
-process that trains, and if that process alone is killed the run is still finished. The first failure becomes one
-warning, and from then on nothing more is sent. If the server cannot be reached at the start, the run is recorded
-offline instead, and `wandb sync` sends it later. Only the end is waited for, and not for long.
+of wandb's (its import, its start, a service that hangs) happens in the process that trains, and if that process alone
+is killed the run is still finished. The first failure becomes one warning, and from then on nothing more is sent. If
+the server cannot be reached at the start, the run is recorded offline instead, and `wandb sync` sends it later. Only
+the end is waited for, and not for long.
 
 A run that is restarted keeps its id (`wandb/run_id` in the run's folder), and each start sends all rows of the file
 again: wandb shows what is recorded.
@@ -43,7 +43,16 @@ _PROCESS = "import sys; sys.path.insert(0, sys.argv[1]); from titanlite.observe.
 
 
 class WandbRun(Observer):
-    """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off"."""
+    """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off".
+
+    Args:
+        config: the whole config; `metrics.wandb` is "offline" or "online".
+        folder: the run's folder; wandb writes to `wandb/` in it.
+        metrics: the file of rows.
+        warn: called with one text at the first failure.
+        facts: of `run_facts.py`, beside the sections of the config in wandb's.
+        tags: by which the run is found.
+    """
 
     def __init__(
         self,
@@ -55,16 +64,6 @@ class WandbRun(Observer):
         facts: Mapping[str, Any] | None = None,
         tags: Sequence[str] = (),
     ) -> None:
-        """Have the run started, or gone on with, and return at once.
-
-        Args:
-            config: the whole config; `metrics.wandb` is "offline" or "online".
-            folder: the run's folder; wandb writes to `wandb/` in it.
-            metrics: the file of rows.
-            warn: called with one text at the first failure.
-            facts: of `run_facts.py`, to stand in wandb's config beside the sections of the config.
-            tags: by which the run is found.
-        """
         self._warn, self._mode = warn, config.metrics.wandb
         self._rows = self._taken = 0
         self._failed = self._started = False
@@ -110,19 +109,11 @@ class WandbRun(Observer):
             self._hear(self._process.poll())
 
     def close(self, has_failed: bool = False) -> None:
-        """Finish the run there."""
-        self.finish(exit_code=int(has_failed))
-
-    def finish(self, exit_code: int = 0) -> None:
-        """Have what is left sent, and end; waits 15 seconds at most, and 75 online, and 30 more if it still starts.
-
-        Args:
-            exit_code: of this process; any other than 0 marks the run as failed.
-        """
+        """Have what is left sent, and end; waits 15 seconds at most, and 75 online, and 30 more if it still starts."""
         process, self._process = self._process, None
         if process is None:
             return
-        self._tell(str(exit_code))
+        self._tell(str(int(has_failed)))
         self._hear(None)
         limit = _END_S[self._mode] + (0 if self._started else _INIT_TIMEOUT_S)
         try:
@@ -137,7 +128,6 @@ class WandbRun(Observer):
         self._reports.close()
 
     def _tell(self, line: str) -> None:
-        """Tell its process one line, which the pipe has room for."""
         with suppress(BrokenPipeError):  # it has ended, and its reports say of what
             self._commands.write(line.encode() + b"\n")
 

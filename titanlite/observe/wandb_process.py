@@ -7,16 +7,16 @@ input without one says that training was killed. What it reports goes to standar
 The run in wandb is the recorded one: each row of metrics.jsonl once, whatever was offline, lost or sent twice. The
 server keeps a run's rows as numbered lines, and a line that is sent again replaces what was there. So every start sends
 the whole file from line 0 on, and one folder of wandb's holds all of the run; older ones are removed, for somebody may
-sync them later. Behind these rows come empty lines, as many as were ever sent beyond them: of rows that a crash lost,
-whose steps are trained again. `lines` has the time of each row that was sent, and nothing for an empty line; what is
-added to it is on disk before it is sent.
+sync them later. After these rows come empty lines, as many as were ever sent beyond them: rows that a crash lost, whose
+steps are trained again. `lines` has the time of each row that was sent, and nothing for an empty line; what is added to
+it is on disk before it is sent.
 
-wandb is given as little as needed: the config (without its secrets), the receipt and a save-list that was chosen, the
-rows, at the end a mixture's heat map, and the machine's load (each start's over that of former ones). Not the command
-line, the environment, the git remote (which may hold a token), the source or the installed packages.
+wandb is given as little as needed: the config (without its secrets), the receipt and a chosen save-list, the rows, at
+the end a mixture's heat map, and the machine's load. Not the command line, the environment, the git remote (which may
+hold a token), the source or the installed packages.
 
-A row's numbers have the names that `metric_table.py` gives them. wandb has no number that is none: the keys of those
-that were not finite stand in the row's `_null`, so that the row can be read back as it was.
+A row's numbers have the names of `metric_table.py`. wandb has no null: the keys of numbers that were not finite are in
+the row's `_null`, so that the row can be read back as it was.
 """
 
 import fcntl
@@ -92,8 +92,7 @@ def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now
-    said = path.read_bytes().split(b"\n")[:-1]  # a line that was cut off was not sent
-    marks = [_sent_at(line) for line in said if not line.startswith(b"keep ")]  # of an earlier version, and no line
+    marks = [_sent_at(line) for line in path.read_bytes().split(b"\n")[:-1]]  # a line that was cut off was not sent
     times = [mark for mark in marks if mark is not None][:kept]
     times += [time.time()] * (kept - len(times))  # of starts without wandb
     lost = max(0, len(marks) - kept)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from tests.support.needs import slow
-from titanlite.comparison.judge import _LIMITS, BEYOND, drift_ratios, is_open, judge, tokens_to_equal_loss
+from titanlite.comparison.judge import _LIMITS, BEYOND, Verdict, drift_ratios, is_open, judge, tokens_to_equal_loss
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import Verdict
 
 STEPS, TOKENS = 400, 1000
 

@@ -3,9 +3,9 @@ import numpy as np
 
 from tests.support.run_folder import falling, record
 from titanlite.comparison.curves import COLOURS
+from titanlite.comparison.judge import Verdict
 from titanlite.comparison.picture import draw_losses, loss_figure
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import Verdict
 
 
 def texts(axes) -> list[str]:

@@ -12,9 +12,9 @@ import pytest
 from tests.support.browser import NEEDS_CHROMIUM, opened
 from tests.support.run_folder import falling, record
 from titanlite.comparison.axis import fitted_limits
+from titanlite.comparison.judge import Verdict
 from titanlite.comparison.report import write_report
 from titanlite.comparison.runs import RunRecord
-from titanlite.comparison.verdict import Verdict
 
 HOSTILE = "b <b>&\"'</script><script>console.error(1)</script>"
 

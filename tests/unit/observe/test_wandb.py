@@ -59,8 +59,8 @@ def run_with(tmp_path, monkeypatch):
         while run._taken < taken:
             time.sleep(0.01)
             run._hear(None)
-        run.finish(exit_code=1)
-        run.finish()
+        run.close(has_failed=True)
+        run.close()
         metrics.close()
         return warned
 
@@ -109,7 +109,7 @@ def test_where_the_log_has_no_room_training_goes_on(tmp_path, monkeypatch):
     path = tmp_path / "run/metrics.jsonl"
     MetricsFile(path, 0).close()
     run = WandbRun(Config(job=Job(name="x"), metrics=Metrics(wandb="offline")), path.parent, path, full)
-    run.finish()
+    run.close()
 
 
 KILLED = """

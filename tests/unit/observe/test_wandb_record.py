@@ -3,12 +3,13 @@
 import fcntl
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ for step in range(first, last + 1):
         sys.stdin.readline()
 assert "wandb" not in sys.modules
 if run and end == "finish":
-    run.finish()
+    run.close()
 elif run:
     until(lambda: run._taken >= run._rows)
     if end == "killed with all":  # as a host that is switched off
@@ -90,10 +91,12 @@ class History:
         end: str = "finish",
         log_freq: int = 1,
         outage: bool = False,
+        down: bool = False,
         altered: str = "",
     ) -> str:
         """Train from a step to a step, in a process of its own; with an outage, from the first row on."""
         self.starts += 1
+        self.server.up = not down and self.server.up
         given = [str(self.folder), mode, str(first), str(last), str(self.starts), end, str(log_freq), altered]
         given += ["100" if self.server.up else "5", "2" if outage else "100"]  # no limit is met but in an outage
         process = subprocess.Popen(
@@ -182,139 +185,59 @@ def test_offline_for_real_and_again_after_a_resume(history: History) -> None:
     assert picture.stat().st_size > 0
 
 
-def offline_and_each_synced(run: History) -> None:
-    run.of_starts["WANDB_RESUME"] = "allow"  # of a user for whom that once helped
-    run.start("offline", 1, 3)
-    run.sync()
-    run.start("offline", 4, 6)
-    run.sync()
-
-
-def online_and_a_crash(run: History) -> None:
-    run.start("online", 1, 5, end="killed after 3")
-    run.start("online", 4, 8)
-
-
-def online_and_a_crash_whose_lost_steps_are_not_reached_again(run: History) -> None:
-    run.start("online", 1, 5, end="killed after 0")  # what it sends in its end comes before what the next start sends
-    run.start("online", 3, 3)
-
-
-def offline_and_a_crash(run: History) -> None:
-    run.start("offline", 1, 5, end="killed after 0")
-    with (run.folder / "wandb/lines").open() as lines:
-        fcntl.flock(lines, fcntl.LOCK_EX)  # until its process has ended, too
-    run.sync()
-    run.start("offline", 3, 4)
-    run.sync()
-
-
-def online_then_offline_then_online(run: History) -> None:
-    run.start("online", 1, 3)
-    run.start("offline", 4, 6)
-    run.sync()
-    run.start("online", 7, 8)
-
-
-def an_outage_at_the_start(run: History) -> None:
-    run.server.up = False
-    said = run.start("online", 1, 5, end="killed after 0")
-    assert said.startswith("wandb: online failed (")
-    assert "recording offline" in said
-    assert len(run.recorded()) == 6
-    run.server.up = True
-    run.start("online", 4, 6)
-
-
-def no_answer_at_the_start(run: History) -> None:
-    run.server.outage = None
-    an_outage_at_the_start(run)
-
-
-def an_error_at_the_start(run: History) -> None:
-    run.server.outage = 500
-    an_outage_at_the_start(run)
-
-
-def no_answer_in_mid_run(run: History) -> None:
-    run.server.outage = None
-    an_outage_in_mid_run_and_a_resume(run)
-
-
-def an_error_in_mid_run(run: History) -> None:
-    run.server.outage = 500
-    an_outage_in_mid_run_and_a_sync(run)
-
-
-def an_outage_in_mid_run_and_a_resume(run: History) -> None:
-    assert "cannot finish (Timed out" in run.start("online", 1, 5, outage=True)
-    assert len(run.recorded()) == 6
-    run.server.up = True
-    run.start("online", 6, 7)
-
-
-def an_outage_in_mid_run_and_a_sync(run: History) -> None:
-    run.start("online", 1, 3)
-    run.start("online", 4, 7, outage=True)
-    run.server.up = True
-    run.sync()
-
-
-def a_fresh_start_online(run: History) -> None:
-    run.start("online", 1, 5)
-    run.start("online", 1, 3)
-
-
-def a_fresh_start_offline(run: History) -> None:
-    run.start("offline", 1, 5)
-    run.sync()
-    run.start("offline", 1, 3)
-    run.sync()
-    run.start("online", 4, 4)
-
-
-def crashes_one_after_the_other(run: History) -> None:
-    run.start("online", 1, 7, end="killed after 3")  # when it has sent lines
-    run.start("offline", 5, 8, end="killed with all")
-    run.start("online", 3, 4, end="killed with all")
-    run.start("online", 4, 9)
-
-
-def starts_without_wandb_and_other_rows(run: History) -> None:
-    run.start("online", 1, 7, end="killed after 0")
-    run.start("off", 3, 9, log_freq=2)
-    run.start("off", 7, 8)
-    run.start("online", 9, 10, log_freq=5)
-
-
-@pytest.mark.parametrize(
-    "acts",
-    [
-        starts_without_wandb_and_other_rows,
-        # `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_
-        # from_the_server` goes on online.
-        *slow(
-            crashes_one_after_the_other,
-            no_answer_at_the_start,
-            no_answer_in_mid_run,
-            a_fresh_start_offline,
-            online_and_a_crash,
-            online_then_offline_then_online,
-            an_outage_at_the_start,
-            an_error_at_the_start,
-            an_error_in_mid_run,
-            offline_and_each_synced,
-            online_and_a_crash_whose_lost_steps_are_not_reached_again,
-            offline_and_a_crash,
-            an_outage_in_mid_run_and_a_sync,
-            an_outage_in_mid_run_and_a_resume,
-            a_fresh_start_online,
-        ),
+CRASH, AT_ONCE, HOST_OFF = "killed after 3", "killed after 0", "killed with all"
+SYNC, UP, WAIT = "sync", "up", "wait"
+NO_SERVER = [("online", 1, 5, {"down": True, "end": AT_ONCE}), UP, ("online", 4, 6)]
+# What is done to a run: starts (mode, first and last step, and how), `wandb sync` of all folders, a server that is up
+# again.
+SCENES: dict[str, list[Any]] = {
+    "starts without wandb, and other rows": [
+        ("online", 1, 7, {"end": AT_ONCE}), ("off", 3, 9, {"log_freq": 2}), ("off", 7, 8),
+        ("online", 9, 10, {"log_freq": 5}),
     ],
-    ids=lambda acts: acts.__name__,
-)
-def test_each_step_stands_once_with_its_last_value(history: History, acts: Callable[[History], None]) -> None:
-    acts(history)
+    "crashes one after the other": [  # the first when it has sent lines
+        ("online", 1, 7, {"end": CRASH}), ("offline", 5, 8, {"end": HOST_OFF}), ("online", 3, 4, {"end": HOST_OFF}),
+        ("online", 4, 9),
+    ],
+    "offline, and each synced": [("offline", 1, 3), SYNC, ("offline", 4, 6), SYNC],
+    "online, and a crash": [("online", 1, 5, {"end": CRASH}), ("online", 4, 8)],
+    # What a process sends in its end comes before what the next start sends.
+    "a crash whose lost steps are not reached again": [("online", 1, 5, {"end": AT_ONCE}), ("online", 3, 3)],
+    "offline, and a crash": [("offline", 1, 5, {"end": AT_ONCE}), WAIT, SYNC, ("offline", 3, 4), SYNC],
+    "online, offline, online": [("online", 1, 3), ("offline", 4, 6), SYNC, ("online", 7, 8)],
+    "an outage at the start": NO_SERVER,
+    "no answer at the start": [None, *NO_SERVER],
+    "an error at the start": [500, *NO_SERVER],
+    "an outage in mid-run, and a resume": [("online", 1, 5, {"outage": True}), UP, ("online", 6, 7)],
+    "no answer in mid-run": [None, ("online", 1, 5, {"outage": True}), UP, ("online", 6, 7)],
+    "an outage in mid-run, and a sync": [("online", 1, 3), ("online", 4, 7, {"outage": True}), UP, SYNC],
+    "an error in mid-run": [500, ("online", 1, 3), ("online", 4, 7, {"outage": True}), UP, SYNC],
+    "a fresh start online": [("online", 1, 5), ("online", 1, 3)],
+    "a fresh start offline": [("offline", 1, 5), SYNC, ("offline", 1, 3), SYNC, ("online", 4, 4)],
+}  # fmt: skip
+
+
+# `test_a_copy_of_an_earlier_folder_may_be_synced_last` syncs two starts offline, and `test_a_run_is_read_back_from_the_
+# server` goes on online.
+@pytest.mark.parametrize("scene", ["starts without wandb, and other rows", *slow(*list(SCENES)[1:])])
+def test_each_step_stands_once_with_its_last_value(history: History, scene: str) -> None:
+    history.of_starts["WANDB_RESUME"] = "allow"  # of a user for whom that once helped
+    for act in SCENES[scene]:
+        if act == SYNC:
+            history.sync()
+        elif act == UP:
+            history.server.up = True
+        elif act == WAIT:
+            with (history.folder / "wandb/lines").open() as lines:
+                fcntl.flock(lines, fcntl.LOCK_EX)  # until its process has ended, too
+        elif act in (None, 500):
+            history.server.outage = act
+        else:
+            mode, first, last, *how = act
+            said = history.start(mode, first, last, **dict(*how))
+            if not history.server.up and first == 1:
+                assert re.search("wandb: (online failed .*; recording offline|cannot finish .Timed out)", said)
+                assert len(history.recorded()) == 6
     history.check()
     history.check(is_emptied=True)
 
@@ -342,7 +265,7 @@ os.kill(core, signal.SIGSTOP)
 for more in range(5000):
     write({"step": 10 + more, "loss": 2.0, "tokens": 1000 * more})
 module._END_S["offline"] = 2.0
-run.finish(1)
+run.close(has_failed=True)
 os.kill(core, signal.SIGKILL)
 """
 
@@ -376,15 +299,14 @@ def test_a_copy_of_an_earlier_folder_may_be_synced_last(history: History) -> Non
         ("1.5\n\n\n4.5\n5.5\n", 2, [1.5, 4.5], 3),
         ("1.5\n2.5\n\n", 0, [], 3),
         ("1.5\n2.5\n3.", 2, [1.5, 2.5], 0),  # cut off, and so not sent
-        ("1.5\n2.5\nkeep 2\n3.5\nkeep 2\n", 2, [1.5, 2.5], 1),  # of an earlier version, which noted each start
-        ("keep 0\n", 0, [], 0),
+        ("1.5\n\0\0\0\n\xff\xfe\n4.5\n", 2, [1.5, 4.5], 2),  # damaged by a power cut: empty lines
     ],
 )
 def test_lines_of_rows_that_are_lost_become_empty(
     tmp_path: Path, said: str, kept: int, times: list[float], lost: int
 ) -> None:
     path = tmp_path / "lines"
-    path.write_text(said)
+    path.write_text(said, encoding="latin-1")
     for _ in range(2):  # what a start adds changes nothing for the next
         file, *found = _open_lines(path, kept)
         os.write(file, b"9.5\n")
@@ -392,14 +314,6 @@ def test_lines_of_rows_that_are_lost_become_empty(
         assert path.read_text().endswith("\n9.5\n" if kept + lost else "9.5\n")
         path.write_text(path.read_text().removesuffix("9.5\n"))
         assert found == [times, lost]
-
-
-def test_a_line_that_is_damaged_is_an_empty_one(tmp_path: Path) -> None:
-    (tmp_path / "lines").write_bytes(b"1.5\n\0\0\0\n\xff\xfe\n4.5\n")  # after a power cut
-    file, *found = _open_lines(tmp_path / "lines", 2)
-    os.close(file)
-    assert found == [[1.5, 4.5], 2]
-    assert (tmp_path / "lines").read_text() == "1.5\n4.5\n\n\n"
 
 
 def test_rows_of_starts_without_wandb_get_the_time_of_this_one(tmp_path: Path) -> None:
