@@ -18,7 +18,6 @@ from titanlite.comparison.axis import fitted_limits
 from titanlite.comparison.curves import COLOURS, DASHES, DIFFERENCE, Curve, Values, metrics_of, tokens_in_words
 from titanlite.comparison.judge import Verdict
 from titanlite.comparison.runs import RunRecord, title_of
-from titanlite.preflight.output_file import require_picture
 
 _LONG = 200  # points from which on a curve is smoothed
 _WINDOW = 50  # the running median is over the 50th part of a curve, and taken at ten times as many places
@@ -32,10 +31,8 @@ def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ver
     """Draw the runs, and the verdicts on those after the first, into a picture of the kind that its ending says.
 
     Raises:
-        RunError: there is no kind of picture with that ending.
         OSError: the picture cannot be written.
     """
-    require_picture("titanlite compare", path, "losses.png")
     from matplotlib import rc_context
 
     with rc_context({"text.parse_math": False}):  # of names

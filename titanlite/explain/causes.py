@@ -1,7 +1,7 @@
 """Name what a step loses most time to, and the config key that did it or would change it on the run's device.
 
-Lost is what is not the device's own work: exposed communication, waits, the host. Of what a host does, the part that
-every rank has counts here; what one rank has beyond the others is what these wait for, and counts once, as that rank's.
+Lost is what is not the device's own work: exposed communication, waits, the host. Of a host's work the part that every
+rank has counts here; the others wait for what one rank has beyond them, so that counts once, as that rank's.
 """
 
 import statistics
@@ -24,7 +24,7 @@ from titanlite.observe.step_profile import (
 )
 
 NOTABLE = 0.05
-"""Share of a step from which on a loss is called its cause."""
+"""The least share of a step that makes a loss its cause."""
 
 _MOST = 0.6
 """Share of all waits that one rank must cause to be called the straggler: of two ranks one always causes half."""
@@ -34,19 +34,12 @@ _SHARD, _TP = f"{COMMUNICATION} dp_shard", f"{COMMUNICATION} tp"
 
 @dataclass(frozen=True)
 class Cause:
-    """Something that takes time of a step.
+    """Something that takes time of a step."""
 
-    Attributes:
-        name: a category, or "rank N comes last".
-        us: of a step that would be saved without it, at most.
-        because: what was seen, in words.
-        fix: what to do, beginning with the config key if there is one.
-    """
-
-    name: str
-    us: float
+    name: str  # a category, or "rank N comes last"
+    us: float  # of a step that would be saved without it, at most
     because: str
-    fix: str
+    fix: str  # beginning with the config key if there is one
 
 
 def longest_loss(run: ProfiledSteps) -> Cause | None:

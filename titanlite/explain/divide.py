@@ -1,10 +1,10 @@
 """Divide the wall time of each step among what it was spent on, exactly: each instant belongs to one category.
 
 Where intervals overlap, the device's work has the time before communication, which is then hidden, and communication
-before what the host does; what is left is the host's, as it prepares work while the device has none. Of communication
-the part until the last rank has come is a wait. So the parts of a step sum to its wall time, and what was hidden is
-told beside them. What is not of a step, as a validation, comes before all. On a CPU, which is host and device in one,
-what the host is seen at comes first.
+before the host's work; the rest is the host's, as it prepares work while the device has none. Of communication the part
+until the last rank has come is a wait. So the parts of a step sum to its wall time, and hidden communication is told
+beside them. Work between steps, as a validation, comes before all. On a CPU, which is host and device in one, the
+host's work comes first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,18 +34,13 @@ CATEGORIES = (*DEVICE_WORK, *EXPOSED, STRAGGLER_WAIT, RECOMPILATION, DATA_WAIT, 
 
 @dataclass(frozen=True)
 class Division:
-    """One step of one rank.
-
-    Attributes:
-        parts: µs by category; they sum to `wall_us`.
-        hidden: µs of communication behind the device's work, by category; not of the sum.
-    """
+    """One step of one rank."""
 
     rank: int
     step: int
     wall_us: float
-    parts: Mapping[str, float]
-    hidden: Mapping[str, float]
+    parts: Mapping[str, float]  # µs by category; they sum to `wall_us`
+    hidden: Mapping[str, float]  # µs of communication behind the device's work, by category; not in the sum
 
 
 def divide(profile: RankProfile, waits: Waits) -> list[Division]:
@@ -68,34 +63,19 @@ def divide(profile: RankProfile, waits: Waits) -> list[Division]:
 
 @dataclass(frozen=True)
 class Segments:
-    """The window of a rank, cut wherever anything begins or ends: n segments.
+    """The window of a rank, cut wherever anything begins or ends: n segments."""
 
-    Attributes:
-        start: [n] µs, and their `length`.
-        step: [n] index of the step.
-        owner: [n] index in `order` of the category that has the segment.
-        order: categories, the most important first; the last is what is left.
-        covered: [n] whether a category is there, hidden or not, by its name.
-        is_device: [n] whether the device computes.
-    """
-
-    start: NDArray[np.float64]
-    length: NDArray[np.float64]
-    step: NDArray[np.int64]
-    owner: NDArray[np.int64]
-    order: Sequence[str]
-    covered: Mapping[str, NDArray[np.bool_]]
-    is_device: NDArray[np.bool_]
+    start: NDArray[np.float64]  # [n] µs
+    length: NDArray[np.float64]  # [n] µs
+    step: NDArray[np.int64]  # [n] index of the step
+    owner: NDArray[np.int64]  # [n] index in `order` of the category that has the segment
+    order: Sequence[str]  # categories, the most important first; the last has the rest
+    covered: Mapping[str, NDArray[np.bool_]]  # [n] by category, whether it is there, hidden or not
+    is_device: NDArray[np.bool_]  # [n] whether the device computes
 
 
 def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) -> Segments:
-    """Cut the window into segments and give each to one category.
-
-    Args:
-        profile: of the rank.
-        waits: of all ranks.
-        edges: [steps + 1] µs, the steps' edges.
-    """
+    """Cut the window of a rank into segments and give each to one category; `edges` are the steps', [steps + 1] µs."""
     communication = (STRAGGLER_WAIT, *EXPOSED)
     order = (*ASIDE, *DEVICE_WORK, *communication, RECOMPILATION, DATA_WAIT)
     if profile.device == "cpu":
@@ -114,13 +94,13 @@ def exclusive(profile: RankProfile, waits: Waits, edges: NDArray[np.float64]) ->
 
 
 def _covers(intervals: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Say of each segment whether it is within one of some intervals, which do not overlap."""
+    """Return whether each segment is within an interval; these do not overlap."""
     place = np.searchsorted(intervals[:, 0], start, side="right") - 1
     return (place >= 0) & (start < intervals[np.maximum(place, 0), 1])
 
 
 def mean_parts(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean µs of each category that any of some divisions has."""
+    """Return the mean µs of each category that a division has."""
     return {
         name: sum(parts.get(name, 0.0) for parts in of) / len(of)
         for name in CATEGORIES

@@ -19,23 +19,14 @@ from titanlite.streams import one_line
 
 @dataclass(frozen=True)
 class ProfiledSteps:
-    """The profiled steps of all ranks of a run.
-
-    Attributes:
-        name: of the run.
-        config: dotted key → value.
-        profiles: by rank.
-        waits: for each other.
-        divisions: of each step of each rank.
-        unprofiled_us: median wall time of steps that were not recorded; None if the run logged none.
-    """
+    """The profiled steps of all ranks of a run."""
 
     name: str
-    config: Mapping[str, Any]
-    profiles: Sequence[RankProfile]
+    config: Mapping[str, Any]  # dotted key → value
+    profiles: Sequence[RankProfile]  # by rank
     waits: Waits
-    divisions: Sequence[Division]
-    unprofiled_us: float | None = None
+    divisions: Sequence[Division]  # of each step of each rank
+    unprofiled_us: float | None = None  # median wall time of steps that were not recorded; None if the run logged none
 
     @property
     def steps(self) -> list[int]:

@@ -1,6 +1,5 @@
 """Draw one step of all ranks: what each spent its time on, and under it its collectives, hidden ones too."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,8 @@ import numpy as np
 from titanlite.explain.divide import CATEGORIES, EXPOSED, Segments, exclusive
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.metrics import RunError
-from titanlite.preflight.output_file import require_picture
 
-# One of each category, in their order: the device's work, exposed communication, waits, the host, what is of no step.
+# A colour of each category, in their order: the device's work, exposed communication, waits, the host, between steps.
 _COLOURS = dict(
     zip(
         CATEGORIES,
@@ -28,18 +26,12 @@ _PIXELS = 2000  # of the picture's width: what is shorter than one is drawn with
 
 
 def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
-    """Draw a step.
-
-    Args:
-        run: the run.
-        step: one of its profiled steps.
-        path: the picture, whose ending says its kind.
+    """Draw a profiled step into a picture of the kind that its ending says.
 
     Raises:
-        RunError: there is no kind of picture with that ending, or no such step.
+        RunError: there is no such step.
         OSError: the picture cannot be written.
     """
-    require_picture("titanlite explain", path, "timeline.png")
     if step not in run.steps:
         want = f"a profiled step, {run.steps[0]} to {run.steps[-1]}"
         raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {run.steps[0]}")
@@ -57,21 +49,20 @@ def timeline_figure(run: ProfiledSteps, index: int) -> Any:
     figure = Figure(figsize=(13, 1.9 + 0.55 * len(run.profiles)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    start = min(profile.origin_us + profile.steps[index].start_us for profile in run.profiles)
+    origin = min(profile.origin_us + profile.steps[index].start_us for profile in run.profiles)
     seen: set[str] = set()
     for row, profile in enumerate(run.profiles):
         edges = np.array([profile.steps[index].start_us, profile.steps[index].end_us])
         segments = exclusive(profile, run.waits, edges)
-        offset = profile.origin_us - start
+        offset = profile.origin_us - origin
         resolution = (edges[1] - edges[0]) / _PIXELS
-        for number, name in enumerate(segments.order):
-            top = _runs(segments, segments.owner == number, resolution)
-            _draw_bars(axes, top, offset, (row - 0.4, 0.5), name, seen)
-        for name in EXPOSED:
-            if name in segments.covered:
-                _draw_bars(
-                    axes, _runs(segments, segments.covered[name], resolution), offset, (row + 0.14, 0.22), name, seen
-                )
+        bars = [(name, segments.owner == number, (row - 0.4, 0.5)) for number, name in enumerate(segments.order)]
+        bars += [(name, segments.covered[name], (row + 0.14, 0.22)) for name in EXPOSED if name in segments.covered]
+        for name, chosen, place in bars:
+            if found := _runs(segments, chosen, resolution):
+                seen.add(name)
+                shown = [((start + offset) / 1e3, length / 1e3) for start, length in found]  # ms
+                axes.broken_barh(shown, place, facecolors=_COLOURS[name], linewidth=0)
     axes.set_yticks(range(len(run.profiles)), [f"rank {profile.rank}" for profile in run.profiles])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the step began on the first rank; the lower bar of a rank: its collectives")
@@ -84,18 +75,8 @@ def timeline_figure(run: ProfiledSteps, index: int) -> Any:
     return figure
 
 
-def _draw_bars(
-    axes: Any, bars: Sequence[tuple[float, float]], offset: float, place: tuple[float, float], name: str, seen: set[str]
-) -> None:
-    """Draw bars of (start, length) µs in ms, and note that the category has been seen."""
-    if bars:
-        seen.add(name)
-        shown = [((start + offset) / 1e3, length / 1e3) for start, length in bars]
-        axes.broken_barh(shown, place, facecolors=_COLOURS[name], linewidth=0)
-
-
 def _runs(segments: Segments, chosen: Any, resolution: float) -> list[tuple[float, float]]:
-    """Return (start, length) of the chosen segments, those together that are less than a pixel apart."""
+    """Return (start, length) of the chosen segments, joined where they are less than a pixel apart."""
     joined: list[tuple[float, float]] = []
     for start, length in zip(segments.start[chosen], segments.length[chosen], strict=True):
         if joined and start - sum(joined[-1]) < min(resolution, length):

@@ -1,8 +1,8 @@
 """Find who waited for whom: each collective is matched over its ranks, by its place in their order.
 
-A collective ends everywhere when its last rank has come and the data has moved. So who came last was in it for the
-shortest time, and what another rank was in it longer, it waited, at the beginning. Only durations are compared: clocks
-of hosts need not agree.
+A collective ends everywhere when its last rank has come and the data has moved. So the rank that came last was in it
+for the shortest time, and any other waited, at the beginning, for as long as it was in it longer. Only durations are
+compared: clocks of hosts need not agree.
 """
 
 from collections import defaultdict
@@ -14,16 +14,12 @@ from titanlite.observe.step_profile import BY_COPY_ENGINES, Interval, RankProfil
 
 @dataclass
 class Waits:
-    """Waits of all ranks in the window.
+    """Waits of all ranks in the window."""
 
-    Attributes:
-        spans: intervals by rank, in which it waited.
-        caused_us: by the rank that came last: how long the others of its group waited, on average.
-        unmatched: axes whose ranks were not in equally many collectives, so that nothing is known of waits there.
-    """
-
-    spans: dict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))
+    spans: dict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))  # by rank, in which it waited
+    # By the rank that came last: how long the others of its group waited, on average.
     caused_us: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    # Axes whose ranks were not in equally many collectives, so that their waits are not known.
     unmatched: list[str] = field(default_factory=list)
 
     @property

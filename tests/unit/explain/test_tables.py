@@ -1,11 +1,8 @@
 from dataclasses import replace
 
-import pytest
-
 from tests.support.profiles import profiled, rank_profile
 from titanlite.explain.tables import memory_table, run_text
 from titanlite.explain.timeline import draw_timeline, timeline_figure
-from titanlite.observe.metrics import RunError
 from titanlite.observe.step_profile import ATTENTION, DATA_WAIT, MATMUL, PeakMemory, StepEdges
 
 SHARD, REPLICATE = "communication dp_shard", "communication dp_replicate"
@@ -65,9 +62,3 @@ def test_the_timeline_shows_each_rank_s_parts_and_its_collectives(tmp_path):
     assert labels == [ATTENTION, MATMUL, SHARD, "waiting for other ranks", DATA_WAIT]
     draw_timeline(run, 12, tmp_path / "new" / "timeline.png")
     assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("step", "name", "said"), [(9, "a.png", "--step 11"), (11, "a.doc", "--out timeline.png")])
-def test_a_picture_that_cannot_be_is_an_error(tmp_path, step, name, said):
-    with pytest.raises(RunError, match=said):
-        draw_timeline(ranks(1, 2e6), step, tmp_path / name)
