@@ -14,63 +14,72 @@ from titanlite.observe.step_profile import (
     VALIDATION,
 )
 
-SHARD, TP, WORLD = "communication dp_shard", "communication tp", "communication all ranks"
+SHARD, TP, CP, WORLD = (f"communication {axis}" for axis in ("dp_shard", "tp", "cp", "all ranks"))
 
 
-def two_ranks(one, two, **config):
-    return profiled(rank_profile(one, world=2), rank_profile(two, rank=1, world=2), **config)
+def up_to(*ends, since=0.0):
+    """The spans of what follows each other: (MATMUL, 40.0), (SHARD, 95.0)."""
+    spans = {}
+    for name, end in ends:
+        spans.setdefault(name, []).append((since, end))
+        since = end
+    return spans
 
 
-def test_a_slow_loader_of_every_rank_is_the_loader_s_fault():
-    spans = {DATA_WAIT: [(0.0, 60.0)], MATMUL: [(60.0, 90.0)], SHARD: [(90.0, 95.0)]}
-    cause = first_cause(two_ranks(spans, spans))
-    assert (cause.name, cause.us) == (DATA_WAIT, 60.0)
-    assert cause.fix.startswith("data.cache_dir: ")
+SLOW_LOADER = up_to((DATA_WAIT, 60.0), (MATMUL, 90.0), (SHARD, 95.0))
+SHORT, MIDDLE, LONG = (up_to((MATMUL, end), (SHARD, 95.0)) for end in (30.0, 40.0, 80.0))
+TURNS = (
+    {MATMUL: [(0.0, 10.0), (50.0, 80.0)], SHARD: [(10.0, 50.0), (80.0, 90.0)]},
+    {MATMUL: [(0.0, 40.0), (50.0, 52.0)], SHARD: [(40.0, 50.0), (52.0, 90.0)]},
+)
 
 
-def test_a_slow_loader_of_one_rank_is_that_rank_s_fault():
-    slow = {DATA_WAIT: [(0.0, 60.0)], MATMUL: [(60.0, 90.0)], SHARD: [(90.0, 95.0)]}
-    other = {MATMUL: [(0.0, 30.0)], SHARD: [(30.0, 95.0)]}
-    cause = first_cause(two_ranks(other, slow))
-    assert (cause.name, cause.us) == ("rank 1 comes last", 60.0)
-    assert "more of data wait" in cause.because
-    assert cause.fix.startswith("data.cache_dir: ")
+@pytest.mark.parametrize(
+    ("ranks", "name", "us", "because", "fix"),
+    [
+        ((SLOW_LOADER, SLOW_LOADER), DATA_WAIT, 60.0, "every rank waits", "data.cache_dir: "),
+        ((SHORT, SLOW_LOADER), "rank 1 comes last", 60.0, "more of data wait", "data.cache_dir: "),
+        ((LONG, MIDDLE), "rank 0 comes last", 40.0, "more of matmul", "no key: look at host host0"),
+        (TURNS, "waiting for other ranks", 29.0, "now this rank comes last, now that", "no key"),
+        ((up_to((MATMUL, 40.0), (CP, 100.0)),), CP, 60.0, "over cp", "parallelism.context_parallel_degree"),
+        ((up_to((MATMUL, 40.0), (RECOMPILATION, 95.0)),), RECOMPILATION, 55.0, "made 3 graphs", "profiling.start_step"),
+        *(
+            ((up_to((MATMUL, 40.0), (between, 95.0)),), between, 55.0, between, key)
+            for between, key in (
+                (VALIDATION, "validation.freq"),
+                (EVALUATION, "evaluation.freq"),
+                (SAVING, "checkpoint.async_mode"),
+                (NUMERICS, "metrics.float8_numerics_freq"),
+            )
+        ),
+        (({MATMUL: [(0.0, 94.0)]},), HOST, 6.0, "the device has nothing to do", "training.local_batch_size"),
+    ],
+)
+def test_the_longest_loss_is_named_with_its_reason_and_its_key(ranks, name, us, because, fix):
+    profiles = [rank_profile(spans, rank=n, world=len(ranks), graphs=3) for n, spans in enumerate(ranks)]
+    cause = first_cause(profiled(*profiles))
+    assert (cause.name, cause.us) == (name, pytest.approx(us))
+    assert because in cause.because
+    assert cause.fix.startswith(fix)
 
 
-def test_a_rank_whose_kernels_are_slower_is_a_matter_of_its_gpu():
-    slow, other = {MATMUL: [(0.0, 80.0)], SHARD: [(80.0, 95.0)]}, {MATMUL: [(0.0, 40.0)], SHARD: [(40.0, 95.0)]}
-    cause = first_cause(two_ranks(slow, other))
-    assert cause.name == "rank 0 comes last"
-    assert "more of matmul" in cause.because
-    assert cause.fix.startswith("no key: look at host host0")
-
-
-def test_ranks_that_take_turns_are_not_called_stragglers():
-    one = {MATMUL: [(0.0, 10.0), (50.0, 80.0)], SHARD: [(10.0, 50.0), (80.0, 90.0)]}
-    two = {MATMUL: [(0.0, 40.0), (50.0, 52.0)], SHARD: [(40.0, 50.0), (52.0, 90.0)]}
-    assert first_cause(two_ranks(one, two)).name == "waiting for other ranks"
-
-
-def test_what_the_config_has_decides_the_advice():
-    idle = {MATMUL: [(0.0, 40.0)]}
-    assert first_cause(profiled(rank_profile(idle), compile__enable=False)).fix.startswith("compile.enable = true")
-    assert first_cause(profiled(rank_profile(idle), compile__enable=True)).fix.startswith("training.local_batch_size")
-    sent = {MATMUL: [(0.0, 40.0)], TP: [(40.0, 100.0)]}
-    key = "parallelism.async_tensor_parallel"
-    assert first_cause(profiled(rank_profile(sent))).fix.startswith(key)
-    fused = profiled(rank_profile(sent), parallelism__async_tensor_parallel=True)
-    assert not first_cause(fused).fix.startswith(key)
+def test_a_step_that_loses_nothing_notable_has_no_cause():
+    assert first_cause(profiled(rank_profile({MATMUL: [(0.0, 96.0)]}))) is None
 
 
 @pytest.mark.parametrize(
     ("category", "device", "config", "key"),
     [
         (WORLD, "cuda", {}, "training.global_batch_size with Muon"),
+        (HOST, "cuda", {"compile__enable": False}, "compile.enable = true"),
+        (HOST, "cuda", {"compile__enable": True}, "training.local_batch_size"),
         (SHARD, "cuda", {"parallelism__fsdp_reshard_after_forward": "always"}, "parallelism.fsdp_reshard_after"),
         (SHARD, "cuda", {"parallelism__fsdp_copy_engines": "never"}, "parallelism.fsdp_copy_engines"),
         (SHARD, "cpu", {"parallelism__fsdp_copy_engines": "never"}, "training.local_batch_size"),
         ("communication dp_replicate", "cuda", {}, "training.local_batch_size"),
-        ("communication cp", "cuda", {}, "parallelism.context_parallel_degree"),
+        (CP, "cuda", {}, "parallelism.context_parallel_degree"),
+        (TP, "cuda", {}, "parallelism.async_tensor_parallel"),
+        (TP, "cuda", {"parallelism__async_tensor_parallel": True}, "parallelism.tensor_parallel_degree"),
         (TP, "cpu", {}, "parallelism.tensor_parallel_degree"),
         (TP, "cuda", {"training__mixed_precision_param": "float32"}, "parallelism.tensor_parallel_degree"),
         (DATA_WAIT, "cuda", {"data__prepare": "background"}, "data.prepare"),
@@ -85,37 +94,3 @@ def test_the_device_and_the_config_of_a_run_decide_the_advice(category, device, 
 def test_every_loss_has_advice():
     run = profiled(rank_profile({MATMUL: [(0.0, 40.0)]}))
     assert all(advice(category, run) for category in {*CATEGORIES} - {*DEVICE_WORK})
-
-
-def test_the_exchange_of_a_sequence_s_keys_is_a_part_of_a_step():
-    cause = first_cause(profiled(rank_profile({MATMUL: [(0.0, 40.0)], "communication cp": [(40.0, 100.0)]})))
-    assert (cause.name, cause.us) == ("communication cp", 60.0)
-
-
-def test_a_step_that_loses_nothing_notable_has_no_cause():
-    assert first_cause(profiled(rank_profile({MATMUL: [(0.0, 96.0)]}))) is None
-    assert first_cause(profiled(rank_profile({MATMUL: [(0.0, 94.0)]}))).name == HOST
-
-
-@pytest.mark.parametrize(
-    ("between", "key"),
-    [
-        (VALIDATION, "validation.freq"),
-        (EVALUATION, "evaluation.freq"),
-        (SAVING, "checkpoint.async_mode"),
-        (NUMERICS, "metrics.float8_numerics_freq"),
-    ],
-)
-def test_what_is_between_the_steps_is_named_with_its_key(between, key):
-    spans = {MATMUL: [(0.0, 40.0)], between: [(40.0, 95.0)]}
-    cause = first_cause(profiled(rank_profile(spans)))
-    assert (cause.name, cause.us) == (between, 55.0)
-    assert between in cause.because
-    assert cause.fix.startswith(key)
-
-
-def test_recompilations_are_counted_and_named():
-    spans = {MATMUL: [(0.0, 40.0)], RECOMPILATION: [(40.0, 95.0)]}
-    cause = first_cause(profiled(rank_profile(spans, graphs=3)))
-    assert cause.name == RECOMPILATION
-    assert "made 3 graphs" in cause.because
