@@ -1,7 +1,7 @@
 """Write what a profile says as text that folds into 80 columns: the time by rank, its first loss, the memory."""
 
 import textwrap
-from collections.abc import Mapping
+from collections import Counter
 
 from titanlite.explain.causes import NOTABLE, first_cause, longest_loss
 from titanlite.explain.profiled import ProfiledSteps
@@ -11,7 +11,7 @@ from titanlite.text_table import columns
 
 _WIDTH = 80
 _MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
-_FORECAST = {  # what the prediction says more finely, or in other words
+_FORECAST = {  # categories of the prediction, as they are measured
     "gathered weights": GATHERED,
     "communication": GATHERED,
     "logits": ACTIVATIONS,
@@ -33,27 +33,16 @@ def memory_table(run: ProfiledSteps) -> str:
     if not known:
         return ""
     memory, profile = max(known, key=lambda pair: max(pair[0].reserved, pair[0].allocated))
-    forecast = _regrouped(profile.forecast)
-    names = dict.fromkeys(name for name in _MEMORY if name in memory.categories or name in forecast)
+    measured, forecast = memory.categories, Counter[str]()
+    for name, size in profile.forecast.items():
+        forecast[_FORECAST.get(name, name)] += size
     if profile.device == "cpu":  # which has no caching allocator
-        names.pop(FRAGMENTS, None)
-        forecast.pop(FRAGMENTS, None)
-    rows = [
-        (name, _mib(memory.categories.get(name, 0)), _mib(forecast[name]) if name in forecast else "-")
-        for name in names
-    ]
-    total = _mib(sum(forecast.values())) if forecast else "-"
+        del forecast[FRAGMENTS]
+    names = [name for name in _MEMORY if name in measured or forecast[name]]
+    rows = [(name, _mib(measured.get(name, 0)), _mib(forecast[name]) if forecast[name] else "-") for name in names]
+    total = _mib(forecast.total()) if forecast.total() else "-"
     head = (f"MiB at the peak, rank {profile.rank}", "measured", "forecast")
-    return columns(head, *rows, ("all", _mib(sum(memory.categories.values())), total))
-
-
-def _regrouped(forecast: Mapping[str, int]) -> dict[str, int]:
-    """Return a forecast in the categories that are measured."""
-    grouped: dict[str, int] = {}
-    for name, size in forecast.items():
-        name = _FORECAST.get(name, name)
-        grouped[name] = grouped.get(name, 0) + size
-    return {name: size for name, size in grouped.items() if size}
+    return columns(head, *rows, ("all", _mib(sum(measured.values())), total))
 
 
 def _headline(run: ProfiledSteps) -> list[str]:

@@ -41,20 +41,50 @@ def verdict(losses: np.ndarray, **given: Any) -> Verdict:
     return found
 
 
-def test_the_same_numbers_are_equal_bits() -> None:
-    assert verdict(curve(), nudged=NUDGED).line == "equal bits"
+def seeds(*offsets: float) -> list[RunRecord]:
+    return [record(curve() + offset) for offset in offsets]
 
 
-def test_a_drift_like_a_nudged_runs_is_rounding_and_a_larger_one_is_not() -> None:
-    assert verdict(curve() + drift(2, 3), nudged=NUDGED).kind == "within rounding"
-    assert verdict(curve() + drift(200, 3), nudged=NUDGED).kind == "differs"
+def at_first(losses: np.ndarray) -> np.ndarray:
+    """A difference that no window at the end would show."""
+    return losses + np.where(np.arange(STEPS) < 4, 1e-3, 0)
 
 
-def test_a_difference_in_the_first_steps_alone_is_found() -> None:
-    losses = curve() + drift(1, 3)
-    losses[:4] += 1e-3
-    assert abs(losses[4:] - curve()[4:]).max() < 1e-3  # no window at the end would show it
-    assert verdict(losses, nudged=NUDGED).kind == "differs"
+SEEDS, NOISE, WIDE = seeds(-0.03, 0.01, 0.04), *(np.random.default_rng(n).normal(size=STEPS) for n in (2, 4))
+FAINT = curve() + 1e-5 * (NOISE - NOISE[-80:].mean())
+
+
+@pytest.mark.parametrize(
+    ("losses", "given", "kind"),
+    [
+        (curve(), {"nudged": NUDGED}, "equal bits"),
+        (curve() + drift(2, 3), {"nudged": NUDGED}, "within rounding"),
+        (curve() + drift(200, 3), {"nudged": NUDGED}, "differs"),
+        (at_first(curve() + drift(1, 3)), {"nudged": NUDGED}, "differs"),
+        (curve() + 0.02, {"nudged": NUDGED, "seeds": SEEDS}, "within seed noise"),
+        (curve() + 0.20, {"nudged": NUDGED, "seeds": SEEDS}, "differs"),
+        # Higher losses of a seed's earlier steps are no spread.
+        (curve() + 0.20, {"nudged": NUDGED, "seeds": [*SEEDS, record(curve()[:330] + 0.01)]}, "differs"),
+        (curve() + 0.02, {"nudged": NUDGED, "tolerance": 0.03}, "within tolerance"),
+        (curve() + 0.02, {"nudged": NUDGED, "tolerance": 0.01}, "differs"),
+        (curve() + 0.2 * WIDE, {}, "no difference shown"),
+        (curve() + 0.2 * WIDE, {"tolerance": 0.001}, "differs"),  # the whole interval is to be within it
+        (FAINT, {}, "no difference shown"),  # without nudged runs nothing is called rounding
+    ],
+)
+def test_kinds_of_verdicts(losses: np.ndarray, given: dict[str, Any], kind: str) -> None:
+    found = verdict(losses, **given)
+    assert found.kind == kind
+    assert ("--floor" in found.line) == ("nudged" not in given)
+
+
+def test_seeds_of_other_tokens_are_no_spread() -> None:
+    late = curve() + 0.2
+    late[-1] = curve()[3]  # the last fifth of four steps is one, and equal
+    elsewhere = record(curve())
+    for row in elsewhere.rows:
+        row["tokens"] += 1
+    assert judge(record(curve()[:4]), record(late[-4:]), seeds=[elsewhere]).kind == "differs"  # type: ignore[union-attr]
 
 
 def test_a_difference_in_the_gradient_norm_alone_is_found() -> None:
@@ -199,36 +229,6 @@ def test_runs_that_see_other_samples_are_not_within_rounding(key: str, value: in
     assert found is not None
     assert found.kind in ("no difference shown", "differs")
     assert f"other samples: {key} differs" in found.line
-
-
-def test_an_offset_within_the_spread_of_seeds_is_chance() -> None:
-    seeds = [record(curve() + offset) for offset in (-0.03, 0.01, 0.04)]
-    stopped = record(curve()[:330] + 0.01)
-    assert verdict(curve() + 0.02, nudged=NUDGED, seeds=seeds).kind == "within seed noise"
-    assert verdict(curve() + 0.20, nudged=NUDGED, seeds=seeds).kind == "differs"
-    # Higher losses of a seed's earlier steps are no spread.
-    assert verdict(curve() + 0.20, nudged=NUDGED, seeds=[*seeds, stopped]).kind == "differs"
-    late = curve() + 0.2
-    late[-1] = curve()[3]  # the last fifth of four steps is one, and equal
-    elsewhere = record(curve())
-    for row in elsewhere.rows:
-        row["tokens"] += 1
-    assert judge(record(curve()[:4]), record(late[-4:]), seeds=[elsewhere]).kind == "differs"  # type: ignore[union-attr]
-
-
-def test_a_tolerance_bounds_the_whole_interval() -> None:
-    assert verdict(curve() + 0.02, nudged=NUDGED, tolerance=0.03).kind == "within tolerance"
-    assert verdict(curve() + 0.02, nudged=NUDGED, tolerance=0.01).kind == "differs"
-    wide = np.random.default_rng(4).normal(size=STEPS) * 0.2
-    assert verdict(curve() + wide).kind == "no difference shown"
-    assert verdict(curve() + wide, tolerance=0.001).kind == "differs"
-
-
-def test_without_nudged_runs_nothing_is_called_rounding() -> None:
-    noise = np.random.default_rng(2).normal(size=STEPS) * 1e-5
-    found = verdict(curve() + noise - noise[-80:].mean())
-    assert found.kind == "no difference shown"
-    assert "--floor" in found.line
 
 
 @pytest.mark.parametrize("delay", [0.8, 1.0, 1.25])
