@@ -78,12 +78,27 @@ def test_names_are_those_of_wandb_and_steps_the_axis(tmp_path: Path) -> None:
     assert steps(tmp_path, "val/loss") == [(1, 2.25)]
 
 
-def test_a_run_that_is_stopped_twice_has_each_step_once(tmp_path: Path) -> None:
-    Start(tmp_path, 0).write(*(step_row(step, 1.0) for step in range(1, 6)))  # killed: nothing is closed
-    Start(tmp_path, 3).write(*(step_row(step, 2.0) for step in range(4, 9)))
-    Start(tmp_path, 6).write(*(step_row(step, 3.0) for step in range(7, 9)))
-    Start(tmp_path, 8).write(step_row(9, 4.0))
-    assert steps(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0), (7, 3.0), (8, 3.0), (9, 4.0)]
+LAPSE = [(0, 3, 1.0), (3, 9, 2.0, False), (9, 9, 0.0), (9, 9, 0.0), (9, 10, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("starts", "losses", "cut_off"),
+    [  # each killed: after which step it starts, its last step and its loss, and whether TensorBoard's file is written
+        ([(0, 5, 1.0), (3, 8, 2.0), (6, 8, 3.0), (8, 9, 4.0)], [1.0] * 3 + [2.0] * 3 + [3.0] * 2 + [4.0], 0),
+        ([(0, 5, 1.0, False), (3, 4, 2.0)], [1.0] * 3 + [2.0], 0),
+        (LAPSE, [1.0] * 3 + [2.0] * 6 + [3.0], 0),
+        (LAPSE, [1.0] * 3 + [2.0] * 6 + [3.0], 5),
+    ],
+    ids=["stopped twice", "turned on late", "not written for a time", "and cut off before"],
+)
+def test_each_step_has_one_point(tmp_path: Path, starts: list[tuple], losses: list[float], cut_off: int) -> None:
+    for step, last, loss, *shows in starts:
+        Start(tmp_path, step, *shows).write(*(step_row(one, loss) for one in range(step + 1, last + 1)))
+        if cut_off and step == 0:
+            (file,) = (tmp_path / "tensorboard").iterdir()
+            os.truncate(file, file.stat().st_size - cut_off)
+    for name, values in {"train/loss": losses, "perf/mfu": [0.5] * len(losses)}.items():
+        assert steps(tmp_path, name) == list(enumerate(values, 1))
 
 
 def test_a_step_that_is_validated_again_has_one_point(tmp_path: Path) -> None:
@@ -92,25 +107,6 @@ def test_a_step_that_is_validated_again_has_one_point(tmp_path: Path) -> None:
         start.write({"step": 2, "tokens": 2000, "validation_loss": loss})
     assert steps(tmp_path, "val/loss") == [(2, 2.5)]
     assert steps(tmp_path) == [(1, 1.0), (2, 1.0)]
-
-
-def test_one_that_is_turned_on_late_has_all_steps(tmp_path: Path) -> None:
-    Start(tmp_path, 0, shows=False).write(*(step_row(step, 1.0) for step in range(1, 6)))
-    Start(tmp_path, 3).write(step_row(4, 2.0))
-    assert steps(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
-
-
-@pytest.mark.parametrize("cut_off", [0, 5])
-def test_rows_of_a_time_in_which_it_was_not_written_are_written_by_the_next_start(tmp_path: Path, cut_off: int) -> None:
-    Start(tmp_path, 0).write(*(step_row(step, 1.0) for step in range(1, 4)))
-    (file,) = (tmp_path / "tensorboard").iterdir()
-    os.truncate(file, file.stat().st_size - cut_off)
-    Start(tmp_path, 3, shows=False).write(*(step_row(step, 2.0) for step in range(4, 10)))
-    for _ in range(2):
-        Start(tmp_path, 9)
-    Start(tmp_path, 9).write(step_row(10, 3.0))
-    for name, values in {"train/loss": [1.0] * 3 + [2.0] * 6 + [3.0], "perf/mfu": [0.5] * 10}.items():
-        assert steps(tmp_path, name) == list(enumerate(values, 1))
 
 
 def test_a_tensorboard_that_looks_on_forgets_what_is_trained_again(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ SENT = f"{TAKEN.format(3)}, and may not have sent them all"
 def run_with(tmp_path, monkeypatch):
     """Log three rows with a wandb that is STAND_IN but for one change, finish, and return what was said."""
 
-    def act(change, mode="offline", taken=0, folder="run"):
+    def act(change, mode="offline", taken=0, folder="run", warn=None):
         (tmp_path / "wandb.py").write_text(STAND_IN + change)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setitem(module._END_S, mode, 2.0 if "hang" in change else 200.0)
@@ -51,7 +51,7 @@ def run_with(tmp_path, monkeypatch):
         path, warned = tmp_path / "run/metrics.jsonl", []
         metrics = MetricsFile(path, 0)
         config = Config(job=Job(name="x"), metrics=Metrics(wandb=mode))
-        run = WandbRun(config, tmp_path / folder, path, warned.append)
+        run = WandbRun(config, tmp_path / folder, path, warn or warned.append)
         for step in range(3):
             row = {"step": step, "tokens": step, "validation_loss": 1.0}
             metrics.write(row)
@@ -99,17 +99,11 @@ def test_an_id_that_was_cut_off_is_made_anew(run_with, tmp_path, damaged):
     assert re.fullmatch("[0-9a-f]{8}\n", path.read_text())
 
 
-def test_where_the_log_has_no_room_training_goes_on(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text(STAND_IN + "init = fail")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    def full(text: str) -> None:
+def test_where_the_log_has_no_room_training_goes_on(run_with):
+    def full(text):
         raise OSError(28, "No space left on device")
 
-    path = tmp_path / "run/metrics.jsonl"
-    MetricsFile(path, 0).close()
-    run = WandbRun(Config(job=Job(name="x"), metrics=Metrics(wandb="offline")), path.parent, path, full)
-    run.close()
+    run_with("init = fail", warn=full)
 
 
 KILLED = """
