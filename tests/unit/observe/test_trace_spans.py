@@ -259,23 +259,26 @@ def test_a_summary_is_read_as_it_was_written_to_a_tenth_of_a_microsecond(tmp_pat
     assert (two[1].rank, two[1].world, two[1].host) == (1, 2, one[1].host)
 
 
-@pytest.mark.parametrize("name", ["content", "version", "json", "steps", "rank"])
-def test_a_profile_that_lacks_something_says_what(tmp_path, name):
-    folder = tmp_path / "profile"
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"spans": 1}, "rank1.json"),
+        ({"version": 0}, "of another version"),
+        ({"rank": 0}, "of another rank"),
+        ({"steps": []}, "no step"),
+        (None, "rank1.json"),
+        ("absent", "no rank1.json"),
+    ],
+)
+def test_a_profile_that_lacks_something_says_what(tmp_path, change, said):
     for rank in (0, 1):
-        written(folder, rank)
-    path = folder / "rank1.json"
-    content = json.loads(path.read_text())
-    changed = {"content": {**content, "spans": 1}, "version": {**content, "version": 0}, "json": None}
-    said = {"content": "rank1.json", "version": "of another version", "json": "rank1.json"}
-    if name in changed:
-        path.write_text(json.dumps(changed[name]) if changed[name] else "{")
-    elif name == "steps":
-        written(folder, 1, steps=(0, 50, 100))
-    elif name == "rank":
+        written(tmp_path / "profile", rank)
+    path = tmp_path / "profile/rank1.json"
+    if change == "absent":
         path.unlink()
-    said |= {"steps": r"steps \[11, 12\]", "rank": "no rank1.json"}
-    with pytest.raises(RunError, match=said[name]):
+    else:
+        path.write_text(json.dumps(json.loads(path.read_text()) | change) if change else "{")
+    with pytest.raises(RunError, match=said):
         read_profiles(tmp_path)
 
 
@@ -284,4 +287,5 @@ def test_all_ranks_of_another_window_are_said_at_once(tmp_path):
         written(tmp_path / "profile", rank, world=4, steps=(0, 50, 100) if rank in (1, 3) else (0, 100))
     with pytest.raises(RunError, match=r"2 problems") as refusal:
         read_profiles(tmp_path)
+    assert "steps [11, 12] of 4 ranks" in str(refusal.value)
     assert [name in str(refusal.value) for name in ("rank1.json", "rank2.json", "rank3.json")] == [True, False, True]
