@@ -11,7 +11,6 @@ host, and step lines to global rank 0, so eight ranks do not say everything eigh
 pipe that nobody reads any more, does not end a run: the log says so, and goes on.
 """
 
-import io
 import re
 import statistics
 import sys
@@ -60,9 +59,7 @@ class Console(Observer):
         self._rank = rank
         self._on_terminal = local_rank == 0
         self._total = total_steps
-        self._stream: TextIO | None = stream or sys.stdout  # None once nobody reads it, or where it was closed before
-        if isinstance(self._stream, io.TextIOWrapper):  # a run must not end because a terminal has no × or →
-            self._stream.reconfigure(errors="backslashreplace")
+        self._stream: TextIO | None = stream or sys.stdout  # None once nobody reads it
         self._work: Callable[[int], float] = float  # done up to a step
         self._seconds: deque[float] = deque(maxlen=_RECENT)
         self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds of a unit of work

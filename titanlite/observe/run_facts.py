@@ -44,11 +44,8 @@ def commit_of(root: Path) -> str | None:
     if not (root / ".git").exists():
         return None
     git = ["git", "-c", f"safe.directory={root}", "-C", str(root)]  # whoever owns the checkout: it is only read
+    named = ["describe", "--always", "--exclude=*", "--abbrev=64", "--dirty= with changes"]
     try:
-        commit, changes = (
-            subprocess.run([*git, *command], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-            for command in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
+        return subprocess.run([*git, *named], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):  # no git here, or no commit yet
         return None
-    return f"{commit} with changes" if changes else commit

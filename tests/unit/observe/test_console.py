@@ -11,7 +11,7 @@ import pytest
 
 from titanlite.errors import DataError
 from titanlite.observe.console import Console, duration, step_line
-from titanlite.streams import guard_stream
+from titanlite.streams import guard_stream, guard_streams
 
 ROW = {
     "step": 120,
@@ -195,14 +195,6 @@ def test_the_terminal_is_standard_output(tmp_path, capsys):
     assert capsys.readouterr().out == "saved\n"
 
 
-def test_a_process_without_standard_output_has_its_log(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.stdout", None)
-    console = Console(0, 0, 240, tmp_path)
-    console.notice("saved")
-    console.close()
-    assert (tmp_path / "rank0.log").read_text().endswith(" saved\n")
-
-
 def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "150")
@@ -242,21 +234,23 @@ def test_a_terminal_gets_colours_and_a_bar_and_the_log_does_not(tmp_path, monkey
     assert "loss" not in before
 
 
-def test_a_stream_that_has_not_every_character_ends_no_run(tmp_path):
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a 1024×1024 matmul", r"a 1024\xd71024 matmul"),
+        ("caf\udce9.jsonl", r"caf\udce9.jsonl"),  # Python's way to write a byte of a file's name that is no UTF-8
+    ],
+)
+def test_what_a_terminal_cannot_show_ends_no_run(tmp_path, monkeypatch, text, shown):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
-    console = Console(0, 0, 10, tmp_path, stream)
-    console.notice("measured with a 1024×1024 matmul")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    guard_streams()  # as every process does
+    console = Console(0, 0, 10, tmp_path)
+    console.notice(text)
     console.close()
-    assert stream.buffer.getvalue() == rb"measured with a 1024\xd71024 matmul" + b"\n"
-    assert "1024×1024" in (tmp_path / "rank0.log").read_text(encoding="utf-8")
-
-
-def test_half_a_surrogate_pair_ends_no_run(tmp_path):
-    """Python's way to write a byte of a file's name that is no UTF-8; a key of a JSON record may hold one, too."""
-    console = Console(0, 0, 10, tmp_path, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-    console.warning("caf\udce9.jsonl:1: no field 'text'")
-    console.close()
-    assert r"warning: caf\udce9.jsonl:1: no field" in (tmp_path / "rank0.log").read_text(encoding="utf-8")
+    assert stream.buffer.getvalue().decode() == f"{shown}\n"
+    assert (tmp_path / "rank0.log").read_bytes().endswith(f"Z {text}\n".encode(errors="backslashreplace"))
 
 
 def test_what_ended_a_rank_is_in_its_log_alone(tmp_path):
