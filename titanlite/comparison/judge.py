@@ -35,7 +35,7 @@ _NOTHING = "nothing"  # of a step without targets, its loss
 _JUDGED = {"grad_norm", *(key for key, metric in METRICS.items() if metric.group in ("Loss", "Accuracy"))}
 _NOT_OF_SAMPLES = ("data.cache_dir",)  # keys of data that do not decide which samples a step sees
 _FEWEST = 20  # differences that an interval can be made of
-# Student's t that a share of 0.95 lies within, by degrees of freedom from 1 on; from 10 on the normal distribution's
+# Two-sided 95 % quantiles of Student's t by degrees of freedom from 1 on; from 10 on the normal distribution's
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 1.96)
 _LAST = 0.2  # the share of the steps that the final difference is taken over
 _RESAMPLES, _OUTSIDE = 2000, 0.05  # of the interval
@@ -121,7 +121,7 @@ def judge(
 
 
 def is_open(first: RunRecord, other: RunRecord, nudged: Sequence[RunRecord]) -> bool:
-    """Return whether another nudged run may change what is said of rounding."""
+    """Return whether another nudged run may change the verdict on rounding."""
     if not nudged:
         return True
     if _other_samples(first, other):
@@ -164,7 +164,7 @@ def tokens_to_equal_loss(first: RunRecord, other: RunRecord) -> float | None:
 
 
 def _reaches(tokens: Values, losses: Values, loss: float) -> float | None:
-    """Return the tokens from which on a curve stays at or below a loss, between two steps by a straight line."""
+    """Return the tokens from which on a curve is at or below a loss, interpolated between two steps."""
     above = np.flatnonzero(losses > loss)
     if not len(above):
         return None
@@ -264,7 +264,7 @@ def _student(degrees: int) -> float:
 
 
 def _spread(first: RunRecord, seeds: Sequence[RunRecord], tokens: Values) -> float:
-    """Return how far the mean loss of one more seed would be from those of the given ones, 19 times of 20."""
+    """Return how far the mean loss of one more seed would be from the given ones', 19 times of 20."""
     wanted = {*tokens.tolist()}
     of_runs = [{r["tokens"]: r["loss"] for r in run.steps if r["tokens"] in wanted} for run in (first, *seeds)]
     common = [t for t in wanted if all(losses.get(t) is not None for losses in of_runs)]

@@ -27,7 +27,7 @@ _TIMEOUT_S = 30  # of one answer of the server
 
 
 def is_run_path(path: Path) -> bool:
-    """Return whether a path that is not there is that of a run on a server of wandb's: entity/project/run_id."""
+    """Return whether a path, which is none here, names a run on a server of wandb's: entity/project/run_id."""
     return _PATH.fullmatch(str(path)) is not None and not os.path.lexists(path)
 
 

@@ -173,7 +173,7 @@ class Console(Observer):
 
 
 def _fold_long(text: str) -> str:
-    """Fold lines into 100 columns between words, so that a longer path stays whole; the rest of a line is indented."""
+    """Fold lines into 100 columns between words, so that a longer path is whole; further lines are indented."""
     lines: list[str] = []
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()) + 4)

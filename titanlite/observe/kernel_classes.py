@@ -1,11 +1,12 @@
 """Classify the kernels and operators of a profiler trace, and find when each operator of a CPU was at work itself."""
 
-import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+Event = Mapping[str, Any]
 
 # First match wins. Elementwise kernels and reductions that a compiler made are named for what they feed, as matmuls;
 # titanlite's own passes over memory are counted with them. A fused kernel of communication and matmul is named for both
@@ -41,35 +42,37 @@ def kernel_class(name: str) -> str:
 
 
 def cpu_work(trace: Mapping[str, Any]) -> list[Work]:
-    """Operators of the CPU. They nest within a thread; each has the times at which none of its callees ran."""
+    """Return the operators of the CPU, each with the times at which none of its callees ran."""
     threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X" and event.get("cat") == "cpu_op":
             threads[event.get("tid")].append(event)
     work = []
     for thread, events in threads.items():
-        running: list[tuple[float, Work]] = []  # until when; each is called by the one before
-        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-            _end_before(event["ts"], running)
-            caller = running[-1][1] if running else None
-            if caller is not None:
-                caller.times[-1] = (caller.times[-1][0], event["ts"])
-            work.append(Work(event["name"], [(event["ts"], event["ts"])], thread, caller.name if caller else ""))
-            running.append((span_of(event)[1], work[-1]))
-        _end_before(math.inf, running)
+        callees: dict[int, list[float]] = defaultdict(list)  # by caller, when each begins and ends
+        called = [(event, around[-1] if around else None) for event, around in nested(events)]
+        for event, caller in called:
+            callees[id(caller)] += span_of(event)
+        for event, caller in called:
+            start, end = span_of(event)
+            edges = [start, *callees[id(event)], end]
+            times = list(zip(edges[::2], edges[1::2], strict=True))
+            work.append(Work(event["name"], times, thread, caller["name"] if caller else ""))
     return work
 
 
-def _end_before(ts: float, running: list[tuple[float, Work]]) -> None:
-    """End the operators that have ended by then, and let their callers go on."""
-    while running and running[-1][0] <= ts:
-        end, ended = running.pop()
-        ended.times[-1] = (ended.times[-1][0], end)
-        if running:
-            running[-1][1].times.append((end, end))
+def nested(events: Iterable[Event]) -> Iterator[tuple[Event, list[Event]]]:
+    """Yield the events of a thread in order, each with the ones around it by then, outermost first."""
+    around: list[Event] = []
+    for event in sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0))):
+        while around and span_of(around[-1])[1] <= event["ts"]:
+            around.pop()
+        yield event, around
+        if "dur" in event:
+            around.append(event)
 
 
-def span_of(event: Mapping[str, Any]) -> tuple[float, float]:
+def span_of(event: Event) -> tuple[float, float]:
     """Return when an event of a trace begins and ends."""
     return event["ts"], event["ts"] + event["dur"]
 

@@ -32,7 +32,7 @@ class Metric:
     """The declaration of one logged number.
 
     Attributes:
-        key: in metrics.jsonl; behind a dot may stand a source, a task, a group or a layer, as in "loss.wiki".
+        key: in metrics.jsonl; after a dot may follow a source, a task, a group or a layer, as in "loss.wiki".
         name: in Weights & Biases and TensorBoard, section/name.
         group: of charts in a comparison's report; "": its charts are among the others, under the key.
         about: what it is, as the report says.

@@ -8,9 +8,11 @@ gradients. The rest is named for who made it: FSDP, a cast to float8, or else th
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
+from titanlite.observe.kernel_classes import Event, nested, span_of
 from titanlite.observe.step_profile import OPTIMIZER, PeakMemory
 
 GRADIENTS, GATHERED, FLOAT8, ACTIVATIONS = "gradients", "gathered weights, communication", "float8", "activations"
@@ -22,7 +24,7 @@ _BY_FLOAT8 = re.compile(r"float8|cast_(amax|rows|transpose|blocks)")
 
 
 def peak_memory(
-    events: Iterable[Mapping[str, Any]],
+    events: Iterable[Event],
     device: str,
     held: Mapping[str, int],
     window: tuple[float, float],
@@ -40,14 +42,16 @@ def peak_memory(
     Returns:
         None if the trace has no memory.
     """
-    threads: dict[Any, list[Mapping[str, Any]]] = defaultdict(list)
+    threads: dict[Any, list[Event]] = defaultdict(list)
     for e in events:
         if (e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation")) or (
             e.get("name") == "[memory]" and e["args"].get("Device Type") == _DEVICE_TYPE[device]
         ):
             threads[e["tid"]].append(e)
     changes = sorted(change for found in threads.values() for change in _changes(found))
-    before, optimizer = held.get("before", 0), _optimizer_spans(threads)
+    marks = (e for found in threads.values() for e in found if e["name"] == OPTIMIZER)
+    optimizer = sorted(span_of(e) for e in marks if e.get("cat") == "user_annotation")
+    before = held.get("before", 0)
     total, most, peak = 0, 0, -1
     live: dict[int, tuple[float, int]] = {}
     for i, (ts, size, address, _) in enumerate(changes):
@@ -79,27 +83,17 @@ def peak_memory(
     return PeakMemory({name: size for name, size in categories.items() if size}, allocated, reserved)
 
 
-def _changes(events: list[Mapping[str, Any]]) -> list[tuple[float, int, int, str]]:
-    """Return (when, bytes, address, whose) of each allocation of a thread, and of each end, with negative bytes."""
-    found, running = [], list[tuple[float, str]]()  # until when, whose
-    for e in sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0))):
-        while running and running[-1][0] <= e["ts"]:
-            running.pop()
-        if e["ph"] == "X":
-            running.append((e["ts"] + e["dur"], _maker(e["name"], running[-1][1] if running else ACTIVATIONS)))
-        else:
-            args = e["args"]
-            found.append((e["ts"], args["Bytes"], args["Addr"], running[-1][1] if running else ACTIVATIONS))
-    return found
+def _changes(events: list[Event]) -> Iterator[tuple[float, int, int, str]]:
+    """Yield (when, bytes, address, by whom) of each allocation of a thread, and of each end, with negative bytes."""
+    for e, around in nested(events):
+        if e["ph"] != "X":
+            makers = (maker for caller in reversed(around) if (maker := _maker(caller["name"])))
+            yield e["ts"], e["args"]["Bytes"], e["args"]["Addr"], next(makers, ACTIVATIONS)
 
 
-def _maker(name: str, caller: str) -> str:
-    """Return whose memory an operator allocates that another one called."""
+@cache
+def _maker(name: str) -> str:
+    """Return what an operator allocates, whatever it was called for; "" where that depends on its caller."""
     if _BY_FLOAT8.search(name):
         return FLOAT8
-    return GATHERED if _BY_FSDP.match(name) else caller
-
-
-def _optimizer_spans(threads: Mapping[Any, list[Mapping[str, Any]]]) -> list[tuple[float, float]]:
-    marks = (e for found in threads.values() for e in found if e["name"] == OPTIMIZER)
-    return sorted((e["ts"], e["ts"] + e["dur"]) for e in marks if e.get("cat") == "user_annotation")
+    return GATHERED if _BY_FSDP.match(name) else ""

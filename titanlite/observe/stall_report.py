@@ -34,7 +34,7 @@ class StallReport:
     """The part of one rank, which has a connection to the job's store."""
 
     def __init__(self, store: "dist.Store", rank: int, world: int) -> None:
-        # A connection of its own: that of the main thread is taken while NCCL, say, waits there for a peer.
+        # A connection of its own: the main thread's is taken while NCCL, say, waits there for a peer.
         self._store, self._rank, self._world = store.clone(), rank, world  # type: ignore[attr-defined]
         self._store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 

@@ -1,7 +1,7 @@
 """Write status.json: whether a run is running, finished, stopped or failed, for schedulers, scripts and people.
 
-The file is replaced as a whole, so a reader never sees half of it; only on a full disk an end is written over what is
-there. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it until it is killed. For a
+The file is replaced as a whole, so a reader never sees half of it; only on a full disk an end is written over the old
+one. Rank 0 writes it; a rank that fails says so itself, for rank 0 may then wait for it until it is killed. For a
 rank that is killed or crashes in native code the process beside it says so (`guard.py`). Only where both are killed, or
 the host is gone, `running` stays, with an old `updated`: while steps are made it is renewed every ten seconds. Once a
 job that began later has written there, the folder is that one's, and this one writes no more.
@@ -58,7 +58,7 @@ class Status(Observer):
             self._write_running()
 
     def stalled(self, text: str) -> None:
-        """Note that no step is made, and where each rank is: `failed` keeps it, should the run end of that."""
+        """Note that no step is made, and where each rank is: `failed` keeps it, should the run end so."""
         self.stall = text
         self._write_running(stalled=text)
 
@@ -100,8 +100,8 @@ class Status(Observer):
     def failed(self, error: BaseException) -> None:
         """Write that the run ended with an error, after the last step noted.
 
-        What another rank has written stands: this one mostly fails because that one is gone. Rank 0 alone replaces it,
-        with a mistake, which is that of all ranks. Where each rank was when no step was made is kept.
+        If another rank has written its end, this one fails because that one is gone, and writes nothing; only a mistake
+        of all ranks, which rank 0 tells, replaces it. The text of a stall is kept.
         """
         with one_writer(self._path):
             if self._another_ended() and not (self._rank == 0 and isinstance(error, TitanliteError)):
@@ -189,11 +189,11 @@ def read_status(path: Path) -> dict[str, Any]:
 
 
 def write_status(path: Path, content: dict[str, Any], rank: int) -> None:
-    """Write a `status.json`; on a full disk, an end over what stands there."""
+    """Write a `status.json`; on a full disk, an end over the old one."""
     text = json.dumps(redact_tree(content), indent=2) + "\n"
     try:
         write_durably(path, text, by=f".{rank}", on_disk=False)
-    except OSError:  # the run may end because the disk is full: what stands there has room
+    except OSError:  # the run may end because the disk is full: the old file has room
         if content["state"] == "running":
             raise
         with open(open_plain(path, os.O_RDWR), "r+", encoding="utf-8") as file:

@@ -35,7 +35,7 @@ AXES = ("dp_shard", "dp_replicate", "cp", "tp", "ep", "all ranks")
 """The last: of collectives over every rank, as for the loss."""
 
 BY_COPY_ENGINES = ", by copy engines"
-"""After the axis of collectives without NCCL, whose order among NCCL's is not that of other ranks."""
+"""After the axis of collectives without NCCL, which ranks may run in another order among NCCL's."""
 OF_EXPERTS = ", of experts"
 """After the axis of collectives of experts' weights, where ranks share experts out: fewer ranks meet there."""
 

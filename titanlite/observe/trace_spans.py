@@ -156,7 +156,7 @@ def _of_device(
         elif kind == "communication":
             axis = _axis_of_kernel(e["name"], args, run.axes) or _axis_of_caller(e["name"], hooks(launched))
             spans[f"{COMMUNICATION} {axis.removesuffix(OF_EXPERTS)}"].append(span)
-            if _MEETS.search(e["name"]):  # in their order of launch, which is that of all ranks
+            if _MEETS.search(e["name"]):  # in their order of launch, which all ranks share
                 collectives[axis].append((launched, span))
             elif _COPY_ENGINES_MEET.search(e["name"]):
                 collectives[f"{axis}{BY_COPY_ENGINES}"].append((launched, span))

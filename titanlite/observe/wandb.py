@@ -35,7 +35,7 @@ from titanlite.observe.observer import Observer
 from titanlite.redact import redact, redact_tree
 
 _INIT_TIMEOUT_S = 30.0  # then the run is recorded offline
-_FINISH_TIMEOUT_S = 60.0  # what wandb has not sent by then stays on disk
+_FINISH_TIMEOUT_S = 60.0  # the rest is on disk
 _END_S = {"offline": 15.0, "online": _FINISH_TIMEOUT_S + 15.0}  # then its process is killed
 _HOSTS = "api.wandb.ai", "api.forge.coreweave.com"  # of its own server, by version
 _ROOT = Path(__file__).parents[2]  # where titanlite is, of which the process imports little

@@ -88,7 +88,7 @@ def _end_after(trainer: int, seconds: float) -> None:
 
 
 def _open_lines(path: Path, kept: int) -> tuple[int, list[float], int]:
-    """Open the file of lines; return it, when each kept row was sent, and how many empty lines go behind these."""
+    """Open the file of lines; return it, when each kept row was sent, and how many empty lines follow these."""
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX)  # the process of an earlier start may still be sending what is lost by now

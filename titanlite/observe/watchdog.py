@@ -7,7 +7,7 @@ that the launcher ends the other ranks or restarts them all.
 
 Earlier, and not if steps are as slow as that, all ranks say where they are (`stall_report.py`).
 
-This clock ends a run, not NCCL's or gloo's: it stands still while the process is stopped. A scheduler that suspends a
+This clock ends a run, not NCCL's or gloo's: it stops while the process is stopped. A scheduler that suspends a
 job for an hour has not hung it, but a library finds its timers run out.
 
 Stacks of a C++ hang end at the Python line that called into it, which names the collective. If native code never gives
