@@ -144,23 +144,6 @@ def test_a_run_that_has_lost_its_folder_leaves_what_the_other_writes(tmp_path, m
         path.unlink()
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path):
-    path = tmp_path / "status.json"
-    status = Status(path)
-    done = threading.Event()
-
-    def write():
-        for step in range(300):
-            status.stopped(step, by="x" * 5000)
-        done.set()
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    while not done.is_set():
-        assert read(path)["state"] in ("running", "stopped")
-    writer.join()
-
-
 def test_an_end_is_written_where_the_disk_has_no_room_for_another_file(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     status = Status(path)
