@@ -32,10 +32,10 @@ def is_run_path(path: Path) -> bool:
 
 
 def wandb_run_path(path: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the path of a run on wandb's server, without its entity, which the user's key says; None if it has none.
+    """Return the path on wandb's server of a run; None if wandb does not have it.
 
     Args:
-        path: the run's folder, or entity/project/run_id.
+        path: entity/project/run_id; or the run's folder, whose path there has no entity, which the user's key implies.
         config: the run's, by dotted keys; it says the project.
     """
     if is_run_path(path) and (match := _PATH.fullmatch(str(path))):

@@ -57,7 +57,7 @@ def read_experts(path: Path) -> list[dict[str, Any]]:
     """Read the rows of an `experts.jsonl`: each of the same layers and experts, in the order of their tokens.
 
     Raises:
-        RunError: a row is none of these, or another than the first.
+        RunError: a row has other layers or experts than the first, or fewer tokens than the one before.
     """
     rows = read_metrics(path)
     shapes = [{name: [n >= 0 for n in tokens] for name, tokens in row.get("experts", {}).items()} for row in rows]

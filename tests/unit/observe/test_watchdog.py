@@ -44,24 +44,37 @@ def run(folder, body):
     )
 
 
-def test_a_hang_ends_the_process_and_says_where(tmp_path):
-    done = run(
-        tmp_path,
-        """
+HANGS = """
 status = Status(folder / "status.json")
-with Watchdog(60, log, rank=3, on_timeout=lambda error: (time.sleep(0.3), status.failed(error))) as watchdog:
+def last_words(error):
+    status.failed(error)
+    time.sleep({last_s})
+{before}
+with Watchdog(60, log, rank=3, on_timeout=last_words) as watchdog:
     watchdog.progress(7, "step")
     watchdog.set_timeout(0.5)
     all_reduce_that_hangs()
-""",
-    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "last_s", "has_stderr"),
+    [
+        ("", 0.3, True),
+        ("module._LAST_WORDS_S = 0.5", 3600, True),
+        ("sys.stderr = sys.__stderr__ = None", 0.3, False),
+        ("import os; ours, theirs = os.pipe(); os.dup2(theirs, 2); os.close(ours)", 0.3, False),
+    ],
+    ids=["it has its last words", "which may hang", "without standard error", "of which nobody reads"],
+)
+def test_a_hang_ends_the_process_and_says_where(tmp_path, before, last_s, has_stderr):
+    done = run(tmp_path, HANGS.format(before=before, last_s=last_s))
     assert done.returncode == 1
-    for text in (done.stderr, (tmp_path / "rank3.log").read_text()):
+    for text in ((tmp_path / "rank3.log").read_text(), *[done.stderr] * has_stderr):
         assert re.search(r"watchdog: rank 3 made no progress for \d+ s at step 7, in step; stacks", text)
         assert "in all_reduce_that_hangs" in text
     content = json.loads((tmp_path / "status.json").read_text())
-    assert content["state"] == "failed"
-    assert content["error"]["type"] == "TimeoutError"
+    assert (content["state"], content["error"]["type"]) == ("failed", "TimeoutError")
 
 
 def test_it_is_silent_while_there_is_progress_and_during_a_long_first_step(tmp_path):
@@ -232,33 +245,3 @@ os._exit(1)
         assert done.stdout, last
         assert (folder / "status.json").read_text() == done.stdout, last
         assert "Traceback" not in done.stderr, last
-
-
-@pytest.mark.parametrize(
-    "lost",
-    ["sys.stderr = sys.__stderr__ = None", "import os; ours, theirs = os.pipe(); os.dup2(theirs, 2); os.close(ours)"],
-)
-def test_a_process_without_standard_error_is_ended_too(tmp_path, lost):
-    done = run(
-        tmp_path,
-        lost
-        + """
-with Watchdog(0.3, log, rank=0):
-    all_reduce_that_hangs()
-""",
-    )
-    assert done.returncode == 1
-    assert "in all_reduce_that_hangs" in (tmp_path / "rank3.log").read_text()
-
-
-def test_last_words_that_hang_do_not_keep_the_process(tmp_path):
-    done = run(
-        tmp_path,
-        """
-module._LAST_WORDS_S = 0.5
-with Watchdog(0.3, log, rank=0, on_timeout=lambda error: time.sleep(3600)):
-    all_reduce_that_hangs()
-""",
-    )
-    assert done.returncode == 1
-    assert "in all_reduce_that_hangs" in done.stderr
