@@ -33,17 +33,14 @@ def find_waits(profiles: Sequence[RankProfile]) -> Waits:
     waits = Waits()
     by_rank = {profile.rank: profile for profile in profiles}
     for axis in sorted({axis for profile in profiles for axis in profile.collectives}):
-        for group in sorted({_group_of(profile, axis) for profile in profiles}):
+        of_mesh = axis.removesuffix(BY_COPY_ENGINES)
+        for group in sorted({tuple(profile.groups.get(of_mesh, range(profile.world))) for profile in profiles}):
             calls = {rank: by_rank[rank].collectives.get(axis, ()) for rank in group}
             if len(set(map(len, calls.values()))) > 1:
                 waits.unmatched.append(axis)
             elif len(group) > 1:
                 _add_waits(waits, calls)
     return waits
-
-
-def _group_of(profile: RankProfile, axis: str) -> tuple[int, ...]:
-    return tuple(profile.groups.get(axis.removesuffix(BY_COPY_ENGINES), range(profile.world)))
 
 
 def _add_waits(waits: Waits, calls: Mapping[int, Sequence[Interval]]) -> None:

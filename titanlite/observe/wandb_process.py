@@ -188,7 +188,9 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], 
     while True:
         ended = bool(select.select([commands], [], [], _LOOK_S)[0])
         gone = os.getppid() != work["trainer"]  # though another process may still hold its end of the pipe
-        if new := _rows_from(rows, at):
+        rows.seek(at)
+        found = rows.read()
+        if new := found[: found.rfind(b"\n") + 1].splitlines(keepends=True):  # whole lines
             now = time.time()
             os.write(lines, f"{now}\n".encode() * len(new))
             os.fsync(lines)  # what is sent next is not to be forgotten in a power cut
@@ -199,13 +201,6 @@ def _follow(run: "wandb.Run", rows: IO[bytes], lines: int, commands: IO[bytes], 
         _send_files(run, work, files)
         if ended or gone:
             return int(commands.readline() or 1) if ended else 1
-
-
-def _rows_from(rows: IO[bytes], at: int) -> list[bytes]:
-    """Read the whole lines from a byte on."""
-    rows.seek(at)
-    found = rows.read()
-    return found[: found.rfind(b"\n") + 1].splitlines(keepends=True)
 
 
 def _send_files(run: "wandb.Run", work: dict[str, Any], sent: dict[str, tuple[int, int]]) -> None:
