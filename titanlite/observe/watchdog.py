@@ -28,12 +28,13 @@ from typing import NamedTuple, NoReturn
 from titanlite.durable import append_plain
 from titanlite.observe.guard import Guard
 from titanlite.observe.stall_report import StallReport, innermost_line
+from titanlite.observe.status import Status
 from titanlite.redact import redact
 
 STALL_REPORT_SHARE = 0.5
 """Share of the limit after which ranks say where they are: their answers must be there before it ends them."""
 _LOOK_S = 1.0
-_LAST_WORDS_S = 10.0  # for `on_timeout`, which may hang on the same disk as the run
+_LAST_WORDS_S = 10.0  # for the status, which may hang on the same disk as the run
 
 
 class _Seen(NamedTuple):
@@ -79,9 +80,8 @@ class Watchdog:
         timeout_s: longest time without progress; see `set_timeout`.
         log: the rank's log file, to which the stacks are appended.
         rank: global rank, named in the message.
-        on_timeout: called with a TimeoutError before the process ends, as `Status.failed` on rank 0.
+        status: told of a stall, and of a TimeoutError before the process ends.
         stall_report: how ranks say where they are.
-        on_stall: called with where they are, on one rank, as `Status.stalled`.
         guard: the process that ends this one when the watchdog cannot.
         is_excused: called with the limit before the process is ended; returns whether it goes on: another rank waits
             for data that is being made.
@@ -92,17 +92,13 @@ class Watchdog:
         timeout_s: float,
         log: Path,
         rank: int,
-        on_timeout: Callable[[Exception], object] | None = None,
+        status: Status | None = None,
         stall_report: StallReport | None = None,
-        on_stall: Callable[[str], object] | None = None,
         guard: Guard | None = None,
         is_excused: Callable[[float], bool] | None = None,
     ) -> None:
-        self._log = append_plain(log)
-        self._rank = rank
-        self._on_timeout = on_timeout
-        self._stall_report, self._on_stall = stall_report, on_stall
-        self._guard, self._is_excused = guard, is_excused
+        self._log, self._rank, self._status = append_plain(log), rank, status
+        self._stall_report, self._guard, self._is_excused = stall_report, guard, is_excused
         self._main = threading.get_ident()
         now = time.monotonic()
         self._seen = _Seen(now, now, timeout_s, 0, "start-up")
@@ -156,8 +152,8 @@ class Watchdog:
                 start = f"rank {self._rank} made no progress for {idle:.0f} s at step {seen.step}"
                 text = f"{start}; where each rank is:\n{places}"
                 self._write(text)
-                if self._on_stall:
-                    self._on_stall(text)
+                if self._status:
+                    self._status.stalled(text)
 
     def _write(self, text: str, stacks: bool = False) -> None:
         """Write to stderr and to the rank's log, to each even if the other takes nothing."""
@@ -172,8 +168,8 @@ class Watchdog:
     def _end(self, idle: float, step: int, phase: str) -> NoReturn:
         text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"
         self._write(f"{text}; stacks of all threads follow", stacks=True)
-        if self._on_timeout:
-            last = threading.Thread(target=self._on_timeout, args=(TimeoutError(text),), daemon=True)
+        if self._status:
+            last = threading.Thread(target=self._status.failed, args=(TimeoutError(text),), daemon=True)
             last.start()
             last.join(_LAST_WORDS_S)
         os._exit(1)

@@ -283,8 +283,8 @@ def _shared_wait(session: Session) -> SharedWait:
 
 def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
     """Watch this rank; of several, all say where they are before one is ended."""
-    world, status = dist.get_world_size(), session.status
+    world = dist.get_world_size()
     stall_report = StallReport(dist.distributed_c10d._get_default_store(), session.rank, world) if world > 1 else None
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"
     is_excused = shared_wait.is_on if shared_wait else None
-    return Watchdog(limit, log, session.rank, status.failed, stall_report, status.stalled, session.guard, is_excused)
+    return Watchdog(limit, log, session.rank, session.status, stall_report, session.guard, is_excused)
