@@ -56,14 +56,10 @@ class Console(Observer):
     ) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._file = append_plain(log_folder / f"rank{rank}.log")
-        self._rank = rank
-        self._on_terminal = local_rank == 0
-        self._total = total_steps
-        self._stream: TextIO | None = stream or sys.stdout  # None once nobody reads it
+        self._rank, self._total = rank, total_steps
+        self._stream = None if local_rank else stream or sys.stdout  # None once nobody reads it, too
         self._work: Callable[[int], float] = float  # done up to a step
-        self._seconds: deque[float] = deque(maxlen=_RECENT)
-        self._paces: deque[float] = deque(maxlen=_RECENT)  # seconds of a unit of work
-        self._waits: deque[float] = deque(maxlen=_RECENT)
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_RECENT)  # seconds, waited, of a unit of work
         self._has_waited = False
         self._bar: tuple[Progress, TaskID] | None = None
 
@@ -71,11 +67,10 @@ class Console(Observer):
         """Show one row in a line."""
         step = int(row["step"])
         if is_of_step(row):
-            self._seconds.append(row["seconds"])
-            self._waits.append(row["data_wait_seconds"])
-            self._paces.append(row["seconds"] / (self._work(step) - self._work(step - 1)))
+            pace = row["seconds"] / (self._work(step) - self._work(step - 1))
+            self._recent.append((row["seconds"], row["data_wait_seconds"], pace))
             left = self._work(self._total) - self._work(step)
-            line = step_line(row, self._total, left * statistics.median(self._paces))
+            line = step_line(row, self._total, left * statistics.median(pace for _, _, pace in self._recent))
         else:
             line = f"{_progress(step, self._total)}  {_validation(row) or _accuracies(row) or _float8(row)}"
         self._log(line)
@@ -90,8 +85,7 @@ class Console(Observer):
     def notice(self, text: str, style: str = "") -> None:
         """Say something that happens once: what was loaded, saved, chosen. Shown by the first rank of each host."""
         self._log(text)
-        if self._on_terminal:
-            self._show(f"[rank {self._rank}] {text}" if self._rank else text, style)
+        self._show(f"[rank {self._rank}] {text}" if self._rank else text, style)
 
     def warning(self, text: str) -> None:
         """Say something that the user may want to change. Shown by the first rank of each host."""
@@ -110,8 +104,8 @@ class Console(Observer):
 
     def _warn_of_wait(self) -> None:
         """Say once that steps wait for data."""
-        waited, all_of_it = sum(self._waits), sum(self._seconds)
-        if self._has_waited or len(self._waits) < _RECENT or waited < _LONG_WAIT * all_of_it:
+        all_of_it, waited = sum(seconds for seconds, _, _ in self._recent), sum(wait for _, wait, _ in self._recent)
+        if self._has_waited or len(self._recent) < _RECENT or waited < _LONG_WAIT * all_of_it:
             return
         self._has_waited = True
         share = f"{waited / all_of_it:.0%} of the last {_RECENT} lines' time went by waiting for data"
