@@ -30,7 +30,7 @@ def peak_memory(
     window: tuple[float, float],
     reserved: int,
 ) -> PeakMemory | None:
-    """Attribute the bytes at the peak.
+    """Attribute the bytes at the peak; None if the trace has no memory.
 
     Args:
         events: of a trace with memory.
@@ -38,9 +38,6 @@ def peak_memory(
         held: bytes by category that were there before; on a GPU "before" is all that was.
         window: the steps, by the host's clock.
         reserved: most bytes that the caching allocator had; 0 on a CPU.
-
-    Returns:
-        None if the trace has no memory.
     """
     threads: dict[Any, list[Event]] = defaultdict(list)
     for e in events:
@@ -53,11 +50,11 @@ def peak_memory(
     optimizer = sorted(span_of(e) for e in marks if e.get("cat") == "user_annotation")
     before = held.get("before", 0)
     total, most, peak = 0, 0, -1
-    live: dict[int, tuple[float, int]] = {}
+    live = set[int]()
     for i, (ts, size, address, _) in enumerate(changes):
         if size < 0 and address not in live:  # it was there before
             continue
-        live.pop(address, None) if size < 0 else live.update({address: (ts, size)})
+        live.remove(address) if size < 0 else live.add(address)
         total += size
         if total > most and window[0] <= ts <= window[1]:
             most, peak = total, i
@@ -68,9 +65,7 @@ def peak_memory(
         there.pop(address, None) if size < 0 else there.update({address: (ts, size, maker)})
     now = changes[peak][0]
     begins = next((start for start, end in optimizer if end > now), math.inf)  # it may be at work now
-    freed: dict[int, float] = {}  # address → when first, after the peak
-    for ts, _, address, _ in (change for change in changes[peak + 1 :] if change[1] < 0):
-        freed.setdefault(address, ts)
+    freed = {address: ts for ts, size, address, _ in reversed(changes[peak + 1 :]) if size < 0}  # first after the peak
     categories = {name: size for name, size in held.items() if name != "before"}
     categories[BUFFERS] = max(0, before - sum(categories.values()))
     for address, (made, size, maker) in there.items():
