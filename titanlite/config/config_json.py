@@ -12,9 +12,9 @@ from typing import Any, cast
 from titanlite.config.architectures import ARCHITECTURES, HubLayout
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
-from titanlite.config.hugging_face import layer_types, model_keys, recipe_table, weight_files, without_place
+from titanlite.config.hugging_face import computed, layer_types, model_keys, recipe_table, weight_files
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.recipe_schema import ROUTER_TRAINING, ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config
 from titanlite.json_file import MALFORMED, read_json
 
@@ -63,7 +63,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         odd: list[str] = []
         for problem in own.found():
             name = theirs_of.get(problem.where) or problem.where.partition(".")[0]  # of a table as rope_scaling
-            odd.append(f"{name} (it says {show(theirs.get(name)) or theirs[name]}, which is not {problem.want})")
+            odd.append(f"{name} (it says {_said(theirs.get(name))}, which is not {problem.want})")
         problems.add(key, show(path), f"a config.json with another value as {', '.join(odd)}", _OTHER)
         return None
     ours = {**_left_out(layout), **model_keys(layout, recipe)}
@@ -173,21 +173,21 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     recipe = _of_config(config, path, problems)
     problems.raise_all()
-    layout = ARCHITECTURES[config.model.name].hub
-    theirs, ours = (model_keys(layout, of) for of in (cast(ModelDims, recipe), dims))
-    for name in ("layer_types", "router_aux_loss_coef"):  # follows from the rest; is about training alone
-        theirs.pop(name, None)
-    for problem in without_place(config.model.name, dims):
-        if problem.where == "experts.balance_bias":  # which starts at 0, and then changes no logit of theirs
-            continue
-        want = f"a recipe without {problem.where} = {problem.saw}: the folder's model has {problem.want}"
-        problems.add("model.flavor", show(config.model.flavor), want, f'{problem.fix}, or "{FROM_CHECKPOINT}"')
-    if differ := _differences(theirs, ours):
-        want = f"a config.json of this config's model: {', '.join(differ)}"
+    its, own = computed(cast(ModelDims, recipe)), computed(dims)
+    keys = [key for key in {**its, **own} if key.removeprefix("experts.") not in ROUTER_TRAINING]
+    differ = [
+        f"{k} = {_said(own.get(k))} (the folder has {_said(its.get(k))})" for k in keys if own.get(k) != its.get(k)
+    ]
+    if differ:
+        want = f"a folder of this config's model: {', '.join(differ)}"
         fix = f'model.flavor = "{FROM_CHECKPOINT}", and no other dimensions in [model]: all are the folder\'s'
         problems.add(KEY, show(path), want, fix)
     check_weight_files(path, problems, KEY)
     problems.raise_all()
+
+
+def _said(value: object) -> str:
+    return show(value) or str(value)  # of a table
 
 
 def check_weight_files(path: str, problems: Problems, key: str) -> None:

@@ -98,7 +98,7 @@ def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
     """
     layout, problems = ARCHITECTURES[architecture].hub, Problems(Origin("config.json"))
     table = recipe_table(architecture, model_keys(layout, dims))
-    read, given = _computed(cast("ModelDims", from_table(ModelDims, table, problems))), _computed(dims)
+    read, given = computed(cast("ModelDims", from_table(ModelDims, table, problems))), computed(dims)
     return [
         Problem(key, show(value), f"{show(read[key])}, which every {layout.class_name} of transformers has", fix)
         for key, value in given.items()
@@ -107,13 +107,13 @@ def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
     ]
 
 
-def _computed(dims: ModelDims) -> dict[str, object]:
-    """Return what a recipe says of its model, by key; but for a loss of the router alone, on which no logit depends."""
-    flat = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs", "head_dim", "experts")}
+def computed(dims: ModelDims) -> dict[str, object]:
+    """Return what a recipe says of its model, by key; without a loss of the router alone, on which no logit depends."""
     of = asdict(dims.experts) if dims.experts else {}
     if of and of["score"] == "softmax" and of["normalised"]:
         of["score"] = "softmax_of_chosen"  # which is the same
-    return flat | {f"experts.{key}": value for key, value in of.items() if key != "z_loss"}
+    flat = asdict(dims) | {"head_dim": dims.head_width} | {f"experts.{key}": value for key, value in of.items()}
+    return {key: value for key, value in flat.items() if key not in ("help", "refs", "experts", "experts.z_loss")}
 
 
 def can_export(model: Model, dims: ModelDims) -> bool:

@@ -268,7 +268,7 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
         checked_run(given)
     (report,) = refused.value.args
     (problem,) = report.problems  # and nothing of a vocabulary
-    assert "rms_norm_eps = 1e-06 (it says 3e-06)" in problem.want
+    assert "norm_eps = 1e-06 (the folder has 3e-06)" in problem.want
     assert problem.fix.startswith('model.flavor = "from_checkpoint", and no other dimensions')
 
     checked = checked_run([*given, "--model.flavor", "from_checkpoint"])
