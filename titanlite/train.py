@@ -11,6 +11,7 @@ import os
 import sys
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
+from titanlite.checkpoint.optimizer_state import leaves_state
 from titanlite.checkpoint.resume import step_to_resume
 from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code, leave
@@ -19,7 +20,7 @@ from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory
 from titanlite.preflight.launcher import Launcher, check_launcher
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.preflight.start import changed_optimizer, check_start, newest_state
+from titanlite.preflight.start import check_start, newest_state
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
         if not torch.cuda.is_available():
             raise ConfigError(lack)
     if (found := newest_state(run.config)) is not None:  # refuse the state of another optimizer
-        changed_optimizer(*found, run.config, foreseen.rules, run.optimizer)
+        leaves_state(*found, run.config.optimizer, foreseen.rules, run.optimizer.own_rules)
     notices, warnings = [*run.hints], [*run.warnings]
     if is_first:
         notices += folder.claim(run.config)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.disk_space import lack_of_disk_space
-from titanlite.checkpoint.optimizer_state import changed_file, taken_by_branch
+from titanlite.checkpoint.optimizer_state import afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
 from titanlite.checkpoint.resume import changed_average, check_quickly, nothing_to_do, other_text, step_to_resume
 from titanlite.checkpoint.saved_state import read_state
@@ -31,7 +31,7 @@ from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.preflight.start import branch_of, changed_optimizer
+from titanlite.preflight.start import branch_of
 from titanlite.training.schedule import change_of_rate
 
 if TYPE_CHECKING:
@@ -93,12 +93,13 @@ def _of_host_and_folder(
         change = change_of_rate(config, step, state.learning_rate, checked.table)
         notices += filter(None, [nothing_to_do(config, step) or change])
         notices += [*changed_average(state, config, step), *changed_file(state, checked.optimizer.own_rules, step)]
-        notices += changed_optimizer(at, state, config, foreseen.rules, checked.optimizer)
+        if leaves_state(at, state, config.optimizer, foreseen.rules, checked.optimizer.own_rules):
+            notices.append(afresh(at))
     elif branch := branch_of(config):
         at = step_folder(*branch)
         state = read_state(at, branch[1])
-        fresh = changed_optimizer(at, state, config, foreseen.rules, checked.optimizer)
-        notices += [f"goes on from {at}: {taken_by_branch(bool(fresh))}", *fresh]
+        is_fresh = leaves_state(at, state, config.optimizer, foreseen.rules, checked.optimizer.own_rules)
+        notices += [f"goes on from {at}: {taken_by_branch(is_fresh)}", *[afresh(at)] * is_fresh]
         change = change_of_rate(config, branch[1], state.learning_rate, checked.table)
         notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
         notices += changed_file(state, checked.optimizer.own_rules, branch[1])

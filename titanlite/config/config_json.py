@@ -63,7 +63,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         odd: list[str] = []
         for problem in own.found():
             name = theirs_of.get(problem.where) or problem.where.partition(".")[0]  # of a table as rope_scaling
-            odd.append(f"{name} (it says {_said(theirs.get(name))}, which is not {problem.want})")
+            odd.append(f"{name} (it says {_value_said(theirs.get(name))}, which is not {problem.want})")
         problems.add(key, show(path), f"a config.json with another value as {', '.join(odd)}", _OTHER)
         return None
     ours = {**_left_out(layout), **model_keys(layout, recipe)}
@@ -176,7 +176,9 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     its, own = computed(cast(ModelDims, recipe)), computed(dims)
     keys = [key for key in {**its, **own} if key.removeprefix("experts.") not in ROUTER_TRAINING]
     differ = [
-        f"{k} = {_said(own.get(k))} (the folder has {_said(its.get(k))})" for k in keys if own.get(k) != its.get(k)
+        f"{k} = {_value_said(own.get(k))} (the folder has {_value_said(its.get(k))})"
+        for k in keys
+        if own.get(k) != its.get(k)
     ]
     if differ:
         want = f"a folder of this config's model: {', '.join(differ)}"
@@ -186,7 +188,7 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     problems.raise_all()
 
 
-def _said(value: object) -> str:
+def _value_said(value: object) -> str:
     return show(value) or str(value)  # of a table
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from titanlite import recipes
 from titanlite.checkpoint.publish import complete_steps
-from titanlite.checkpoint.resume import saved_dims
+from titanlite.checkpoint.resume import other_text, saved_dims
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.build import show
 from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
@@ -21,7 +21,7 @@ from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRecipe, OwnRule, SaveList
 from titanlite.config.schema import FROM_CHECKPOINT, Config, schema_keys
 from titanlite.data.inputs import Inputs, check_inputs
-from titanlite.data.stages import StageTable
+from titanlite.data.stages import StageTable, stage_table
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.evaluation.inputs import check_evaluation
 from titanlite.preflight.hints import (
@@ -40,8 +40,7 @@ from titanlite.preflight.start import (
     check_branch_trains,
     check_first_state,
     check_sources,
-    check_tokenizer,
-    planned_stages,
+    newest_state,
 )
 
 T = TypeVar("T")
@@ -67,7 +66,7 @@ class CheckedRun:
     table: StageTable
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
-    saved: SavedState | None = None  # what the newest checkpoint says beside its tensors, if it was read
+    saved: SavedState | None = None  # what the newest checkpoint of the run itself says beside its tensors
 
 
 class _Checks:
@@ -129,7 +128,8 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     save_list, float8 = _recipes(config, checks)
     config, hint = _under_current_name(config) if float8 else (config, None)
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
-    table, steps_given = attempt(lambda: planned_stages(config, world_size), *needs), config.training.steps
+    found, steps_given = attempt(lambda: newest_state(config), "job"), config.training.steps
+    table = attempt(lambda: stage_table(config, world_size, found[1].past if found else None), *needs)
     if table is not None and config.training.tokens:
         config = replace(config, training=replace(config.training, steps=table.steps))
         attempt(lambda: check_last_steps(config, origin), "profiling")
@@ -138,13 +138,14 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     vocab_size = dims.vocab_size if dims is not None and checks.are_right("model", *given) else None
     sequences = sequences_per_step(config, world_size) if checks.are_right("training", "parallelism") else None
     unit_len = None if table is None else table.unit_len
-    inputs, saved = attempt(lambda: check_inputs(config, vocab_size, sequences, unit_len), "data", "validation"), None
+    inputs = attempt(lambda: check_inputs(config, vocab_size, sequences, unit_len), "data", "validation")
     attempt(lambda: check_evaluation(config, inputs, vocab_size, origin), "evaluation")
     repeated = list[str]()
     if inputs is not None and table is not None:
         repeated = attempt(lambda: check_sources(config, inputs, table), "data.mixture") or []
-    if inputs is not None and config.job.strict and has_weights:
-        saved = attempt(lambda: check_tokenizer(config, inputs), "data", "job", "checkpoint")
+    if found and inputs is not None and config.job.strict and has_weights:  # before hours of preparing tokens
+        attempt(lambda: other_text(*found, {}, inputs.fingerprint, strict=True), "data", "job", "checkpoint")
+    saved = found[1] if found and found[0].parent == RunFolder.of(config).checkpoints else None
     if float8:
         needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
         attempt(lambda: _check_numerics(config, float8, origin), *needs)
@@ -165,10 +166,10 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
-    found = (hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused)
-    found = (*found, cut if is_look else None)
-    hints, warned = (tuple(filter(None, texts)) for texts in (found, warnings))
-    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, hints, warned, saved)
+    hints = [hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused]
+    hints += [cut] if is_look else []
+    said, warned = (tuple(filter(None, texts)) for texts in (hints, warnings))
+    return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, said, warned, saved)
 
 
 def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None]:

@@ -1,22 +1,20 @@
-"""Find what a start goes on from, in no time, and make its stage table: before torch, and without the tensors."""
+"""Find what a start goes on from, and refuse what it would be refused for: before torch, and without the tensors."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from titanlite.checkpoint.branch import branch_point
-from titanlite.checkpoint.optimizer_state import afresh, leaves_state
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_quickly, other_text, start_of, step_to_resume
+from titanlite.checkpoint.resume import check_quickly, start_of, step_to_resume
 from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
 from titanlite.config.problems import Origin
-from titanlite.config.recipe_schema import ModelDims, OptimizerRecipe
+from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.config.stages import source_keys
 from titanlite.data.inputs import Inputs, check_cache
 from titanlite.data.mixture import check_epochs, many_epochs
-from titanlite.data.stages import StageTable, stage_table
+from titanlite.data.stages import StageTable
 from titanlite.errors import CheckpointError, ConfigError
 from titanlite.preflight.run_folder import RunFolder
 
@@ -41,14 +39,7 @@ def branch_of(config: Config) -> tuple[Path, int] | None:
 
 
 def check_branch_trains(config: Config) -> None:
-    """Refuse a branch that has no step to train.
-
-    Args:
-        config: of a fresh run, its steps known.
-
-    Raises:
-        ConfigError: it ends where the other run's checkpoint is, or before.
-    """
+    """Refuse a branch that ends where the other run's checkpoint is, or before; its steps are known."""
     if (branch := branch_of(config)) is None or branch[1] < (last := last_step(config)):
         return
     key, value = "training.steps", str(last)
@@ -68,44 +59,8 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
     """
     if (branch := branch_of(config)) is None:
         check_initial_load_path(config, dims, origin)
-        return
-    root, step = branch
-    sequences = sequences_per_step(config, world_size) if world_size else None
-    check_quickly(root, step, config, dims, sequences)
-
-
-def changed_optimizer(
-    folder: Path, state: SavedState, config: Config, rules: Mapping[str, str], recipe: OptimizerRecipe
-) -> list[str]:
-    """Say so where the optimizer's state is left in a checkpoint.
-
-    Args:
-        folder: of the checkpoint.
-        state: what it says beside its tensors.
-        config: of the run.
-        rules: by parameter.
-        recipe: of the optimizer.
-
-    Raises:
-        CheckpointError: as `leaves_state` says.
-    """
-    return [afresh(folder)] * leaves_state(folder, state, config.optimizer, rules, recipe.own_rules)
-
-
-def planned_stages(config: Config, world_size: int | None) -> StageTable:
-    """Make the stage table of a start, of which the past is that of the checkpoint that it goes on from.
-
-    Args:
-        config: of the run, checked.
-        world_size: number of processes; None: the fewest.
-
-    Raises:
-        ConfigError: as `stage_table` says.
-    """
-    if (found := newest_state(config)) is None:
-        return stage_table(config, world_size)
-    _, state = found
-    return stage_table(config, world_size, state.past)
+    else:
+        check_quickly(*branch, config, dims, sequences_per_step(config, world_size) if world_size else None)
 
 
 def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str]:
@@ -121,31 +76,16 @@ def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str
     return many_epochs(config, table, units)
 
 
-def check_tokenizer(config: Config, inputs: Inputs) -> SavedState | None:
-    """Refuse ids of another tokenizer than the weights know, before its tokens are prepared, which may take hours.
-
-    Returns:
-        What the checkpoint of the run's folder says beside its tensors; None if there is none.
-    """
-    if (found := newest_state(config)) is None:
-        return None
-    folder, state = found
-    other_text(folder, state, {}, inputs.fingerprint, strict=True)
-    return state if folder.parent == RunFolder.of(config).checkpoints else None
-
-
 def newest_state(config: Config) -> tuple[Path, SavedState] | None:
     """Return the checkpoint that a start goes on from, and what it says beside its tensors.
 
     None of another run, which a start refuses: who plans one would plan what goes on from there.
     """
+    run = RunFolder.of(config)
     try:
-        RunFolder.of(config).require_same(config)
-        found = start_of(RunFolder.of(config).checkpoints, config)
-        if found is None:
+        run.require_same(config)
+        if (found := start_of(run.checkpoints, config)) is None:
             return None
-        root, step = found
-        folder = step_folder(root, step)
-        return folder, read_state(folder, step)
+        return (folder := step_folder(*found)), read_state(folder, found[1])
     except (CheckpointError, ConfigError):  # what cannot be read is said by those who load it
         return None

@@ -245,7 +245,7 @@ def test_the_tokenizer_is_held_against_the_checkpoint_once(
         held.append(tokenizer)
         return other_text(at, state, corpus, tokenizer, strict)
 
-    for module in (titanlite.commands.validate, titanlite.preflight.start):
+    for module in (titanlite.commands.validate, titanlite.preflight.checked_run):
         monkeypatch.setattr(module, "other_text", look)
     assert validate(f"--job.strict={strict}")[0] == 0
     assert [tokenizer for tokenizer in held if tokenizer] == ["bytes"]
