@@ -1,9 +1,10 @@
 """Say what a run is planned for, and how fast that is: the GPUs of this host, others that are named, or a CPU.
 
-No torch here but for the GPUs of this host: a name that is not known is refused at once.
+torch is imported for the GPUs of this host alone: an unknown name is refused at once.
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from titanlite.byte_size import GIB, byte_size
 from titanlite.errors import ConfigError
@@ -16,23 +17,14 @@ _BYTES, _LINKS = ("memory", "optimizer"), ("tensor_parallel", "fsdp")
 _SAME = 0.05  # share by which the memory that a person names may differ from what torch sees: 80 GB are 79.1 GiB
 
 
-@dataclass(frozen=True)
-class DataSheet:
-    """The rates and memory that the data sheet of a GPU gives.
+class DataSheet(NamedTuple):
+    """The rates and the memory that the data sheet of a GPU gives."""
 
-    Attributes:
-        board: the name that its driver gives.
-        gib: memory that torch sees of one.
-        flops: dense bf16, TFLOP/s.
-        memory: GB/s.
-        links: GB/s of NVLink, both directions together.
-    """
-
-    board: str
-    gib: float
-    flops: float
-    memory: float
-    links: float
+    board: str  # the name that its driver gives
+    gib: float  # that torch sees of its memory
+    flops: float  # TFLOP/s, dense bf16
+    memory: float  # GB/s
+    links: float  # GB/s of NVLink, both directions together
 
 
 _MEASURED = DataSheet("NVIDIA H100 80GB HBM3", 79.1, 989, 3350, 900)  # what the others are held against
@@ -49,21 +41,13 @@ GPU_NAMES = (*DEVICES, *DATA_SHEETS, CPU)
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of a run.
+    """The devices of a run."""
 
-    Attributes:
-        name: of each device.
-        world: their number; of a CPU, that of processes.
-        gib: memory of each; of a CPU, of the host.
-        rates: what a GPU does in a second; None of a CPU.
-        is_measured: whether that was measured on such a GPU, or follows from those of another by its data sheet.
-    """
-
-    name: str
-    world: int
-    gib: float
-    rates: Rates | None
-    is_measured: bool = True
+    name: str  # of each device
+    world: int  # their number; of a CPU, that of processes
+    gib: float  # memory of each; of a CPU, of the host
+    rates: Rates | None  # None of a CPU
+    is_measured: bool = True  # on such a GPU; else the rates are another's, scaled by data sheets
 
     def __str__(self) -> str:
         if self.rates is None:
@@ -73,7 +57,7 @@ class Machine:
 
     @property
     def flags(self) -> str:
-        """Return the flags that name it to `titanlite plan`."""
+        """Flags of `titanlite plan` for it."""
         if self.rates is None:
             return f"--world {self.world}"
         key = next((key for key in DEVICES if self.rates.device == measured_rates(key).device), None)
@@ -82,26 +66,27 @@ class Machine:
 
 
 def machine_here(world: int | None = None) -> Machine:
-    """Look at the GPUs of this host, or where it has none at its memory.
+    """Look at the GPUs of this host, or at its memory where it has none.
 
     Args:
-        world: number of GPUs or processes, if it is not that of all GPUs, or one process.
+        world: number of GPUs or processes; None: all GPUs, or one process.
 
     Raises:
-        ConfigError: nothing is known of the GPUs, or hosts of them do not divide the number.
+        ConfigError: the GPUs are unknown, or whole hosts do not have so many.
     """
-    if not shows_gpus():
-        return Machine("CPU", world or 1, memory_of_host() / GIB, None)
-    import torch
+    if shows_gpus():
+        import torch
 
-    if not torch.cuda.is_available():
-        return Machine("CPU", world or 1, memory_of_host() / GIB, None)
-    properties = torch.cuda.get_device_properties(0)
-    return _divided(_gpus(properties.name, properties.total_memory / GIB, world or torch.cuda.device_count()))
+        if torch.cuda.is_available():
+            properties = torch.cuda.get_device_properties(0)
+            gib = properties.total_memory / GIB
+            key = _key_of_board(properties.name, gib)
+            return _gpus(properties.name, key, gib, world or torch.cuda.device_count())
+    return machine_named(CPU, None, world or 1)
 
 
 def machine_named(gpu: str, gib: float | None, world: int) -> Machine:
-    """Take GPUs that are not here, by their name or by their memory.
+    """Take GPUs that are not here.
 
     Args:
         gpu: one of `GPU_NAMES`, or "" if only their memory is known.
@@ -109,41 +94,41 @@ def machine_named(gpu: str, gib: float | None, world: int) -> Machine:
         world: their number.
 
     Raises:
-        ConfigError: nothing is known of them, or hosts of them do not divide the number.
+        ConfigError: they are unknown, or whole hosts do not have so many.
     """
-    if gpu.lower() == CPU:
+    name, key = gpu.upper(), gpu.lower()
+    if key == CPU:
         return Machine("CPU", world, gib or memory_of_host() / GIB, None)
-    known = {key: measured_rates(key) for key in DEVICES}
-    if gpu.lower() in known:
-        return _divided(Machine(gpu.upper(), world, *_with_memory(known[gpu.lower()], gib)))
-    if gpu.lower() in DATA_SHEETS:
-        rates = _rates_by_data_sheet(DATA_SHEETS[gpu.lower()])
-        return _divided(Machine(gpu.upper(), world, *_with_memory(rates, gib), is_measured=False))
     if not gpu and gib:
-        nearest = min(known, key=lambda key: abs(known[key].device_gib - gib))
-        return _divided(Machine(f"GPU like {nearest.upper()}", world, *_with_memory(known[nearest], gib)))
-    raise _unknown_gpu("command line", "--gpu", gpu, gib)
+        key = min(DEVICES, key=lambda key: abs(measured_rates(key).device_gib - gib))
+        name = f"GPU like {key.upper()}"
+    if key not in GPU_NAMES:
+        raise _unknown_gpu("command line", "--gpu", gpu, gib)
+    return _gpus(name, key, gib, world)
 
 
-def _with_memory(rates: Rates, gib: float | None) -> tuple[float, Rates]:
-    """Give the memory of a device and its rates, with the memory that is named where that is another."""
-    if gib is None or abs(gib - rates.device_gib) <= _SAME * rates.device_gib:
-        return rates.device_gib, rates
-    return gib, replace(rates, device_gib=gib)
-
-
-def _gpus(name: str, gib: float, world: int) -> Machine:
-    """Take GPUs by the name that their driver gives: rates that were measured, or those of a data sheet."""
+def _key_of_board(name: str, gib: float) -> str:
+    """Return which of `GPU_NAMES` has the name that its driver gives."""
     from titanlite.observe.peak_flops import dense_bf16_flops  # imports torch
 
-    for key in DEVICES:
-        rates = measured_rates(key)
-        if key in name.lower() and dense_bf16_flops(name) == dense_bf16_flops(rates.device):
-            return Machine(name, world, *_with_memory(rates, gib))
-    sheet = next((sheet for sheet in DATA_SHEETS.values() if sheet.board == name), None)
-    if sheet is None:
+    flops = {key: dense_bf16_flops(measured_rates(key).device) for key in DEVICES if key in name.lower()}
+    same = [key for key in flops if flops[key] == dense_bf16_flops(name)]
+    same += [key for key, sheet in DATA_SHEETS.items() if sheet.board == name]
+    if not same:
         raise _unknown_gpu("this host", "GPU", name, gib)
-    return Machine(name, world, *_with_memory(_rates_by_data_sheet(sheet), gib), is_measured=False)
+    return same[0]
+
+
+def _gpus(name: str, key: str, gib: float | None, world: int) -> Machine:
+    """Give GPUs their rates and the memory that is named, and refuse a number that whole hosts do not have."""
+    rates = measured_rates(key) if key in DEVICES else _rates_by_data_sheet(DATA_SHEETS[key])
+    if gib is None or abs(gib - rates.device_gib) <= _SAME * rates.device_gib:
+        gib = rates.device_gib
+    if world > rates.host and (over := world % rates.host):
+        want = f"at most {rates.host}, or a multiple: GPUs are planned in whole hosts of {rates.host}"
+        fix = f"--world {world - over} or --world {world - over + rates.host}"
+        raise ConfigError.of("command line", "--world", str(world), want, fix)
+    return Machine(name, world, gib, replace(rates, device_gib=gib), key in DEVICES)
 
 
 def _rates_by_data_sheet(sheet: DataSheet) -> Rates:
@@ -158,16 +143,6 @@ def _rates_by_data_sheet(sheet: DataSheet) -> Rates:
     window = flops * rates.attention_window[0], flops * rates.attention_window[1]
     of = {"device": sheet.board, "device_gib": sheet.gib, "attention": attention, "attention_window": window}
     return replace(rates, **scaled, **of)
-
-
-def _divided(machine: Machine) -> Machine:
-    """Refuse a number of GPUs that whole hosts do not have."""
-    world, host = machine.world, machine.rates.host if machine.rates else 1
-    if world > host and world % host:
-        low = world - world % host
-        want = f"at most {host}, or a multiple: GPUs are planned in whole hosts of {host}"
-        raise ConfigError.of("command line", "--world", str(world), want, f"--world {low} or --world {low + host}")
-    return machine
 
 
 def _unknown_gpu(source: str, where: str, name: str, gib: float | None) -> ConfigError:
