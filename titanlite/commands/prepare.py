@@ -12,7 +12,7 @@ from titanlite.commands.arguments import Command
 from titanlite.commands.validate import epochs_of
 from titanlite.config.check import sequences_per_step
 from titanlite.config.held_out import held_out_sources
-from titanlite.config.stages import least_samples, source_keys, trained_keys
+from titanlite.config.stages import least_samples, source_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import many_epochs
 from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words, open_samples
@@ -36,14 +36,14 @@ def run(argv: Sequence[str]) -> int:
     checked = checked_run(COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size
     RunFolder.of(config).require_same(config)
-    sources = dict(source_keys(config).values()) | held_out_sources(config)
+    trained = dict(source_keys(config).values())
     notices = [f"warning: {text}" for text in checked.warnings] + [checked.inputs.unused]
     sys.stdout.writelines(f"{notice}\n" for notice in filter(None, notices))
     units = dict[str, int | None]()
-    for key, source in sources.items():
+    for key, source in (trained | held_out_sources(config)).items():
         shards, epochs = prepare(source, config.data, vocab_size, progress=True, key=key), ""
         counts, packing = None, ""
-        if key in trained_keys(config):
+        if key in trained:
             unit_len = checked.table.unit_len
             samples = open_samples(shards, config.data, unit_len, progress=True)
             samples.require(least_samples(config, sequences_per_step(config, None) or 1, unit_len), key)

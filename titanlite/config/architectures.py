@@ -1,14 +1,10 @@
-"""List what is known of each architecture before its file is imported: its class, the keys of its recipes, and how
-Hugging Face writes it: names of weights and of dimensions, and how weights lie.
+"""List what is known of each shipped architecture before its file is imported: its class, the keys of its recipes, and
+Hugging Face's names and layout of its weights and dimensions.
 
-This imports no torch, so that a config can be checked within a second. The file of an architecture is
-`titanlite/models/<name>.py`; a user's own is given by `model.file`, and nothing is known of it here.
-
-A layer of ours that fuses several weights is several layers there, except for GPT-2's, whose queries, keys and values
-are one matrix there too, in another order. GPT-2's matrices lie transposed, and a Gemma norm's weight is the factor
-less one. Keys of config.json are those that the model code of transformers 5.24 reads, and that older releases wrote: a
-`Field` that is a dimension is used, any other must say what stands there, and a key that is nowhere is refused, because
-it may change the model.
+A layer of ours that fuses several weights is several layers there. Only GPT-2's queries, keys and values are one matrix
+there too, in another order. Keys of config.json are those that the model code of transformers 5.24 reads, and those
+that older releases wrote: a `Field` that is a dimension is used, any other must say what stands here, and an unknown
+key is refused, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -67,18 +63,11 @@ _GPT2 = {
 
 @dataclass(frozen=True)
 class Field:
-    """A key of config.json.
+    """A key of config.json."""
 
-    Attributes:
-        left_out: what a config.json means that leaves the key out; of a key that is no dimension, all that it may say.
-            None of a dimension: it must be there, or follows from others.
-        ours: the dimension that it is, as a dotted attribute of a recipe; "": none.
-        is_written: an export has it, though it is no dimension.
-    """
-
-    left_out: Any = None
-    ours: str = ""
-    is_written: bool = False
+    left_out: Any = None  # what leaving it out means; of a key that is no dimension, all that it may say
+    ours: str = ""  # the dimension that it is, as a dotted attribute of a recipe; without a `left_out` it must be there
+    is_written: bool = False  # an export has it, though it is no dimension
 
 
 _ANY = {
@@ -213,29 +202,17 @@ _EVERYWHERE = {
 
 @dataclass(frozen=True)
 class HubLayout:
-    """The layout that Hugging Face has of one architecture.
+    """The layout that Hugging Face has of one architecture."""
 
-    Attributes:
-        class_name: of transformers.
-        model_type: likewise.
-        names: from a layer of ours, its weights taken apart, to theirs; what shares a name is joined by rows.
-        fields: keys of config.json.
-        fixed: attributes of a recipe that no key has, and what every model of this architecture has there.
-        is_transposed: linear layers of blocks have their matrices as [K, N].
-        norm_offset: what norms add to their weight.
-        without_effect: further keys that no logit depends on; tables of positions are as long as sequences.
-        aliases: from other names of keys, which transformers reads too, or writes, to those here.
-    """
-
-    class_name: str
+    class_name: str  # of transformers
     model_type: str
-    names: Mapping[str, str]
-    fields: Mapping[str, Field]
-    without_effect: str = ""
-    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
-    is_transposed: bool = False
-    norm_offset: float = 0.0
-    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    names: Mapping[str, str]  # of our layers, weights taken apart, to theirs; what shares a name is joined by rows
+    fields: Mapping[str, Field]  # by key of config.json
+    without_effect: str = ""  # further keys that no logit depends on; tables of positions are as long as sequences
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])  # other names of keys, as transformers has them
+    is_transposed: bool = False  # linear layers of blocks have their matrices as [K, N]
+    norm_offset: float = 0.0  # what norms add to their weight
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # attributes of every recipe that no key has
 
     @property
     def ignored(self) -> set[str]:
@@ -248,25 +225,17 @@ _OF_SOME = ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every
 
 @dataclass(frozen=True)
 class Architecture:
-    """The facts of one architecture.
+    """The facts of one architecture."""
 
-    Attributes:
-        class_name: in `titanlite/models/<name>.py`, or in `module` there.
-        may_have: keys that only some architectures have, and that its recipes may give.
-        hub: the layout that Hugging Face has of it.
-        module: the file, if several architectures share it.
-        splits: whether tensor parallelism has a layout for it: what it computes of heads is of each by itself.
-    """
-
-    class_name: str
-    may_have: tuple[str, ...]
+    class_name: str  # in `titanlite/models/<name>.py`, or in `module` there
+    may_have: tuple[str, ...]  # keys of its recipes that only some architectures have
     hub: HubLayout
-    module: str = ""
-    splits: bool = True
+    module: str = ""  # the file, if several architectures share it
+    splits: bool = True  # by tensor parallelism: what it computes of a head is of that head alone
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the keys that its recipes must give, of those that only some architectures have."""
+        """Keys of only some architectures that its recipes must give."""
         has = {of.ours.partition(".")[0] for of in self.hub.fields.values()}
         return tuple(key for key in _OF_SOME if key in has)
 

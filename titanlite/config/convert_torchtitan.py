@@ -37,28 +37,17 @@ class _Line:
 
 @dataclass
 class ConvertedConfig:
-    """A config of torchtitan as one of titanlite.
+    """A config of torchtitan as one of titanlite."""
 
-    Attributes:
-        origin: where the original gives each key.
-        lines: values by key of titanlite; those that the original gives, and those that it leaves to torchtitan.
-        kept: keys that are as they were.
-        renamed: keys of torchtitan that are other keys or values here.
-        defaults: keys of titanlite that have torchtitan's default, which differs.
-        off: lines of features that are off, as comments: by key of titanlite.
-        lost: why a key of the original has no counterpart, by key.
-        idle: keys that ask for nothing that titanlite does otherwise.
-    """
-
-    origin: Origin
+    origin: Origin  # of the original's keys
     given: Mapping[str, Any]
-    lines: dict[str, _Line] = field(default_factory=dict[str, _Line])
-    kept: list[str] = field(default_factory=list[str])
-    renamed: list[str] = field(default_factory=list[str])
-    defaults: list[str] = field(default_factory=list[str])
-    off: dict[str, _Line] = field(default_factory=dict[str, _Line])
-    lost: dict[str, str] = field(default_factory=dict[str, str])
-    idle: list[str] = field(default_factory=list[str])
+    lines: dict[str, _Line] = field(default_factory=dict[str, _Line])  # by key of titanlite
+    kept: list[str] = field(default_factory=list[str])  # keys that are as they were
+    renamed: list[str] = field(default_factory=list[str])  # torchtitan's keys that are other keys or values here
+    defaults: list[str] = field(default_factory=list[str])  # ours that have torchtitan's default, which differs
+    off: dict[str, _Line] = field(default_factory=dict[str, _Line])  # comments: ours, of features that are off
+    lost: dict[str, str] = field(default_factory=dict[str, str])  # why one of theirs has no counterpart
+    idle: list[str] = field(default_factory=list[str])  # theirs that ask for nothing that titanlite does otherwise
 
     def summary(self) -> str:
         """Say how many keys became what, and which of the original have no counterpart."""

@@ -305,22 +305,14 @@ Value = float | int | bool | str
 
 @dataclass(frozen=True)
 class OwnRule:
-    """An update rule of a user's own file, as `update_rules/find.py` imports it.
-
-    Attributes:
-        file: as it was given.
-        sha256: of the file's bytes.
-        state: names of what it keeps, each a number for each of a parameter's.
-        keys: of a group that has it, each with its default.
-        kind: the class.
-    """
+    """An update rule of a user's own file, as `update_rules/find.py` imports it."""
 
     name: str
-    file: str
-    sha256: str
-    state: tuple[str, ...]
-    keys: Mapping[str, Value]
-    kind: type[Any]
+    file: str  # as it was given
+    sha256: str  # of the file's bytes
+    state: tuple[str, ...]  # names of what it keeps, each a number for each of a parameter's
+    keys: Mapping[str, Value]  # of a group that has it, each with its default
+    kind: type[Any]  # the class
 
 
 @dataclass(frozen=True)

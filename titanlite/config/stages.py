@@ -1,7 +1,7 @@
-"""Resolve the stages of a config, each in full: what a stage does not give stays as it was before it.
+"""Resolve the stages of a config, each in full: what a stage does not give is as in the one before.
 
-Without `data.stage` a run is one stage, from its first token on. Which step each begins with depends on where training
-stands; `titanlite/data/stages.py` says that.
+Without `data.stage` a run is one stage. The step that a stage begins with depends on where training stands
+(`titanlite/data/stages.py`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,25 +16,15 @@ SOLE = ""
 
 @dataclass(frozen=True)
 class AskedStage:
-    """A stage as the config asks for it.
+    """A stage as the config asks for it."""
 
-    Attributes:
-        at: its place in `data.stage`; None: what holds from the start, without a table of its own.
-        from_tokens: trained on before it.
-        seq_len: S.
-        sequences: of a step, over all ranks.
-        local_batch_size: sequences of a micro-step on a data-parallel rank.
-        weights: of each source by name, as the file writes them: `0.3` is three tenths.
-        lr_decay_to: fraction of the peak that the learning rate reaches at its end; None: it does not change.
-    """
-
-    at: int | None
-    from_tokens: int
-    seq_len: int
-    sequences: int
+    at: int | None  # its place in `data.stage`; None: what holds from the start, without a table of its own
+    from_tokens: int  # trained on before it
+    seq_len: int  # S
+    sequences: int  # of a step, over all ranks
     local_batch_size: int
-    weights: Mapping[str, str]
-    lr_decay_to: float | None = None
+    weights: Mapping[str, str]  # of each source by name, as the file writes them: `0.3` is three tenths
+    lr_decay_to: float | None = None  # fraction of the peak at its end; None: the learning rate does not change
 
     @property
     def tokens_per_step(self) -> int:
@@ -50,15 +40,10 @@ class AskedStage:
 
 
 def source_keys(config: Config) -> dict[str, tuple[str, str]]:
-    """Return the sources that a run trains on by name: the key of each for messages, and what it names."""
+    """Return (key for messages, source) of each source that a run trains on, by its name."""
     mixed = enumerate(config.data.mixture)
     named = {source.name: (f"data.mixture[{n}].source", source.source) for n, source in mixed}
     return named or {SOLE: ("data.source", config.data.source)}
-
-
-def trained_keys(config: Config) -> tuple[str, ...]:
-    """Return the keys of the sources that a run trains on."""
-    return tuple(key for key, _ in source_keys(config).values())
 
 
 def stage_configs(config: Config) -> Iterator[tuple[int | None, int, Config]]:
@@ -74,10 +59,7 @@ def stage_configs(config: Config) -> Iterator[tuple[int | None, int, Config]]:
 
 
 def data_ranks(config: Config, world: int | None) -> int:
-    """Return the ranks, or groups of context-parallel ones, that have samples of their own.
-
-    If the number of processes is not known, the fewest that there can be.
-    """
+    """Return how many ranks, or groups of context-parallel ranks, have samples of their own; at least, if unknown."""
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_replicate_degree * p.data_parallel_shard_degree
@@ -113,22 +95,19 @@ def least_samples(config: Config, sequences: int, unit_len: int) -> int:
 
 
 def longest_seq_len(config: Config) -> int:
-    """Return the longest sequence of a run: its sources are cut into samples of that, and positions reach so far."""
+    """Return the longest sequence of all stages: sources are cut into samples of that length."""
     return max(config.training.seq_len, *(now.training.seq_len for _, _, now in stage_configs(config)))
 
 
 def largest_stage(config: Config) -> Config:
-    """Return the config of the stage that has most tokens in a micro-step, as of a run without stages.
-
-    It decides on memory.
-    """
+    """Return the config of the stage with most tokens in a micro-step, which decides on memory, without stages."""
     shapes = [config, *(now for _, _, now in stage_configs(config))]
     most = max(shapes, key=lambda now: (now.training.seq_len * now.training.local_batch_size, now.training.seq_len))
     return replace(most, data=replace(most.data, stage=()))
 
 
 def replaced_keys(config: Config) -> dict[str, str]:
-    """Return the keys that have no effect, as another key takes the place of each: that one by the key."""
+    """Return the keys without effect, each with the key that takes its place."""
     found: dict[str, str] = {}
     if config.data.mixture:
         found["data.source"] = "data.mixture"

@@ -35,11 +35,7 @@ SETS = re.compile(r'([a-z0-9_]+\.[a-z0-9_]+) = ("[^"]*"|\[[^]]*\]|[-+.\w]+)')
 
 
 class TorchtitanConfig:
-    """Look up keys of a torchtitan config: the value given, or the default there.
-
-    Attributes:
-        given: every key of the file by its dotted name, those of titanlite among them.
-    """
+    """The keys of a torchtitan config, those of titanlite among them, and the defaults there of all others."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         self.given = given

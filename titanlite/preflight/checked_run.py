@@ -48,22 +48,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A config that passed every check, with all that it names.
-
-    Attributes:
-        save_list: None: it is chosen when the run starts, to stay within `activation_checkpoint.budget_gib`.
-        origin: the place of each key.
-        table: the stages of the run, from where a start takes it up.
-    """
+    """A config that passed every check, with all that it names."""
 
     config: Config
     dims: ModelDims
-    save_list: SaveList | None
+    save_list: SaveList | None  # None: it is chosen at the start, within `activation_checkpoint.budget_gib`
     float8: Float8Recipe | None
     optimizer: OptimizerRecipe
-    origin: Origin
+    origin: Origin  # of each key
     inputs: Inputs
-    table: StageTable
+    table: StageTable  # from where a start takes the run up
     hints: tuple[str, ...] = ()  # what works, but not as well or under another name by now
     warnings: tuple[str, ...] = ()  # what works, but is hardly what was meant, or will not work for long
     saved: SavedState | None = None  # what the newest checkpoint of the run itself says beside its tensors
