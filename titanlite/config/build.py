@@ -1,8 +1,7 @@
 """Build a frozen dataclass from a TOML table, strictly: the one reader behind configs and recipes.
 
-Every key must be a field and every value must have the field's type. Nothing is converted on the quiet: `true` is not
-1, `"5"` is not 5. The only widenings are those that lose nothing: a whole number where a float is wanted, and a list
-for a tuple.
+Every key must be a field, and every value must have the field's type: `true` is not 1, `"5"` is not 5. Two conversions
+lose nothing and are made: of a whole number where a float is wanted, and of a list to a tuple.
 """
 
 import dataclasses
@@ -29,16 +28,14 @@ def from_table(
 
     Args:
         schema: a frozen dataclass. Fields may be bool, int, float, str, `Literal`, other dataclasses, tuples of one of
-            these, tables of one by name, and unions of these with each other or None. A field without a default must be
-            given.
+            these, tables of one by name, and unions of these with each other or None.
         table: what the file says.
-        problems: collects what is wrong.
+        problems: gets what is wrong.
         where: dotted key of this table; "" at the top.
-        suggest: from the dotted key of an unknown key and its value, to what the user should do; None if it has no
-            better idea than the nearest field.
+        suggest: from an unknown dotted key and its value to what the user should do; None: the nearest field.
 
     Returns:
-        The value; where problems were added, of what is right, or None if a field that must be given is missing.
+        The value, of what is right in the table; None if a field without a default is missing.
     """
     hints, values, is_complete = get_type_hints(schema), dict[str, Any](), True
     prefix = f"{where}." if where else ""

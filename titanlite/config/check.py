@@ -1,8 +1,7 @@
 """Cross-checks: is what the config asks for possible, on this many processes and with this model?
 
-The types of single values were checked when they were read. Here values are held against their range (`ranges.py`),
-each other, the model's dimensions and the number of processes, before any process group or device is touched. Whatever
-can be said without the number of processes is also said when it is not known.
+Types were checked when values were read. Here values are held against their range (`ranges.py`), each other, the
+model's dimensions and the number of processes. What needs no number of processes is checked without.
 """
 
 import importlib.util
@@ -51,14 +50,13 @@ def check_config(
 
     Args:
         config: the resolved config.
-        model: its dimensions, with the overrides of `[model]` applied; None if they are not known, then what depends on
-            them is not checked.
-        world_size: number of processes; None if it is not known, then what depends on it is not checked.
-        origin: where each key was given, for the line numbers of the message.
-        unread: sections with keys that could not be read; what other keys are held against in them is not checked.
+        model: its dimensions, with the overrides of `[model]`; None: what depends on them is not checked.
+        world_size: number of processes; None: what depends on it is not checked.
+        origin: the place of each key.
+        unread: sections with keys that could not be read, against which nothing is held.
 
     Raises:
-        ConfigError: something is impossible; every problem is in the message.
+        ConfigError: with every problem.
     """
     problems = Problems(origin or Origin("config"))
 
@@ -117,16 +115,12 @@ def check_homes(config: Config, origin: Origin) -> None:
 
 
 def last_step(config: Config) -> int:
-    """Return the step after which a run ends, if no signal ends it before."""
+    """Return the step after which a run ends without a signal."""
     return min(config.training.steps, config.job.stop_after or config.training.steps)
 
 
 def sequences_per_step(config: Config, world_size: int | None) -> int | None:
-    """Return the sequences of one optimizer step over all ranks; over the fewest, if their number is not known.
-
-    Returns:
-        Their number; None if a number that it follows from is out of range.
-    """
+    """Return the sequences of a step over all ranks, or the fewest; None if a factor is out of range."""
     if not _can_divide(config):
         return None
     asked = config.training.global_batch_size
@@ -146,8 +140,8 @@ def _check_batches(config: Config, world_size: int | None, problems: Problems) -
     for n, _, now in stage_configs(config):
         if n is None or now.training == config.training or not _can_divide(now):
             continue
-        section, own = f"data.stage[{n}]", Problems(Origin(""))
-        check_batch(now, world_size, own)
+        section = f"data.stage[{n}]"
+        check_batch(now, world_size, problems, section)
         check_context_parallel(now, world_size, problems, section)
         tokens, tensor = tokens_of_rank(now), config.parallelism.tensor_parallel_degree
         if tokens % tensor:
@@ -155,17 +149,10 @@ def _check_batches(config: Config, world_size: int | None, problems: Problems) -
             want = f"seq_len × local_batch_size{split} to be a multiple of tensor_parallel_degree = {tensor}; "
             saw = str(now.training.seq_len)
             problems.add(f"{section}.seq_len", saw, f"{want}it is {tokens}", "a larger seq_len or batch")
-        for problem in own.found():
-            name = problem.where.partition(".")[2]
-            problems.add(f"{section}.{name}", problem.saw, problem.want, problem.fix)
 
 
 def check_last_steps(config: Config, origin: Origin) -> None:
-    """Check what happens at a given step, now that the steps which `training.tokens` takes are known.
-
-    Raises:
-        ConfigError: it is after the last one.
-    """
+    """Raise what `check_steps` finds, now that the steps which `training.tokens` takes are known."""
     problems = Problems(origin)
     check_steps(config, problems)
     problems.raise_all()

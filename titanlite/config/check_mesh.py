@@ -87,14 +87,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
 
 
 def check_context_parallel(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
-    """Check that the tokens of a micro-step can be split over ranks, in runs of `RUN`.
-
-    Args:
-        config: the run, with the shape of the stage in `[training]`.
-        world: number of processes, if it is known.
-        problems: to which it is added.
-        stage: the section that has the shape.
-    """
+    """Check that the tokens of a micro-step, shaped by `stage`, can be split over ranks, in runs of `RUN`."""
     context, training = config.parallelism.context_parallel_degree, config.training
     if context == 1:
         return
@@ -135,8 +128,8 @@ def check_expert_parallel(config: Config, model: ModelDims | None, world: int | 
     problems.add(f"parallelism.{name}", str(ep), want, fix)
 
 
-def check_batch(config: Config, world: int | None, problems: Problems) -> None:
-    """Check that the global batch is a whole number of micro-steps of every data-parallel rank."""
+def check_batch(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
+    """Check that the global batch of a stage is a whole number of micro-steps of every data-parallel rank."""
     asked, local = config.training.global_batch_size, config.training.local_batch_size
     if asked is None or asked < 1:
         return  # one micro-step, or out of range
@@ -146,22 +139,22 @@ def check_batch(config: Config, world: int | None, problems: Problems) -> None:
         near = [n for n in (asked // unit * unit, -(-asked // unit) * unit) if n]
         want = f"a multiple of local_batch_size × data-parallel ranks = {local} × {n_data} = {unit}"
         fix = _pick("global_batch_size", asked, near)
-        problems.add("training.global_batch_size", str(asked), want, fix)
+        problems.add(f"{stage}.global_batch_size", str(asked), want, fix)
 
 
 def runs_of_micro_batch(config: Config) -> int:
-    """Return how many runs of `RUN` tokens the ranks that share a micro-batch out have together."""
+    """Return the runs of `RUN` tokens in a micro-batch, over the ranks that share it out."""
     return config.training.seq_len * config.training.local_batch_size // RUN
 
 
 def tokens_of_rank(config: Config) -> int:
-    """Return the tokens that a rank computes with in a micro-step (M); tensor parallelism splits them further."""
+    """Return the tokens of a rank in a micro-step (M), before tensor parallelism splits them."""
     training = config.training
     return training.seq_len * training.local_batch_size // config.parallelism.context_parallel_degree
 
 
 def ranks_of_shards(config: Config, world: int | None) -> int:
-    """Return the ranks that shard each parameter, context-parallel ones among them; -1 if that is not known."""
+    """Return the ranks that shard each parameter, context-parallel ones included; -1: unknown."""
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_shard_degree * p.context_parallel_degree
@@ -169,7 +162,7 @@ def ranks_of_shards(config: Config, world: int | None) -> int:
 
 
 def _ranks_left(config: Config, world: int | None) -> int | None:
-    """Return the ranks that replicas and tensor parallelism leave to others; None if that is not known."""
+    """Return the ranks that replicas and tensor parallelism leave to others; None: unknown."""
     others = config.parallelism.data_parallel_replicate_degree * config.parallelism.tensor_parallel_degree
     return None if world is None or world % others else world // others  # `check_mesh` says so of the latter
 

@@ -32,8 +32,8 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
         usage: what the help page begins with, as "train.py FILE".
 
     Returns:
-        The config, whose values fit the schema, but are not yet checked against each other; and what is wrong with keys
-        and values, which are as if they were not given.
+        The config, whose values are not yet checked against each other, and what is wrong with keys and values, which
+        are as if they were not given.
 
     Raises:
         ConfigError: there is not one file, or it is missing or not TOML.

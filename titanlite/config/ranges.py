@@ -1,8 +1,4 @@
-"""Hold each number against the range that its field has in the schema, as `Annotated[int, "[1, inf)"]`.
-
-Their types were checked when they were read; what they are held against besides, each other and the model's dimensions,
-is in `check.py`.
-"""
+"""Hold each number against the range that its field has in the schema, as `Annotated[int, "[1, inf)"]`."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -28,8 +24,8 @@ def check_ranges(table: object, problems: Problems, where: str = "", fix: str = 
         table: a dataclass; tables in it are checked as well.
         problems: gets what is wrong.
         where: what its keys begin with, as "training.".
-        fix: what to do about a key without a default, if not to leave it out or to give another.
-        unsaid: what follows the advice to leave a key out: what holds then.
+        fix: of a key without a default, with `{}` for its name.
+        unsaid: what holds where a key is left out, behind that advice.
     """
     hints = get_type_hints(type(table), include_extras=True)
     for field in dataclasses.fields(cast("Any", table)):
