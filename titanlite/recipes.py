@@ -32,13 +32,6 @@ from titanlite.durable import require_reachable
 from titanlite.errors import RecipeError, nearest
 
 Kind = Literal["model", "float8", "activation_checkpoint", "optimizer"]
-OLD_FLOAT8_RECIPES = {
-    "all_tensorwise": "tensorwise",
-    "all_axiswise": "rowwise",
-    "lw_axiswise_with_gw_hp": "rowwise_with_gw_hp",
-}
-"""Names that torchao and torchtitan gave recipes of the same arithmetic in earlier releases."""
-
 _NO_RULES: Mapping[str, OwnRule] = MappingProxyType({})
 AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 
@@ -52,20 +45,9 @@ def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
     return list(_files(kind, extra_dirs, Origin("recipes")))
 
 
-def current_name(kind: Kind, name: str, extra_dirs: Sequence[str] = ()) -> str:
-    """Return the name that a recipe has here: `name`, unless that is what torchao or torchtitan once called it.
-
-    Raises:
-        RecipeError: as `names`.
-    """
-    if kind != "float8" or name in names(kind, extra_dirs):
-        return name
-    return OLD_FLOAT8_RECIPES.get(name, name)
-
-
 def require(kind: Kind, name_or_path: str, extra_dirs: Sequence[str], origin: Origin) -> None:
     """Refuse a name or a path that is no recipe's, as `load` does; what the recipe says is not looked at."""
-    _find(kind, current_name(kind, name_or_path, extra_dirs), _files(kind, extra_dirs, origin), origin)
+    _find(kind, name_or_path, _files(kind, extra_dirs, origin), origin)
 
 
 @overload
@@ -113,7 +95,7 @@ def load(
     """
     origin = origin or Origin("recipes")
     files = _files(kind, extra_dirs, origin)
-    path = _find(kind, current_name(kind, name_or_path, extra_dirs), files, origin)
+    path = _find(kind, name_or_path, files, origin)
 
     def find_base(name: str, at: Place) -> Path:
         return _find(kind, name, files, Origin(at.source, {"extends": at}), "extends", Path(at.source).parent)
@@ -208,8 +190,7 @@ def _find(
         )  # it may be a flavor alone
     problems, key = Problems(origin), key or KINDS[kind].key
     there = there or answer_to_value(KINDS[kind].key, asked)
-    near = OLD_FLOAT8_RECIPES.get(asked) if kind == "float8" else None
-    near = near or nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)
+    near = nearest(asked, choices) or next((c for c in choices if is_part(asked, c)), None)
     fix = there or (f'did you mean "{near}"?' if near else f"see `titanlite recipes {kind}`")
     want = f"one of {', '.join(choices)}, or {place}" if choices else place
     problems.add(key, show(asked), want, fix)

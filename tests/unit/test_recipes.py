@@ -9,8 +9,7 @@ import pytest
 from titanlite.config.schema import Config, Job, Model
 from titanlite.config.toml_file import shipped_folder
 from titanlite.errors import ConfigError, RecipeError
-from titanlite.preflight.checked_run import checked_run
-from titanlite.recipes import OLD_FLOAT8_RECIPES, Kind, load, model_dims, names
+from titanlite.recipes import Kind, load, model_dims, names
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -80,6 +79,7 @@ def test_every_shipped_recipe_is_legal_and_has_a_sentence_of_help(kind: Kind) ->
             "rowwis",
             ['float8.recipe = "rowwis"', "none, blockwise, rowwise, rowwise_with_gw_hp", 'mean "rowwise"?'],
         ),
+        ("float8", "all_axiswise", ['fix:  recipe = "rowwise"']),  # as torchao called it
         ("float8", "mine.toml", ["a .toml file that exists"]),
         ("float8", f"{'x' * 300}.toml", ["a .toml file that exists"]),
         ("activation_checkpoint", "fulll", ["activation_checkpoint.recipe", 'did you mean "full"?']),
@@ -275,18 +275,6 @@ def test_blocks_may_be_changed_within_the_rules(tmp_path: Path) -> None:
     recipe = load("float8", str(write(tmp_path, "float8", "mine", text)))
     assert recipe == replace(load("float8", "blockwise"), scale_rounding="pow2_floor", grad_output=recipe.grad_output)
     assert recipe.grad_output.dtype == "e5m2"
-
-
-@pytest.mark.parametrize("old", OLD_FLOAT8_RECIPES)
-def test_old_names_are_still_understood(tmp_path: Path, old: str) -> None:
-    assert load("float8", old) == load("float8", OLD_FLOAT8_RECIPES[old])
-    assert old not in names("float8")
-    run = checked_run(["--config", str(shipped_folder("configs") / "debug.toml"), "--float8.recipe", old])
-    assert run.config.float8.recipe == OLD_FLOAT8_RECIPES[old]
-    new = OLD_FLOAT8_RECIPES[old]
-    assert run.hints == (f'float8.recipe = "{old}" is the old name of "{new}"; it still works, but write the new one',)
-    write(tmp_path, "float8", old, 'extends = "tensorwise"\ndim_multiple = 64\n')  # one's own comes first
-    assert load("float8", old, (str(tmp_path),)).dim_multiple == 64
 
 
 def test_a_float8_recipe_without_float8_is_refused(tmp_path: Path) -> None:

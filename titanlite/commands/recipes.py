@@ -17,7 +17,7 @@ from titanlite.config.recipe_schema import ModelDims, OwnRule
 from titanlite.config.schema import FROM_CHECKPOINT
 from titanlite.config.write import to_toml
 from titanlite.errors import RecipeError, nearest
-from titanlite.recipes import Kind, current_name, load, names
+from titanlite.recipes import Kind, load, names
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 # What a config may name though no file is behind it.
@@ -125,6 +125,4 @@ def _one(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnRule
     """Return a recipe as TOML, after a line that says which."""
     if text := _WITHOUT_FILE.get(kind, {}).get(name):
         return f"# {kind} recipe {name}: {text}\n"
-    recipe, current = _recipe(kind, name, dirs, rules), current_name(kind, name, dirs)
-    hint = "" if current == name else f", which others call {name}"
-    return f"# {kind} recipe {current}{hint}\n" + to_toml(recipe)
+    return f"# {kind} recipe {name}\n" + to_toml(_recipe(kind, name, dirs, rules))

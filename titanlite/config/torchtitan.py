@@ -263,7 +263,12 @@ VALUES: dict[str, dict[object, str]] = {
         "memory_budget": 'use activation_checkpoint.recipe = "auto" with activation_checkpoint.budget_gib = 60.0, '
         "or whatever peak in GiB a GPU may reserve",
     },
-    "float8.recipe": {"mxfp8": 'use "rowwise", or "blockwise"'},
+    "float8.recipe": {
+        "mxfp8": 'use "rowwise", or "blockwise"',
+        "all_tensorwise": 'recipe = "tensorwise"',
+        "all_axiswise": 'recipe = "rowwise"',
+        "lw_axiswise_with_gw_hp": 'recipe = "rowwise_with_gw_hp"',
+    },
     "checkpoint.async_mode": {"async_with_pinned_mem": 'async_mode = "async"'},
     "lr_scheduler.decay_ratio": {0.0: "use lr_scheduler.min_lr_factor = 1.0 without decay_ratio, for no decay"},
     "model.name": {
@@ -273,7 +278,7 @@ VALUES: dict[str, dict[object, str]] = {
         for name, ours in MODELS.items()
     },
 }
-"""Values of keys that are the same here, or that recipes had, and what to write instead."""
+"""Values of keys that are the same here, or that recipes were called, and what to write instead."""
 
 MASKS = re.compile(r"(.+?)_(flex|varlen)(_attn)?")
 """A flavor of a model that masks other documents."""

@@ -120,7 +120,6 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
         needs = ("checkpoint", "model")
         attempt(lambda: resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
     save_list, float8 = _recipes(config, checks)
-    config, hint = _under_current_name(config) if float8 else (config, None)
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     found, steps_given = attempt(lambda: newest_state(config), "job"), config.training.steps
     table = attempt(lambda: stage_table(config, world_size, found[1].past if found else None), *needs)
@@ -160,7 +159,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     steps_hint = None
     if config.training.tokens and "training.steps" in origin.places and steps_given != table.steps:
         steps_hint = f"training.steps = {steps_given} is not looked at: training.tokens takes {table.steps}"
-    hints = [hint, steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused]
+    hints = [steps_hint, no_export(config, dims), *unread_environment(config), inputs.unused]
     hints += [cut] if is_look else []
     said, warned = (tuple(filter(None, texts)) for texts in (hints, warnings))
     return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, said, warned, saved)
@@ -202,16 +201,6 @@ def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:
         problems.add("optimizer.file", show(config.optimizer.file), want, fix, against="optimizer.recipe")
         problems.raise_all()
     return found
-
-
-def _under_current_name(config: Config) -> tuple[Config, str | None]:
-    """Return the config with its float8 recipe under the name that it has now, and a hint if that is another."""
-    given = config.float8.recipe
-    name = recipes.current_name("float8", given, config.job.recipe_dirs)
-    if name == given:
-        return config, None
-    hint = f'float8.recipe = "{given}" is the old name of "{name}"; it still works, but write the new one'
-    return replace(config, float8=replace(config.float8, recipe=name)), hint
 
 
 def _check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> None:
