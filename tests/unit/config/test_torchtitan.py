@@ -86,7 +86,7 @@ def _where_its_assets_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         make_tokenizer(tmp_path / folder)
 
 
-HF_FOLDERS = ("Llama-3.1-8B", "Llama-3.1-70B", "Llama-3.1-405B", "Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-32B")
+HF_FOLDERS = ("Llama-3.1-405B", "Qwen3-1.7B", "Qwen3-32B")
 
 
 def nested(keys: dict[str, Any]) -> dict[str, Any]:
@@ -392,10 +392,6 @@ FILES: dict[str, dict[str, Any]] = {
         "validation.freq": 5,
         "validation.steps": 10,
     },
-    "llama3/llama3_8b": LLAMA | model("8B", "Llama-3.1-8B", 3e-4, 1),
-    "llama3/llama3_70b": LLAMA
-    | model("70B", "Llama-3.1-70B", 1.5e-4, 8)
-    | {**FULL, "parallelism.tensor_parallel_degree": 8},
     "llama3/llama3_405b": LLAMA
     | model("405B", "Llama-3.1-405B", 8e-5, 2)
     | FULL
@@ -409,17 +405,11 @@ FILES: dict[str, dict[str, Any]] = {
         "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
         "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
     },
-    "qwen3/qwen3_0.6b": QWEN
-    | model("0.6B", "Qwen3-0.6B", 3e-4, 4)
-    | {"metrics.log_freq": 1, "lr_scheduler.warmup_steps": 2, "training.steps": 10},
-    "qwen3/qwen3_1.7b": QWEN
-    | model("1.7B", "Qwen3-1.7B", 8e-4, 4)
-    | {"lr_scheduler.warmup_steps": 20, "training.steps": 100, "checkpoint.interval": 50},
     "qwen3/qwen3_32b": QWEN
     | model("32B", "Qwen3-32B", 8e-4, 2)
     | {**FULL, "lr_scheduler.warmup_steps": 600, "training.steps": 3000},
 }
-"""Its `models/*/train_configs`, but for those of models that are none here."""
+"""Of its `models/*/train_configs` the smallest, and the largest of each model that titanlite has."""
 
 SHOWN_AS: dict[str, str] = {
     "profiling.enable_profiling": "profiling.enable",
