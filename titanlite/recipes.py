@@ -7,9 +7,8 @@ Four kinds, one folder each under `recipes/`:
     activation_checkpoint   a save-list: which activations are kept for backward
     optimizer               groups of parameters, and the rule by which each is updated
 
-A recipe is legal or it is not loaded: what the schemas (`config/recipe_schema.py`) cannot say about a value,
-`config/check_recipe.py` does. Code elsewhere interprets the fields: no recipe name occurs in an `if`. This module
-imports no torch, so that a bad recipe is reported within a second.
+What the schemas (`config/recipe_schema.py`) cannot say about a value, `config/check_recipe.py` does. Code elsewhere
+interprets the fields: no recipe name occurs in an `if`.
 """
 
 import dataclasses
@@ -37,11 +36,7 @@ AUTO = "auto"  # instead of a save-list: one is chosen when the run starts
 
 
 def names(kind: Kind, extra_dirs: Sequence[str] = ()) -> list[str]:
-    """Return the names of all recipes of one kind, the shipped ones first.
-
-    Raises:
-        RecipeError: a folder does not exist, or two recipes have one name.
-    """
+    """Return the names of all recipes of one kind, the shipped ones first."""
     return list(_files(kind, extra_dirs, Origin("recipes")))
 
 
@@ -86,11 +81,11 @@ def load(
         kind: which recipes to look in.
         name_or_path: a name, or the path of a file (it ends in .toml).
         extra_dirs: the user's folders (`job.recipe_dirs`).
-        origin: where the config named the recipe, for the message if there is none.
+        origin: where the config named the recipe.
         rules: of the user's own file, which groups of an optimizer's recipe may have.
 
     Raises:
-        RecipeError: there is no such recipe, or it is malformed or not legal; every problem is in the message.
+        RecipeError: there is no such recipe, or it is malformed or not legal; with every problem.
         ConfigError: its file is not TOML.
     """
     origin = origin or Origin("recipes")
@@ -120,7 +115,7 @@ def model_dims(config: Config, origin: Origin | None = None) -> ModelDims:
 
     Raises:
         RecipeError: there is no such flavor, or the architecture lacks a key or makes nothing of one.
-        ConfigError: the flavor is that of a folder, which is none or of another model.
+        ConfigError: the flavor is a folder's, which is none or of another model.
     """
     model = config.model
     name, origin = Path(model.file).stem if model.file else model.name, origin or Origin("config")

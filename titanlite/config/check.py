@@ -86,11 +86,7 @@ def check_config(
 
 
 def check_homes(config: Config, origin: Origin) -> None:
-    """Refuse a path that begins with the home of somebody who has none, as a container's user without an entry.
-
-    Raises:
-        ConfigError: with every such key.
-    """
+    """Refuse text that begins with the home of somebody who has none, as a container's user without an entry."""
     problems = Problems(origin)
     for key in schema_keys():
         value: object = attrgetter(key)(config)

@@ -166,13 +166,7 @@ def _check_polynomials(key: str, polynomials: tuple[tuple[float, ...], ...], pro
 
 
 def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
-    """Refuse a key that the architecture makes nothing of, and the lack of one that it needs.
-
-    Args:
-        model: `[model]`.
-        recipe: its dimensions, overrides applied.
-        problems: gets what is wrong.
-    """
+    """Refuse a key that `[model]`'s architecture makes nothing of, and the lack of one that it needs."""
     if model.file:
         return
     known = ARCHITECTURES[model.name]

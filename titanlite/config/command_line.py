@@ -1,7 +1,7 @@
 """Read the command line: `FILE` or `--config FILE`, and flags, dotted paths of TOML keys, which win over the file.
 
-A flag's words become the value that its key would have in the file. Booleans take `--x`, `--x=false` and `--x true`
-alike, lists several words, or one as TOML has it. All bad flags are reported at once, beside what is wrong in the file.
+Booleans take `--x`, `--x=false` and `--x true` alike, lists several words, or one as TOML has it. All bad flags are
+reported at once, with what is wrong in the file.
 """
 
 import os
@@ -67,11 +67,10 @@ def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Proble
 
 
 def answer_help(argv: Sequence[str], usage: str) -> None:
-    """Print a help page and exit, if one is asked for: that of a section, or the one that lists the sections.
+    """Print a help page and exit with 0, if one is asked for: of a section, or the list of sections.
 
     Raises:
         ConfigError: there is no such section.
-        SystemExit: with 0, after the page.
     """
     args = [word for a in argv for word in (a.split("=", 1) if a.startswith("--help=") else [a])]
     args = ["--help" if a == "-h" else a for a in args]
@@ -123,7 +122,7 @@ def _flags(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _is_flag_without_dashes(arg: str, first: bool) -> bool:
-    """Tell whether a word is `training.steps=5` or `-training.steps`; as the `first` value, a bare key may be meant."""
+    """Tell whether a word is `training.steps=5` or `-training.steps`; a bare key may be meant as the `first` value."""
     name, has_value, _ = arg.lstrip("-").partition("=")
     return name.replace("-", "_") in schema_keys() and (bool(has_value) or arg.startswith("-") or not first)
 
@@ -168,11 +167,7 @@ def _key_that_was_meant(key: str, words: list[str]) -> tuple[str, str]:
 
 
 def _value_of_flag(hint: Any, words: list[str]) -> Any:
-    """Return the value that the words behind a flag say; "None" says that a key is not given, where it need not be.
-
-    Raises:
-        ValueError: they say none that its key can have.
-    """
+    """Return the value that a flag's words say, or raise ValueError; "None" is of a key that need not be given."""
     options = options_of(hint)
     if get_origin(hint) is tuple:
         text = ",".join(words)

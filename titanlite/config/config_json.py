@@ -1,7 +1,6 @@
 """Read the config.json of a folder of weights: make the recipe of its model, and compare it with a config's.
 
-`architectures.py` decides which keys are used and which are refused. This imports no torch, so that a folder is held
-against a config in no time; the tensors are compared when they are loaded.
+`architectures.py` decides which keys are used and which are refused. Tensors are compared when they are loaded.
 """
 
 import os
@@ -25,15 +24,10 @@ _OTHER = "name another folder: titanlite has no such model"
 
 
 def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] | None:
-    """Make the recipe of a folder's model.
-
-    Args:
-        path: the folder.
-        problems: gets what is wrong with it.
-        key: that names it, for messages.
+    """Make the recipe of a folder's model; `key` names the folder in messages.
 
     Returns:
-        The architecture and its dimensions; None if titanlite computes no such model.
+        The architecture and its dimensions; None, with problems, if titanlite computes no such model.
     """
     file = Path(os.path.expanduser(path)) / "config.json"
     try:
@@ -168,7 +162,7 @@ def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> 
     """Hold the folder whose weights a run is to start from against the config.
 
     Raises:
-        ConfigError: it is no such folder, or of another model; all that differs is listed.
+        ConfigError: it is no such folder, or of another model; with all that differs.
     """
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     recipe = _of_config(config, path, problems)
@@ -204,7 +198,7 @@ def check_weight_files(path: str, problems: Problems, key: str) -> None:
 
 
 def _of_config(config: Config, path: str, problems: Problems) -> ModelDims | None:
-    """Make the recipe of a folder's model, if it is of the architecture of a config."""
+    """Make the recipe of a folder's model, if it is of a config's architecture."""
     if config.model.file:
         want = "a shipped architecture: what the weights of others are called there is not known"
         problems.add("model.file", show(config.model.file), want, f"remove it, or {KEY}")

@@ -1,8 +1,8 @@
 """Write the config of titanlite that a config of torchtitan means.
 
-`torchtitan_config.py` says what each key is here; this writes it as a file. What has a counterpart
-is a line, with a comment where its name, default or meaning differs; what has none is a comment with the reason; what
-asks for nothing is left out and counted. Comments of the original are not kept: they explain torchtitan's choices.
+`torchtitan_config.py` says what each key is here. What has a counterpart is a line, with a comment where its name,
+default or meaning differs; what has none is a comment with the reason; what asks for nothing is left out and counted.
+Comments of the original are not kept: they explain torchtitan's choices.
 """
 
 import textwrap
@@ -69,11 +69,7 @@ class ConvertedConfig:
             del self.lines[BOS]
 
     def config(self) -> Config:
-        """Return the config that the file says.
-
-        Raises:
-            ConfigError: a value has not the type of its key.
-        """
+        """Return the config that the file says; a value that has not the type of its key is a ConfigError."""
         problems = Problems(self.origin)
         table = tomli.loads("\n".join(f"{key} = {line.value}" for key, line in self.lines.items()))
         config = from_table(Config, table, problems)
@@ -107,11 +103,7 @@ class ConvertedConfig:
 
 
 def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
-    """Read a config of torchtitan as one of titanlite.
-
-    Args:
-        path: the file.
-        name: of the run, which torchtitan has not.
+    """Read a config of torchtitan as one of titanlite, for a run of this name, which torchtitan has not.
 
     Raises:
         ConfigError: it is missing, not TOML or not torchtitan's, or a value has not the type that its key has.

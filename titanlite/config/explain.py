@@ -16,11 +16,7 @@ _WIDTH = 80
 
 
 def overview(usage: str) -> str:
-    """Return the page of `--help`: the usage and one line per section, on 24 lines of 80 columns.
-
-    Args:
-        usage: the command, as "train.py FILE", and whatever else comes before the sections.
-    """
+    """Return the page of `--help`, 24 lines of 80 columns: usage, as "train.py FILE", and sections."""
     width = max(len(name) for name in sections())
     lines = [f"usage: {usage}", ""]
     for name, cls in sections().items():

@@ -6,11 +6,7 @@ FIRST = "validation.source"
 
 
 def held_out_sources(config: Config) -> dict[str, str]:
-    """Return the sources that a run validates on, none if it does not, by key.
-
-    Returns:
-        `validation.source` first, then `validation.sources.NAME` of each further one, in order.
-    """
+    """Return the sources of validation by key: `validation.source`, then each `validation.sources.NAME`."""
     if not config.validation.enable:
         return {}
     more = (text.partition("=") for text in config.validation.sources)

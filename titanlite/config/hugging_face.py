@@ -1,7 +1,7 @@
 """Write the config.json of a shipped architecture, read the recipe that one gives, and find the weights of a folder.
 
-The layouts are in `architectures.py`; `config_json.py` holds a given folder against a config, and
-`models/hugging_face.py` moves weights. This imports no torch.
+`architectures.py` has the layouts, `config_json.py` compares a folder with a config, `models/hugging_face.py` moves
+weights.
 """
 
 import os
@@ -35,9 +35,9 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
     Args:
         layout: of the architecture.
         dims: the model's dimensions.
-        seq_len: the longest that the model has seen.
+        seq_len: the longest that the model was trained on.
         dtype: of the weights, as "bfloat16".
-        end: id of the token that follows a document, and so stands before a text; None if it is not known.
+        end: id of the token between documents, which so stands before a text; None if it is not known.
     """
     return {
         "architectures": [layout.class_name],
@@ -66,12 +66,7 @@ def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
 
 
 def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a recipe that a config.json gives.
-
-    Args:
-        architecture: `model.name`.
-        theirs: what `model_keys` gives.
-    """
+    """Return the keys of a recipe, from what `model_keys` gives."""
     known, table = ARCHITECTURES[architecture], dict[str, Any](help="")
     values = {of.ours: theirs[name] for name, of in known.hub.fields.items() if of.ours}
     for ours, value in {**values, **known.hub.fixed}.items():
@@ -90,12 +85,7 @@ def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]
 
 
 def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
-    """Return what a recipe says of its model that transformers does not compute: what its config.json loses.
-
-    Args:
-        architecture: `model.name`.
-        dims: the model's dimensions.
-    """
+    """Return what a recipe says of its model that no class of transformers computes: what its config.json loses."""
     layout, problems = ARCHITECTURES[architecture].hub, Problems(Origin("config.json"))
     table = recipe_table(architecture, model_keys(layout, dims))
     read, given = computed(cast("ModelDims", from_table(ModelDims, table, problems))), computed(dims)
@@ -130,7 +120,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Name the files that have the weights, whether they are there or not.
 
     Raises:
-        ValueError, LookupError, TypeError: their index is damaged, or names a file that is not in the folder itself.
+        ValueError, LookupError, TypeError: their index is damaged, or names a file outside of the folder.
     """
     index = folder / f"{ONE_FILE}.index.json"
     if os.path.isfile(folder / ONE_FILE) or not os.path.isfile(index):  # as transformers chooses if there are both

@@ -1,8 +1,7 @@
 """The JSON Schema of a config, by which editors complete and check a TOML file (taplo, Even Better TOML).
 
-It says of each key what `schema.py` says: its text, type, choices, range and default. It is of draft 7,
-the newest that taplo reads. A whole number written as 1e4 passes it, as JSON has no other, and what keys say against
-each other is beyond it: `titanlite validate` has the last word.
+It is of draft 7, the newest that taplo reads, and has the text, type, choices, range and default of each key. A whole
+number written as 1e4 passes it, and keys are not held against each other: `titanlite validate` has the last word.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
-"""The line of every key of a TOML text.
+"""The line of every key of a TOML text, of which tomli keeps no positions.
 
-tomli parses TOML but keeps no positions. This is not a second parser: it runs on text that tomli has accepted, so it
-only walks the brackets, strings and keys, and reads no value.
+It runs on text that tomli has accepted, so it only walks the brackets, strings and keys, and reads no value.
 """
 
 import re

@@ -14,13 +14,7 @@ from titanlite.errors import nearest
 def optimizer_recipe(
     table: Mapping[str, object], rules: Mapping[str, OwnRule], problems: Problems
 ) -> OptimizerRecipe | None:
-    """Read a recipe whose groups may have rules of the user's own.
-
-    Args:
-        table: what its file says.
-        rules: of the user's own, by name.
-        problems: collects what is wrong: also a rule that nobody has.
-    """
+    """Read the table of a recipe whose groups may have `rules` of the user's own."""
     groups = table.get("groups")
     if not isinstance(groups, dict):
         return from_table(OptimizerRecipe, table, problems)

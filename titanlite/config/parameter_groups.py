@@ -45,11 +45,8 @@ def update_settings(
         recipe: its groups are asked in order, those without a pattern after all others; the first that matches decides.
         config: says what groups leave out.
         shapes: of the whole parameters, by name.
-        origin: where the keys of `config` were given.
+        origin: the places of the keys of `config`.
         of_matrices: parameters that are made of whole matrices; None: that was checked before.
-
-    Returns:
-        Settings by name, in the order of `shapes`.
 
     Raises:
         ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, one that is

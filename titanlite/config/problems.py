@@ -1,8 +1,7 @@
 """Record where each value of a config came from, and collect all that is wrong with them into one error.
 
-A config is merged from files and flags, and a recipe from a file and those it extends. `Origin` remembers the file
-and line of every key, so that a cross-check made long after reading can still point at the line to change. `Problems`
-gathers everything that is wrong before anything is raised: a person fixes a file once, not once per mistake.
+A config is merged from files and flags, a recipe from a file and those it extends. By the `Origin` of its key a
+cross-check made long after reading still points at the line to change.
 """
 
 import json
@@ -56,8 +55,7 @@ class Problems:
             where: dotted key.
             saw: the value as the user would write it; "" if there is none to show.
             want: what is legal there.
-            fix: the one change that makes it legal; what reads `key = value` is written as a flag if one gave the key,
-                or the one that it is held against.
+            fix: the one change that makes it legal; `key = value` becomes a flag if one gave the key, or `against`.
             at: its place, where that is not the place of `where`.
             against: dotted key that it is held against.
         """
@@ -70,8 +68,7 @@ class Problems:
         """Return `refuse(key, want, fix, against="")`, which adds a problem of a key with the value that it has.
 
         Args:
-            table: a config, a recipe or a table of one, in which `key` is dotted, as "data.stage[0].seq_len", of names
-                of the schema alone.
+            table: a config, a recipe or a table of one; keys in it may be dotted, as "data.stage[0].seq_len".
             where: what the keys begin with in the file, as "rules[0].".
         """
 
@@ -134,12 +131,7 @@ def show(value: object) -> str:
 
 
 def nearest_layer(name: str, layers: Sequence[str]) -> str | None:
-    """Return the linear layer that was probably meant: one that has it as a part, as `wqkv` has `wk`, or the nearest.
-
-    Args:
-        name: what was written, in full or in part.
-        layers: names of the linear layers there are.
-    """
+    """Return the linear layer that was meant: one that contains it, as `wqkv` does `wk`, or the nearest."""
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     part = name.rpartition(".")[2]
     for whole in last_names:

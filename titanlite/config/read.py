@@ -1,8 +1,7 @@
-"""Read a config file into a `Config`, strictly, and say for every unknown key what was probably meant.
+"""Read a config file into a `Config`, and say for every unknown key what was probably meant.
 
-tomli parses, `toml_file.py` merges what the file extends, `build.py` checks each key and value against the schema.
-What is left for this file is to know the whole schema when a key is not found: it may belong to another section, be
-torchtitan's or another trainer's, or be misspelt.
+tomli parses, `toml_file.py` merges what the file extends, `build.py` checks each key and value against the schema. An
+unknown key may belong to another section, be torchtitan's or another trainer's, or be misspelt.
 """
 
 import dataclasses
@@ -21,24 +20,17 @@ from titanlite.errors import nearest
 
 
 def read_config(path: Path) -> tuple[Config, Origin]:
-    """Read a TOML file, and those it extends, by paths that begin where they are written.
-
-    Returns:
-        The config, and where each of its keys was given.
-
-    Raises:
-        ConfigError: a file is missing or is not TOML, or keys or values do not fit the schema (all of them at once).
-    """
+    """Read a TOML file, and those it extends, as `read_what_is_right` does; all that is wrong is one ConfigError."""
     config, problems = read_what_is_right(path)
     problems.raise_all()
     return config, problems.origin
 
 
 def read_what_is_right(path: Path) -> tuple[Config, Problems]:
-    """Read a TOML file, and those it extends, into a `Config`; a key that is wrong is as if it were not given.
+    """Read a TOML file, and those it extends, by paths that begin where they are written.
 
     Returns:
-        The config, and what is wrong with its keys and values.
+        The config, as if wrong keys and values were not given, and what is wrong with them.
 
     Raises:
         ConfigError: a file is missing or is not TOML.
@@ -50,11 +42,7 @@ def read_what_is_right(path: Path) -> tuple[Config, Problems]:
 
 
 def suggest_key(path: str, value: object = None) -> str | None:
-    """Say what to write instead of an unknown dotted key: its replacement, its section, or the nearest key.
-
-    Returns:
-        A sentence, or None if nothing is near.
-    """
+    """Say what to write instead of an unknown dotted key: its replacement, section, or nearest key, if any is."""
     section, _, key = path.rpartition(".")
     if path == "optimizer.name":  # titanlite 0.1.0 had it, too
         return 'recipe = "adamw" in its place'

@@ -105,11 +105,7 @@ class SaveRule:
     optional: bool = False  # may match nothing
 
     def blocks(self, n_layers: int) -> range:
-        """Return the blocks that the rule is for.
-
-        Raises:
-            ValueError: `layers` is no slice.
-        """
+        """Return the blocks that the rule is for; ValueError if `layers` is no slice."""
         start, _, stop = self.layers.partition(":")
         if ":" not in self.layers:
             raise ValueError(self.layers)

@@ -1,11 +1,10 @@
 """The config schema: one frozen dataclass per TOML section. This file is the reference of every key.
 
-A field has all that is said of its key: its type, with the range of a number, its default, which is what runs if nothing
-is said, and its help text. Flags, `--help SECTION`, the JSON Schema and the page of every key are made from these. Types are kept to what a TOML file can say: bool, int, float, str, tuples of str or of tables,
-tables of numbers, `Literal` choices, and `| None` for "not given". `config/read.py` checks each value against its type,
-`config/ranges.py` numbers against their range, `config/check.py` values against each other.
+A field has all that is said of its key: its type, with the range of a number, its default and its help text. Flags,
+`--help SECTION`, the JSON Schema and the page of every key are made from these. Types are what a TOML file can say:
+bool, int, float, str, tuples of str or of tables, tables of numbers, `Literal` choices, and `| None` for "not given".
 
-Most keys have the names of torchtitan's last TOML release; `config/torchtitan.py` has its keys, and what they are here.
+Most keys have the names of torchtitan's last TOML release, which `config/torchtitan.py` lists.
 """
 
 import functools

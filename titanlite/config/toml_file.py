@@ -1,8 +1,7 @@
-"""Read a TOML file and those it extends into one table, remembering the file and line of every key.
+"""Read a TOML file and those it extends into one table, with the file and line of every key.
 
 `extends` names files that come first, in order; the file itself comes last and wins. Tables are merged key by key,
-anything else is replaced whole. A config names the files by path, a recipe by name: the caller says how a name is
-found.
+anything else is replaced whole. A config names the files by path, a recipe by name.
 """
 
 import errno
@@ -38,7 +37,7 @@ def read_merged(
 
     Args:
         path: the file.
-        find: from a name in `extends` and the place that says it, to the file that is meant.
+        find: from a name in `extends` and the place that says it to the file that is meant.
         added_first: a table whose order counts: keys that a file adds stand before those of the files it extends.
 
     Returns:

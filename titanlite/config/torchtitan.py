@@ -1,9 +1,8 @@
 """List the keys of torchtitan v0.2.2, the last release configured in TOML: the default there, and what it is here.
 
-Keys that are the same here, with the same default, are left out. The answer is None where the default alone differs,
-and otherwise a text. What titanlite has instead
-stands in it as `section.key = value`, where `{}` is the value that was given. `torchtitan_config.py` has the few that
-depend on the value or on other keys. `docs/coming_from_torchtitan.md` shows what differs, and is held to this file.
+A key that is the same here, with the same default, is left out. The answer is None where the default alone differs, and
+else a text with what titanlite has as `section.key = value`, where `{}` is the given value. `torchtitan_config.py` has
+the answers that depend on more. `docs/coming_from_torchtitan.md` is held to this file.
 """
 
 import re

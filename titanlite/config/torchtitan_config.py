@@ -1,7 +1,7 @@
 """Say what a config of torchtitan asks for: the value of each of its keys, and what that is in titanlite.
 
-`torchtitan.py` has what a key is here whatever the rest of the file says; here are the answers that depend on its value
-or on other keys, which keys ask for nothing, and which defaults of torchtitan differ.
+`torchtitan.py` has what a key is whatever the rest of the file says. Here are the answers that depend on its value or
+on other keys, which keys ask for nothing, and which defaults of torchtitan differ.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The checks of a run before it starts, and what has passed them: a config, its recipes, its data and its folder.
+"""The checks of a run before it starts: of its config, recipes, data and folder.
 
-train.py and the commands that take a config begin here. It imports no torch, except for `optimizer.file`;
+train.py and the commands that take a config begin here. torch is imported for `optimizer.file` alone;
 `training/assemble.py` finds what only the model can tell.
 """
 
@@ -95,18 +95,15 @@ class _Checks:
 
 
 def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
-    """Read and check everything that a command line asks for. It imports torch where `optimizer.file` is given, last.
+    """Read and check everything that a command line asks for; data is checked, not loaded.
 
     Args:
         argv: arguments of train.py.
-        world_size: number of processes; None if it is not known.
-        has_weights: whether this host is to have those that the run starts from.
-
-    Returns:
-        The config and its recipes. Data is checked too, but not loaded.
+        world_size: number of processes; None: unknown.
+        has_weights: whether this host is to have the weights that the run starts from.
 
     Raises:
-        ConfigError: something is wrong; all that can be said of the rest in spite of it is in the message.
+        ConfigError: with all that can be found in spite of what is wrong.
         SystemExit: with 0, after `--help`.
     """
     config, problems = parse_what_is_right(argv, "train.py FILE [--section.key VALUE ...]")

@@ -1,7 +1,6 @@
-"""Check that a host without a GPU has the memory that the weights of a run need.
+"""Check that a host without a GPU has memory for weights, gradients and moments: the least that a run takes.
 
-It is the least that a run takes: of activations, gathered weights and the interpreter nothing is said. So what is
-refused here would have ended in the allocator, or been killed, after minutes.
+A refused run would have been killed, or ended in the allocator, after minutes.
 """
 
 import os
@@ -22,9 +21,9 @@ def lack_of_memory(config: Config, whole: int, world: int = 1, on_host: int | No
 
     Args:
         config: of the run.
-        whole: bytes of those of a replica.
+        whole: bytes of these for a replica.
         world: number of processes.
-        on_host: those of this host; None: all.
+        on_host: of these on this host; None: all.
 
     Returns:
         The refusal of a start, which a host with GPUs need not heed; None if there is enough.

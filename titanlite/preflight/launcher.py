@@ -1,7 +1,6 @@
-"""Check that what starts the processes of a run has set all that they need, and that it is still there.
+"""Check that what starts a run's processes has set all that they need, and that it is still alive.
 
-A launcher that is killed ends nobody: its ranks would train on, and hold their GPUs, with nobody to stop them. No torch
-here.
+A killed launcher ends nobody: its ranks would train on, and hold their GPUs, with nobody to stop them.
 """
 
 import os
@@ -19,9 +18,9 @@ def check_launcher() -> None:
     """Refuse a launcher whose restarts cannot work, or a part of one; call before anything else.
 
     Raises:
-        ConfigError: torchrun would restart workers on a store in which gloo finds the addresses of dead ones; there is
-            a rank or a number of ranks, as a shell may have kept it, without the rest of what a launcher says; or srun
-            or mpirun started several processes, each of which would take itself for the whole run.
+        ConfigError: torchrun would restart workers on a store that has the addresses of dead ones; a rank or a number
+            of ranks is set, as a shell may have kept it, without the rest; or srun or mpirun started several processes,
+            each of which would take itself for the whole run.
     """
     given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
     missing = [name for name in _VARIABLES if name not in os.environ]
@@ -44,11 +43,10 @@ def check_launcher() -> None:
 
 
 class Launcher:
-    """Watch the process that told this one its rank, and what stands between the two, such as a shell.
+    """Watch the process that gave this one its rank, and what stands between the two, such as a shell.
 
-    The launcher is the nearest ancestor that was not started with this rank's variables itself. Where none is to be
-    seen, as from inside a container whose first process a launcher outside has started, and for a process without a
-    rank, there is nothing to watch. On systems without /proc it is the parent.
+    The launcher is the nearest ancestor that was not started with this rank's variables, or the parent on systems
+    without /proc. A process without a rank has none, nor has a container whose first process was started from outside.
     """
 
     def __init__(self) -> None:

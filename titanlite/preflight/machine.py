@@ -66,10 +66,7 @@ class Machine:
 
 
 def machine_here(world: int | None = None) -> Machine:
-    """Look at the GPUs of this host, or at its memory where it has none.
-
-    Args:
-        world: number of GPUs or processes; None: all GPUs, or one process.
+    """Look at the GPUs of this host, or at its memory where it has none; without `world`, all, or one process.
 
     Raises:
         ConfigError: the GPUs are unknown, or whole hosts do not have so many.
@@ -86,12 +83,7 @@ def machine_here(world: int | None = None) -> Machine:
 
 
 def machine_named(gpu: str, gib: float | None, world: int) -> Machine:
-    """Take GPUs that are not here.
-
-    Args:
-        gpu: one of `GPU_NAMES`, or "" if only their memory is known.
-        gib: memory of each, if it is not that of the device.
-        world: their number.
+    """Take `world` GPUs by one of `GPU_NAMES`, or "" if only their memory is known; `gib` if it is not the device's.
 
     Raises:
         ConfigError: they are unknown, or whole hosts do not have so many.

@@ -14,15 +14,9 @@ from titanlite.observe.metrics import RunError
 def require_picture(command: str, path: Path, example: str, flag: str = "--out") -> None:
     """Refuse a picture whose ending names no kind of picture, or that cannot be written, before what takes long.
 
-    Args:
-        command: as `titanlite compare`.
-        path: the picture.
-        example: a name that can be given.
-        flag: of the command, that names the picture.
-
     Raises:
-        RunError: there is no such kind.
-        ConfigError: as `require_place` says.
+        RunError: there is no such kind; `example` is a name of one.
+        ConfigError: as `require_place`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
@@ -34,12 +28,7 @@ def require_picture(command: str, path: Path, example: str, flag: str = "--out")
 
 
 def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
-    """Refuse a file that cannot be written, before what takes long.
-
-    Args:
-        flag: that names it.
-        path: the file, which may exist.
-        makes_folder: whether the command makes its folder, as for a picture.
+    """Refuse a file that cannot be written, before what takes long; `makes_folder`: the command makes its folder.
 
     Raises:
         ConfigError: its folder is missing or cannot be written in, or it is a folder itself.
@@ -63,11 +52,7 @@ def require_place(flag: str, path: Path, makes_folder: bool = False) -> None:
 
 
 def require_new(flag: str, path: Path) -> None:
-    """Refuse a file that exists, or that cannot be written.
-
-    Raises:
-        ConfigError: with the flag that names it.
-    """
+    """Refuse a file that exists, or that cannot be written, by the flag that names it."""
     require_place(flag, path)
     if os.path.lexists(path):
         fix = f"remove {path}, or name another"
@@ -76,11 +61,7 @@ def require_new(flag: str, path: Path) -> None:
 
 @contextmanager
 def writable(command: str, flag: str, path: Path) -> Iterator[None]:
-    """Tell a failure to write a file as one of the flag that names it.
-
-    Raises:
-        RunError: the file cannot be written.
-    """
+    """Raise a failure to write a file as a RunError of the flag that names it."""
     try:
         yield
     except OSError as error:

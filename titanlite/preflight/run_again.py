@@ -11,14 +11,7 @@ _STOP_S = 45.0  # torchrun gives its ranks 30 before it kills them
 
 
 def processes_of(receipt: Any) -> int | None:
-    """Return how many processes a run had, by the layout in its receipt.
-
-    Args:
-        receipt: the content of receipt.json, or what is in its place.
-
-    Returns:
-        The number; None if nothing says so.
-    """
+    """Return how many processes a run had, by the layout in the content of its receipt.json; None if it has none."""
     try:
         (layout,) = (entry["applied"] for entry in receipt if entry["feature"] == "parallelism")
         n = math.prod(layout.values())
@@ -28,12 +21,7 @@ def processes_of(receipt: Any) -> int | None:
 
 
 def run_again(module: str, arguments: Sequence[str], processes: int) -> int:
-    """Run a module to its end on processes of this host; what it says is shown if it fails.
-
-    Args:
-        module: as `titanlite.train`.
-        arguments: of it.
-        processes: several are started by torchrun.
+    """Run a module, as `titanlite.train`, to its end on processes of this host; show what it says if it fails.
 
     Returns:
         Its exit code.

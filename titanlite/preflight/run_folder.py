@@ -1,13 +1,12 @@
 """Keep the folder of one run: say where its files are, and keep other runs out.
 
-Two mistakes cost more than a crash: a second job writing into the folder of one that is still running, and a resumed
-run that is no longer the same run (another model, other data). `RunFolder.claim` refuses both before torch is imported.
-The config of the run is in its folder, and `same_run.py` compares it with that of the start.
+Two mistakes cost more than a crash: a second job that writes into the folder of a running one, and a resumed run that
+is no longer the same run (another model, other data). `RunFolder.claim` refuses both before torch is imported;
+`same_run.py` compares the folder's config with that of the start.
 
-The lock is an flock: the kernel drops it when the process ends, however it ends, so a job that restarts after a crash
-gets in and no stale lock has to be deleted by hand. Some network file systems have no locks, which is reported as well.
-Whoever deletes it by hand lets another job in; so a run looks before each checkpoint and at its end whether the folder
-is still its own. It takes a lock that is gone anew, and ends with one message if another job has come in.
+The lock is an flock: the kernel drops it when the process ends, however it ends, so that a job restarts after a crash
+without a stale lock. Who deletes it lets another job in; so a run looks before each checkpoint and at its end whether
+the folder is still its own, takes a lock that is gone anew, and ends with a message if another job has come in.
 """
 
 import errno
@@ -56,7 +55,7 @@ class RunFolder:
         self._lock: int | None = None  # kept open, and with it the lock, until the process ends
 
     def require_ours(self) -> None:
-        """Look whether the lock is still where this process took it, if it took one; take it anew where there is none.
+        """Look whether the lock is where this process took it, if it took one; take it anew where it is gone.
 
         Raises:
             FolderLostError: another job may have begun here, or the folder is gone.
@@ -80,15 +79,14 @@ class RunFolder:
         return cls(Path(os.path.expanduser(config.job.dump_folder)) / config.job.name)
 
     def claim(self, config: Config) -> list[str]:
-        """Create the folder or check that it is this run's, and lock it. Call it on one process.
+        """Create the folder, or check that it is this run's, and lock it. Call it on one process.
 
         Returns:
-            Notices for the user: keys that changed since the run was last started, a file system without locks.
+            Notices: keys that changed since the run was last started, a file system without locks.
 
         Raises:
-            ConfigError: the folder, or one in it that is written later, cannot be written; it is in use, is of a
-                different run, is not new although `checkpoint.resume = "never"`, or has checkpoints although
-                `checkpoint.enable` is false.
+            ConfigError: the folder, or one in it that is written later, cannot be written; or it is in use, a different
+                run's, not new with `checkpoint.resume = "never"`, or has checkpoints with `checkpoint.enable` false.
         """
         with self._access_explained(config):
             self.path.mkdir(parents=True, exist_ok=True)
@@ -100,26 +98,13 @@ class RunFolder:
                 raise
 
     def foresee(self, config: Config) -> list[str]:
-        """Say what claiming the folder would say, and touch nothing.
-
-        The lock is not tried: a job that starts at that instant would find it taken.
-
-        Returns:
-            Keys that changed since the run was last started.
-
-        Raises:
-            ConfigError: as `claim` says.
-        """
+        """Say what `claim` would say, and touch nothing; a job that starts now would find a tried lock taken."""
         with self._access_explained(config):
             require_writable(self.path)
             return self._check(config)
 
     def require_same(self, config: Config) -> None:
-        """Refuse a config of another run than the folder's, where its past decides what is read of the data.
-
-        Raises:
-            ConfigError: as `claim` says of another run.
-        """
+        """Refuse another run's config, as `claim` does, where the past decides what is read of the data."""
         with self._access_explained(config):
             changes_since(self.config, config)
 
@@ -138,17 +123,16 @@ class RunFolder:
     def record(self, config_toml: str, save_list_toml: str | None = None) -> Path | None:
         """Write `config.toml`, and a chosen save-list; call once it is certain that the claimed run trains with them.
 
-        The user part of a URL is left out: who starts a run from what is recorded writes it in again.
-
-        Where it was another one, that, its receipt and the save-list chosen for it are kept as `config.earlier-1.toml`
-        and so on; how far a start is to go, and from where, makes no other.
+        The user part of a URL is left out: who starts a run from what is recorded writes it in again. If the config is
+        another one, how far a start goes and from where aside, the former with its receipt and chosen save-list is kept
+        as `config.earlier-1.toml` and so on.
 
         Args:
             config_toml: the resolved config as TOML text.
             save_list_toml: for `activation_checkpoint.toml`; None if it was not chosen for this start.
 
         Returns:
-            The file that keeps the other config, if it was another one.
+            The file that keeps the former config, if it was another one.
         """
         config_toml = tomli_w.dumps(redact_tree(tomli.loads(config_toml), redact_urls))
         kept: Path | None = None
@@ -170,8 +154,8 @@ class RunFolder:
         """Say where and why, and how much room there is, when a file of the run cannot be written.
 
         Raises:
-            ConfigError: instead of an OSError of a file in this folder, or of one that can grow no further.
-            FolderLostError: as `require_ours` says.
+            ConfigError: in place of an OSError of a file in this folder, or of one that can grow no further.
+            FolderLostError: as `require_ours`.
         """
         try:
             yield

@@ -1,7 +1,6 @@
 """Compare the config of a start with the one that its run was last started with: is it still the same run?
 
-What defines the run must be equal; every other difference is reported. The user part of a URL, which is not recorded,
-makes no difference.
+What defines the run must be equal; any other difference is told. URLs are compared without their user part.
 """
 
 import json
@@ -38,11 +37,7 @@ _PATHS = ("data.source", "data.tokenizer")  # what is there has a fingerprint in
 
 
 def changes_since(recorded: Path, config: Config) -> list[str]:
-    """Say what differs from the config that a run was last started with.
-
-    Args:
-        recorded: its `config.toml`, which need not exist.
-        config: of this start.
+    """Say what differs from the config that a run was last started with: its `config.toml`, which need not exist.
 
     Raises:
         ConfigError: a difference makes it another run, or the file is damaged.
@@ -92,10 +87,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
 
 
 def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Return the dimensions of a model, overrides applied; none if its recipe is not to be found or no longer fits.
-
-    Nor if a value in the file has another type than its key, which nobody has checked.
-    """
+    """Return the model's dimensions, with overrides; none if its recipe is gone or a value has no legal type."""
     keys = {field.name for field in fields(Model)}
     model = Model(**{key: flat[f"model.{key}"] for key in keys if f"model.{key}" in flat})
     try:
@@ -106,7 +98,7 @@ def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
 
 
 def _lasts(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether two models are one, but for how routers are trained."""
+    """Return whether two models differ in how routers are trained alone."""
     return {key: lasting(value) for key, value in was.items()} == {key: lasting(value) for key, value in now.items()}
 
 

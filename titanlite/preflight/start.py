@@ -20,12 +20,7 @@ from titanlite.preflight.run_folder import RunFolder
 
 
 def check_start(config: Config, inputs: Inputs) -> None:
-    """Refuse what a start on this host would be refused for, without torch and before a process is started.
-
-    Raises:
-        TitanliteError: the folder is another run's or cannot be written, shards are to be made where they cannot be, or
-            there is no such checkpoint to resume from.
-    """
+    """Refuse what a start on this host would be refused for, without torch and before a process is started."""
     folder = RunFolder.of(config)
     folder.foresee(config)
     check_cache(inputs, config.data)
@@ -52,11 +47,7 @@ def check_branch_trains(config: Config) -> None:
 
 
 def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_size: int | None) -> None:
-    """Hold what a fresh run starts from against its config: a folder of weights, or another run's checkpoint.
-
-    Raises:
-        TitanliteError: it cannot be read, or is of another model.
-    """
+    """Hold what a fresh run starts from against its config: a folder of weights, or another run's checkpoint."""
     if (branch := branch_of(config)) is None:
         check_initial_load_path(config, dims, origin)
     else:
@@ -64,11 +55,7 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
 
 
 def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str]:
-    """Refuse a run that goes through a source more often than it may, as far as lengths are known.
-
-    Returns:
-        A warning of each that it goes through many times.
-    """
+    """Refuse too many epochs of a source whose length is known; return a warning of each source with many."""
     unit_len, tokens = table.unit_len, inputs.tokens
     known = {name: tokens[key] for name, (key, _) in source_keys(config).items() if key in tokens}
     units = {name: max(1, (n - 1) // unit_len) for name, n in known.items()}
