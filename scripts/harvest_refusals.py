@@ -45,8 +45,9 @@ MOST_KEYS = 6  # of a function, for what cannot be repeated
 HEAD = """\
 # What titanlite refuses, as its tests have it: made by scripts/harvest_refusals.py, and carried out again by
 # tests/unit/config/test_refusals.py. Of each refusal: the check that made it when it was harvested, the key and line
-# that it named, and how to repeat it: `titanlite ARGV` (`validate run.toml` where there is none) in a folder with these
-# files, of which `config` is run.toml. At the end stand functions whose refusals no command and small files repeat.
+# that it named, the fix where a person wrote it in, and how to repeat it: `titanlite ARGV` (`validate run.toml` where
+# there is none) in a folder with these files, of which `config` is run.toml. At the end stand functions whose refusals
+# no command and small files repeat.
 """
 
 Input = tuple[str, dict[str, str]]  # the command line behind `titanlite`, and texts by file
@@ -187,6 +188,7 @@ def text_of(table: dict[str, Any]) -> Iterator[str]:
         (argv, files), line = input_of(entry), entry.get("line")
         yield f"\n[[refusal]]\nat = {quoted(entry['at'])}\nkey = {quoted(entry['key'])}\n"
         yield f"line = {line}\n" if line is not None else ""
+        yield f"fix = {quoted(entry['fix'])}\n" if "fix" in entry else ""
         yield f"argv = {quoted(argv)}\n" if argv != ARGV else ""
         config = files.pop(CONFIG, "")
         yield f"config = {quoted(config)}\n" if config else ""
