@@ -52,13 +52,17 @@ def from_table(
             fix = suggest(path, value) or (f"did you mean {prefix}{near}?" if near else "remove it")
             problems.add(path, show(value), f"one of {', '.join(known)}", fix)
     for name, f in known.items():
-        required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        is_complete &= not required or name in values
-        if required and name not in table:
+        is_complete &= name in values or not is_required(f)
+        if is_required(f) and name not in table:
             at = problems.origin.of(where)  # the header of the table that it should be in
             want = f"{describe_type(hints[name])}; it is missing"
             problems.add(f"{prefix}{name}", "", want, f"add {name} = …", at=at)
     return schema(**values) if is_complete else None
+
+
+def is_required(f: "dataclasses.Field[Any]") -> bool:
+    """Return whether the key of a field must be given."""
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 
 
 def _convert(

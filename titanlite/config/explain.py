@@ -8,6 +8,7 @@ import inspect
 import textwrap
 from typing import Any, get_args, get_origin, get_type_hints
 
+from titanlite.config.build import is_required
 from titanlite.config.problems import show
 from titanlite.config.ranges import values_in_words
 from titanlite.config.schema import help_texts, sections
@@ -58,8 +59,7 @@ def table_of(hint: Any) -> type | None:
 def table_keys(table: type) -> list[tuple[str, str, str]]:
     """Return each key of a table in a list, with its type and range, whether it must be given, and its meaning."""
     hints, docs = get_type_hints(table, include_extras=True), help_texts(table)
-    found: list[tuple[str, str, str]] = []
-    for f in dataclasses.fields(table):
-        must = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        found.append((f.name, values_in_words(hints[f.name]) + "; must be given" * must, docs[f.name]))
-    return found
+    return [
+        (f.name, values_in_words(hints[f.name]) + "; must be given" * is_required(f), docs[f.name])
+        for f in dataclasses.fields(table)
+    ]

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from titanlite.config.build import options_of
+from titanlite.config.build import is_required, options_of
 from titanlite.config.schema import Config, help_texts
 from titanlite.config.toml_file import shipped_folder
 
@@ -41,13 +41,11 @@ def config_json_schema() -> dict[str, Any]:
 def _object(cls: type, prefix: str) -> dict[str, Any]:
     """Return the schema of a table whose keys are the fields of a dataclass, and no others."""
     hints, docs = get_type_hints(cls, include_extras=True), help_texts(cls)
-    properties, required = dict[str, Any](), list[str]()
+    properties = dict[str, Any]()
     for f in dataclasses.fields(cls):
-        key = f"{prefix}{f.name}"
         about = {"description": docs[f.name]} if f.name in docs else {}
-        properties[f.name] = {**about, **_value(key, hints[f.name]), **_default(f)}
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
-            required.append(f.name)
+        properties[f.name] = {**about, **_value(f"{prefix}{f.name}", hints[f.name]), **_default(f)}
+    required = [f.name for f in dataclasses.fields(cls) if is_required(f)]
     return {
         "description": inspect.getdoc(cls),
         "type": "object",

@@ -57,25 +57,17 @@ def update_settings(
     _check_groups(recipe, shapes, groups, of_recipe)
     if of_matrices is not None:
         _check_matrices(recipe, {n: s for n, s in shapes.items() if n not in of_matrices}, groups, of_recipe)
-    excluded = _excluded(config.weight_decay_exclude, shapes, of_config)
-    for pattern in config.weight_decay_exclude:
-        _check_decay(pattern, config, recipe, {n: g for n, g in groups.items() if fnmatch(n, pattern)}, of_config)
+    excluded = _excluded(config, recipe, shapes, groups, of_config)
     errors = [p.error(kind) for p, kind in ((of_config, ConfigError), (of_recipe, RecipeError)) if p]
     if errors:
         raise type(errors[0])(*(report for error in errors for report in error.args))
-    return {name: _settings(groups[name], recipe.groups, config, name in excluded) for name in shapes}
-
-
-def _settings(name: str, groups: Mapping[str, ParameterGroup], config: Optimizer, excluded: bool) -> UpdateSettings:
-    group = groups[name]
-    weight_decay = 0.0 if excluded else config.weight_decay
-    return UpdateSettings(
-        group=name,
-        rule=group.rule,
-        lr_factor=group.lr_factor,
-        weight_decay=weight_decay if group.weight_decay is None else group.weight_decay,
-        own=tuple((key, getattr(config, key) if value is None else value) for key, value in group.own.items()),
-    )
+    settings = dict[str, UpdateSettings]()
+    for parameter in shapes:
+        group, decay = recipe.groups[groups[parameter]], 0.0 if parameter in excluded else config.weight_decay
+        decay = decay if group.weight_decay is None else group.weight_decay
+        own = tuple((key, getattr(config, key) if value is None else value) for key, value in group.own.items())
+        settings[parameter] = UpdateSettings(groups[parameter], group.rule, group.lr_factor, decay, own)
+    return settings
 
 
 def _taken(recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -144,26 +136,28 @@ def _check_matrices(
         problems.add(f"groups.{name}.rule", show(group.rule), want, fix, at=at)
 
 
-def _excluded(patterns: Sequence[str], parameters: Collection[str], problems: Problems) -> set[str]:
-    """Return the parameters that `optimizer.weight_decay_exclude` names."""
+def _excluded(
+    config: Optimizer,
+    recipe: OptimizerRecipe,
+    shapes: Mapping[str, Sequence[int]],
+    taken: Mapping[str, str],
+    problems: Problems,
+) -> set[str]:
+    """Return the parameters that `optimizer.weight_decay_exclude` names; none may have a weight decay by its group."""
+    patterns, found = config.weight_decay_exclude, set[str]()
     for pattern in patterns:
-        if not any(fnmatch(name, pattern) for name in parameters):
-            _no_match(_EXCLUDE, pattern, parameters, problems)
-    return {name for name in parameters if any(fnmatch(name, pattern) for pattern in patterns)}
-
-
-def _check_decay(
-    pattern: str, config: Optimizer, recipe: OptimizerRecipe, taken: Mapping[str, str], problems: Problems
-) -> None:
-    """Refuse to exclude from weight decay what a group says the weight decay of."""
-    for parameter, name in taken.items():
-        if recipe.groups[name].weight_decay:
+        named = [name for name in shapes if fnmatch(name, pattern)]
+        found.update(named)
+        if not named:
+            _no_match(_EXCLUDE, pattern, shapes, problems)
+        decays = [(name, taken[name]) for name in named if name in taken and recipe.groups[taken[name]].weight_decay]
+        for parameter, name in decays[:1]:
             own = f"groups.{name}.weight_decay = {show(recipe.groups[name].weight_decay)}"
             want = f"patterns of parameters whose group leaves weight_decay out; {parameter} has {own}"
-            kept = [other for other in config.weight_decay_exclude if other != pattern]
+            kept = [other for other in patterns if other != pattern]
             fix = f"weight_decay_exclude = {show(kept)}, or no weight decay in the recipe ({recipe.origin.source})"
             problems.add(_EXCLUDE, show(pattern), want, fix)
-            return
+    return found
 
 
 def _no_match(key: str, pattern: str, parameters: Collection[str], problems: Problems) -> None:

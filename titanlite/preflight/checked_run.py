@@ -116,7 +116,13 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
         attempt(lambda: resumes(config) or check_first_state(config, dims, origin, world_size), *needs)
-    save_list, float8 = _recipes(config, checks)
+    save_list = float8 = None
+    dirs, needs = config.job.recipe_dirs, "job.recipe_dirs"
+    if (name := config.activation_checkpoint.recipe) != recipes.AUTO:  # which is chosen when the run starts
+        key = "activation_checkpoint.recipe"
+        save_list = attempt(lambda: recipes.load("activation_checkpoint", name, dirs, origin), key, needs)
+    if (own := config.float8.recipe) != "none":
+        float8 = attempt(lambda: recipes.load("float8", own, dirs, origin), "float8.recipe", needs)
     needs = ("data.stage", "data.mixture", "training", "parallelism", "job")
     found, steps_given = attempt(lambda: newest_state(config), "job"), config.training.steps
     table = attempt(lambda: stage_table(config, world_size, found[1].past if found else None), *needs)
@@ -160,24 +166,6 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     hints += [cut] if is_look else []
     said, warned = (tuple(filter(None, texts)) for texts in (hints, warnings))
     return CheckedRun(config, dims, save_list, float8, optimizer, origin, inputs, table, said, warned, saved)
-
-
-def _recipes(config: Config, checks: _Checks) -> tuple[SaveList | None, Float8Recipe | None]:
-    """Load the save-list, unless it is chosen when the run starts, and the float8 recipe, if there is one.
-
-    None stands for those, too, that are wrong.
-    """
-    dirs, save_name, float8_name = config.job.recipe_dirs, config.activation_checkpoint.recipe, config.float8.recipe
-    save_list = float8 = None
-    if save_name != recipes.AUTO:
-        needs = ("activation_checkpoint.recipe", "job.recipe_dirs")
-        save_list = checks.attempt(
-            lambda: recipes.load("activation_checkpoint", save_name, dirs, checks.origin), *needs
-        )
-    if float8_name != "none":
-        needs = ("float8.recipe", "job.recipe_dirs")
-        float8 = checks.attempt(lambda: recipes.load("float8", float8_name, dirs, checks.origin), *needs)
-    return save_list, float8
 
 
 def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:
