@@ -135,7 +135,6 @@ def describe_type(hint: Any) -> str:
 
 
 def _plural(item: Any) -> str:
-    """Say what a list or a table holds."""
     if get_origin(item) is tuple:
         return f"lists of {_plural(get_args(item)[0])}"
     return "tables" if dataclasses.is_dataclass(item) else {float: "numbers"}.get(item, "strings")

@@ -117,7 +117,6 @@ def sequences_per_step(config: Config, world_size: int | None) -> int | None:
 
 
 def _can_divide(config: Config) -> bool:
-    """Check that every divisor is in range."""
     batch, mesh = config.training, config.parallelism
     data = mesh.data_parallel_replicate_degree, abs(mesh.data_parallel_shard_degree)
     others = mesh.tensor_parallel_degree, mesh.context_parallel_degree, mesh.expert_parallel_degree
@@ -125,7 +124,7 @@ def _can_divide(config: Config) -> bool:
 
 
 def _check_batches(config: Config, world_size: int | None, problems: Problems) -> None:
-    """Check the batch of each stage, as that of `[training]` is."""
+    """Check each stage's batch as the one of `[training]`."""
     for n, _, now in stage_configs(config):
         if n is None or now.training == config.training or not _can_divide(now):
             continue
@@ -193,7 +192,7 @@ def check_file(key: str, file: str, problems: Problems) -> None:
 
 
 def _check_features(config: Config, problems: Problems) -> None:
-    """Check that no feature is asked for that does not exist, or that another key turns off."""
+    """Refuse features that another key turns off, or that lack one."""
     chosen, refuse = config.activation_checkpoint, problems.about(config)
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
@@ -212,7 +211,7 @@ def _check_features(config: Config, problems: Problems) -> None:
 
 
 def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
-    """Check that there is something to gather, among ranks with peers' memory, and that sums are in its dtype."""
+    """Check that 2 to 8 ranks of a host share parameters, and that gradients are added in float32."""
     shards, refuse = ranks_of_shards(config, world), problems.about(config)
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'

@@ -55,7 +55,7 @@ def check_data(config: Config, problems: Problems) -> None:
 
 
 def _check_lengths(config: Config, problems: Problems) -> None:
-    """Refuse lengths of which not each divides the longest, at the one that fits the others least."""
+    """Refuse sequence lengths that do not all divide the longest, at the key that fits the others least."""
     given = {"training.seq_len": config.training.seq_len}
     given |= {f"data.stage[{n}].seq_len": stage.seq_len for n, stage in enumerate(config.data.stage) if stage.seq_len}
     lengths = [length for length in given.values() if length]
@@ -72,7 +72,7 @@ def _check_lengths(config: Config, problems: Problems) -> None:
 
 
 def _check_replaced(config: Config, key: str, by: str, problems: Problems) -> None:
-    """Refuse a key that is given though another takes its place; of a file that is extended it is replaced."""
+    """Refuse a key beside another that takes its place; in an extended file it is replaced."""
     place, other = problems.origin.places.get(key), problems.origin.of(by)
     if place is not None and place.source in (other.source, problems.origin.source, COMMAND_LINE.source):
         shown = {"data.mixture": "[[data.mixture]]", "data.stage": "lr_decay_to in [[data.stage]]"}.get(by, by)
@@ -81,7 +81,7 @@ def _check_replaced(config: Config, key: str, by: str, problems: Problems) -> No
 
 
 def _check_mixture(config: Config, problems: Problems) -> None:
-    """Check names, and that there is something to mix."""
+    """Check names and weights of the sources."""
     mixture, refuse = config.data.mixture, problems.about(config)
     for n, source in enumerate(mixture):
         key = f"data.mixture[{n}].name"
@@ -99,7 +99,6 @@ def _check_mixture(config: Config, problems: Problems) -> None:
 
 
 def _check_weights(config: Config, n: int, problems: Problems) -> None:
-    """Check the weights of one stage."""
     weights, names = config.data.stage[n].weights, [source.name for source in config.data.mixture]
     key = f"data.stage[{n}].weights"
     if weights and not names:

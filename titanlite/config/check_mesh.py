@@ -168,11 +168,11 @@ def _ranks_left(config: Config, world: int | None) -> int | None:
 
 
 def _divisors(n: int) -> list[int]:
-    """Return the divisors that a fix may name; of astronomical numbers not all, which would take years."""
+    """Return the divisors that a fix may name; of huge numbers not all, which would take years."""
     return sorted({d for i in range(1, min(math.isqrt(n), 10**6) + 1) if n % i == 0 for d in (i, n // i)})
 
 
 def _pick(name: str, asked: int, legal: list[int]) -> str:
-    """Say which legal values are nearest to what was asked: the first as the fix, the next beside it."""
+    """Say which legal values are nearest to the asked one: the first as the fix, the next beside it."""
     first, *others = sorted(legal, key=lambda n: (abs(n - asked), n))[:2]
     return f"{name} = {first}" + (f" (or {others[0]})" if others else "")

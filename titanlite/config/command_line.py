@@ -128,7 +128,7 @@ def _is_flag_without_dashes(arg: str, first: bool) -> bool:
 
 
 def _apply(flags: dict[str, list[str]], config: Config, problems: Problems) -> Config:
-    """Return `config` with the flags applied; one that is no key, or whose words are no value of it, is a problem."""
+    """Return `config` with the flags applied; unknown keys and wrong words are problems."""
     for key, words in flags.items():
         hint, saw, (section, _, name) = schema_keys().get(key), " ".join(words), key.partition(".")
         if hint is None:

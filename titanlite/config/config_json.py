@@ -75,13 +75,13 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
 
 
 def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Say which keys that both have say something else; null, false and nothing are the same."""
+    """Say which keys have another value in both; null, false and nothing are the same."""
     differ = [name for name, value in theirs.items() if value != ours.get(name, value) and (value or ours[name])]
     return [f"{name} = {ours[name]} (it says {theirs[name]})" for name in differ]
 
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says, its defaults filled in, in one of the forms that transformers has had."""
+    """Return what a config.json of any release of transformers says, with its defaults."""
     layout = ARCHITECTURES[architecture].hub
     left_out, ignored = _left_out(layout), layout.ignored
     theirs = {**left_out, **content}

@@ -152,7 +152,7 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
 
 
 def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of a table that are no tables themselves, and their values."""
+    """Yield the dotted key and the value of all that is no table."""
     for name, value in table.items():
         if isinstance(value, dict):
             yield from _leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
@@ -161,7 +161,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _other_value(there: TorchtitanConfig, key: str, value: object) -> str | None:
-    """Return what to write instead of a value of a key that titanlite has, too; None if the value is the same."""
+    """Return what to write instead of the value of a shared key; None if it means the same."""
     if key == "model.flavor" and isinstance(value, str):
         name = there("model.name")
         answer = flavor(MODELS.get(name) or name, value)
@@ -172,7 +172,7 @@ def _other_value(there: TorchtitanConfig, key: str, value: object) -> str | None
 
 
 def _other_meaning(there: TorchtitanConfig, key: str) -> str:
-    """Say what a key means here, where it is called the same and means something else."""
+    """Say what a key means here, if torchtitan has another meaning for the name."""
     match key:
         case "checkpoint.initial_load_path" if there(key) and there("checkpoint.initial_load_in_hf") is not True:
             return "in Hugging Face's layout here: torchtitan's convert_to_hf.py"
@@ -183,13 +183,13 @@ def _other_meaning(there: TorchtitanConfig, key: str) -> str:
 
 
 def _in_full(key: str, answer: str) -> str:
-    """Give the key that an answer begins with its section, if it is one of the same."""
+    """Put the section before the bare key that an answer begins with."""
     name, is_set, _ = answer.partition(" = ")
     return f"{key.rpartition('.')[0]}.{answer}" if is_set and name.isidentifier() else answer
 
 
 def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
-    """Add the lines that an answer of `torchtitan_config.py` sets, or the reason if it sets none."""
+    """Add the lines that an answer sets, or the reason if it sets none."""
     answer = _in_full(key, answer)
     found = list(SETS.finditer(answer))
     if not found:
@@ -222,7 +222,7 @@ def _add_what_is_off(made: ConvertedConfig, there: TorchtitanConfig) -> None:
 
 
 def _of_section(section: str, keys: Iterable[str]) -> list[str]:
-    """Return the keys of a section, in the order of the schema, and those that it has not behind them."""
+    """Return a section's keys in the order of the schema, unknown ones last."""
     order = list(schema_keys())
     own = (key for key in keys if key.startswith(f"{section}."))
     return sorted(own, key=lambda key: order.index(key) if key in order else len(order))

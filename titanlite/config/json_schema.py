@@ -87,7 +87,7 @@ def _range(span: str) -> dict[str, Any]:
 
 
 def _known_words(key: str) -> Iterable[str]:
-    """Return the names that a key is mostly given, beside which any other text may be right."""
+    """Return the usual values of a key that also takes any other text."""
     recipes = shipped_folder("recipes")
     match key:
         case "model.flavor":
@@ -106,7 +106,7 @@ def _known_words(key: str) -> Iterable[str]:
 
 
 def _default(f: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """Return the default of a field as JSON has it; nothing where not giving the key is a meaning of its own."""
+    """Return the default of a field as JSON has it; nothing where "not given" has a meaning of its own."""
     default: Any = f.default
     if default in (dataclasses.MISSING, None):
         return {}

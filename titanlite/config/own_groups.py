@@ -28,7 +28,7 @@ def optimizer_recipe(
 def _group(
     name: str, groups: Mapping[str, Any], schemas: Mapping[str, type[ParameterGroup]], problems: Problems
 ) -> ParameterGroup | None:
-    """Read one group, whose keys are those of all and its rule's."""
+    """Read one group, with the keys of every group and its rule's."""
     where, table = f"groups.{name}", groups[name]
     if not isinstance(table, dict):
         problems.add(where, show(table), "a table", f"write it as a table: [{where}]")
@@ -62,7 +62,7 @@ def _group(
 
 
 def _schema(rule: OwnRule) -> type[ParameterGroup]:
-    """Make the schema of a group that has a rule of one's own: that of all groups, and the rule's keys."""
+    """Make the schema of a group with a user's rule: the keys of every group, and the rule's."""
     keys: list[Any] = [(key, type(default), field(default=default)) for key, default in rule.keys.items()]
     made = make_dataclass("GroupOfOwnRule", keys, bases=(ParameterGroup,), frozen=True)
     return cast("type[ParameterGroup]", made)

@@ -71,7 +71,7 @@ def update_settings(
 
 
 def _taken(recipe: OptimizerRecipe, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Return the group of each parameter that one takes."""
+    """Return the group of each parameter, of those that one takes."""
     ordered = sorted(recipe.groups.items(), key=lambda each: not each[1].pattern)  # stable
     found = {
         parameter: next((name for name, group in ordered if _would_take(group, parameter, len(shape))), None)
@@ -117,7 +117,7 @@ def _some(parameters: Collection[str]) -> str:
 def _check_matrices(
     recipe: OptimizerRecipe, without: Mapping[str, Sequence[int]], taken: Mapping[str, str], problems: Problems
 ) -> None:
-    """Refuse a rule for whole matrices where a parameter has none."""
+    """Refuse a rule for whole matrices on a parameter that is none."""
     for name, group in recipe.groups.items():
         own = [n for n in taken if taken[n] == name]
         wrong = [n for n in own if n in without] if group.rule in MATRIX_RULES else []

@@ -94,7 +94,6 @@ def _without_dots(path: Path) -> Path:
 
 
 def _read_one(path: Path) -> tuple[Table, dict[str, int]]:
-    """Parse one file, and find the lines of its keys."""
     try:
         kind = path.stat()
         if not stat.S_ISREG(kind.st_mode) and not stat.S_ISDIR(kind.st_mode):  # a read of it may wait for ever

@@ -134,7 +134,7 @@ class TorchtitanConfig:
         return text.replace("{}", show(value))
 
     def _tokens(self) -> int:
-        """Return a round number of tokens, more than the run takes where the number of its ranks is known."""
+        """Return a round number of tokens, at least what the run takes where its ranks are known."""
         ranks = self("parallelism.data_parallel_replicate_degree") * self("parallelism.data_parallel_shard_degree")
         batch = max(self("training.global_batch_size"), self("training.local_batch_size") * ranks)
         takes = batch * self("training.steps") * self("training.seq_len") * 11 // 10
@@ -144,7 +144,7 @@ class TorchtitanConfig:
         return -(-takes // unit) * unit
 
     def _filters(self, kind: str, given: list[str]) -> tuple[list[str], str]:
-        """Return the layers that a conversion leaves alone, as they are called here, and what to say of them."""
+        """Return the layers that a conversion leaves alone, by their names here, and a remark."""
         kept, said = [one for one in given if one != "auto_filter_small_kn"], ""
         if len(kept) < len(given):
             said += "; titanlite has no auto_filter_small_kn"
@@ -159,7 +159,6 @@ class TorchtitanConfig:
         return named, said
 
     def _is_mixture(self) -> bool:
-        """Return whether the model is a mixture of experts here."""
         name = dict(SETS.findall(self.answer("model.flavor"))).get("model.name", "").strip('"') or self("model.name")
         return name in ARCHITECTURES and "experts" in ARCHITECTURES[name].needs
 

@@ -89,7 +89,6 @@ FIXES = {
     "dataset.x = 1": "did you mean [data]?",
     "optimizer.name = 'adamw'": 'recipe = "adamw" in its place',
     "parallelism.context_parallel_degre = 2": "did you mean parallelism.context_parallel_degree?",
-    "job.name = debug": "strings are in quotes",
 }
 
 
@@ -190,20 +189,12 @@ BEYOND = {
         "data.source = " + "[" * 2000 + "]" * 2000,
         "nested more than the allowed 400 levels\n      want: tables",
     ),
-    "rather nested": ("[data]\nsource = " + "[" * 90 + "]" * 90, "line 2  data.source[0][0][0]"),
     "dotted": (
         ".".join("a" * 5000) + " = 1",
         "more than the allowed 1000 parts\n      want: tables and lists at most 32",
     ),
-    "rather dotted": ("a." * 500 + "a = 1", "line 1  a.a.a"),
     "digits": ("training.steps = " + "9" * 5000, "5000 digits\n      want: whole numbers of at most 64 bits"),
-    "bits": (
-        f"[training]\nsteps = {2**63}",
-        "line 2  training.steps = a number of 64 bits\n      want: whole numbers of",
-    ),
     "hexadecimal": ("seeds = [0x" + "f" * 9999 + "]", "line 1  seeds[0] = a number of 39,996 bits\n      want: whole"),
-    "a float": (f"optimizer.lr = {10**400}", "line 1  optimizer.lr = a number of 1,329 bits\n"),
-    "NUL": ('data.cache_dir = "a\\u0000b"', 'line 1  data.cache_dir = "a\\u0000b"\n      want: text without NUL'),
     "large": ("#" * 200_000, "  200,000 bytes, which no config has\n      want: a TOML file"),
     "keys": ("".join(f"k{n} = 1\n" for n in range(500)), "line 100  k99 = 1\n"),
     "a key": ("k" * 5000 + " = 1", f"line 1  {'k' * 2000}… (5,000 characters) = 1\n"),
@@ -228,11 +219,6 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
     assert "a pipe or a device\n      want: a TOML file" in message(tmp_path / "pipe.toml")
     assert "a pipe or a device\n" in message(Path("/dev/zero"))
-
-
-@pytest.mark.parametrize("text", ["extends = [1]", "extends = 5", 'extends = ["nowhere.toml"]'])
-def test_a_malformed_extends_is_an_error_at_its_line(tmp_path: Path, text: str) -> None:
-    assert "line 1  extends" in message(write(tmp_path, text))
 
 
 def test_a_shipped_config_or_one_that_is_near_may_have_been_meant(tmp_path: Path) -> None:
