@@ -221,20 +221,16 @@ MODELS = {
 """Other values that `model.name` has there, and the model that each is here; "" if there is none."""
 
 _DEBUG = {"n_layers": 6, "dim": 256, "n_heads": 16, "n_kv_heads": 16, "ffn_dim": 768, "vocab_size": 2048}
-FLAVORS: dict[tuple[str, str], tuple[str, dict[str, int]]] = {
-    ("llama3", "debugmodel"): ("8B", _DEBUG),
-    ("qwen3", "debugmodel"): ("0.6B", {"n_layers": 8, "dim": 256, "vocab_size": 2048}),
-    ("qwen3", "14B"): ("8B", {"n_layers": 40, "dim": 5120, "n_heads": 40, "ffn_dim": 17408}),
-    ("qwen3", "32B"): ("8B", {"n_layers": 64, "dim": 5120, "n_heads": 64, "ffn_dim": 25600}),
+FLAVORS: dict[tuple[str, str], dict[str, Any]] = {
+    ("llama3", "debugmodel"): {"flavor": "8B", **_DEBUG},
+    ("qwen3", "debugmodel"): {"flavor": "0.6B", "n_layers": 8, "dim": 256, "vocab_size": 2048},
+    ("qwen3", "14B"): {"flavor": "8B", "n_layers": 40, "dim": 5120, "n_heads": 40, "ffn_dim": 17408},
+    ("qwen3", "32B"): {"flavor": "8B", "n_layers": 64, "dim": 5120, "n_heads": 64, "ffn_dim": 25600},
+    ("qwen3", "debugmodel_moe"): {"name": "qwen3_moe", "flavor": "torchtitan-debug"},
+    ("qwen3", "30B-A3B"): {"name": "qwen3_moe", "flavor": "30B-A3B"},
+    ("qwen3", "235B-A22B"): {"name": "qwen3_moe", "rope_theta": 5e6, "flavor": "235B-A22B"},
 }
-"""Sizes that are called otherwise here: the flavor to start from, and the dimensions over it."""
-
-MIXTURES: dict[str, tuple[str, dict[str, float]]] = {
-    "debugmodel_moe": ("torchtitan-debug", {}),
-    "30B-A3B": ("30B-A3B", {}),
-    "235B-A22B": ("235B-A22B", {"rope_theta": 5e6}),
-}
-"""Sizes of `qwen3` that are mixtures of experts, an architecture of its own here; likewise."""
+"""Sizes that are called otherwise here, as keys of `[model]`; mixtures have an architecture of their own."""
 
 BALANCED = (
     "balanced by a loss, as it was published, and there by a bias: for that, extend its recipe by a table [experts] "
@@ -298,16 +294,10 @@ def answer_to_value(key: str, value: object) -> str | None:
 
 def flavor(architecture: str, name: str) -> str | None:
     """Say what a size of torchtitan is here, or None if it has none of this name that is called otherwise."""
-    if (architecture, name) in FLAVORS:
-        base, over = FLAVORS[architecture, name]
-        dimensions = (f"model.{key} = {value}" for key, value in over.items())
-        return f"use model.flavor = {show(base)}, {', '.join(dimensions)}"
+    if here := FLAVORS.get((architecture, name)):
+        answer = f"use {', '.join(f'model.{key} = {show(value)}' for key, value in here.items())}"
+        return f"{answer}; {BALANCED}" if here["flavor"] == name else answer
     if mask := MASKS.fullmatch(name):
         plain = flavor(architecture, mask[1]) or f"use model.flavor = {show(mask[1])}"
         return f"{plain}; documents are masked where data.document_mask is true, which it is by default"
-    if architecture == "qwen3" and name in MIXTURES:
-        here, over = MIXTURES[name]
-        dimensions = "".join(f"model.{key} = {value}, " for key, value in over.items())
-        answer = f"use model.name = {show('qwen3_moe')}, {dimensions}model.flavor = {show(here)}"
-        return f"{answer}; {BALANCED}" if here == name else answer
     return None
