@@ -87,34 +87,6 @@ def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
     return branch_point(config.checkpoint.initial_load_path, root.parent) if step is None else (root, step)
 
 
-def check_quickly(
-    root: Path,
-    step: int,
-    config: Config,
-    dims: ModelDims,
-    per_step: int | None,
-    state: SavedState | None = None,
-) -> SavedState:
-    """Refuse a checkpoint that a start would refuse, except for damage inside large files and for tensors.
-
-    Args:
-        root: folder of the checkpoints.
-        step: from `step_to_resume`.
-        config: of the run that is to resume from it.
-        dims: its model's dimensions.
-        per_step: as in `check_state`.
-        state: what the checkpoint says beside the tensors, if that was read; it is returned.
-
-    Raises:
-        CheckpointError: files are missing, of another size or altered, or it is of another model.
-        ConfigError: as `check_state` says.
-    """
-    folder = publish.step_folder(root, step)
-    saved = read_state(folder, step) if state is None else state
-    check_state(folder, saved, config, dims, per_step)
-    return saved
-
-
 def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
     """Return the dimensions of the model that a start goes on with.
 

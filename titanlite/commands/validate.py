@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.optimizer_state import afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import changed_average, check_quickly, nothing_to_do, other_text, step_to_resume
+from titanlite.checkpoint.resume import changed_average, check_state, nothing_to_do, other_text, step_to_resume
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
@@ -83,9 +83,10 @@ def _of_host_and_folder(
         warnings.append(lack_of_disk_space(folder.checkpoints, config, foreseen.saved))
     if step is not None:
         sequences = sequences_per_step(config, world) if world else None
-        state = check_quickly(folder.checkpoints, step, config, checked.dims, sequences, checked.saved)
-        samples = state.samples
         at, shards, strict = step_folder(folder.checkpoints, step), checked.inputs.shards, config.job.strict
+        state = checked.saved or read_state(at, step)
+        check_state(at, state, config, checked.dims, sequences)
+        samples = state.samples
         keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
         corpora = {name: shards[key].fingerprint for name, key in keys.items()}
         tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.branch import branch_point
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import check_quickly, start_of, step_to_resume
+from titanlite.checkpoint.resume import check_state, start_of, step_to_resume
 from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.config.check import last_step, sequences_per_step
 from titanlite.config.config_json import check_initial_load_path
@@ -51,7 +51,8 @@ def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_siz
     if (branch := branch_of(config)) is None:
         check_initial_load_path(config, dims, origin)
     else:
-        check_quickly(*branch, config, dims, sequences_per_step(config, world_size) if world_size else None)
+        folder, per_step = step_folder(*branch), sequences_per_step(config, world_size) if world_size else None
+        check_state(folder, read_state(folder, branch[1]), config, dims, per_step)
 
 
 def check_sources(config: Config, inputs: Inputs, table: StageTable) -> list[str]:
