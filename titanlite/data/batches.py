@@ -45,14 +45,13 @@ _WAIT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch of one rank, packed: sequences one after the other, M = local_batch_size · seq_len; of
-    context-parallel ranks, this rank's share of it."""
+    """One micro-batch of one rank, packed: M = local_batch_size · seq_len, or this context-parallel rank's share."""
 
     tokens: Tensor  # [M] int64
     targets: Tensor  # [M] int64, the token after each in its document; IGNORE_INDEX where there is none
     sequences: Sequences  # S tokens each, with the documents in them if these are masked
-    sources: Tensor | None = None  # [B] int64, place of each sequence's, or chunk's, in `TrainBatches.names`; or None
-    is_counted: Tensor | None = None  # [M] bool, whether means over tokens count each, as `counted` says; None: all
+    sources: Tensor | None = None  # [B] int64, place of each sequence's, or chunk's, source in `TrainBatches.names`
+    is_counted: Tensor | None = None  # [M] bool, which tokens means count, as `counted` says; None: all
 
 
 class TrainBatches:
@@ -61,14 +60,14 @@ class TrainBatches:
     Args:
         sources: samples of each source by name, each of `table.unit_len` tokens.
         table: the stages of the run.
-        seed: of the order.
+        seed: `training.seed`.
         dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
-        step: the last one done before.
+        step: the last step done.
         window: tokens within which samples are shuffled, at least one sample; 0: the whole source.
-        separators: ids that end documents, by source, if documents are masked; none of a source without documents.
-        context: the ranks that share the tokens out; None: this one has them all.
+        separators: the id that ends documents, by source, where documents are masked and known.
+        context: the context-parallel ranks; None: this rank has all tokens.
     """
 
     def __init__(
@@ -87,10 +86,10 @@ class TrainBatches:
     ) -> None:
         unit_len = table.unit_len
         self.mixture = Mixture(table, SampleCounts(sources))
-        self.names = self.mixture.names if len(sources) > 1 else ()  # of the sources that losses are told apart by
+        self.names = self.mixture.names if len(sources) > 1 else ()  # of the sources that have losses of their own
         self.step = step  # the last one whose batches were given
-        self.wait_seconds = 0.0  # that the last `next` waited for the thread
-        self.lengths = np.array([unit_len])  # of each document of the last `next`; of each sample if none are masked
+        self.wait_seconds = 0.0  # for which the last `next` waited for the thread
+        self.lengths = np.array([unit_len])  # tokens of each document of the last `next`; of each sample without masks
         self._separators = {} if separators is None else separators
         self.is_masked = any(separator is not None for separator in self._separators.values())
         self._sources, self._table, self._window = sources, table, window // unit_len
@@ -101,17 +100,14 @@ class TrainBatches:
 
     @property
     def position(self) -> int:
-        """Return the samples trained on by the steps whose batches were given; save it to resume."""
+        """Return the samples of all steps whose batches were given; a checkpoint keeps it."""
         return self._table.samples(self.step)
 
     def next(self, while_waiting: Callable[[float], object] = lambda seconds: None) -> list[Batch]:
-        """The micro-batches of the next optimizer step.
+        """Return the micro-batches of the next optimizer step, on the device.
 
         Args:
-            while_waiting: called about once a second while they are not there, with the seconds since this call.
-
-        Returns:
-            global_batch_size / (local_batch_size · dp_size) batches, on the device.
+            while_waiting: called about once a second until they are read, with the seconds since this call.
 
         Raises:
             DataError: a shard has changed, or cannot be read any more.
@@ -143,7 +139,7 @@ class TrainBatches:
         return self._thread.submit(self._read, self.step + 1)
 
     def _read(self, step: int) -> "tuple[_Read, np.ndarray]":
-        """Read one step, in pinned memory if it goes to a GPU, and the lengths of its documents."""
+        """Read a step, into pinned memory if it goes to a GPU; return it and the lengths of its documents."""
         row = self._table.row(step)
         places = np.arange(row.asked.sequences).reshape(-1, self._size, row.asked.local_batch_size)[:, self._rank]
         taken = self.mixture.taken(row, self._table.samples(step - 1) + places.ravel())
@@ -175,26 +171,24 @@ class TrainBatches:
 
 
 class _Read(NamedTuple):
-    """The tensors of one step of a rank."""
+    """The tensors of a step of a rank; the last two stay on the host."""
 
     tokens: Tensor  # [micro-steps, M] int64
     targets: Tensor  # [micro-steps, M] int64
     is_counted: Tensor  # [micro-steps, M] bool
     sources: Tensor | None = None  # [micro-steps, B] int64, of each sequence, or chunk
     starts: Tensor | None = None  # [micro-steps, M] int32, where the document of each token starts
-    bounds: Tensor | None = None  # [micro-steps, windows, 2, …] int32, of documents; without context parallelism of one
-    places: Tensor | None = None  # [micro-steps, M] int32; this and what is named chunks of context-parallel ranks
+    bounds: Tensor | None = None  # [micro-steps, windows, 2, …] int32, of documents; one window without `context`
+    places: Tensor | None = None  # [micro-steps, M] int32; places, chunks and counts with `context` alone
     chunks: Tensor | None = None  # [micro-steps, windows, 2, …] int64
-    runs: Tensor | None = None  # [micro-steps, windows, …, 5] int64, of bounds; this and the next for the host
+    runs: Tensor | None = None  # [micro-steps, windows, …, 5] int64, of bounds
     counts: Tensor | None = None  # [micro-steps, windows, 2, P] int64
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "_Read":
-        """Return it with each tensor changed that is for the device."""
         changed = (None if tensor is None else change(tensor) for tensor in self[:-2])
         return self._make((*changed, *self[-2:]))
 
     def batch(self, n: int, seq_len: int, context: ContextGroup | None) -> Batch:
-        """Return the batch of a micro-step."""
         of = self._make(None if tensor is None else tensor[n] for tensor in self)
         sequences = Sequences(seq_len)
         if of.starts is not None and of.bounds is not None and of.runs is not None:
@@ -216,7 +210,7 @@ def _read_of(
         pair: [2, micro-steps, B, S], tokens and targets.
         starts: [micro-steps, B, S], or None.
         sources: [micro-steps, B], or None.
-        context: the ranks that share them out.
+        context: the context-parallel ranks, or None.
     """
     S, packed = pair.shape[-1], pair.reshape(*pair.shape[:2], -1)
     is_counted = counted(pair[1]).reshape(packed.shape[1:])
@@ -245,38 +239,35 @@ def _read_of(
 
 
 def _only_batch(read: _Read, seq_len: int, context: ContextGroup | None, device: torch.device) -> Batch:
-    """Return the batch of a single micro-step on its device."""
     return read.each(lambda tensor: tensor.to(device)).batch(0, seq_len, context)
 
 
 def sequences_of_samples(tokens: int, seq_len: int, context: ContextGroup | None, device: torch.device) -> Sequences:
     """Return the sequences of a micro-batch of N tokens for a rank, each sample one document, with their bounds."""
-    pair = np.zeros((2, 1, tokens // seq_len, seq_len), np.int64)
-    starts = documents_of_samples(tokens, seq_len).reshape(pair.shape[1:])
-    return _only_batch(_read_of(pair, starts, None, context), seq_len, context, device).sequences
+    return padding_of((tokens // seq_len, seq_len), device, True, context).sequences
 
 
 class ValidationBatches:
-    """Every sample of a held-out corpus once, over all ranks; as often iterated as wanted.
+    """Every sample of a held-out corpus once, over all ranks; may be iterated any number of times.
 
-    Ranks with nothing left get padding whose targets do not count, so that all ranks take the same number of steps, and
-    the sum of losses over the count of targets is that of the corpus under any layout.
+    Ranks with nothing left get padding without targets, so that all ranks take the same number of steps, and the sum of
+    losses over the count of targets is that of the corpus under any layout.
 
     Args:
         shards: the corpus.
-        seq_len: tokens per sample (S).
-        global_batch_size: samples per global batch; matters if `steps` does.
+        seq_len: S.
+        global_batch_size: samples per global batch, of which `steps` are read, from the first sample on.
         local_batch_size: samples per micro-batch.
-        steps: global batches to read, from the first sample on. -1: the whole corpus.
+        steps: -1: the whole corpus.
         dp_rank: data-parallel rank.
         dp_size: number of data-parallel ranks.
         device: where the batches are to be.
-        separator: id that ends each document, if documents are masked.
+        separator: the id that ends documents, if they are masked.
         context: as of `TrainBatches`.
-        key: the config key of the source, for the message.
+        key: the config key of the source.
 
     Raises:
-        DataError: the corpus has not one sample, or not one target in those that are read.
+        DataError: the corpus has no sample, or none of those that are read has a target.
     """
 
     def __init__(
@@ -341,10 +332,9 @@ def padding_of(
         shape: B and S.
         device: of its tensors.
         is_masked: whether attention keeps to documents.
-        context: the ranks that share tokens out, or None.
+        context: the context-parallel ranks, or None.
         sources: [B] int64, or None.
-        starts: [B·S] int32, of each token the place at which its document begins; None: each
-            sample is one. Only with `is_masked`.
+        starts: [B·S] int32, where the document of each token begins, with `is_masked`; None: each sample is one.
     """
     pair = np.zeros((2, 1, *shape), np.int64)
     pair[1] = IGNORE_INDEX
@@ -356,7 +346,7 @@ def padding_of(
 
 
 def _indexed(device: torch.device) -> torch.device:
-    """`cuda` as this thread means it; another thread's current device is GPU 0."""
+    """Give `cuda` this thread's index; in another thread it would mean GPU 0."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -3,12 +3,11 @@
 A document of at most S tokens is never cut. Of a longer one, pieces of S tokens are bins of their own, and its rest is
 packed like a document. Each item, the longest first, goes where it leaves the least room; where it fits nowhere, a new
 bin is opened. Items of one length are placed together: the bins of the least room r that they fit into take r // length
-of them each, which is what placing them one by one would do. So a window costs a step per length and per room that is
-used up, not per item.
+of them each, as if they were placed one by one. So a window costs a step per length and per room that is used up.
 
-A window ends after about a million items, so that memory is bounded and a corpus of billions of documents is packed in
-one pass. The trade-off is the room left in the last bins of each window, which is nothing among the hundred thousands
-of others. The bins of a window stand in the order of their first tokens: as near to the order of the source as it goes.
+A window ends after about a million items, so that memory is bounded and a corpus is packed in one pass. The trade-off
+is the room left in the last bins of each window, a few of hundreds of thousands. The bins of a window are in the order
+of their first tokens, near the order of the source.
 
 Source: Ding et al., "Fewer Truncations Improve Language Modeling", 2024 (arXiv:2404.10830), section 3.
 """
@@ -23,43 +22,30 @@ _WINDOW_ITEMS = 1 << 20
 
 @dataclass(frozen=True)
 class Pieces:
-    """Documents, or what of them a bin can hold, in the order of the source; or those of bins, one bin after another.
+    """Documents, or pieces of them that fit into a bin, in the order of the source, or bin by bin."""
 
-    Attributes:
-        starts: [N] int64, place of the first token in the source.
-        lengths: [N] int64, 1 … S.
-        whole: [N] bool, whether the piece is a document.
-    """
-
-    starts: np.ndarray
-    lengths: np.ndarray
-    whole: np.ndarray
+    starts: np.ndarray  # [N] int64, place of the first token in the source
+    lengths: np.ndarray  # [N] int64, 1 … S
+    whole: np.ndarray  # [N] bool, whether the piece is a document
 
 
 @dataclass
 class DocumentCuts:
-    """Cut documents, found by where they end, into pieces of at most S tokens.
+    """Cut documents, found by where they end, into pieces of at most S tokens, and count them."""
 
-    Attributes:
-        seq_len: S.
-        documents: that have ended so far.
-        longer: those of them that are longer than S.
-        crossing: those of at most S tokens that `concat` cuts: they lie in two samples, or behind the last, in part.
-    """
-
-    seq_len: int
-    documents: int = 0
-    longer: int = 0
-    crossing: int = 0
+    seq_len: int  # S
+    documents: int = 0  # that have ended so far
+    longer: int = 0  # of more than S tokens
+    crossing: int = 0  # of at most S tokens, that `concat` cuts
     _begin: int = 0  # of the document that has not ended
-    _taken: int = 0  # up to where its pieces have been returned
+    _taken: int = 0  # end of its pieces that have been returned
 
     def cut(self, ends: np.ndarray, until: int) -> Pieces:
         """Return the next pieces.
 
         Args:
             ends: [D] int64, ascending, places behind the last token of each document that ends up to `until`.
-            until: up to where the source has been read; of a document that goes on, full pieces are returned.
+            until: end of what has been read of the source; of a document that goes on, full pieces are returned.
         """
         s = self.seq_len
         begins = np.concatenate(([self._begin], ends[:-1])).astype(np.int64)[: len(ends)]
@@ -91,10 +77,10 @@ def packed_windows(
     Args:
         pieces: in the order of the source.
         seq_len: tokens of a bin (S).
-        window: pieces after which a window ends; what comes at once is not parted.
+        window: pieces after which a window ends.
 
     Yields:
-        The pieces of a window's bins, in a bin by their starts; and [bins] int64, how many each bin has.
+        The pieces of a window, bin by bin and in a bin by their starts; and [bins] int64, how many each bin has.
     """
     held: list[Pieces] = []
     n_held = 0
@@ -123,7 +109,7 @@ def _pack_window(held: list[Pieces], seq_len: int) -> tuple[Pieces, np.ndarray]:
 
 @dataclass
 class _Rooms:
-    """The open bins by the room that they have left."""
+    """The open bins by their room."""
 
     by_room: dict[int, list[int]] = field(default_factory=dict)
     bits: int = 0  # bit r is set if bins have room r: the least room of at least L is found without a search
@@ -134,7 +120,6 @@ class _Rooms:
         return None if not above else length + (above & -above).bit_length() - 1
 
     def take(self, room: int, n: int) -> list[int]:
-        """Take out at most n bins of a room."""
         bins = self.by_room[room]
         taken = bins[-n:]
         del bins[-n:]
@@ -143,21 +128,17 @@ class _Rooms:
         return taken
 
     def put(self, room: int, bins: list[int]) -> None:
-        """Add bins that have some room left; full ones are forgotten."""
         if room and bins:
             self.by_room.setdefault(room, []).extend(bins)
             self.bits |= 1 << room
 
 
 def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> np.ndarray:
-    """Choose a bin for each item: the longest first, each into the bin that it leaves the least room in.
+    """Return the bin of each item, [N] int64 from 0 on: the longest item first, each where it leaves the least room.
 
     Args:
         lengths: [N] integers, 1 … S.
         seq_len: room of an empty bin (S).
-
-    Returns:
-        [N] int64, the bin of each, 0 … bins - 1.
     """
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")

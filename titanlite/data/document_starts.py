@@ -12,7 +12,7 @@ from titanlite.errors import DataError
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 NO_SEPARATOR = -1
-"""In the place of a separator's id, of a sample whose documents are not known: it counts as one."""
+"""The separator of a sample whose documents are not known, so that the sample counts as one."""
 
 
 def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
@@ -34,20 +34,16 @@ def document_starts(tokens: np.ndarray, separators: np.ndarray) -> np.ndarray:
 
 
 def mask_documents(pair: np.ndarray, separators: np.ndarray) -> np.ndarray:
-    """Leave the target of each separator out, in tokens and targets [2, …, B, S], and say where documents start.
-
-    `separators` is the id that ends documents in each sequence, [… , B].
-    """
+    """Remove the target of each separator in tokens and targets, [2, …, B, S]; return `document_starts`."""
     tokens, targets = pair
     targets[tokens == separators[..., None]] = IGNORE_INDEX
     return document_starts(tokens, separators)
 
 
 def counted(targets: np.ndarray) -> np.ndarray:
-    """Say which tokens count in means over tokens: those that have a target, or are one of their sample.
+    """Say which tokens count in means over tokens: those that have a target, or are a target of their sample.
 
-    The rest fills a sample up behind its documents, or is the last token of a document without those before it: of a
-    document of one token, or where a sample begins with it.
+    The rest is padding, or the last token of a document whose other tokens are not in the sample.
 
     Args:
         targets: [..., S], IGNORE_INDEX where a token has none.
@@ -62,16 +58,9 @@ def counted(targets: np.ndarray) -> np.ndarray:
 
 
 def require_target(ids: Iterable[np.ndarray], separator: int | None, source: str, key: str) -> None:
-    """Refuse a source whose tokens all end documents: where documents are masked, none of them has a target.
+    """Raise a DataError if all `ids` of a source are separators: where documents are masked, none has a target.
 
-    Args:
-        ids: all that is read of it, in parts; looked at up to the first other token.
-        separator: id that ends documents; None: they are not masked.
-        source: its name, for the message.
-        key: its config key, likewise.
-
-    Raises:
-        DataError: there is no target.
+    `separator` is None where documents are not masked.
     """
     if separator is None or any((some != separator).any() for some in ids):
         return
@@ -88,11 +77,7 @@ def document_lengths(starts: np.ndarray) -> np.ndarray:
 
 
 def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return where documents begin as `titanlite.kernels.attention.Bounds` has it, [2, n] int32 and [1, 5] int64.
-
-    Args:
-        starts: [M] int32, for each token where its document begins.
-    """
+    """Return where documents begin as `titanlite.kernels.attention.Bounds` has it, [2, n] int32 and [1, 5] int64."""
     M = len(starts)
     begins = np.flatnonzero(starts == np.arange(M))
     at = np.full((2, room_of_run(M)), M, np.int32)
@@ -101,26 +86,22 @@ def document_bounds(starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bounds_of_run(pieces: int) -> int:
-    """Return how many bounds a run of pieces has: empty ones fill them up to a multiple of 16, and the end.
+    """Return how many bounds a run of pieces has: padded to a multiple of 16, and the end.
 
-    For each number of pieces kernels choose anew how they share them out.
+    Kernels choose anew how they divide the work for each number of bounds.
     """
     return -(-pieces // 16) * 16 + 1
 
 
 def room_of_run(pieces: int) -> int:
-    """Return the places of these bounds: so that each run's begin at a multiple of 64 bytes."""
+    """Return the room for a run's bounds: the next run's begin at a multiple of 64 bytes."""
     return -(-pieces // 16) * 16 + 16
 
 
 def twice_attended(lengths: np.ndarray, window: int = 0) -> int:
-    """Return twice the pairs of tokens that attention forms in documents, a token's with itself counted by half.
+    """Return twice the pairs of tokens that attention forms in documents, a token with itself counted by half.
 
-    That is W·(2·n − W) for each document of n tokens, with W its window or n: n² without one.
-
-    Args:
-        lengths: [n], tokens of each document.
-        window: tokens back that a token attends to, itself counted; 0: all before it.
+    A document of n tokens has W·(2·n − W), where a token attends to at most W, itself included; n² without a window.
     """
     W = np.minimum(window or lengths, lengths)
     return int((W * (2 * lengths - W)).sum())

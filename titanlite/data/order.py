@@ -19,15 +19,9 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
-    """Return the samples at some positions of training.
+    """Return the samples at positions [N] of training, [N] int64 in 0 … n_samples - 1.
 
-    Args:
-        positions: [N] integers from 0 on; position // n_samples is the epoch.
-        n_samples: samples of the source, at least 1.
-        seed: any integer.
-
-    Returns:
-        [N] int64, samples in 0 … n_samples - 1. Over the positions of one epoch each occurs once.
+    position // n_samples is the epoch, over whose positions each sample occurs once. `seed` is any integer.
     """
     epochs, places = np.divmod(np.asarray(positions, np.int64), n_samples)
     bits = max(2, (n_samples - 1).bit_length())
@@ -39,7 +33,7 @@ def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
 
 
 def seed_key(seed: int) -> np.ndarray:
-    """Return what an epoch's number is added to: [1] uint64, of any integer."""
+    """Return the key to which an epoch's number is added, [1] uint64."""
     return mix(np.full(1, seed & _MASK, np.uint64))
 
 

@@ -1,15 +1,13 @@
 """Read samples that hold whole documents: the bins of `data.packing = "best_fit"`, by an index beside the shards.
 
-The index of some shards, for one length of samples, is a folder of its own: `<shards>.packed-<S>-<separator>`. In it
-are `spans.bin`, of each piece its start in the row of tokens (int64) and its length (int32), those of a bin one behind
-the other; `offsets.bin`, the place in it of each bin's first piece (int64, and one more); and `meta.json`. They are 12
-bytes a piece and 8 a bin, about one hundredth of the tokens. It is made as shards are (`cache.py`), and read as they
-are: where it lies, through the page cache, each block held against its hash before it is first used.
+The index for one length of samples is a folder, `<shards>.packed-<S>-<separator>`, with `spans.bin`: the start in the
+row of tokens (int64) and the length (int32) of each piece, bin by bin; `offsets.bin`: the place there of each bin's
+first piece (int64, and one more); and `meta.json`. They have 12 bytes a piece and 8 a bin, about one hundredth of the
+tokens. It is made once, as shards are (`cache.py`), and each block is held against its hash before its first use.
 
-A document ends with its separator. A sample is a bin: its pieces, then separators up to S tokens, each of which is a
-document of its own in which nothing is to be predicted. Nor is anything behind a document's last token; behind the last
-of a piece that is not a document's end, the first of the next piece is. So each token behind another of its document is
-predicted once in an epoch.
+A sample is a bin: its pieces, then separators up to S tokens, each a document of its own without a target. The last
+token of a document has no target either; the last token of any other piece has the first of the next piece as target.
+So each token that follows another of its document is predicted once in an epoch.
 """
 
 import dataclasses
@@ -43,39 +41,24 @@ _OFFSET = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class PackingCounts:
-    """How the documents of a source fit into samples.
+    """How the documents of a source fit into samples."""
 
-    Attributes:
-        seq_len: tokens of a sample (S).
-        tokens: of the source.
-        documents: in it; the last counts though no separator follows.
-        longer: documents of more than S tokens.
-        crossing: documents of at most S tokens that `concat` cuts.
-        whole: documents that `best_fit` has whole in a bin.
-        bins: of `best_fit`.
-    """
-
-    seq_len: int
+    seq_len: int  # S
     tokens: int
-    documents: int
-    longer: int
-    crossing: int
-    whole: int
-    bins: int
+    documents: int  # the last counts though no separator follows
+    longer: int  # documents of more than S tokens
+    crossing: int  # documents of at most S tokens that `concat` cuts
+    whole: int  # documents that `best_fit` has whole in a bin
+    bins: int  # of `best_fit`
 
     @property
     def padded(self) -> int:
-        """Tokens that fill the bins of `best_fit` up."""
+        """Return the tokens of padding in the bins of `best_fit`."""
         return self.bins * self.seq_len - self.tokens
-
-    @property
-    def dropped(self) -> int:
-        """Tokens behind the last sample of `concat`, less the one that is its last target."""
-        return max(0, self.tokens - 1) % self.seq_len
 
     def table(self) -> list[list[str]]:
         """Return the rows of a table of both ways to pack, its head first."""
-        n_concat = max(0, self.tokens - 1) // self.seq_len
+        n_concat, dropped = divmod(max(0, self.tokens - 1), self.seq_len)
         share = f"{self.padded / max(1, self.bins * self.seq_len):.2%}"
         return [
             ["", "concat", "best_fit"],
@@ -84,7 +67,7 @@ class PackingCounts:
             ["documents cut that are longer", f"{self.longer:,}", f"{self.longer:,}"],
             ["tokens padded", "0", f"{self.padded:,}"],
             ["share of padding", "0.00%", share],
-            ["tokens dropped", f"{self.dropped:,}", "0"],
+            ["tokens dropped", f"{dropped:,}", "0"],
         ]
 
 
@@ -114,8 +97,7 @@ class PackedSamples:
     def require(self, least: int, key: str) -> None:
         """Raise if there are fewer than a run needs; see `samples.Samples.require`."""
         if self.n < least:
-            meta = self._shards.meta
-            saw = f"{meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
+            saw = f"{self._shards.meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
             fix = "give more text, or a smaller training.seq_len or batch"
             raise DataError.of("data", key, saw, f"at least {least:,} samples, those of a step", fix)
 
@@ -148,17 +130,21 @@ class PackedSamples:
         return pair
 
 
-def index_folder(shards: Corpus, seq_len: int, separator: int) -> Path:
+def index_folder(shards: Corpus, seq_len: int) -> Path:
     """Return the place of an index, there or not."""
-    return shards.folder.with_name(f"{shards.folder.name}.packed-{seq_len}-{separator}")
+    return shards.folder.with_name(f"{shards.folder.name}.packed-{seq_len}-{shards.separator}")
 
 
-def pack_documents(shards: Corpus, seq_len: int, separator: int, progress: bool) -> PackedSamples:
+def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples:
     """Open the index of some shards; make it first if it is not there.
 
     Any number of processes may call this at once: one works, the others wait.
+
+    Raises:
+        DataError: a shard has changed, or the cache cannot be written.
     """
-    folder = index_folder(shards, seq_len, separator)
+    folder, separator = index_folder(shards, seq_len), shards.separator
+    assert separator is not None  # noqa: S101  # `check_used_whole` refuses token files without one
     itemsize = np.dtype(shards.meta.dtype).itemsize
 
     def make(unfinished: Path, report: Callable[[int], None]) -> None:
@@ -169,7 +155,10 @@ def pack_documents(shards: Corpus, seq_len: int, separator: int, progress: bool)
         write_durably(unfinished / "meta.json", with_hash(content, indent=1))
 
     shown = Progress(f"packing {shards.meta.source} for samples of {seq_len:,} tokens", progress)
-    make_once(folder, make, "packing", shown, shards.tokens * itemsize)
+    try:
+        make_once(folder, make, "packing", shown, shards.tokens * itemsize)
+    except OSError as e:
+        raise unusable_cache(data, e) from e
     return PackedSamples(shards, folder)
 
 
@@ -184,26 +173,12 @@ def prepared_samples(shards: Corpus, data: Data, seq_len: int) -> PackedSamples 
     """Open the samples of a source as `open_samples` does; None: it is not packed yet."""
     if data.packing == "concat":
         return ConcatenatedSamples(shards, seq_len)
-    folder = None if shards.separator is None else index_folder(shards, seq_len, shards.separator)
-    return PackedSamples(shards, folder) if folder and folder.is_dir() else None
-
-
-def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples:
-    """Open the bins of `data.source`; see `pack_documents`.
-
-    Raises:
-        DataError: a shard has changed, or the cache cannot be written.
-    """
-    separator = shards.separator
-    assert separator is not None  # noqa: S101  # `check_used_whole` refuses token files without one
-    try:
-        return pack_documents(shards, seq_len, separator, progress)
-    except OSError as e:
-        raise unusable_cache(data, e) from e
+    folder = index_folder(shards, seq_len)
+    return PackedSamples(shards, folder) if folder.is_dir() else None
 
 
 def documents_in_words(shards: Corpus, counts: PackingCounts | None) -> str:
-    """Say how many documents a source has, by its shards or else by what was counted."""
+    """Say how many documents a source has, by its meta.json or else by what was counted."""
     if shards.meta.documents or counts is None:
         return f"{shards.meta.documents:,}" if shards.meta.documents else "not known"
     part = f" in the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""
@@ -211,7 +186,7 @@ def documents_in_words(shards: Corpus, counts: PackingCounts | None) -> str:
 
 
 def count_packing(shards: Corpus, seq_len: int, separator: int, limit: int = COUNTED_TOKENS) -> PackingCounts:
-    """Count what `pack_documents` would make of the first `limit` tokens of a source, and store nothing."""
+    """Count what packing would make of the first `limit` tokens of a source, and store nothing."""
     bins = whole = 0
     cuts, tokens = DocumentCuts(seq_len), min(limit, shards.tokens)
     for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, tokens, lambda _: None), seq_len):
@@ -222,7 +197,6 @@ def count_packing(shards: Corpus, seq_len: int, separator: int, limit: int = COU
 def _write_index(
     folder: Path, shards: Corpus, seq_len: int, separator: int, report: Callable[[int], None]
 ) -> PackingCounts:
-    """Write spans and offsets."""
     cuts, n_spans, bins, whole = DocumentCuts(seq_len), 0, 0, 0
     with (folder / "spans.bin").open("wb") as spans_file, (folder / "offsets.bin").open("wb") as offsets_file:
         offsets_file.write(np.zeros(1, _OFFSET).tobytes())
@@ -242,7 +216,7 @@ def _write_index(
 def _pieces_of(
     shards: Corpus, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], None]
 ) -> Iterator[Pieces]:
-    """Cut the first tokens of a source into pieces; a document that has not ended there ends there."""
+    """Cut the first tokens of a source into pieces; the last document ends where they end."""
     for start in range(0, tokens, _BLOCK_TOKENS):
         until = min(start + _BLOCK_TOKENS, tokens)
         ends = np.flatnonzero(shards.read(start, until - start) == separator) + start + 1

@@ -23,35 +23,22 @@ from titanlite.errors import DataError
 
 @dataclass(frozen=True)
 class OpenSource:
-    """A source that is trained on.
+    """A source that is trained on."""
 
-    Attributes:
-        name: in the mixture; "" of `data.source`.
-        asked: what the config names.
-        shards: its tokens.
-        samples: of the longest seq_len of all stages.
-    """
-
-    name: str
-    asked: str
+    name: str  # in the mixture; "" of `data.source`
+    asked: str  # what the config names
     shards: Corpus
-    samples: Samples
+    samples: Samples  # of the longest seq_len of all stages
 
     def attends_within(self, sample: int, first: int, seq_len: int) -> list[int]:
-        """Return the lengths of what attention stays within where documents are masked, in a piece of a sample.
-
-        Documents without padding; the whole, if they are not known.
-        """
+        """Return the tokens of each document in a piece of a sample, or of the piece where they are not known."""
         if self.shards.separator is None:
             return [seq_len]
         return [document.length for document in documents_of(self.samples, self.shards, sample, first, seq_len)]
 
 
 def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int) -> dict[str, OpenSource]:
-    """Open what a run trains on, by the name of each source; prepare what is not prepared yet.
-
-    `unit_len` is that of the stage table.
-    """
+    """Open what a run trains on, by the name of each source; prepare what is not prepared yet."""
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
         shards = prepare(asked, config.data, vocab_size, progress, key)
@@ -60,7 +47,7 @@ def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int)
 
 
 def prepared_sources(config: Config, shards: Mapping[str, Corpus], unit_len: int) -> dict[str, OpenSource] | None:
-    """Open what a run trains on as far as all of it is prepared, and packed if it is to be; None: it is not."""
+    """Open what a run trains on if all of it is prepared, and packed if it is to be; else return None."""
     found: dict[str, OpenSource] = {}
     for name, (key, asked) in source_keys(config).items():
         own = shards.get(key)
@@ -73,31 +60,20 @@ def prepared_sources(config: Config, shards: Mapping[str, Corpus], unit_len: int
 
 @dataclass(frozen=True)
 class TrainedSample:
-    """A sample of training.
+    """A sample of training."""
 
-    Attributes:
-        index: from 0 at the start of training on.
-        step: that trains on it, 1 for the first.
-        source: it is from.
-        epoch: of the source, 1 for the first.
-        sample: of the source.
-        first: token of that sample that it begins with; a stage of a shorter seq_len takes pieces.
-        seq_len: its tokens.
-        is_masked: whether attention and targets end with a document.
-    """
-
-    index: int
-    step: int
+    index: int  # from 0 at the start of training on
+    step: int  # 1 for the first
     source: OpenSource
-    epoch: int
-    sample: int
-    first: int
+    epoch: int  # of the source, 1 for the first
+    sample: int  # of the source
+    first: int  # token of that sample that it begins with; a stage of a shorter seq_len takes pieces
     seq_len: int
-    is_masked: bool
+    is_masked: bool  # attention and targets end with a document
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """The tokens, and the target of each as training has it: [2, S] int64."""
+        """Tokens and targets as training has them, [2, S] int64."""
         pair = self.source.samples.read(self.sample)[:, self.first : self.first + self.seq_len]
         separator = self.source.shards.separator
         if self.is_masked and separator is not None:
@@ -106,12 +82,12 @@ class TrainedSample:
 
     @cached_property
     def documents(self) -> list[SampleDocument]:
-        """The documents in it."""
+        """The documents in the sample."""
         return documents_of(self.source.samples, self.source.shards, self.sample, self.first, self.seq_len)
 
     @property
     def attends_within(self) -> list[int]:
-        """Lengths of what attention stays within: documents, if they are masked and known, else the sample."""
+        """Tokens of each document if documents are masked and known, else of the sample."""
         if not self.is_masked:
             return [self.seq_len]
         return self.source.attends_within(self.sample, self.first, self.seq_len)
@@ -134,7 +110,7 @@ class RunSamples:
         """Return a sample of training, from 0 on.
 
         Raises:
-            DataError: it is of a source that the run had before, and that is not in the config any more.
+            DataError: its source is no longer in the config.
         """
         row = self.table.rows[bisect_right([row.from_sample for row in self.table.rows], index) - 1]
         step = row.from_step + (index - row.from_sample) // row.asked.sequences + 1
@@ -147,7 +123,7 @@ class RunSamples:
             raise DataError.of("data", f"data.mixture.{name}", saw, want, fix)
         source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)
         n, window = source.samples.n, data.shuffle_window // source.samples.seq_len
-        assert n is not None  # noqa: S101  # the source is prepared
+        assert n is not None  # noqa: S101  # it is prepared
         sample = int(units_at(np.array([unit]), n, seed, window)[0])
         first = int(taken.piece[0]) * taken.seq_len
         return TrainedSample(index, step, source, unit // n + 1, sample, first, taken.seq_len, data.document_mask)

@@ -1,7 +1,4 @@
-"""Find the documents of a sample: where each begins and ends, in the sample and in the row of tokens of its source.
-
-For people who look at data, and for forecasts.
-"""
+"""Find the documents of a sample: where each begins and ends, in the sample and in the row of tokens of its source."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,35 +12,19 @@ from titanlite.data.samples import Samples
 
 @dataclass(frozen=True)
 class SampleDocument:
-    """A document of a sample, or the part of it that is there.
+    """A document of a sample, or the part of it that the sample has."""
 
-    Attributes:
-        at: place of its first token in the sample.
-        length: tokens there, its separator counted.
-        start: place of its first token in the source.
-        begins: whether the document begins there.
-        ends: whether it ends there, with its separator.
-    """
-
-    at: int
-    length: int
-    start: int
-    begins: bool
-    ends: bool
+    at: int  # place of its first token in the sample
+    length: int  # tokens in the sample, with the separator
+    start: int  # place of its first token in the source
+    begins: bool  # the sample has its beginning
+    ends: bool  # the sample has its separator
 
 
 def documents_of(
     samples: Samples, shards: Corpus, sample: int, first: int = 0, count: int | None = None
 ) -> list[SampleDocument]:
-    """Return the documents of a sample, in order; padding is none.
-
-    Args:
-        samples: of the source.
-        shards: the source.
-        sample: which of them.
-        first: token of the sample from which on they are asked for.
-        count: tokens that are asked for; None: up to the end.
-    """
+    """Return the documents among `count` tokens of a sample from `first` on, in order; padding is no document."""
     found: list[SampleDocument] = []
     last = samples.seq_len if count is None else first + count
     at = 0

@@ -1,7 +1,4 @@
-"""Cut a source into samples: what a batch is made of, read one by one.
-
-`Samples` says what batches ask of a source; how it is packed into samples is for the class that answers.
-"""
+"""Cut a source into samples: what a batch is made of, read one by one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
@@ -15,16 +12,16 @@ from titanlite.errors import DataError, NoMoreDataError
 
 
 class Samples(Protocol):
-    """The samples of a source, of S tokens each; from any thread."""
+    """The samples of a source, of S tokens each, as batches ask for them; from any thread."""
 
     @property
     def n(self) -> int | None:
-        """Return how many there are; None: not known yet, as more are still being made."""
+        """Return how many there are; None while more are still being made."""
         ...
 
     @property
     def seq_len(self) -> int:
-        """Return the tokens of each (S)."""
+        """Return S."""
         ...
 
     def require(self, least: int, key: str) -> None:
@@ -51,19 +48,15 @@ class Samples(Protocol):
         ...
 
     def spans(self, sample: int) -> list[tuple[int, int]]:
-        """Return the start and length, in the row of tokens, of each piece that a sample is made of, in its order."""
+        """Return (start, length) in the row of tokens of each piece of a sample, in its order."""
         ...
 
 
 class ConcatenatedSamples:
     """The samples of a source whose documents are one long row: sample i is tokens i·S … i·S + S - 1.
 
-    The target of a token is the one after it, so that the last target is the first token of the next sample.
-
-    Args:
-        shards: the source.
-        seq_len: tokens of a sample (S).
-        check: called once by `wait`, when it is known how many samples there are; not of a source that is whole.
+    The target of a token is the one after it, so that the last target is the first token of the next sample. `check` is
+    called once by `wait` of a source that was not whole, when it is known how many samples there are.
     """
 
     def __init__(self, shards: Corpus, seq_len: int, check: Callable[[], object] = lambda: None) -> None:
@@ -73,11 +66,11 @@ class ConcatenatedSamples:
 
     @property
     def n(self) -> int | None:
-        """Return how many there are; None: not known yet."""
+        """Return how many there are; see `Samples.n`."""
         return max(0, (self._shards.tokens - 1) // self.seq_len) if self._shards.is_whole else None
 
     def require(self, least: int, key: str) -> None:
-        """Raise if there are fewer than a run needs, as far as that is known; see `Samples.require`."""
+        """Raise if there are fewer than a run needs; see `Samples.require`."""
         if self._shards.is_whole:
             meta = self._shards.meta
             sample_count(meta.source, meta.tokens, self.seq_len, least, key, meta.max_tokens)
@@ -102,7 +95,7 @@ class ConcatenatedSamples:
 
 
 class SampleCounts(Mapping[str, int | None]):
-    """How many samples each source has, as far as that is known at the moment."""
+    """The number of samples of each source, looked up each time: it may become known later."""
 
     def __init__(self, sources: Mapping[str, Samples]) -> None:
         self._sources = sources
@@ -118,13 +111,6 @@ class SampleCounts(Mapping[str, int | None]):
 
 
 def samples_in_order(source: Samples, places: np.ndarray, seed: int, window: int) -> np.ndarray:
-    """Return the samples of a source at some places of its order; wait where that is not known yet.
-
-    Args:
-        source: the source.
-        places: [N] integers from 0 on, epochs one after the other.
-        seed: of its order.
-        window: samples within which it is shuffled; 0: all.
-    """
+    """Return the samples of a source at some positions of its order, as `units_at`; wait until they are known."""
     source.wait(units_needed(places, window) if window else 0)
     return units_at(places, source.n, seed, window)

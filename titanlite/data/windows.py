@@ -18,7 +18,7 @@ def units_at(positions: np.ndarray, n_units: int | None, seed: int, window: int 
 
     Args:
         positions: [N] integers from 0 on; position // n_units is the epoch.
-        n_units: units of the source. None: not known yet, but the source has at least `units_needed`.
+        n_units: units of the source; None while unknown, the source then has at least `units_needed`.
         seed: any integer.
         window: units of a window; the last one may have fewer. 0: one window, the whole source.
 
@@ -49,13 +49,7 @@ def units_at(positions: np.ndarray, n_units: int | None, seed: int, window: int 
 
 
 def order_in_words(window: int, unit_len: int, tokens_per_step: int) -> str:
-    """Say how a source is shuffled by a `data.shuffle_window`.
-
-    Args:
-        window: in tokens; 0: the whole source.
-        unit_len: tokens of a sample.
-        tokens_per_step: over all ranks; 0: not known.
-    """
+    """Say how a source is shuffled by a `data.shuffle_window` of tokens; `tokens_per_step` is 0 while unknown."""
     samples = window // unit_len
     if not window:
         return "shuffled as a whole"
@@ -66,5 +60,5 @@ def order_in_words(window: int, unit_len: int, tokens_per_step: int) -> str:
 
 
 def units_needed(positions: np.ndarray, window: int) -> int:
-    """Return how many units a source of unknown length must have for its order at some positions to be known."""
+    """Return how many units a source of unknown length must have before its order at some positions is known."""
     return (int(np.max(positions)) // window + 1) * window

@@ -16,7 +16,7 @@ from titanlite.data.background import open_growing
 from titanlite.data.best_fit import DocumentCuts, best_fit_decreasing, packed_windows
 from titanlite.data.corpus import Corpus
 from titanlite.data.inputs import check_inputs
-from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed, pack_documents
+from titanlite.data.packing import PackedSamples, count_packing, index_folder, open_packed
 from titanlite.data.prepare import prepare
 from titanlite.data.run_samples import prepared_sources
 from titanlite.errors import DataError
@@ -101,7 +101,7 @@ def test_samples_hold_each_document_once_and_predict_within_it(
 ) -> None:
     row = row_of(lengths, is_ended or lengths[-1] == 1)
     shards = shards_of(tmp_path_factory.mktemp("p"), row)
-    samples = pack_documents(shards, seq_len, SEPARATOR, progress=False)
+    samples = open_packed(shards, Data(), seq_len, progress=False)
     pairs = [samples.read(i) for i in range(samples.n)]
     tokens, targets = np.concatenate(pairs, axis=1)
     ends = np.flatnonzero(row == SEPARATOR)
@@ -132,7 +132,7 @@ def test_a_source_in_many_windows_and_blocks(tmp_path: Path, monkeypatch: pytest
     lengths = np.random.default_rng(0).integers(1, 100, 300).tolist()
     row = row_of(lengths)
     monkeypatch.setattr(best_fit.packed_windows, "__defaults__", (20,))
-    samples = pack_documents(shards_of(tmp_path, row), 50, SEPARATOR, progress=False)
+    samples = open_packed(shards_of(tmp_path, row), Data(), 50, progress=False)
     firsts = [int(samples.spans(i)[0][0]) for i in range(samples.n)]
     assert np.abs(np.argsort(firsts) - np.arange(samples.n)).max() < 30  # bins move within a window only
     tokens = np.concatenate([samples.read(i)[0] for i in range(samples.n)])
@@ -141,19 +141,19 @@ def test_a_source_in_many_windows_and_blocks(tmp_path: Path, monkeypatch: pytest
 
 def test_the_index_is_made_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
-    first = pack_documents(shards, 8, SEPARATOR, progress=False)
-    assert first.folder == index_folder(shards, 8, SEPARATOR)
+    first = open_packed(shards, Data(), 8, progress=False)
+    assert first.folder == index_folder(shards, 8)
     monkeypatch.setattr(packing, "_write_index", None)
-    again = pack_documents(shards, 8, SEPARATOR, progress=False)
+    again = open_packed(shards, Data(), 8, progress=False)
     assert [again.read(i).tolist() for i in range(again.n)] == [first.read(i).tolist() for i in range(first.n)]
     with pytest.raises(TypeError):  # for another length it is another one
-        pack_documents(shards, 6, SEPARATOR, progress=False)
+        open_packed(shards, Data(), 6, progress=False)
 
 
 @pytest.mark.parametrize("file", ["spans.bin", "offsets.bin"])
 def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str) -> None:
     shards = shards_of(tmp_path, row_of([3, 9, 4, 5]))
-    folder = pack_documents(shards, 8, SEPARATOR, progress=False).folder
+    folder = open_packed(shards, Data(), 8, progress=False).folder
     content = bytearray((folder / file).read_bytes())
     content[-1] ^= 1
     (folder / file).write_bytes(content)
@@ -163,7 +163,7 @@ def test_a_damaged_index_is_found_before_it_is_used(tmp_path: Path, file: str) -
 
 def test_an_index_of_other_tokens_is_refused(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, row_of([3, 9]))
-    folder = pack_documents(shards, 8, SEPARATOR, progress=False).folder
+    folder = open_packed(shards, Data(), 8, progress=False).folder
     shards._meta = replace(shards.meta, fingerprint="another")
     with pytest.raises(DataError, match="fingerprint"):
         PackedSamples(shards, folder)
@@ -258,7 +258,7 @@ def test_the_standard_library_is_padded_by_less_than_three_percent(tmp_path: Pat
 
 def test_bins_that_are_too_few_for_a_step_are_refused_and_enough_are_taken(tmp_path: Path) -> None:
     """Documents of 6 of 10 tokens fill a bin each: more samples than their tokens would make."""
-    packed = pack_documents(shards_of(tmp_path, row_of([6] * 10)), 10, SEPARATOR, progress=False)
+    packed = open_packed(shards_of(tmp_path, row_of([6] * 10)), Data(), 10, progress=False)
     packed.require(10, "data.source")
     with pytest.raises(DataError, match=r"makes 10 samples of 10 tokens\n.*at least 11 samples"):
         packed.require(11, "data.source")

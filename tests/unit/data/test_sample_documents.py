@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_packing import SEPARATOR, row_of, shards_of
+from titanlite.config.schema import Data
 from titanlite.data.document_starts import twice_attended
-from titanlite.data.packing import pack_documents
+from titanlite.data.packing import open_packed
 from titanlite.data.sample_documents import SampleDocument, documents_of
 from titanlite.data.samples import ConcatenatedSamples
 
@@ -41,7 +42,7 @@ def test_documents_are_those_of_the_tokens(
 ) -> None:
     row = row_of(lengths)
     shards = shards_of(tmp_path_factory.mktemp("d"), row)
-    for samples in (ConcatenatedSamples(shards, seq_len), pack_documents(shards, seq_len, SEPARATOR, progress=False)):
+    for samples in (ConcatenatedSamples(shards, seq_len), open_packed(shards, Data(), seq_len, progress=False)):
         for sample in range(samples.n):
             places = [start + n for start, length in samples.spans(sample) for n in range(length)]
             assert documents_of(samples, shards, sample) == documents_by_token(row, places)
