@@ -1,9 +1,8 @@
-"""Split the tokens of a micro-batch over context-parallel ranks: by the work of attention, and as many to each.
+"""Split the tokens of a micro-batch over context-parallel ranks: equal work of attention, and equally many tokens.
 
-The N tokens are cut into chunks of C. Each rank begins with a run of them, so that ranks share few documents. While one
-has more to attend to than another, they swap a chunk: a token sees those before it in its document, so late chunks of
-long documents are for early ones, or for short documents. The split follows from the documents alone, and all ranks of
-a group find the same.
+The N tokens are cut into chunks of C. Each rank begins with a run of chunks, so that ranks share few documents. While
+one has more to attend to than another, they swap a chunk: a late chunk of a long document, which has many keys, for one
+that has few. The split follows from the documents alone, so all ranks of a group find the same.
 """
 
 import math
@@ -15,16 +14,13 @@ import numpy as np
 from titanlite.config.check_mesh import RUN
 from titanlite.data.document_starts import bounds_of_run, room_of_run
 
-_MOST_CHUNKS = 64
-"""Chunks of a rank, at most: more would be no more even, and take longer to find."""
-_FEWEST_CHUNKS = 16
-"""Chunks of a rank, at least where there are so many: with fewer, swaps do not make ranks even."""
-_EVEN = 0.01
-"""Difference of two ranks' work, over the mean, that is let be."""
+_MOST_CHUNKS = 64  # of a rank: more would be no more even, and take longer to find
+_FEWEST_CHUNKS = 16  # of a rank, if it has so many: with fewer, swaps do not make ranks even
+_EVEN = 0.01  # difference of two ranks' work, over the mean, that is accepted
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that share the tokens of a micro-batch out, and this one's place among them."""
+    """The ranks that share the tokens of a micro-batch, and this one's place among them."""
 
     name: str
     size: int
@@ -33,23 +29,14 @@ class ContextGroup(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The tokens that a rank has of a micro-batch, what it exchanges for their keys, and which of these they see.
+    """The tokens that a rank has of a micro-batch, the chunks it sends and gets for their keys, and what they see."""
 
-    Attributes:
-        columns: [M] int64, its tokens among the N, in order.
-        length: C, tokens of a chunk.
-        chunks: [windows, 2, (P - 1)·n] int64, as `titanlite.kernels.context_attention` takes them.
-        counts: [windows, 2, P] int64.
-        bounds: [windows, 2, …] int32, as `titanlite.kernels.attention.Bounds` has them.
-        runs: [windows, n, 5] int64, likewise.
-    """
-
-    columns: np.ndarray
-    length: int
-    chunks: np.ndarray
-    counts: np.ndarray
-    bounds: np.ndarray
-    runs: np.ndarray
+    columns: np.ndarray  # [M] int64, its tokens among the N, in order
+    length: int  # C, tokens of a chunk
+    chunks: np.ndarray  # [windows, 2, (P - 1)·n] int64, as `titanlite.kernels.context_attention` takes them
+    counts: np.ndarray  # [windows, 2, P] int64
+    bounds: np.ndarray  # [windows, 2, …] int32, as `titanlite.kernels.attention.Bounds` has them
+    runs: np.ndarray  # [windows, n, 5] int64, likewise
 
 
 def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Share:
@@ -57,8 +44,8 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
 
     Args:
         starts: [N] int32, where the document of each token begins.
-        seq_len: S; N is a multiple of it, and both are of `RUN`.
-        group: of the ranks.
+        seq_len: S, which divides N; `RUN` divides both.
+        group: the ranks.
     """
     C = chunk_length(len(starts), seq_len, group.size)
     owner = split_by_work(starts, C, group.size)
@@ -84,16 +71,10 @@ def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Shar
 
 
 def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bounds and the runs of a rank's pieces, as `Share` has them.
+    """Return the bounds and the runs of a rank's pieces, as `Share` has them; there are at most `most` runs.
 
-    Tokens that follow one another are a run. The keys of its pieces follow one another, too: but for the first piece, a
-    document begins where its queries do.
-
-    Args:
-        starts: [N] int32, where the document of each token begins.
-        columns: [M] tokens of the rank.
-        window: tokens that a token sees, the own one included; 0: all of its document.
-        most: runs that there could be.
+    Consecutive tokens are a run. The keys of its pieces are consecutive, too: all except the first piece begin with
+    their document.
     """
     at = np.zeros((2, room_of_run(len(columns)) + 16 * most), np.int32)
     runs, room, row = np.zeros((most, 5), np.int64), 0, 0
@@ -112,9 +93,9 @@ def _rank_runs(starts: np.ndarray, columns: np.ndarray, window: int, most: int) 
 
 
 def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
-    """Return C: a multiple of `RUN` that divides a sample, and of which ranks have as many each.
+    """Return C: a multiple of `RUN` that divides a sample, and of which each rank has equally many.
 
-    At most `_MOST_CHUNKS`; or more, where the next longer C would leave a rank with fewer than `_FEWEST_CHUNKS`.
+    They are at most `_MOST_CHUNKS`, unless the next longer C would leave a rank with fewer than `_FEWEST_CHUNKS`.
     """
     each = tokens // (RUN * ranks)
     runs = math.gcd(each, seq_len // RUN)
@@ -124,13 +105,7 @@ def chunk_length(tokens: int, seq_len: int, ranks: int) -> int:
 
 
 def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
-    """Return the rank of each chunk, [N / C]: as many to each.
-
-    Args:
-        starts: [N] int32.
-        C: tokens of a chunk.
-        ranks: P.
-    """
+    """Return the rank of each chunk of C tokens, [N / C], equally many to each; `starts` is [N] int32."""
     work = _attention_of_chunks(starts, C)
     owner = np.repeat(np.arange(ranks), len(work) // ranks)
     loads = work.reshape(ranks, -1).sum(1)
@@ -141,7 +116,7 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
             return owner
         rich, poor = np.flatnonzero(owner == most), np.flatnonzero(owner == least)
         poor = poor[work[poor].argsort(kind="stable")]
-        # Of each of the former, the two of the latter that are nearest to having half of the gap less.
+        # For each chunk of the rich rank, the two of the poor one that come nearest to moving half of the gap.
         at = np.searchsorted(work[poor], work[rich] - gap / 2)
         near = poor[np.stack((at - 1, at)).clip(0, len(poor) - 1)]
         moved = work[rich] - work[near]
@@ -155,18 +130,18 @@ def split_by_work(starts: np.ndarray, C: int, ranks: int) -> np.ndarray:
 
 
 def _attention_of_chunks(starts: np.ndarray, C: int) -> np.ndarray:
-    """Count the tokens that those of each chunk see in their documents, [N / C] float64."""
+    """Count the keys of each chunk's tokens in their documents, [N / C] float64."""
     return (np.arange(len(starts)) - starts + 1.0).reshape(-1, C).sum(1)
 
 
 def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.ndarray:
-    """Return which chunks the tokens of some see, [N / C] bool: from the document, or window, of each one's first on.
+    """Return which chunks have keys of the tokens of the chunks `own`, [N / C] bool.
 
     Args:
         starts: [N] int32.
         C: tokens of a chunk.
-        own: [n] those whose tokens look.
-        window: tokens that a token sees, the own one included; 0: all of its document.
+        own: [n] chunks.
+        window: tokens that a token sees, itself included; 0: all of its document.
     """
     first = starts[own * C]
     if window:
@@ -184,26 +159,14 @@ def documents_of_samples(tokens: int, seq_len: int) -> np.ndarray:
 
 
 class SplitLoad(NamedTuple):
-    """The work that a split leaves to ranks, over all that is to be done.
+    """How even a split is."""
 
-    Attributes:
-        attention: of the busiest rank, over the mean; of layers without a window.
-        most: of each window, the keys that the busiest rank gets or sends over those of all.
-    """
-
-    attention: float
-    most: list[float]
+    attention: float  # work of the busiest rank over the mean, in layers without a window
+    most: list[float]  # of each window, the keys that the busiest rank gets or sends, over all keys
 
 
 def load_of_split(starts: np.ndarray, seq_len: int, ranks: int, windows: Sequence[int]) -> SplitLoad:
-    """Split a micro-batch and say how even it is.
-
-    Args:
-        starts: [N] int32, where the document of each token begins.
-        seq_len: S.
-        ranks: P.
-        windows: as of a `ContextGroup`.
-    """
+    """Split a micro-batch over ranks and say how even it is; `starts` is [N] int32."""
     C = chunk_length(len(starts), seq_len, ranks)
     owner = split_by_work(starts, C, ranks)
     work = np.bincount(owner, _attention_of_chunks(starts, C), ranks)

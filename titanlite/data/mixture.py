@@ -2,14 +2,14 @@
 
 In a row of the table (`stages.py`) the sources take turns by their shares, which are exact fractions: after i samples
 each source has given floor or ceil of i times its share, for every i. That is the Pfair schedule: the k-th sample of a
-source of share w may stand at places floor((k - 1) / w) to ceil(k / w) - 1, and of those that may stand at a place the
-one comes whose last place is nearest. It repeats after T samples, the common denominator of the shares, so that a place
-is found in a table of T entries.
+source of share w may stand at places floor((k - 1) / w) to ceil(k / w) - 1, and each place takes the sample whose last
+place is nearest. It repeats after T samples, the common denominator of the shares, so that a place is looked up in a
+table of T entries.
 
 A source is cut into units of the longest seq_len of all stages; `order.py` permutes the units of each epoch. A stage
-with a shorter seq_len takes the pieces of a unit one after the other. How far each source has come goes on from row to
-row, so that nothing is lost or repeated; where seq_len grows within a unit, what is left of it up to a multiple of the
-new one is skipped, and counted.
+with a shorter seq_len takes the pieces of a unit in order. Each source goes on from row to row where it was, so that
+nothing is lost or repeated; where seq_len grows within a unit, the rest of it up to a multiple of the new seq_len is
+skipped, and counted.
 
 Source: Baruah, Cohen, Plaxton and Varvel, "Proportionate progress: a notion of fairness in resource allocation", 1996;
 that the earliest deadline suffices where time is one unit of one resource: Jackson, 1955.
@@ -34,22 +34,16 @@ from titanlite.errors import DataError, Problem, describe
 
 _MANY_EPOCHS = 5  # four are about as good as new text (Muennighoff et al., arXiv 2305.16264)
 LONGEST_PERIOD = 100_000
-"""Samples after which the turns of the sources repeat, at most; of shares that take more, the nearest are taken."""
+"""Samples after which the turns of the sources repeat, at most; shares that need more are rounded."""
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of sources by given shares: a period of them, repeated without end.
+    """A period of the sources' turns, repeated without end."""
 
-    Attributes:
-        source: [T] which source has each place.
-        before: [T] how many places it has before that one.
-        counts: [sources] places of each in the period.
-    """
-
-    source: np.ndarray
-    before: np.ndarray
-    counts: np.ndarray
+    source: np.ndarray  # [T] which source has each place
+    before: np.ndarray  # [T] how many places it has before
+    counts: np.ndarray  # [sources] places of each in the period
 
     def at(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return which source has each place, from 0 on, and the number of its places before: [N] int64 each."""
@@ -64,7 +58,7 @@ class Turns:
 
 
 def whole_shares(shares: Sequence[Fraction]) -> list[int]:
-    """Return shares as whole numbers over their common denominator, or the nearest over LONGEST_PERIOD."""
+    """Return shares as numerators over their common denominator, or rounded over LONGEST_PERIOD."""
     period = math.lcm(*(share.denominator for share in shares))
     if period <= LONGEST_PERIOD:
         return [int(share * period) for share in shares]
@@ -74,18 +68,18 @@ def whole_shares(shares: Sequence[Fraction]) -> list[int]:
     left = LONGEST_PERIOD - sum(whole)
     for n in by_rest[:left] if left > 0 else ():
         whole[n] += 1
-    if left < 0:  # of sources that have one place though their share is less
+    if left < 0:  # sources of a smaller share have one place each
         whole[max(range(len(whole)), key=whole.__getitem__)] += left
     return whole
 
 
 @lru_cache(maxsize=64)
 def turns(whole: tuple[int, ...]) -> Turns:
-    """Make the turns of sources that have so many places each in a period."""
+    """Return the turns of sources, given the places of each in a period."""
     period = sum(whole)
     source, before, given = np.zeros(period, np.int64), np.zeros(period, np.int64), [0] * len(whole)
-    coming = [(0, s) for s, count in enumerate(whole) if count]  # first place that the next of each may have
-    due: list[tuple[int, int]] = []  # place before which the next of each that may come must stand
+    coming = [(0, s) for s, count in enumerate(whole) if count]  # first place of each source's next sample
+    due: list[tuple[int, int]] = []  # end of its places, for samples that may come now
     for place in range(period):
         while coming and coming[0][0] <= place:
             _, s = heapq.heappop(coming)
@@ -98,22 +92,16 @@ def turns(whole: tuple[int, ...]) -> Turns:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Return the seed of a source's order: `training.seed` of the sole one, mixed with its name in a mixture."""
+    """Return the seed of a source's order: `training.seed`, in a mixture hashed with the source's name."""
     if not name:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")
 
 
 def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | None]) -> None:
-    """Refuse a run that goes through a source more often than it may.
+    """Raise a DataError with all sources that a run goes through more often than their `max_epochs`.
 
-    Args:
-        config: of the run.
-        table: its stages.
-        units: samples of the longest seq_len of each source, by its name; None or no entry: not known yet.
-
-    Raises:
-        DataError: with every such source.
+    `units` has the samples of `table.unit_len` of each source by name; None or no entry: not known yet.
     """
     unit_len, problems = table.unit_len, list[Problem]()
     mixture = Mixture(table, units)
@@ -130,13 +118,7 @@ def check_epochs(config: Config, table: StageTable, units: Mapping[str, int | No
 
 
 def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | None]) -> list[str]:
-    """Name the sources that a run goes through five times or more, of those without `max_epochs`.
-
-    Args:
-        config: of the run.
-        table: its stages.
-        units: samples of the longest seq_len of each source, by its name; None or no entry: not known yet.
-    """
+    """Return a warning for each source without `max_epochs` that a run goes through five times or more."""
     asked, bounded = source_keys(config), {each.name for each in config.data.mixture if each.max_epochs is not None}
     passes = Mixture(table, {name: n for name, n in units.items() if name in asked and name not in bounded})
     why = "from the fifth on a repetition teaches less than new text would; give more text or fewer steps"
@@ -149,18 +131,11 @@ def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class Taken:
-    """The place that samples of training have: of which source, which unit in its order, and which piece of that.
+    """What samples of training are."""
 
-    Attributes:
-        source: [N] place in `Mixture.names`.
-        unit: [N] place in the order of the source, epochs one after the other.
-        piece: [N] of that unit.
-        seq_len: tokens of each.
-    """
-
-    source: np.ndarray
-    unit: np.ndarray
-    piece: np.ndarray
+    source: np.ndarray  # [N] place in `Mixture.names`
+    unit: np.ndarray  # [N] place in the order of the source, epochs one after the other
+    piece: np.ndarray  # [N] of that unit
     seq_len: int
 
 
@@ -169,18 +144,17 @@ class Mixture:
 
     Args:
         table: the stage table.
-        units: of each source by name, of `table.unit_len` tokens, at least one; None: not known yet.
+        units: number of units of each source by name, at least one; None: not known yet.
     """
 
     def __init__(self, table: StageTable, units: Mapping[str, int | None]) -> None:
-        # Sorted, so that the turns do not depend on the order in the file; some may be of the past alone.
+        # Sorted, so that turns do not depend on the order in the file. Rows of the past may have other sources.
         self.names = tuple(sorted({*units, *(name for row in table.rows for name in row.asked.weights)}))
         self.table, self.units, self.unit_len = table, units, table.unit_len
-        self.rounded: list[tuple[StageRow, dict[str, Fraction]]] = []  # rows, and the shares that are taken instead
+        self.rounded: list[tuple[StageRow, dict[str, Fraction]]] = []  # rows, and the shares that they get instead
         self._turns: list[Turns] = []
-        self._cursors: list[np.ndarray] = []  # tokens of each source that are behind at the start of each row
-        self._skipped: list[np.ndarray] = []  # there and before
-        self._rows = np.array([row.from_sample for row in table.rows])
+        self._cursors: list[np.ndarray] = []  # tokens of each source, read or skipped, at the start of each row
+        self._skipped: list[np.ndarray] = []  # the skipped ones
         cursor, skipped = np.zeros(len(self.names), np.int64), np.zeros(len(self.names), np.int64)
         for n, row in enumerate(table.rows):
             if n:
@@ -198,12 +172,7 @@ class Mixture:
             self._skipped.append(skipped)
 
     def taken(self, row: StageRow, samples: np.ndarray) -> Taken:
-        """Say what samples of training are.
-
-        Args:
-            row: of the stage table, that they are in.
-            samples: [N] numbers of samples, from 0 at the start of training on.
-        """
+        """Say what the samples [N] of a row are, numbered from 0 at the start of training on."""
         n, seq_len = self.table.rows.index(row), row.asked.seq_len
         source, before = self._turns[n].at(samples - row.from_sample)
         tokens = self._cursors[n][source] + before * seq_len
@@ -220,7 +189,7 @@ class Mixture:
         return dict(zip(self.names, self._behind(step)[1].tolist(), strict=True))
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return how often each source has been gone through up to a step; NaN: it is not known how long it is."""
+        """Return the epochs of each source up to a step; NaN while its length is not known."""
         behind = dict(zip(self.names, self._behind(step)[0].tolist(), strict=True))
         return {
             name: math.nan if count is None else behind[name] / (count * self.unit_len)
@@ -228,7 +197,7 @@ class Mixture:
         }
 
     def asked(self, step: int) -> dict[str, Fraction]:
-        """Return the tokens of each source that the weights ask for up to a step, exactly."""
+        """Return the exact number of tokens of each source that the weights ask for up to a step."""
         found = dict.fromkeys(self.names, Fraction(0))
         for row, after in zip(self.table.rows, (*self.table.rows[1:], None), strict=True):
             end = min(step, step if after is None else after.from_step)
@@ -239,7 +208,6 @@ class Mixture:
         return found
 
     def _given(self, n: int, sample: int) -> np.ndarray:
-        """Return the tokens of each source in a row up to a sample."""
         row = self.table.rows[n]
         return self._turns[n].given(sample - row.from_sample) * row.asked.seq_len
 

@@ -1,8 +1,8 @@
-"""The stage table of a run: which step trains on sequences of which length, how many of them, and by which weights.
+"""The stage table of a run: length, number and source weights of the sequences of each step.
 
-A row begins with a step. The rows that training has reached are kept in each checkpoint; those to come follow from the
-config. So a run that goes on with other weights, or another batch, begins a row at its next step and changes none of
-the past, whatever the config says by then; a config that would have trained otherwise up to here is refused.
+A row begins with a step. Each checkpoint keeps the rows that training has reached; later ones follow from the config.
+So a run that goes on with other weights, or another batch, begins a row at its next step and changes none of the past;
+a config that would have trained otherwise up to here is refused.
 
 A stage begins with the first step that has its tokens behind it. Nothing here needs torch.
 """
@@ -20,30 +20,23 @@ from titanlite.errors import ConfigError, Problem, describe
 
 @dataclass(frozen=True)
 class StageRow:
-    """A row of the stage table.
+    """A row of the stage table."""
 
-    Attributes:
-        from_step: steps done before it.
-        from_sample: sequences trained on before it.
-        from_tokens: tokens trained on before it.
-        asked: as the config asks for it; of a row of the past, as it asked then.
-    """
-
-    from_step: int
-    from_sample: int
-    from_tokens: int
-    asked: AskedStage
+    from_step: int  # steps done before it
+    from_sample: int  # sequences trained on before it
+    from_tokens: int  # tokens trained on before it
+    asked: AskedStage  # as the config asks; of a row of the past, as it asked then
 
     def samples(self, step: int) -> int:
-        """Sequences trained on up to a step that its stage reaches."""
+        """Return the sequences trained on up to a step of this row."""
         return self.from_sample + (step - self.from_step) * self.asked.sequences
 
     def tokens(self, step: int) -> int:
-        """Tokens trained on up to a step that its stage reaches."""
+        """Return the tokens trained on up to a step of this row."""
         return self.from_tokens + (step - self.from_step) * self.asked.tokens_per_step
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row as a checkpoint keeps it: without what the layout or the learning rate have of it."""
+        """Return the row as a checkpoint keeps it, without layout and learning rate."""
         asked = self.asked
         return {
             "from_step": self.from_step,
@@ -57,30 +50,23 @@ class StageRow:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "StageRow":
-        """Return a row that a checkpoint kept."""
+        """Return a row of a checkpoint."""
         asked = AskedStage(None, row["stage"], row["seq_len"], row["sequences"], 1, row["weights"])
         return cls(row["from_step"], row["from_sample"], row["from_tokens"], asked)
 
 
 @dataclass(frozen=True)
 class Past:
-    """The part of a run that was trained before a start.
+    """The part of a run that was trained before a start."""
 
-    Attributes:
-        step: the last step done.
-        samples: sequences trained on.
-        rows: of the stage table, up to there.
-        unit_len: tokens of the samples that sources are cut into; 0: nothing was trained.
-    """
-
-    step: int = 0
-    samples: int = 0
-    rows: tuple[StageRow, ...] = ()
-    unit_len: int = 0
+    step: int = 0  # the last one done
+    samples: int = 0  # sequences trained on
+    rows: tuple[StageRow, ...] = ()  # of the stage table
+    unit_len: int = 0  # as of the stage table; 0: nothing was trained
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on."""
+        """Return the tokens trained on."""
         row = self.rows[-1] if self.rows else None
         return 0 if row is None else row.from_tokens + (self.samples - row.from_sample) * row.asked.seq_len
 
@@ -89,9 +75,9 @@ class StageTable:
     """The rows of a run, and what follows from them for each step.
 
     Args:
-        rows: by their first step.
+        rows: in order.
         steps: of the run.
-        unit_len: tokens of the samples that sources are cut into: the longest seq_len of all stages that there were.
+        unit_len: tokens of the samples that sources are cut into: the longest seq_len of all stages, past ones too.
         notes: what was changed at this start, a line each.
     """
 
@@ -105,11 +91,11 @@ class StageTable:
         return self.rows[max(0, bisect_right(self._from_step, step - 1) - 1)]
 
     def samples(self, step: int) -> int:
-        """Sequences trained on up to a step, over all ranks."""
+        """Return the sequences trained on up to a step, over all ranks."""
         return self.row(step + 1).samples(step)
 
     def tokens(self, step: int) -> int:
-        """Tokens trained on up to a step, over all ranks."""
+        """Return the tokens trained on up to a step, over all ranks."""
         return self.row(step + 1).tokens(step)
 
     def past(self, step: int) -> list[dict[str, Any]]:
@@ -123,7 +109,7 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
     Args:
         config: of the run, checked.
         world_size: number of processes; None: the fewest.
-        past: of the checkpoint that it goes on from.
+        past: of the checkpoint from which the run goes on.
 
     Raises:
         ConfigError: the config has other stages up to here than were trained, or one without a step.
@@ -163,7 +149,7 @@ def stage_table(config: Config, world_size: int | None, past: Past | None = None
 
 
 def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None:
-    """Refuse stages that are not those which were trained, up to where training stands."""
+    """Refuse other stages than were trained up to here."""
     last, problems = past.rows[-1], list[Problem]()
     tokens = past.tokens
     trained = {row.asked.from_tokens: row.asked for row in past.rows}  # the last of each
@@ -192,18 +178,16 @@ def _check_past(config: Config, asked: Sequence[AskedStage], past: Past) -> None
 
 
 def _without_step(stage: AskedStage, before: AskedStage) -> Problem:
-    """Return the problem of a stage that begins in the first step of the one before it."""
     want = f"at least a step, of {before.tokens_per_step:,} tokens, after the stage before it begins"
     return Problem(f"data.stage[{stage.at}].from_tokens", str(stage.from_tokens), want, "a larger from_tokens")
 
 
 def _takes_same(a: AskedStage, b: AskedStage, is_past: bool = False) -> bool:
-    """Return whether two stages take the same samples; of the past, the batch may follow from the ranks of then."""
+    """Return whether two stages take the same samples; a past batch may be of another number of ranks."""
     return a.seq_len == b.seq_len and a.shares == b.shares and (is_past or a.sequences == b.sequences)
 
 
 def _difference(before: AskedStage, after: AskedStage) -> str:
-    """Say what differs between two stages."""
     found: list[str] = []
     if before.seq_len != after.seq_len:
         found.append(f"seq_len {before.seq_len} → {after.seq_len}")
