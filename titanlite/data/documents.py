@@ -1,9 +1,8 @@
-"""Documents: the texts of a source, read from its files.
+"""Read the documents of a source: its texts.
 
-A record that cannot be decoded is never dropped in silence: the `Tally` counts it and names the first ones, and one
-more than `data.max_bad_records` ends the reading. The trade-off: a source is always read from its beginning, by one
-process; what makes that cheap is that it happens once (prepare.py). A restart goes on behind the records of which the
-tally knows: those of the file that it was in are read again, and passed over.
+A record that cannot be decoded is counted by the `Tally`, which names the first ones; one more than
+`data.max_bad_records` ends the reading. One process reads the source from its beginning, once (prepare.py). A restart
+goes on behind the records that the tally has counted: those of the same file are read again and passed over.
 """
 
 import codecs
@@ -33,22 +32,19 @@ _START_BYTES = 1 << 20  # of a .jsonl that `check_text_key` looks at
 
 
 class Document(NamedTuple):
-    """One text, and where it is from: `file`, `file:line` or `file:row`, counted from 1."""
+    """One text, and where it is from."""
 
-    place: str
+    place: str  # `file`, `file:line` or `file:row`, counted from 1
     blocks: Iterable[str]  # the text in parts, none of them empty; to be read once, before the next document
 
 
 def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]:
-    """Read the documents of a source, in order; empty ones are left out.
+    """Yield the documents of a source of text, in order, without empty ones.
 
-    Args:
-        source: of kind "python", "text" or "dataset".
-        text_key: the field of a record that holds its text.
-        tally: counts bytes, bad records and skipped files as they are met. The caller calls its `check`.
+    Bytes, bad records and skipped files are counted in `tally` as they are met; the caller calls its `check`.
 
     Raises:
-        DataError: a file cannot be read, or a record's field is in none of a file's columns.
+        DataError: a file cannot be read, or has no column `text_key`.
     """
     if source.dataset:
         yield from _dataset_documents(source, text_key, tally)
@@ -72,10 +68,7 @@ def documents(source: Source, text_key: str, tally: Tally) -> Iterator[Document]
 
 
 def check_text_key(source: Source, data: Data) -> None:
-    """Look for the field of the text at the beginning of a source: in a fraction of a second, whatever its size.
-
-    Of the .parquet files the first one's columns are looked at, of the .jsonl files the first one's first mebibyte.
-    """
+    """Look for `data.text_key` in the columns of the first .parquet file and in the first MiB of the first .jsonl."""
     if source.kind != "text":
         return
     of_each_kind = ([f for f in source.files if ending(f) in kinds][:1] for kinds in ((".parquet",), JSON_LINES))
@@ -98,7 +91,7 @@ def _check_records(file: SourceFile, data: Data) -> None:
     for line in whole.removeprefix(codecs.BOM_UTF8).split(b"\n"):
         try:
             record = parse_json(line)
-        except ValueError:  # a bad record, or none: for those who read them all
+        except ValueError:  # bad records are counted when all is read
             continue
         if isinstance(record, dict) and data.text_key in record:
             return
@@ -109,20 +102,20 @@ def _check_records(file: SourceFile, data: Data) -> None:
 
 def _text_document(file: SourceFile, tally: Tally, skip: bool) -> Iterator[Document]:
     if error := _first_error(file):
-        if skip:  # the standard library has a few on purpose: test data of the source decoder
+        if skip:  # the standard library has a few on purpose
             tally.skipped.append(f"{file}: not UTF-8")
         else:
             tally.add_bad(*error)
         return
     blocks = _blocks(file, tally)
-    first = next(blocks, "")  # of nothing but a mark of the byte order, too
+    first = next(blocks, "")  # empty, too, of a byte-order mark alone
     if first:
         tally.record = 1
         yield Document(str(file), chain([first], blocks))
 
 
 def _first_error(file: SourceFile) -> tuple[str, str] | None:
-    """Find the first byte that is not UTF-8, and why. Beforehand: a tokenizer takes a hundred times as long."""
+    """Return (place, reason) of the first byte that is not UTF-8: found before the file is tokenized."""
     decoder, n_bytes, n_lines = codecs.getincrementaldecoder("utf-8")(), 0, 0
     with file.open("rb") as data:
         is_last = False
@@ -131,14 +124,14 @@ def _first_error(file: SourceFile) -> tuple[str, str] | None:
             is_last, n_bytes = not chunk, n_bytes + len(chunk)
             try:
                 n_lines += decoder.decode(chunk, final=is_last).count("\n")
-            except UnicodeDecodeError as e:  # of the chunk and the half of a character that was left before it
+            except UnicodeDecodeError as e:  # `e.object` begins with the half of a character that was left over
                 line = n_lines + e.object.count(b"\n", 0, e.start) + 1
                 return f"{file}:{line}", _not_utf8(e, before := n_bytes - len(e.object)) + _kind(e.object, before)
     return None
 
 
 def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # it is UTF-8; one that changes is refused later
+    decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")  # `_first_error` has checked it
     with file.open("rb") as data:
         while chunk := data.read(_BLOCK_BYTES):
             tally.n_bytes += len(chunk)
@@ -148,7 +141,7 @@ def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
 
 @contextmanager
 def _json_lines(file: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
-    """Open a file of lines, compressed or not; the second tells how many of its bytes have been read."""
+    """Open a file of lines, compressed or not; return it and what tells how many bytes of the file have been read."""
     with file.open("rb") as data:
         codec = CODECS.get(file.suffix.lower())
         if codec is None:
@@ -162,7 +155,7 @@ def _json_lines(file: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]
 
 
 def _record_lines(file: SourceFile, tally: Tally, passed: int) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the lines of a file, with their numbers; None for one that is too large, whose rest is passed over."""
+    """Yield the numbered lines of a file; None for one that is too large, whose rest is passed over."""
     number, most, is_rest = 0, tally.max_record_mib << 20, False
     with _json_lines(file) as (stream, n_read):
         while piece := stream.readline(_BLOCK_BYTES if is_rest else most + 1):
@@ -212,7 +205,7 @@ def _record_document(place: str, record: Any, text_key: str, tally: Tally) -> It
     elif not isinstance(record[text_key], str):
         kind = "null" if record[text_key] is None else f"of type {type(record[text_key]).__name__}"
         tally.add_bad(place, f"field {text_key!r} is {kind}, not a string")
-    elif len(text := record[text_key]) > most // 4 and len(text.encode()) > most:  # few are encoded for that
+    elif len(text := record[text_key]) > most // 4 and len(text.encode()) > most:
         tally.add_large(place)
     elif text:
         yield Document(place, (text,))
@@ -239,7 +232,7 @@ def _parquet_documents(file: SourceFile, text_key: str, tally: Tally, key: str, 
                 tally.add_bad(f"{file}:{row}", _not_utf8(e))
             else:
                 yield from _record_document(f"{file}:{row}", record, text_key, tally)
-        if row != n_rows:  # some damage inside a column ends it early, without an error
+        if row != n_rows:  # damage inside a column may end it early without an error
             raise pyarrow.ArrowInvalid(f"{row} rows, where its end says {n_rows}")
 
 
@@ -275,7 +268,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             tally.skipped.append(f"{missing:,} of the {stated.num_examples:,} rows that the dataset is said to have")
     except DataError:
         raise
-    except BaseException as e:  # the library raises its own, its back ends' and the network's
+    except BaseException as e:  # the library's, its back ends' and the network's have no common class
         if not isinstance(e, Exception) and not is_panic(e):
             raise
         fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
@@ -287,7 +280,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
 
 
 def _kind(content: bytes, before: int) -> str:
-    """Say what else a file seems to be, by the content that nothing is `before`."""
+    """Say what kind of file begins with this content, of which `before` bytes or lines come before."""
     found = next((kind for begin, kind in _OTHER_KINDS if content[:32].lower().startswith(begin)), "")
     return f"; it begins as {found}" if found and not before else ""
 

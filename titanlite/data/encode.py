@@ -1,10 +1,9 @@
 """Encode documents to token ids, a few MB of text at a time.
 
 Small documents are encoded many at once, on all cores. A large one is cut into pieces first: a tokenizer takes over a
-hundred times the size of what it is given at once, on one core. The tokens stay those of the whole text, as it is cut
-at seams alone: places where the text around them has the same tokens in one piece and in two. A tokenizer's words end
-within a few characters, so what is seen there holds for the whole. One that puts a mark before each text, as those
-made from SentencePiece often do, has no seams; its documents stay whole.
+hundred times the memory of a text, and one core. The tokens are those of the whole text, as it is cut at seams: places
+where the text around them has the same tokens in one piece and in two. A tokenizer that puts a mark before each text,
+as those made from SentencePiece often do, has no seams, and gets documents whole.
 """
 
 import re
@@ -20,48 +19,48 @@ from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import EncodingError, Tokenizer
 
 _BATCH_CHARACTERS = 1 << 22  # that are encoded at once
-_LEAST_CHARACTERS = 200  # that a text costs, however short: there may be millions
-_PIECE_CHARACTERS = 1 << 17  # of a large document, at least: so that a batch has some for each core
-_AROUND_CHARACTERS = 500  # on either side of a place, that show whether it is a seam
-_TRIALS = 16  # places that are looked at in a row, before the piece is made longer
+_LEAST_CHARACTERS = 200  # that a text counts for, however short: there may be millions
+_PIECE_CHARACTERS = 1 << 17  # of a piece, at least; a batch has several for each core
+_AROUND_CHARACTERS = 500  # on either side of a place, in which a seam is looked for
+_TRIALS = 16  # places that are tried before the piece is made longer
 _PLACES = re.compile(r"(?<=\w)(?=\s)|(?<=\n)(?=\S)")
 
 
 class Encoded(NamedTuple):
-    """Token ids of a document, or of the next piece of it."""
+    """Token ids of a document, or of a piece of it."""
 
     ids: np.ndarray  # [N]
-    ends: bool  # its document, with the separator
-    is_bad: bool = False  # the document cannot be used: what came of it does not count, and no more comes
+    ends: bool  # they end the document, with the separator
+    is_bad: bool = False  # the document cannot be used: its pieces so far do not count, and no more come
 
 
 class _Piece(NamedTuple):
     place: str  # of its document
     text: str
     ends: bool
-    n_bad: int  # records that were bad before its document
+    n_bad: int  # bad records before its document
     bad: str = ""  # why its document cannot be used
 
 
 def encode(
     source: Source, text_key: str, tokenizer: Tokenizer, tally: Tally, max_tokens: int = 0
 ) -> Iterator[list[Encoded]]:
-    """Encode the documents of a source, in order.
+    """Encode the documents of a source of text, in order.
 
     Args:
-        source: of kind "python", "text" or "dataset".
+        source: the source.
         text_key: the field of a record that holds its text.
         tokenizer: makes the ids.
-        tally: counts what is read, what comes of it, and the documents that cannot be encoded or hold a separator.
-        max_tokens: nothing follows the document, or the piece of one, that reaches so many. 0: the whole source.
+        tally: counts what is read and encoded, and documents that cannot be encoded or hold a separator.
+        max_tokens: the document, or piece of one, that reaches so many is the last. 0: the whole source.
 
     Yields:
-        What was encoded at once, in order; a document may go on from one list to the next.
+        What was encoded at once; a document may go on from one list to the next.
 
     Raises:
         DataError: a file cannot be used, or too many records are bad.
     """
-    is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0  # of the document that a piece is of, up to there
+    is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0  # of this piece's document so far
     batches = _text_batches(_pieces(documents(source, text_key, tally), tokenizer, tally))
     for batch in batches:
         encoded: list[Encoded] = []
@@ -73,7 +72,7 @@ def encode(
                     what = "NUL" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}"
                     tally.add_bad(piece.place, bad or f"holds {what}, which separates documents")
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
-                    tally.check_early(piece.n_bad + tally.n_bad - n_read)  # those behind are not encoded one by one
+                    tally.check_early(piece.n_bad + tally.n_bad - n_read)  # before the rest is encoded one by one
                 is_bad, n_tokens, n_unknown, n_text = True, 0, 0, 0
             elif not is_bad:
                 if tokenizer.bos_id is not None and not n_tokens:
@@ -89,7 +88,7 @@ def encode(
                 tally.n_unknown, tally.n_text_bytes = tally.n_unknown + n_unknown, tally.n_text_bytes + n_text
                 is_bad, n_tokens, n_unknown, n_text = False, 0, 0, 0
                 if 0 < max_tokens <= tally.n_tokens:
-                    # What was read ahead does not count, but for that there is more.
+                    # Bad records that were read ahead do not count.
                     tally.is_cut = tally.take_back(piece.n_bad, n_read) or n < len(batch) or _is_more(batches, tally)
                     tally.check()
                     yield encoded
@@ -101,7 +100,7 @@ def encode(
 
 
 def _ids(texts: list[str], tokenizer: Tokenizer) -> Iterator[np.ndarray | str]:
-    """Encode texts, as far as is asked; where one cannot be, its reason stands in the place of its ids."""
+    """Yield the ids of each text, or the reason why it cannot be encoded."""
     encoded: list[np.ndarray] | list[str] = []
     try:
         encoded = tokenizer.encode_batch(texts)
@@ -122,7 +121,7 @@ def _is_more(batches: Iterator[list[_Piece]], tally: Tally) -> bool:
 
 def _text_batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
-    n_characters, is_inside = 0, False  # of a document that began in a batch before: where it ends, a restart goes on
+    n_characters, is_inside = 0, False  # of a document that began in an earlier batch; its end ends the batch
     for piece in pieces:
         batch.append(piece)
         n_characters += max(len(piece.text), _LEAST_CHARACTERS)
@@ -136,9 +135,9 @@ def _text_batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
 def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> Iterator[_Piece]:
     for document in texts:
         n_bad = tally.n_bad
-        text, at, n_bytes = "", _PIECE_CHARACTERS, 0  # what is left, where in it the next piece may begin, and its size
+        text, at, n_bytes = "", _PIECE_CHARACTERS, 0  # the rest, where in it the next piece may begin, and its size
         for block in document.blocks:
-            text += block  # in place; a new text for each block would take quadratic time where there are no seams
+            text += block  # in place: a new text for each block would take quadratic time without seams
             n_bytes += len(block.encode())
             start = 0
             while at + _PIECE_CHARACTERS <= len(text):
@@ -158,13 +157,13 @@ def _pieces(texts: Iterable[Document], tokenizer: Tokenizer, tally: Tally) -> It
 
 
 def _seam(text: str, start: int, tokenizer: Tokenizer) -> int | None:
-    """Find a place where a text can be cut without a change of its tokens, not far behind `start`."""
+    """Return a place behind `start` where a text can be cut without a change of its tokens."""
     for place in islice(_PLACES.finditer(text, start, start + _PIECE_CHARACTERS // 2), _TRIALS):
         cut = place.start()
         left, right = text[cut - min(cut, _AROUND_CHARACTERS) : cut], text[cut : cut + _AROUND_CHARACTERS]
         try:
             whole, *parts = tokenizer.encode_batch([left + right, left, right])
-        except EncodingError:  # it has no token for a word that these ends are cut off
+        except EncodingError:  # it has no token for a part of a word at these ends
             continue
         if np.array_equal(whole, np.concatenate(parts)):
             return cut

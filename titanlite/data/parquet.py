@@ -1,4 +1,4 @@
-"""Read one column of texts from a Parquet file, few values at a time, whatever its row groups hold."""
+"""Read one column of texts from a Parquet file, few values at a time."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NUMBER_BYTES, _HEADER_BYTES = 8, 1 << 13  # that the number of such a text take
 
 @contextmanager
 def open_column(file: SourceFile, text_key: str, key: str) -> Iterator[Any]:
-    """Open a Parquet file that has the column; what is wrong with it while it is read is a mistake of the user's."""
+    """Open a Parquet file; raise a DataError if it has no such column of strings, or is damaged where it is read."""
     import pyarrow
     import pyarrow.parquet
 
@@ -74,14 +74,14 @@ def _is_numbers(column: Any) -> bool:
 
 
 def text_bytes(value: Any) -> int:
-    """Return the bytes of a text of a Parquet file, without a copy of it."""
-    value = getattr(value, "value", value)  # of a dictionary's
+    """Return the bytes of a text without copying it."""
+    value = getattr(value, "value", value)  # of a dictionary
     buffer = value.as_buffer() if hasattr(value, "as_buffer") else None
     return buffer.size if buffer else 0
 
 
 def no_such_field(file: SourceFile, text_key: str, names: list[str]) -> DataError:
-    """Make the error to raise where no record has the field of the text."""
+    """Return the error for a file of which no record has the field of the text."""
     near = nearest(text_key, names)
     fix = f"text_key = {json.dumps(near)}" if near else "name the one that holds the text"
     want = f"one of the fields of {file}: {', '.join(names) or 'none'}"

@@ -3,12 +3,11 @@
     python_stdlib, python_stdlib_held_out   the .py files of this interpreter's standard library
     a path, a folder or a glob              .txt (one document), .jsonl and .parquet (one per record), .bin (token ids);
                                             lines of JSON also compressed, as .jsonl.gz, .json.gz, .jsonl.zst, .json.zst
-    s3://, gs://, https://, …               the same behind a URL, but for token files (remote.py)
+    s3://, gs://, https://, …               the same behind a URL, except token files (remote.py)
     hf:<dataset>[:<config>[:<split>]]       a dataset of the Hugging Face hub, or a local folder of one
 
-Names only: what is in the files is read by documents.py. Each file is taken once, however many names lead to it, and
-what lies beside those that are taken is counted. No torch here: a source that matches nothing is reported before torch
-is imported.
+Files are found by name here and read by documents.py. Each is taken once, however many names lead to it; others in a
+folder are counted. No torch here, so that a source without files is reported before torch is imported.
 """
 
 import fnmatch
@@ -32,11 +31,11 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 """Compression of JSON lines, by the ending of a file's name, as pyarrow calls it."""
 JSON_LINES = (".jsonl", *(f"{name}{end}" for name in (".jsonl", ".json") for end in CODECS))
 SUFFIXES = (".txt", *JSON_LINES, ".parquet", ".bin")
-# Not read, but not passed over in a folder either.
+# Refused in a folder, too, where other endings are passed over.
 _COMPRESSED = tuple(f"{name}{end}" for name in (".txt", ".json", *JSON_LINES) for end in (*CODECS, ".xz", ".bz2"))
 _DOWNLOAD = (".aria2", ".crdownload", ".download", ".incomplete", ".part", ".partial", ".tmp")
 _UNFINISHED = tuple(f"{name}{end}" for name in SUFFIXES for end in _DOWNLOAD)
-_FIXES = (  # of files of another kind, by their endings; the last is of any
+_FIXES = (  # for files that are not read, by their endings
     (_COMPRESSED, "decompress them, or {narrow}"),
     (_UNFINISHED, "end the download, or delete what is left of it; or {narrow}"),
     ("", "{narrow}, or rename the files"),
@@ -48,34 +47,33 @@ BEGINNINGS = (
     (b"PAR1", "Parquet"),
     (b"version https://git-lfs", "a pointer of Git LFS, whose file was not fetched"),
 )
-"""The first bytes of files, and the kind that they show, whatever their names say."""
+"""The first bytes of files, and the kind of file that they show."""
 
 _STDLIB = ("python_stdlib", "python_stdlib_held_out")
 _HUB_NAME = re.compile(r"[\w-]+(/[\w-]+)?")
-
 
 SourceFile = Path | RemoteFile
 
 
 @dataclass(frozen=True)
 class Source:
-    """Describe what a source string stands for; nothing has been read yet."""
+    """The files that a source string stands for; nothing has been read yet."""
 
     name: str  # the string, as the user wrote it
-    key: str  # dotted key it was written under, for messages
+    key: str  # the config key
     kind: Literal["python", "text", "tokens", "dataset"]
-    files: tuple[SourceFile, ...]  # sorted; of a dataset: those below its folder, empty if it is on the hub
+    files: tuple[SourceFile, ...]  # sorted; of a dataset, the files below its folder, none if it is on the hub
     dataset: tuple[str, str | None, str] | None = None  # path or hub name, config, split
-    count: str = ""  # of the files that were taken, passed over and met twice, in words; of a dataset: ""
+    count: str = ""  # of files taken, passed over and met twice, in words; "" of a dataset
 
     def stamps(self) -> list[tuple[str, int, int]]:
-        """Return path, size [bytes] and modification time [ns] of every file: what tells a changed input.
+        """Return path, size [bytes] and modification time [ns] of every file, by which a changed input is found.
 
         Raises:
             DataError: a file is gone.
         """
         files = self.files
-        if is_url(self.name) and self.kind == "text":  # asked for anew, all at once
+        if is_url(self.name) and self.kind == "text":  # listed anew
             files = list_files(self.name, self.key, SUFFIXES)[0]
         try:
             return [(str(f), (s := f.stat()).st_size, s.st_mtime_ns) for f in files]
@@ -84,19 +82,16 @@ class Source:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Return the files of this host, which token files always are."""
+        """Return the local files; token files are never remote."""
         return tuple(file for file in self.files if isinstance(file, Path))
 
     def n_bytes(self) -> int | None:
-        """Return the bytes to read, or None where that is not known beforehand."""
+        """Return the bytes to read; None of a dataset."""
         return None if self.kind == "dataset" else sum(size for _, size, _ in self.stamps())
 
 
 def resolve(source: str, key: str = "data.source") -> Source:
-    """Find the files of a source, without reading them.
-
-    Returns:
-        The source; its files are sorted, so that every host reads them in one order.
+    """Find the files of a source, sorted, so that every host reads them in one order.
 
     Raises:
         DataError: nothing matches, a folder cannot be read, a suffix is unknown, or token files are mixed with text.
@@ -133,22 +128,17 @@ def resolve(source: str, key: str = "data.source") -> Source:
 
 
 def files_below(source: str, key: str, folder: str) -> Iterator[str]:
-    """Yield the files of a folder of a source, but for hidden ones; each folder of it is entered once.
-
-    Raises:
-        DataError: a folder cannot be read.
-    """
+    """Yield the files of a folder of a source, without hidden ones; raise a DataError if one cannot be read."""
     return _Walk(source, key).below(folder)
 
 
 def ending(file: SourceFile | str) -> str:
-    """Return the one of `SUFFIXES` that a file's name ends in, in whatever case it is written; "" if it is none."""
+    """Return the one of `SUFFIXES` that a file's name ends in, in any case, or ""."""
     name = (file if isinstance(file, str) else file.name).lower()
     return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
 
 
 def _resolve_url(source: str, key: str) -> Source:
-    """Find the files behind a URL."""
     files, passed = list_files(source, key, SUFFIXES, is_start=True)
     name = redact_urls(source)
     if unknown := [f for f in files if not ending(f.name)]:
@@ -162,7 +152,7 @@ def _resolve_url(source: str, key: str) -> Source:
 
 
 def _check_kinds(source: str, key: str, files: list[Path]) -> None:
-    """Refuse files that cannot be read, that are no text beside text, or that hold the same as another."""
+    """Refuse files of unknown kinds, token files beside text, and a file beside its compressed form."""
     if unknown := [f for f in files if not ending(f)]:
         known = next((suffix for f in files if (suffix := ending(f))), ".txt")
         narrow = f"narrow the pattern, as in {str(unknown[0].parent / f'*{known}')!r}"
@@ -193,9 +183,9 @@ def _another_kind(source: str, key: str, unknown: Sequence[SourceFile], fix: str
 
 
 def unreadable(source: str, key: str, path: SourceFile | str, e: OSError) -> DataError:
-    """Make the error to raise where a file or folder of a source cannot be read."""
+    """Return the error for a file or folder of a source that cannot be read."""
     want, fix = "files and folders that can be read", "make it readable, or leave it out of the pattern"
-    if e.errno is None:  # of what unpacks it
+    if e.errno is None:  # pyarrow's, while it unpacks
         want, fix = "a whole file of the kind that its name says", "fetch or write it again, or rename it"
     return DataError.of("data", key, f"{source!r}: {path}: {e.strerror or e}", want, fix)
 
@@ -211,22 +201,22 @@ def _stdlib_files(root: str, held_out: bool) -> tuple[Path, ...]:
 
 
 def _is_held_out(relative_path: str) -> bool:
-    """Hold one file in twenty out by its name alone: the split is the same everywhere and stays as files are added."""
+    """Hold one file in twenty out by its name alone, so that the split is the same everywhere and for good."""
     digest = hashlib.blake2b(relative_path.replace(os.sep, "/").encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % 20 == 0
 
 
 class _Walk:
-    """Finds the files of a source; each folder is entered once for a pattern, so that a link upwards ends."""
+    """Finds the files of a source; each folder is entered once for a pattern, so that a cycle of links ends."""
 
     def __init__(self, source: str, key: str) -> None:
         self._source, self._key = source, key
         self._entered: dict[tuple[int, int, tuple[str, ...]], str] = {}
-        self._again: list[str] = []  # files and folders that another name has led to
+        self._again: list[str] = []  # further names of files and folders
         self._passed: list[str] = []  # files of a folder that have no known ending
 
     def files(self) -> list[Path]:
-        """Return what the source names, sorted; of a folder that it names or matches, the files below that are read."""
+        """Return the files that the source names or matches, and those below its folders, sorted."""
         path = os.path.expanduser(self._source)
         found: list[str] = []
         for match in [path] if os.path.lexists(path) else self._matches(*_pattern_parts(path)) if path else []:
@@ -236,24 +226,22 @@ class _Walk:
             for file in self.below(match):
                 known = ending(file) or file.lower().endswith((*_COMPRESSED, *_UNFINISHED))
                 (found if known else self._passed).append(file)
-        # The last part of a path stays as it is: of a link, as hubs and data-versioning tools make them, it has the
-        # suffix. One to nothing, whose content was never fetched, stays too: it is refused where the file is looked at.
+        # Of a link, as hubs and data-versioning tools make them, the name has the suffix: only folders are resolved.
+        # A link to nothing is refused when the file is opened.
         files = self._once(found)
         folders = {folder: Path(folder).resolve() for folder in set(map(os.path.dirname, files))}
         return [folders[os.path.dirname(f)] / os.path.basename(f) for f in files]
 
     def below(self, folder: str) -> Iterator[str]:
-        """Yield the files of a folder, of all that it has."""
         return (f for f in self._matches(folder, ("**", "*")) if not os.path.isdir(f))
 
     def count(self, n_taken: int) -> str:
-        """Say how many files were taken, passed over and met twice."""
         again = set(self._again)
         twice = f"; met twice and taken once: {len(again):,}, as {min(again)}" if again else ""
         return _files_taken(n_taken, set(self._passed)) + twice
 
     def _once(self, found: Iterable[str]) -> list[str]:
-        """Return each file once, sorted, by the name that is no link where there is one."""
+        """Return each file once, sorted, by a name that is not a link if it has one."""
         taken: dict[tuple[int, int] | str, str] = {}
         for file in sorted(set(found), key=lambda f: (os.path.islink(f), f)):
             try:
@@ -265,16 +253,16 @@ class _Walk:
         return sorted(taken.values())
 
     def _matches(self, folder: str, parts: tuple[str, ...]) -> Iterator[str]:
-        """Yield what a pattern matches below a folder; one that cannot be searched is a mistake of the user's."""
+        """Yield what a pattern matches below a folder; raise a DataError if that cannot be searched."""
         if not parts:
             yield folder
             return
         part, rest = parts[0], parts[1:]
         try:
-            inside = os.path.join(folder, os.curdir)  # itself, and so that it must be one that may be entered
+            inside = os.path.join(folder, os.curdir)  # fails unless the folder may be entered
             stat, entries = os.stat(inside), list[os.DirEntry[str]]()
             if glob.has_magic(part):
-                with os.scandir(inside) as all_of_it:  # what is no link first: its name is the one that counts
+                with os.scandir(inside) as all_of_it:  # links last: the other name counts
                     entries = sorted(all_of_it, key=lambda e: (e.is_symlink(), e.name))
         except (FileNotFoundError, NotADirectoryError):
             return
@@ -290,7 +278,7 @@ class _Walk:
         elif not entries and not glob.has_magic(part) and os.path.lexists(os.path.join(folder, part)):
             yield from self._matches(os.path.join(folder, part), rest)
         for entry in entries:
-            # Not hidden ones, and not the file system's own, at the top of a disk.
+            # Hidden files and the file system's own are left out.
             if entry.name == "lost+found" or (entry.name.startswith(".") and not part.startswith(".")):
                 continue
             path = os.path.join(folder, entry.name)
@@ -302,7 +290,7 @@ class _Walk:
 
 
 def _pattern_parts(pattern: str) -> tuple[str, tuple[str, ...]]:
-    """Split a pattern into the folder where it starts and its parts; of `**` in a row one, `*` behind a last one."""
+    """Split a pattern into the folder where it starts and its parts: `**/**` is `**`, and a last `**` is `**/*`."""
     parts = [*pattern.split(os.sep), *["*"] * pattern.endswith("**")]
     start = os.sep if pattern.startswith(os.sep) else ""
     return start, tuple(p for p, before in zip(parts, ["", *parts], strict=False) if p != "**" or before != "**")
@@ -338,5 +326,5 @@ def _resolve_dataset(source: str, key: str) -> Source:
         raise DataError.of("data", key, saw, want, "correct the path of the folder")
     config, split = [*parts[1:], "", ""][:2]
     below = files_below(source, key, path) if os.path.isdir(path) else ()
-    files = sorted({Path(f).resolve() for f in below})  # a link to nothing is refused by name
+    files = sorted({Path(f).resolve() for f in below})
     return Source(source, key, "dataset", tuple(files), (path, config or None, split or "train"))

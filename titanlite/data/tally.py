@@ -1,8 +1,4 @@
-"""Count what reading a source has met: bytes, documents, and records that cannot be used.
-
-A record that cannot be decoded is never dropped in silence: the first ones are named, and one more than
-`data.max_bad_records` ends the reading.
-"""
+"""Count what reading a source has met: bytes, documents, and records that cannot be used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,40 +8,39 @@ from titanlite.config.schema import Data
 from titanlite.errors import DataError
 
 _REPORT_BYTES = 1 << 22  # of text, after which progress is reported
-_LISTED = 10  # bad records that a message names
+_LISTED = 10  # bad records that are named
 _TOO_LARGE = "larger than data.max_record_mib"
-# What a restart goes on from: all that was met before the place that has been reached.
-_KEPT = (
+_KEPT = (  # in progress.json
     *("file", "start", "record", "n_bytes", "n_documents", "n_tokens", "n_text_bytes", "n_unknown"),
     *("n_bad", "bad", "skipped", "revision"),
 )
-_RUNAWAY = 1000  # bad records past the limit at which reading stops, though no good one was met to stop at
+_RUNAWAY = 1000  # bad records past the limit that end reading, though no batch of good ones was full
 
 
 @dataclass
 class Tally:
     """The counts of what reading has met so far."""
 
-    source: str  # its name
-    key: str  # and where it was given, for messages
-    limit: int  # bad records that are allowed
-    file: int = 0  # number of the one that is read
+    source: str
+    key: str  # the config key of the source
+    limit: int  # data.max_bad_records
+    file: int = 0  # number of the file that is read
     start: int = 0  # n_bytes at its beginning
     record: int = 0  # records of it that were read
-    is_between: bool = True  # documents: all that was read, and nothing else, is in these counts
+    is_between: bool = True  # these counts end with a document
     n_bytes: int = 0  # of the input
-    n_documents: int = 0  # that were encoded, and are good
+    n_documents: int = 0  # good ones
     n_tokens: int = 0  # of these, with separators
-    n_text_bytes: int = 0  # of their text, in UTF-8
-    n_unknown: int = 0  # of these, that stand for text which the tokenizer does not know
-    is_cut: bool = False  # there are more, which data.max_tokens leaves out
+    n_text_bytes: int = 0  # of these, in UTF-8
+    n_unknown: int = 0  # tokens of these for text that the tokenizer does not know
+    is_cut: bool = False  # data.max_tokens leaves documents out
     n_bad: int = 0
     bad: list[str] = field(default_factory=list)  # "place: reason" of the first ones
     skipped: list[str] = field(default_factory=list)  # files left out by rule
     max_record_mib: int = Data.max_record_mib
     on_progress: Callable[[], object] = lambda: None  # called every few MB
     revision: str = ""  # of a dataset on the hub
-    is_ended: bool = False  # by a record that is too large, and one too many
+    is_ended: bool = False  # reading ends at a record that is too large, one bad record too many
     _passed: int = 0  # bytes since `on_progress` was called
 
     def kept(self) -> dict[str, Any]:
@@ -71,12 +66,12 @@ class Tally:
             self.check()
 
     def check_early(self, n_bad: int) -> None:
-        """Check at once if so many records are too many, and as many are named as a message names."""
+        """Check at once if `n_bad` records are too many and the message would name no more."""
         if n_bad > self.limit and len(self.bad) == _LISTED:
             self.check()
 
     def add_large(self, place: str) -> None:
-        """Count a record that is too large; what follows is not read if it is one too many: it may have no end."""
+        """Count a record that is too large, which ends the reading if it is one too many: it may have no end."""
         self.add_bad(place, self.too_large())
         self.is_ended = self.n_bad > max(0, self.limit)
 
@@ -85,30 +80,26 @@ class Tally:
         return f"{_TOO_LARGE} = {self.max_record_mib}"
 
     def begin(self, number: int) -> int:
-        """Note the file that is read from here on. Returns the records of it that a restart passes over."""
+        """Note the file that is read from here on; return how many of its records a restart passes over."""
         if number != self.file:
             self.file, self.start, self.record = number, self.n_bytes, 0
         return self.record
 
     def read(self, n_bytes: int) -> None:
-        """Show that reading goes on, every few MB of text, also of what a restart reads again without counting it."""
+        """Call `on_progress` every few MB of text, also of text that a restart reads again."""
         self._passed += n_bytes
         if self._passed >= _REPORT_BYTES:
             self._passed = 0
             self.on_progress()
 
     def take_back(self, first: int, end: int) -> bool:
-        """Forget the bad records with numbers from `first` up to `end`. Returns whether there were any."""
+        """Forget the bad records from `first` up to `end`; return whether there were any."""
         del self.bad[first:end]
         self.n_bad -= end - first
         return end > first
 
     def check(self) -> None:
-        """Raise if there are too many bad records. Called between batches, so that a message names several at once.
-
-        Raises:
-            DataError: more than `limit` records are bad.
-        """
+        """Raise a DataError if more than `limit` records are bad: called between batches, to name several at once."""
         limit = max(0, self.limit)  # less is out of range, and reported
         if self.n_bad <= limit:
             return
