@@ -1,10 +1,9 @@
 """A folder that several processes want and one makes.
 
 It is made under another name beside its place and renamed when it is complete, so it is whole or absent. A lock on a
-file beside it lets one process work while the others wait; the system drops the lock when its holder dies, however it
-dies, and the next one goes on from what was left. The holder writes into the lock file how far it is,
-so that whichever process was asked to show progress can, and why it failed, so that those who waited need not find out
-again one after the other, if what makes it fail is the same for them.
+file beside it lets one process work while the others wait; the system drops the lock when its holder dies, and the next
+process goes on from what was left. The holder writes into the lock file how far it is, so that any process can show
+progress, and why it failed, so that waiting processes with equal limits fail, too, without another try.
 
 Several hosts may share the folder where the file system has locks (NFS since version 4, Lustre mounted with `flock`).
 """
@@ -38,11 +37,11 @@ def make_once(
     """Make a folder if it is not there, or wait until another process has.
 
     Args:
-        folder: what is wanted; its parent exists.
-        make: called with the folder to fill, which holds what an earlier process has left there if that has said how
-            far it was (`unfinished.py`), else nothing; and with a function to call with the bytes read so far.
-        terms: what decides whether `make` fails; a failure is shared by those who waited on equal ones.
-        progress: shows the work, of this process or of the one that is waited for.
+        folder: the folder; its parent exists.
+        make: called with the folder to fill, which is empty or has what an earlier process has left (`unfinished.py`),
+            and with a function to call with the bytes read so far.
+        terms: what decides whether `make` fails; a failure is shared by waiting processes with equal terms.
+        progress: shows the work of this process or of the one that is waited for.
         total: bytes to read, if known.
         on_wait: called again and again while another process works.
 
@@ -65,7 +64,7 @@ def make_once(
         if has_waited and (received := _read_lock(lock)).startswith(failed):
             raise DataError(received.removeprefix(failed).rstrip())
         os.truncate(lock, _SAID_BYTES)
-        os.pwrite(lock, b" " * _SAID_BYTES, 0)  # room for what may be said of a disk that is full by then
+        os.pwrite(lock, b" " * _SAID_BYTES, 0)  # room for a message, also where the disk is full by then
         unfinished = unfinished_of(folder)
         if unfinished.is_symlink() or unfinished.is_file():
             unfinished.unlink()
@@ -95,17 +94,17 @@ def unfinished_of(folder: Path) -> Path:
 
 
 def lock_of(folder: Path) -> Path:
-    """Return the file that whoever makes a folder holds locked."""
+    """Return the lock file of a folder."""
     return folder.with_name(f"{folder.name}.lock")
 
 
 def failed_start(terms: str) -> str:
-    """Return what the lock file begins with where a folder could not be made; the message follows."""
+    """Return how the lock file begins after a failure; the message follows."""
     return redact(f"failed, {terms}: ")
 
 
 def say_failed(folder: Path, terms: str, error: object) -> None:
-    """Say in the lock file why a folder could not be made, unless somebody makes it."""
+    """Write into the lock file why a folder could not be made, unless another process makes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     file = open_plain(lock_of(folder), os.O_RDWR | os.O_CREAT)
     try:
@@ -118,17 +117,14 @@ def say_failed(folder: Path, terms: str, error: object) -> None:
 
 
 def maker_failed(folder: Path, terms: str) -> str | None:
-    """Look whether a process makes a folder.
-
-    Returns:
-        None if there is one; else why the last one failed, "" if it has not said so.
+    """Return None if a process makes a folder; else why the last one failed, or "".
 
     Raises:
         OSError: the lock file cannot be read.
     """
     try:
         file = open_plain(lock_of(folder), os.O_RDONLY)
-    except FileNotFoundError:  # nobody ever did
+    except FileNotFoundError:
         return ""
     try:
         if not _is_free(file):
@@ -140,7 +136,7 @@ def maker_failed(folder: Path, terms: str) -> str | None:
 
 
 def _is_free(lock: int) -> bool:
-    """Return whether nobody works, though others may look at this moment as well, and keep a lock from who would."""
+    """Return whether no process works; a shared lock, as others may look at the same moment."""
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

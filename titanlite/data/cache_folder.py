@@ -1,4 +1,4 @@
-"""Say what a source's shards are made of and where they lie, and check that the cache can hold them."""
+"""Where a source's shards lie, what they are made of, and whether the cache can hold them."""
 
 import errno
 import glob
@@ -21,20 +21,17 @@ from titanlite.durable import disk_space_in
 from titanlite.errors import DataError
 from titanlite.redact import redact_urls
 
-Stamps = list[tuple[str, int, int]]
-"""Path or URL, size in bytes and time of each file, as `Source.stamps` returns them."""
-
 
 @dataclass(frozen=True)
 class Preparation:
-    """Say what is to be prepared, how, and where its shards are to be: everything that can be said beforehand."""
+    """What is to be prepared, how, and where its shards will be."""
 
     source: Source
     data: Data
     vocab_size: int
     tokenizer: Tokenizer | None  # None: token files
     dtype: str
-    stamps: Stamps
+    stamps: list[tuple[str, int, int]]  # as of `Source.stamps`
 
     @cached_property
     def folder(self) -> Path:
@@ -45,31 +42,31 @@ class Preparation:
 
     @property
     def inputs(self) -> str:
-        """Return a hash of what the tokens are made of, the same on other hosts and after a move of the files.
+        """Return a hash of tokenizer, names and sizes of files, for as long as the tokens have no fingerprint.
 
-        It takes the place of the tokens' fingerprint as long as that is not known.
+        It is the same on other hosts and after a move of the files.
         """
         sizes = [(os.path.basename(file), size, 0) for file, size, _ in self.stamps]
         return self._hash("" if sizes else redact_urls(self.source.name), sizes)
 
     @property
     def terms(self) -> str:
-        """Return what decides whether it fails, besides what decides the folder."""
+        """Return what decides whether the preparation fails, besides what decides the folder."""
         limits = f"data.max_bad_records = {self.data.max_bad_records}, max_record_mib = {self.data.max_record_mib}"
         return f"{self.source.key}, {limits}"
 
     @property
     def separator(self) -> int | None:
-        """Return the id that ends each document; None where that is not known."""
+        """Return the id that ends each document; None: not known."""
         return self.tokenizer.separator_id if self.tokenizer else self.data.separator_id
 
     @property
     def max_tokens(self) -> int:
-        """Return the tokens at which reading ends; 0: it does not."""
+        """Return the tokens at which reading ends; 0: it reads everything."""
         return max_tokens_of(self.source, self.data)
 
     def check(self, meta: Meta) -> None:
-        """Hold shards against the limits of this run: they may have been made for one with others.
+        """Check shards, which another run may have made, against this run's limits.
 
         Raises:
             DataError: too many bad records, ids beyond the vocabulary, or no text.
@@ -80,37 +77,37 @@ class Preparation:
         if not meta.tokens:
             raise no_text(meta.source, key, meta.bad_records)
 
-    def _hash(self, name: str, stamps: Stamps) -> str:
+    def _hash(self, name: str, stamps: list[tuple[str, int, int]]) -> str:
         source, data = self.source, self.data
         identity = f"{self.tokenizer.fingerprint} {data.text_key}" if self.tokenizer else self.dtype
         cut = f" {self.max_tokens} by pieces" if self.max_tokens else ""
         cut += f" records to {data.max_record_mib}" if data.max_record_mib != Data.max_record_mib else ""
-        cut += " by file" if source.dataset and source.files else ""  # once, it was what `datasets` made of them
+        cut += " by file" if source.dataset and source.files else ""  # earlier, `datasets` read the files
         text = f"{VERSION} {source.kind} {name} {identity} {stamps}{cut}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _slug(name: str) -> str:
-    """Make a name part of a file name, its end kept: that is where paths differ."""
+    """Make a name part of a file name; its end, where paths differ, is kept."""
     return re.sub(r"[^A-Za-z0-9._]+", "-", name).strip("-.")[-40:] or "source"
 
 
 def max_tokens_of(source: Source, data: Data) -> int:
-    """Return the tokens at which reading ends; 0: it does not. Held-out text is always read whole."""
-    return max(0, data.max_tokens) if source.key == "data.source" else 0  # less is out of range, and reported
+    """Return the tokens at which reading ends; 0: it reads everything, as of held-out text."""
+    return max(0, data.max_tokens) if source.key == "data.source" else 0  # a negative number is reported elsewhere
 
 
 def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
-    """Make the error to raise where a source holds no text."""
+    """Return the error for a source without text."""
     saw = f"{source!r}, which holds no text" + (f" but bad records, as {bad[0]}" if bad else "")
     return DataError.of("data", key, saw, "at least one document", "give another source")
 
 
 def is_folder(path: Path, unknown: bool = False) -> bool:
-    """Return whether a path is a folder; `unknown` where that may not be read, which concerns only who writes there."""
+    """Return whether a path is a folder; `unknown` if a folder above may not be entered."""
     try:
         return path.is_dir()
-    except OSError:  # before Python 3.14, of a folder above that may not be entered
+    except OSError:  # before Python 3.14
         return unknown
 
 
@@ -124,13 +121,13 @@ def check_cache_is_folder(data: Data) -> None:
 
 
 def check_cache_is_outside(source: Source, data: Data) -> None:
-    """Refuse a cache in the folder of a source, whose shards would be part of it the next time."""
+    """Refuse a cache in the folder of a source, which would include the shards the next time."""
     pattern = name = source.dataset[0] if source.dataset else source.name
     if "**" in name and not os.path.isdir(os.path.expanduser(name)):
         name = name.partition("**")[0] or os.curdir
     folder, cache = (Path(os.path.realpath(os.path.expanduser(path))) for path in (name, data.cache_dir))
     is_inside = os.path.isdir(folder) and cache.is_relative_to(folder)
-    is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))  # and a folder is read
+    is_matched = any(place.match(str(folder)) for place in (cache, *cache.parents))
     if (
         not is_url(source.name)
         and source.kind in ("text", "dataset")
@@ -143,7 +140,7 @@ def check_cache_is_outside(source: Source, data: Data) -> None:
 
 
 def _is_hidden(cache: Path, pattern: str) -> bool:
-    """Return whether a folder lies in a hidden one below where a pattern starts: none such is entered unasked."""
+    """Return whether a folder lies in a hidden one below the start of a pattern, which does not enter it."""
     path = Path(os.path.expanduser(pattern))
     wild = [] if os.path.lexists(path) else [n for n, part in enumerate(path.parts) if glob.has_magic(part)]
     n_fixed = min(wild, default=len(path.parts))
@@ -153,7 +150,7 @@ def _is_hidden(cache: Path, pattern: str) -> bool:
 
 
 def unusable_cache(data: Data, e: OSError) -> DataError:
-    """Make the error to raise where the cache cannot be used."""
+    """Return the error for a cache that cannot be used."""
     want = "a folder for token shards, on a file system with locks and enough room"
     fix = disk_space_in(Path(os.path.expanduser(data.cache_dir)))[1]
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

@@ -1,13 +1,11 @@
 """Read a corpus of token ids: whole, or while another process still tokenizes it (`background.py`).
 
-Each sample is read where it lies, through the page cache, which all ranks of a host share, and its file closed again: a
-corpus of thousands of files needs no more descriptors and address space than one of a single file. Mapped into memory,
-each would keep both, and one that shrinks would kill the process with SIGBUS, without a word. A file that has changed
-at equal size trains on, or has ids that the model has no row for; so a block of it is held against its hash before its
-first token is read.
+Each sample is read through the page cache, which all ranks of a host share, and its file is closed again: a corpus of
+thousands of files keeps no descriptors and mappings, and one that shrinks kills no process with SIGBUS. Each block is
+held against its hash before its first token is read, as a file may change at equal size.
 
-What is asked for and not there yet is waited for. How much is there is said by the folder that is being made
-(`unfinished.py`); that somebody still makes it, by the lock that he holds (`cache.py`).
+Reading waits for tokens that are not there yet. The folder that is being made says how many are there
+(`unfinished.py`); its lock, whether a process still makes it (`cache.py`).
 """
 
 import math
@@ -26,7 +24,7 @@ from titanlite.data.unfinished import read_made, read_shard, shard_name, want, w
 from titanlite.errors import DataError, NoMoreDataError
 
 _LOOK_SECONDS = 1.0  # between looks at whether somebody still works
-_ALONE_SECONDS = 4.0  # in which nobody works, before it is an error: another process may be about to go on
+_ALONE_SECONDS = 4.0  # without a maker, before it is an error: another process may be about to go on
 
 
 class Corpus:
@@ -34,8 +32,8 @@ class Corpus:
 
     Args:
         folder: of its shards.
-        planned: what they are, where that is known.
-        grows: whether it is still being made, and its folder not there.
+        planned: how they are made, if known.
+        grows: whether they are still being made.
 
     Raises:
         DataError: meta.json cannot be read, a shard is missing or has another size than it says, or it is not for this
@@ -50,10 +48,10 @@ class Corpus:
         self.tokenizer = planned.tokenizer.fingerprint if planned and planned.tokenizer else ""
         self.separator = planned.separator if planned else None
         self.inputs, self.terms = (planned.inputs, planned.terms) if planned else ("", "")
-        self.wanted = 0  # tokens that were asked for so far, while it grows
+        self.wanted = 0  # tokens that were asked for, while it grows
         self._meta: Meta | None = None
         self._full: list[Shard] = []  # while it grows
-        self._damage: DataError | None = None  # of what follows these
+        self._damage: DataError | None = None  # of the shard behind these
         self._there: tuple[list[HashedFile], np.ndarray] = [], np.zeros(1, np.int64)  # files, and tokens before each
         self._alone_since, self._looked = math.inf, -math.inf
         self._lock = threading.RLock()
@@ -65,41 +63,38 @@ class Corpus:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of it is there."""
+        """Return whether all tokens are there."""
         return self._meta is not None
 
     @property
     def meta(self) -> Meta:
-        """Return what meta.json says; only of one that is whole."""
+        """Return the meta.json of a whole corpus."""
         assert self._meta is not None  # noqa: S101
         return self._meta
 
     @property
     def tokens(self) -> int:
-        """Return the tokens that are there to stay."""
+        """Return the number of tokens that are there."""
         return int(self._there[1][-1])
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of all tokens; "": not known yet."""
+        """Return the fingerprint of all tokens; "" until it is whole."""
         return self._meta.fingerprint if self._meta else ""
 
     @property
     def activity(self) -> tuple[int, int]:
-        """Return what changes as long as somebody works."""
+        """Return numbers that change while a process makes it."""
         with suppress(OSError):
             return self.tokens, lock_of(self.folder).stat().st_mtime_ns
         return self.tokens, 0
 
     def wait(self, tokens: int) -> int | None:
-        """Wait until so many tokens are there, or all are.
-
-        Returns:
-            The number of all tokens; None if it is not known yet.
+        """Wait until so many tokens are there, or all; return the number of all tokens, or None if not yet known.
 
         Raises:
             NoMoreDataError: they will not come: the process that makes them has failed, or this is closed.
-            DataError: what is said of the shard that they are in is damaged.
+            DataError: the .json of their shard is damaged.
         """
         while not self.is_whole:
             self.poll()
@@ -109,7 +104,7 @@ class Corpus:
                 raise damage
             if self._closed.is_set():
                 raise NoMoreDataError(f"{self.source!r}: closed while token {tokens:,} was waited for")
-            self.wanted = 0  # look again: another reader may have written a smaller number over this one's
+            self.wanted = 0  # another reader may have overwritten it with a smaller number
             self._want(tokens)
             time.sleep(POLL_SECONDS)
         if not self.is_whole:
@@ -117,10 +112,7 @@ class Corpus:
         return self.tokens if self.is_whole else None
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Copy some tokens, across shard boundaries; wait for those that are not there yet.
-
-        Returns:
-            [count] int64.
+        """Copy tokens across shard boundaries, [count] int64; wait for those that are not there yet.
 
         Raises:
             IndexError: there are no such tokens.
@@ -134,7 +126,7 @@ class Corpus:
             was_whole = self.is_whole
             try:
                 return self._copy(start, count)
-            except FileNotFoundError:  # the folder may have got its name meanwhile
+            except FileNotFoundError:  # the folder may have been renamed meanwhile
                 if was_whole:
                     raise
                 self.poll()
@@ -154,10 +146,10 @@ class Corpus:
             file.check(block)
 
     def poll(self) -> None:
-        """Look how far it is.
+        """Look how many tokens are there.
 
         Raises:
-            NoMoreDataError: nobody makes it any more, or the cache cannot be read.
+            NoMoreDataError: no process makes more, or the cache cannot be read.
         """
         with self._lock, self._explained():
             if self.is_whole:
@@ -166,7 +158,7 @@ class Corpus:
             if time.monotonic() - self._looked < _LOOK_SECONDS and self._unfinished.exists():
                 return
             self._looked = time.monotonic()
-            said = maker_failed(self.folder, self.terms)  # before: who has ended has given it its name
+            said = maker_failed(self.folder, self.terms)  # before `exists`: a maker renames the folder, then ends
             if self.folder.exists():
                 self._open()
                 wanted_of(self._unfinished).unlink(missing_ok=True)
@@ -180,7 +172,7 @@ class Corpus:
                     raise self._abandoned()
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits with an error."""
         self._closed.set()
 
     def _open(self) -> None:
@@ -194,7 +186,6 @@ class Corpus:
         self._there, self._meta = (files, _starts(meta.shards)), meta
 
     def _look_at_made(self) -> None:
-        """Take note of what is there of a folder that is being made."""
         made, self._damage = read_made(self._unfinished), None
         if made is None or made.all_tokens == self.tokens:
             return
@@ -206,7 +197,7 @@ class Corpus:
         except (ValueError, TypeError, KeyError) as e:
             path = (self._unfinished / shard_name(len(shards))).with_suffix(".json")
             self._damage = damaged(self._unfinished, f"{path}, which is damaged: {e}", "the content that was written")
-        except OSError:  # it got its name
+        except OSError:  # the folder was renamed
             pass
         self._full = [*shards]
         if made.tokens and len(shards) == made.n_shards:
@@ -215,7 +206,7 @@ class Corpus:
         self._there = files, _starts(shards)
 
     def _want(self, tokens: int) -> None:
-        """Tell who makes it how many tokens are needed: he does not go too far ahead."""
+        """Tell the maker how many tokens are needed: it limits its lead by that."""
         if tokens > self.wanted:
             with self._explained():
                 want(self._unfinished, tokens)
@@ -223,7 +214,7 @@ class Corpus:
 
     @contextmanager
     def _explained(self, folder: Path | None = None) -> Iterator[None]:
-        """Make what is wrong with a file, of a folder or the one that is read, an error that says what to do."""
+        """Turn errors of files into a DataError that says what to do."""
         folder = folder or (self.folder if self.is_whole else self._unfinished)
         want = f"the content that {folder / 'meta.json'} was written for"
         try:
@@ -231,7 +222,7 @@ class Corpus:
         except ChangedFileError as e:
             raise damaged(folder, str(e), want) from e
         except OSError as e:
-            if folder == self._unfinished and self._planned:  # so that all ranks are told of it
+            if folder == self._unfinished and self._planned:  # an error that all ranks hear of
                 raise NoMoreDataError(*unusable_cache(self._planned.data, e).args) from e
             if isinstance(e, FileNotFoundError):
                 raise damaged(folder, f"{e.filename} is missing", want) from e
@@ -260,5 +251,5 @@ def _hashed_files(folder: Path, shards: Sequence[Shard], dtype: str) -> list[Has
 
 
 def _starts(shards: Sequence[Shard]) -> np.ndarray:
-    """Return the tokens before each shard, and those of all."""
+    """Return the number of tokens before each shard, and of all."""
     return np.cumsum([0] + [shard.tokens for shard in shards])

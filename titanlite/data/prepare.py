@@ -1,9 +1,8 @@
-"""Preparation: from a source to token shards, once.
+"""Make token shards of a source, once.
 
-The shards of a source lie in `<data.cache_dir>/<source>-<tokenizer>-<key>/`, where the key is a hash of everything
-that decides their content: the paths, sizes and modification times of the input files, the tokenizer, the text field.
-Whatever changes gives another folder, and the old one stays until somebody deletes it. (What a dataset on the hub
-holds cannot be seen from here: after it has changed there, delete its folder.)
+They lie in `<data.cache_dir>/<source>-<tokenizer>-<key>/`. The key is a hash of what decides their content: the paths,
+sizes and modification times of the files, the tokenizer, the text field. After a change there is another folder, and
+the old one is kept. (Of a dataset on the hub no change is seen: delete its folder.)
 """
 
 import os
@@ -14,12 +13,7 @@ from pathlib import Path
 
 from titanlite.config.schema import Data
 from titanlite.data.cache import lock_of, make_once, unfinished_of
-from titanlite.data.cache_folder import (
-    Preparation,
-    check_cache_is_outside,
-    max_tokens_of,
-    unusable_cache,
-)
+from titanlite.data.cache_folder import Preparation, check_cache_is_outside, max_tokens_of, unusable_cache
 from titanlite.data.corpus import Corpus
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
@@ -34,9 +28,9 @@ from titanlite.data.unfinished import PROGRESS, empty, end, read_wanted, want, w
 from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0
-"""Time between two looks at which what was made is put on disk to stay: a restart repeats that much."""
-_LARGE_BYTES = 1 << 26  # of a held-out source that is told of where others are tokenized in the background
-_ALL = 1 << 62  # tokens to ask for, of who needs all there are
+"""Time between two writes of progress: a restart repeats that much."""
+_LARGE_BYTES = 1 << 26  # of a held-out source that delays a run whose other sources are tokenized in the background
+_ALL = 1 << 62  # tokens that are asked for where all are needed
 _PAUSE_SECONDS = 0.2  # between looks at how far training is
 
 
@@ -44,9 +38,9 @@ def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] |
     """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
 
     Args:
-        planned: what they are.
-        progress: shows how far it is.
-        lead: returns how many tokens may be there by now, given the folder; None: there is no limit.
+        planned: the shards.
+        progress: shows the work.
+        lead: returns how many tokens the folder may have by now; None: no limit.
 
     Raises:
         DataError: anything about source, records or cache folder.
@@ -59,7 +53,7 @@ def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] |
             os.utime(lock_of(planned.folder))
 
         try:
-            wanted_of(unfinished).unlink(missing_ok=True)  # of an earlier start; who waits asks again
+            wanted_of(unfinished).unlink(missing_ok=True)  # of an earlier start; readers ask again
             if planned.tokenizer is None:
                 meta = scan(planned.source, planned.dtype, report)
             else:
@@ -71,10 +65,10 @@ def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] |
                 want = "files that do not change meanwhile"
                 raise DataError.of("data", planned.source.key, saw, want, "run again")
             meta.write(unfinished)
-        except OSError as e:  # those who wait for it are to know why
+        except OSError as e:  # so that waiting processes get the reason
             raise unusable_cache(planned.data, e) from e
 
-    def on_wait() -> None:  # who makes it may wait for readers, and this is none
+    def on_wait() -> None:  # the maker may wait for readers, and this process is none
         if lead is None and (wanted := read_wanted(unfinished_of(planned.folder))) < _ALL:
             want(unfinished_of(planned.folder), _ALL)
             if wanted:
@@ -84,18 +78,14 @@ def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] |
         planned.folder.parent.mkdir(parents=True, exist_ok=True)
         make_once(planned.folder, fill, planned.terms, progress, total, on_wait)
         with suppress(OSError):  # of a cache that may only be read
-            end(planned.folder)  # once it has its name: until then, a restart needs these files
+            end(planned.folder)
             wanted_of(unfinished_of(planned.folder)).unlink(missing_ok=True)
     except OSError as e:
         raise unusable_cache(planned.data, e) from e
 
 
 def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Preparation:
-    """Say what is to be prepared; see `prepare`.
-
-    Raises:
-        DataError: anything about source, tokenizer or cache folder that is seen without reading a text.
-    """
+    """Return what is to be prepared; raise a DataError for all that is found without reading a text."""
     found = resolve(source, key)
     check_cache_is_outside(found, data)
     check_used_whole(found, data)
@@ -110,7 +100,7 @@ def plan_preparation(source: str, data: Data, vocab_size: int, key: str) -> Prep
 
 
 def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Tokenizer | None) -> Preparation:
-    """Say how a source is to be prepared; `tokenizer` is None of token files."""
+    """Return how a source is to be prepared; `tokenizer` is None for token files."""
     if tokenizer is None:
         dtype = token_dtype(source, data, vocab_size)
     else:
@@ -124,14 +114,11 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
     Any number of processes may call this at once: one works, the others wait.
 
     Args:
-        source: `data.source`, or one of validation.
-        data: tokenizer, text field, limit of bad records, cache folder.
-        vocab_size: of the model.
+        source: the source.
+        data: the keys of `[data]`.
+        vocab_size: of the model; all ids are below it.
         progress: show a progress bar, or lines where stderr is no terminal.
-        key: the config key of the source: `data.max_tokens` limits that of `data.source` alone.
-
-    Returns:
-        The shards, of at least one token, all ids below `vocab_size`.
+        key: the config key of the source; `data.max_tokens` limits `data.source` alone.
 
     Raises:
         DataError: anything about source, tokenizer, records or cache folder.
@@ -147,7 +134,7 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
 
 
 def whole_from_hub(source: Source, data: Data) -> str:
-    """Say that a source of unknown size is read to its end before a run takes its first step; "" if it is not so."""
+    """Return a notice if all of a dataset on the hub is read before the first step, else ""."""
     if source.kind != "dataset" or source.files or max_tokens_of(source, data):
         return ""
     less = "data.max_tokens limits it" if source.key == "data.source" else "a smaller config or split takes less"
@@ -155,41 +142,26 @@ def whole_from_hub(source: Source, data: Data) -> str:
 
 
 def check_used_whole(source: Source, data: Data) -> None:
-    """Refuse keys that do nothing to token files, and packing where they lack what it needs."""
+    """Refuse keys that do nothing to token files, and packing of token files without a separator."""
     if source.kind != "tokens":
         return
-    of = f"for token files such as {source.name!r}"
-    is_cut = data.packing == "best_fit" and data.separator_id is None and source.key.startswith("data.")
-    separator = 'separator_id = N, the id that ends each document, or packing = "concat"'
-    refused = (
-        (
-            is_cut,
-            "packing",
-            '"best_fit"',
-            f'"concat" {of}, whose documents are not known without a separator',
-            separator,
-        ),
-        (
-            max_tokens_of(source, data),
-            "max_tokens",
-            f"{data.max_tokens}",
-            f"0 {of}, which are used whole",
-            "max_tokens = 0, or name fewer files",
-        ),
-        (
-            data.add_bos_token,
-            "add_bos_token",
-            "true",
-            f"false {of}, which are used as they are",
-            "add_bos_token = false",
-        ),
-    )
-    if problems := [Problem(f"data.{key}", saw, want, fix) for is_asked, key, saw, want, fix in refused if is_asked]:
+    of, problems = f"for token files such as {source.name!r}", list[Problem]()
+    if data.packing == "best_fit" and data.separator_id is None and source.key.startswith("data."):
+        want = f'"concat" {of}, whose documents are not known without a separator'
+        fix = 'separator_id = N, the id that ends each document, or packing = "concat"'
+        problems.append(Problem("data.packing", '"best_fit"', want, fix))
+    if max_tokens_of(source, data):
+        want, fix = f"0 {of}, which are used whole", "max_tokens = 0, or name fewer files"
+        problems.append(Problem("data.max_tokens", f"{data.max_tokens}", want, fix))
+    if data.add_bos_token:
+        want = f"false {of}, which are used as they are"
+        problems.append(Problem("data.add_bos_token", "true", want, "add_bos_token = false"))
+    if problems:
         raise DataError(describe("data", problems))
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = False) -> None:
-    """Refuse ids beyond those of the model, whose number `is_given` with its weights or can be set."""
+    """Refuse a tokenizer with more ids than the model has; weights that are loaded give that number (`is_given`)."""
     if tokenizer.vocab_size > vocab_size:
         want = f"at least {tokenizer.vocab_size}, the vocabulary of data.tokenizer = {tokenizer.name!r}"
         fix = f"set model.vocab_size = {rows_for(tokenizer.vocab_size)}, or choose a smaller tokenizer"
@@ -199,9 +171,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, is_given: bool = Fal
 
 
 def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
-    """Return warnings: of bad records which were skipped, of text that the tokenizer does not know, and of token files
-    with few of the model's ids.
-    """
+    """Return warnings of skipped records, of text unknown to the tokenizer, and of ids that token files never have."""
     warnings: list[str] = []
     if meta.n_bad_records:
         count = f"{meta.n_bad_records:,} bad record{'s' * (meta.n_bad_records > 1)} skipped (data.max_bad_records):"
@@ -218,18 +188,18 @@ def data_warnings(key: str, meta: Meta, vocab_size: int) -> list[str]:
 
 
 def named_bad_records(meta: Meta) -> list[str]:
-    """Return the bad records, as many named as there are places kept of."""
+    """Return the first bad records by name, and the number of the others."""
     unnamed = meta.n_bad_records - len(meta.bad_records)
     return [*meta.bad_records, *[f"and {unnamed:,} more"] * (unnamed > 0)]
 
 
 def new_tally(source: Source, data: Data) -> Tally:
-    """Return the tally of a source that is yet to be read."""
+    """Return the tally of a source before it is read."""
     return Tally(source.name, source.key, data.max_bad_records, max_record_mib=data.max_record_mib)
 
 
 def meta_of(planned: Preparation, tally: Tally, shards: tuple[Shard, ...], fingerprint: str) -> Meta:
-    """Return what meta.json says of a text that was read."""
+    """Return the meta.json of a text that was read."""
     return Meta(
         source=planned.source.name,
         tokenizer=planned.tokenizer.name if planned.tokenizer else "",
@@ -255,7 +225,7 @@ def _tokenize(
     report: Callable[[int], None],
     lead: Callable[[Path], int] | None,
 ) -> Meta:
-    """Write the shards of a text source, behind those that are there from an earlier start."""
+    """Write the shards of a text source, behind what an earlier start has left."""
     source, data = planned.source, planned.data
     tally = new_tally(source, data)
     tally.on_progress = lambda: report(tally.n_bytes)
@@ -277,7 +247,7 @@ def _tokenize(
                     writer.drop()
             if tally.is_between:
                 is_ahead = lead is not None and writer.tokens > lead(folder)
-                if is_ahead or time.monotonic() - published > PUBLISH_SECONDS:  # before a wait for who reads it, too
+                if is_ahead or time.monotonic() - published > PUBLISH_SECONDS:
                     writer.publish(tally.kept())
                     published = time.monotonic()
                 while lead is not None and is_ahead:

@@ -1,9 +1,8 @@
 """Store a corpus as token shards: one long row of token ids, in flat files.
 
-A folder of shards holds `shard-00000.bin`, … (little-endian uint16, or uint32 for vocabularies above 65,536) and
-`meta.json`, which says what is in them. Token files that somebody else made stay where they are; their folder holds a
-`meta.json` alone, with their paths. There is no index of documents: sample i is tokens[i·S : i·S + S + 1], the row cut
-into equal pieces, its last token being the target of the one before.
+A folder of shards has `shard-00000.bin`, … (little-endian uint16, or uint32 for vocabularies above 65,536) and a
+`meta.json`. Token files of other tools are not copied; their folder has a `meta.json` with their paths. There is no
+index of documents: sample i is tokens[i·S : i·S + S + 1], whose last token is only a target.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from titanlite.json_file import read_json, with_hash, without_hash
 from titanlite.redact import redact_tree
 
 VERSION = 1
-BLOCK_BYTES = 1 << 19  # that have a hash: read and hashed for one sample of a few KiB
+BLOCK_BYTES = 1 << 19  # that have one hash
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Shard:
     path: str  # relative to the folder of meta.json, or absolute
     tokens: int
     max_id: int  # -1 if there are no tokens
-    max_at: int  # where it occurs first in the file, in tokens
+    max_at: int  # its first place in the file, in tokens
     hashes: tuple[str, ...]  # xxh3 of each block
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> "Shard":
-        """Return what a file says of a shard."""
+        """Return the shard of a JSON object."""
         return cls(**{**content, "hashes": tuple(content["hashes"])})
 
 
@@ -51,40 +50,36 @@ class Meta:
     tokenizer: str  # "" for token files
     dtype: str  # "uint16" or "uint32"
     shards: tuple[Shard, ...]
-    fingerprint: str  # of the tokens alone: equal on every machine that holds the same corpus
+    fingerprint: str  # of the tokens alone: equal on all machines
     documents: int = 0
     input_bytes: int = 0
     text_bytes: int = 0  # of the documents in UTF-8; 0: not known, as of token files
     n_bad_records: int = 0
     bad_records: tuple[str, ...] = ()  # the first ones
     skipped: tuple[str, ...] = ()
-    max_tokens: int = 0  # data.max_tokens, if it left something out
-    n_unknown: int = 0  # tokens that stand for text which the tokenizer does not know
+    max_tokens: int = 0  # data.max_tokens, if it left text out
+    n_unknown: int = 0  # tokens for text that the tokenizer does not know
     version: int = VERSION
 
     @property
     def tokens(self) -> int:
-        """Tokens of all shards, separators included."""
+        """Return the tokens of all shards, with separators."""
         return sum(s.tokens for s in self.shards)
 
     @property
     def tokens_per_byte(self) -> float | None:
-        """Return tokens, separators included, per byte of the documents' text, which has none; None: not known."""
+        """Return tokens, with separators, per byte of the documents' text; None: not known."""
         return self.tokens / self.text_bytes if self.text_bytes else None
 
     def write(self, folder: Path) -> None:
-        """Write meta.json, to be readable after a power cut."""
+        """Write meta.json durably."""
         content = dataclasses.asdict(self)
-        content = redact_tree(content) | {"shards": content["shards"]}  # whose paths are opened
+        content = redact_tree(content) | {"shards": content["shards"]}  # paths that are opened
         write_durably(folder / "meta.json", with_hash(content, indent=1))
 
     @classmethod
     def read(cls, folder: Path) -> "Meta":
-        """Read meta.json.
-
-        Raises:
-            DataError: it is missing, or not what this version writes.
-        """
+        """Read meta.json; raise a DataError if it is missing, damaged or of another version."""
         try:
             content = without_hash(read_json(folder / "meta.json"))
             if content["version"] != VERSION:
@@ -101,17 +96,13 @@ class Meta:
 
 
 class ChangedFileError(ValueError):
-    """A file holds something else than was written."""
+    """A file has another content than was written."""
 
 
 class HashedFile:
-    """A file of numbers, of which each block is held against its hash once, before it is used.
+    """A file of `n` numbers, of which each block is held against its hash once, before it is used.
 
-    Args:
-        path: of the file.
-        dtype: of its numbers.
-        hashes: of its blocks; none of a file that is still written.
-        n: its numbers; None: not known.
+    One that is still written has no `hashes`; of one of unknown length `n` is None.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], hashes: Sequence[str], n: int | None = None) -> None:
@@ -120,7 +111,7 @@ class HashedFile:
         self.checked = np.zeros(len(hashes), bool)  # blocks known to be right
 
     def read(self, first: int, count: int) -> np.ndarray:
-        """Read some numbers.
+        """Read `count` numbers from the first on.
 
         Raises:
             ChangedFileError: they are not those that were written.
@@ -132,7 +123,7 @@ class HashedFile:
                 for block in range(offset // BLOCK_BYTES, -(-(offset + size) // BLOCK_BYTES)):
                     self._check(file.fileno(), block)
             content = os.pread(file.fileno(), size, offset)
-            self._check_size(os.fstat(file.fileno()).st_size)  # after reading: what was read is whole
+            self._check_size(os.fstat(file.fileno()).st_size)  # after reading: then what was read is whole
         return np.frombuffer(content, self._dtype, count=count)
 
     def check(self, block: int) -> None:
@@ -141,7 +132,7 @@ class HashedFile:
             self._check(file.fileno(), block)
 
     def check_size(self) -> None:
-        """Hold the size of the file against what it should be; see `read`."""
+        """Check the size of the file; see `read`."""
         if not self.path.is_file():
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         self._check_size(self.path.stat().st_size)
@@ -163,7 +154,7 @@ class HashedFile:
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":
-    """Return the hash that makes a corpus' fingerprint, to be updated with its tokens in order."""
+    """Return the hash of a corpus' fingerprint, before its first token."""
     return hashlib.blake2b(dtype.encode(), digest_size=16)
 
 
@@ -174,25 +165,16 @@ def block_hashes(path: Path) -> tuple[str, ...]:
 
 
 def block_hash(content: bytes) -> str:
-    """Return the hash of a block of a shard: it is for accidents, so that it may be faster than a disk."""
+    """Return the hash of a block of a shard: fast, as it is against accidents alone."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 def sample_count(
     source: str, tokens: int, seq_len: int, at_least: int = 1, key: str = "data.source", max_tokens: int = 0
 ) -> int:
-    """Samples of a corpus.
+    """Return the number of samples of S tokens and one target in a source; raise a DataError below `at_least`.
 
-    Args:
-        source: its name, for the message.
-        tokens: of all of it.
-        seq_len: tokens per sample (S); a sample reads one more, the last target.
-        at_least: samples needed, those of one global batch in training.
-        key: the config key of the source, for the message.
-        max_tokens: data.max_tokens, if it left something out.
-
-    Raises:
-        DataError: there are fewer than `at_least`.
+    `max_tokens` is data.max_tokens, if it left text out.
     """
     n_samples = (tokens - 1) // seq_len
     if n_samples < at_least:
@@ -208,12 +190,12 @@ def sample_count(
 
 
 def shard_unreadable(folder: Path, e: OSError) -> DataError:
-    """Make the error to raise where the system does not let a folder of shards be read."""
+    """Return the error for shards that the system does not let be read."""
     want, fix = "folders and files that can be read", "make it readable, or set data.cache_dir to another folder"
     return DataError.of(str(folder), e.filename or "a file", e.strerror or str(e), want, fix)
 
 
 def damaged(folder: Path, saw: str, want: str) -> DataError:
-    """Make the error to raise where a folder holds something else than was written."""
+    """Return the error for a folder whose content is not what was written."""
     fix = f"delete {folder}; it is made again from the source at the next run"
     return DataError.of(str(folder), "token shards", saw, want, fix)
