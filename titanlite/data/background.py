@@ -1,9 +1,9 @@
 """Tokenize sources in a process of its own, while the run that started it trains on what is there.
 
-There is one such process for each run and host, with a thread for each source: tokenizers work outside of Python's
-lock, on all cores. It writes the folders that `titanlite prepare` writes, in the same way, under the same lock: where
-another process has that already, it waits, and goes on with the work should the other end. It pauses when it is too
-far ahead of training. It ends when the run ends, however that happens: its standard input is a pipe from there.
+There is one such process for each run and host, with a thread for each source: tokenizers release Python's lock. It
+writes the same folders as `titanlite prepare` under the same lock: if another process holds that, it waits, and goes on
+if the other ends. It pauses when it is too far ahead of training, and ends with the run, however that ends, as its
+standard input is a pipe from the run.
 """
 
 import json
@@ -33,7 +33,7 @@ _END_SECONDS = 5.0  # after which a process that was asked to end is killed
 
 
 class BackgroundPreparation:
-    """Start the process that tokenizes the sources of a run."""
+    """The process that tokenizes the sources of a run."""
 
     def __init__(self, corpora: Mapping[str, Corpus], data: Data, vocab_size: int) -> None:
         asked = {
@@ -42,7 +42,7 @@ class BackgroundPreparation:
             "sources": [[key, corpus.source, str(corpus.folder), corpus.terms] for key, corpus in corpora.items()],
         }
         start = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r})"
-        # A session of its own: Ctrl-C, and a launcher that ends the run's processes, are the run's to answer.
+        # In a session of its own it gets no Ctrl-C and no signal of a launcher: the run answers these.
         self._process = subprocess.Popen(
             [sys.executable, "-c", f"{start}; {_PROGRAM}"],
             stdin=subprocess.PIPE,
@@ -53,7 +53,7 @@ class BackgroundPreparation:
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.write(json.dumps(asked).encode() + b"\n")
         self._process.stdin.flush()
-        for corpus in corpora.values():  # until each is there or being made by somebody
+        for corpus in corpora.values():  # until each is there or being made
             while not corpus.folder.exists():
                 said = maker_failed(corpus.folder, corpus.terms)
                 if said is None or self._process.poll() is not None:
@@ -61,7 +61,7 @@ class BackgroundPreparation:
                 time.sleep(POLL_SECONDS)
 
     def close(self) -> None:
-        """End the process. What it has put on disk is gone on from at the next start."""
+        """End the process. The next start goes on from what is on disk."""
         assert self._process.stdin is not None  # noqa: S101
         self._process.stdin.close()
         try:
@@ -72,19 +72,17 @@ class BackgroundPreparation:
 
 
 def open_growing(source: str, data: Data, vocab_size: int, key: str) -> Corpus:
-    """Open what is there of a source's shards. Token files, which are used where they lie, are made ready at once."""
+    """Open a source's shards, complete or not. Token files are prepared at once."""
     planned = plan_preparation(source, data, vocab_size, key)
-    if planned.tokenizer is None or source.startswith("memory://"):  # which is of this process
+    if planned.tokenizer is None or source.startswith("memory://"):  # of this process alone
         make(planned, Progress(f"reading {source}", enable=False))
     return Corpus(planned.folder, planned, grows=not planned.folder.exists())
 
 
 def prepare_for_run() -> int:
-    """Tokenize what standard input asks for, until that is closed.
+    """Tokenize what standard input asks for, until that is closed; return 0.
 
-    Returns:
-        0 where all is done. Where a source cannot be used the lock file of its folder says why, and the process ends
-        with 2 at once, as the run does.
+    If a source cannot be used, the lock file of its folder says why, and the process exits with 2 at once.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the run saves a checkpoint meanwhile, and closes the pipe
@@ -122,13 +120,13 @@ def prepare_for_run() -> int:
 
 
 def _end_for(error: BaseException, folder: Path, terms: str) -> NoReturn:
-    """End this process for an error, of which those who wait for a folder are to know."""
+    """End this process for an error, and write it where processes that wait for the folder look."""
     said = f"{error}"
     if not isinstance(error, TitanliteError):
         traceback.print_exc()
         said = f"the process that tokenizes failed: {type(error).__name__}: {error}"
     try:
         say_failed(folder, terms, said)
-    except OSError:  # as where nothing can be written: the message still shows
+    except OSError:  # nothing can be written
         sys.stderr.write(f"{said}\n")
     os._exit(2)

@@ -1,4 +1,4 @@
-"""Where a source's shards lie, what they are made of, and whether the cache can hold them."""
+"""Say where a source's shards lie and what they are made of, and check that the cache can hold them."""
 
 import errno
 import glob
@@ -24,7 +24,7 @@ from titanlite.redact import redact_urls
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is to be prepared, how, and where its shards will be."""
+    """Say what is to be prepared, how, and where its shards will be."""
 
     source: Source
     data: Data

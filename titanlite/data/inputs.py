@@ -1,7 +1,4 @@
-"""Check the data of a run before it starts, without preparing it: in a fraction of a second, no torch.
-
-A source that is prepared already is known; one of less than a mebibyte is read.
-"""
+"""Check the data of a run before it starts, in a fraction of a second, without preparing it and without torch."""
 
 import os
 from collections.abc import Callable
@@ -43,7 +40,7 @@ from titanlite.durable import require_writable
 from titanlite.errors import DataError
 
 _SMALL_BYTES = 1 << 20  # of a source that `check_inputs` reads
-_LOOKED_AT_TOKENS = 1 << 22  # of token files, for the separator
+_LOOKED_AT_TOKENS = 1 << 22  # of token files, in search of the separator
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,19 @@ class Inputs:
     """The sources of a run by their keys, and what is known of them before they are prepared."""
 
     sources: dict[str, Source]
-    tokens: dict[str, int]  # of those that are prepared already, or that are quickly counted
-    shards: dict[str, Corpus]  # of those that are prepared already
-    tokenizer: Tokenizer | None  # of text; not loaded where all sources are token files
+    tokens: dict[str, int]  # of sources that are prepared, or quickly counted
+    shards: dict[str, Corpus]  # of sources that are prepared
+    tokenizer: Tokenizer | None  # None: all sources are token files
     warnings: tuple[str, ...] = ()
 
     @property
     def unused(self) -> str:
-        """Say what of the tokenizer's file is not used, if anything."""
+        """Return the notice of what of the tokenizer's file is not used, or ""."""
         return self.tokenizer.unused if self.tokenizer else ""
 
     @property
     def fingerprint(self) -> str:
-        """Return the fingerprint of the tokenizer of the text that is trained on; "" for token files."""
+        """Return the fingerprint of the tokenizer if text is trained on, else ""."""
         return self.tokenizer.fingerprint if self.tokenizer and self.is_text else ""
 
     @property
@@ -73,23 +70,22 @@ class Inputs:
 
     @property
     def is_text(self) -> bool:
-        """Return whether text is trained on, and not only token files."""
+        """Return whether text is trained on."""
         return any(source.kind != "tokens" for source in self.trained.values())
 
 
 def check_inputs(
     config: Config, vocab_size: int | None, sequences: int | None = None, unit_len: int | None = None
 ) -> Inputs:
-    """Check in a fraction of a second that there is something to train on, without preparing it.
+    """Check that every source has files and that the tokenizer loads and fits the model.
 
-    Every source must match something, the tokenizer must load and fit the model. What a source holds is known where its
-    shards are there. One of less than a mebibyte is read, so that a text file that is not UTF-8 is reported now, and
-    one that is too short for a single step. Of larger ones the first records are looked at, for `data.text_key`.
+    Sources that are prepared, or have less than a mebibyte, are checked whole: bad records, ids, enough tokens for a
+    step. In larger ones `data.text_key` is looked for.
 
     Args:
         config: the run.
-        vocab_size: of the model; None if that is not known, then what depends on it is not checked.
-        sequences: that one step of training takes, if they are to be held against the length of the sources.
+        vocab_size: of the model; None: not known, and what depends on it is not checked.
+        sequences: of one step of training; None: lengths are not checked.
         unit_len: tokens of the samples that sources are cut into; None: of a run that has trained nothing.
 
     Raises:
@@ -120,7 +116,7 @@ def check_inputs(
         source, meta = found[key], None
         check_used_whole(source, config.data)
         used = None if source.kind == "tokens" else tokenizer
-        # Where the shards lie follows from a tokenizer that fits the model; of another, that is reported, and no more.
+        # Of a tokenizer that does not fit the model no more than that is reported.
         fits = vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens")
         planned = preparation_of(source, config.data, vocab_size or 0, used) if used or fits else None
         if planned and fits and is_folder(planned.folder):
@@ -132,7 +128,7 @@ def check_inputs(
             warnings.extend(data_warnings(key, meta, vocab_size or 0))
             seq_len = config.training.seq_len if key.startswith("validation.") else unit_len
             if config.data.packing == "best_fit" and not key.startswith("validation."):
-                # How many samples it makes is known once it is packed; until then, its start says so.
+                # The number of samples is known once it is packed; until then the run's start checks it.
                 samples = prepared_samples(shards[key], config.data, seq_len) if key in shards else None
                 if samples is not None and at_least is not None:
                     samples.require(at_least, key)
@@ -142,7 +138,7 @@ def check_inputs(
             if text := require_separator(source, planned.dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
                 warnings.append(text)
             read = _validated(config, tokens.get(key, 0), sequences) if key.startswith("validation.") else 0
-            if config.data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # of more, the start says so
+            if config.data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # more is checked at the start
                 require_target(first_ids(source, planned.dtype, read), config.data.separator_id, source.name, key)
 
     for key, (name, _) in sources.items():
@@ -154,7 +150,7 @@ def check_inputs(
         attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
         attempt(lambda key=key: check_source(key, sources[key][1]))
     if found and all(source.kind != "tokens" for source in found.values()):
-        for name, default in (("separator_id", None), ("token_dtype", "auto")):  # the tokenizer says both of text
+        for name, default in (("separator_id", None), ("token_dtype", "auto")):
             if (asked := getattr(config.data, name)) != default:
                 want, fix = "token files among the sources: of text, the tokenizer decides it", f"leave {name} out"
                 problems.extend(DataError.of("data", f"data.{name}", show(asked), want, fix).args)
@@ -170,11 +166,7 @@ def _validated(config: Config, tokens: int, sequences: int | None) -> int:
 
 
 def check_cache(inputs: Inputs, data: Data) -> None:
-    """Check that shards can be written where some are still to be made: on the host that is to make them.
-
-    Raises:
-        DataError: they cannot.
-    """
+    """Raise a DataError if shards are still to be made and this host cannot write them."""
     if len(inputs.shards) < len(inputs.sources):
         try:
             require_writable(Path(os.path.expanduser(data.cache_dir)))
@@ -183,7 +175,7 @@ def check_cache(inputs: Inputs, data: Data) -> None:
 
 
 def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> Meta | None:
-    """Read what is small, and say what meta.json would; of larger token files, how many tokens they have."""
+    """Read a small source and return its meta.json; of larger token files, one with the number of tokens."""
     n_bytes = source.n_bytes()
     check_text_key(source, data)
     is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
@@ -197,7 +189,7 @@ def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> M
     if not is_small or source.kind == "tokens":
         return None
     tally = new_tally(source, data)
-    if planned is None or planned.tokenizer is None:  # of the tokenizer, that is reported
+    if planned is None or planned.tokenizer is None:  # the tokenizer is reported elsewhere
         for _ in documents(source, data.text_key, tally):
             pass
         tally.check()

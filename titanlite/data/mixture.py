@@ -131,7 +131,7 @@ def many_epochs(config: Config, table: StageTable, units: Mapping[str, int | Non
 
 @dataclass(frozen=True)
 class Taken:
-    """What samples of training are."""
+    """The source, unit and piece of samples of training."""
 
     source: np.ndarray  # [N] place in `Mixture.names`
     unit: np.ndarray  # [N] place in the order of the source, epochs one after the other

@@ -1,4 +1,4 @@
-"""Progress of a preparation: a bar on a terminal, a line every ten seconds elsewhere, nothing where not asked for."""
+"""Show the progress of a preparation: a bar on a terminal, elsewhere a line every ten seconds."""
 
 import sys
 import time
@@ -16,7 +16,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Progress:
-    """Shows how far reading has come, on stderr; one that `is_quiet` shows only what it is told to `say`."""
+    """Shows the bytes read so far on stderr; if it `is_quiet`, only what it is told to `say`."""
 
     def __init__(self, title: str, enable: bool, notice: str = "", is_quiet: bool = False) -> None:
         self._title, self._enable, self._notice, self._n_bytes = escaped(redact(title)), enable, notice, 0

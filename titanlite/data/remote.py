@@ -26,8 +26,8 @@ from titanlite.redact import redact_urls
 _BLOCK_BYTES = 1 << 23
 _PAUSES_S = (0.5, 1, 2, 4, 8, 15, *(30,) * 7)  # between tries: four minutes in all
 _TRIES_AT_START = 3
-# Of one request over http, and of one wait of s3fs (which tries 5 times) and gcsfs (6 times). A try and its pause
-# take less than a watchdog lets a run be silent (comm.train_timeout_seconds = 180).
+# Of one request over http, and of one of the 5 or 6 tries of s3fs and gcsfs. A try and its pause are shorter than a
+# watchdog's patience (comm.train_timeout_seconds = 180).
 _REQUEST_S, _TRY_S = 90, 20
 _STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "Last-Modified", "modified")
 _STAMPS += ("modify", "created")
@@ -40,7 +40,7 @@ _IN_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
 _CHAINED = re.compile(r"::[\w+.-]+://|^[\w+.-]+://.*::/")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
 _IS_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, DataError)
-_IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # no network's
+_IS_FINAL += (MemoryError, TypeError, AttributeError, NameError, AssertionError)  # not of a network
 
 T = TypeVar("T")
 _on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=lambda line: None)
@@ -50,7 +50,7 @@ class RemoteStat(NamedTuple):
     """Hold what is known of a file, named as `os.stat` names it."""
 
     st_size: int
-    st_mtime_ns: int  # a number that changes with the file's content: of its entity tag, or its time
+    st_mtime_ns: int  # a number for the version: a hash of its entity tag or time
 
 
 @dataclass(frozen=True, order=True)
@@ -58,7 +58,7 @@ class RemoteFile:
     """A file behind a URL, with as much of `pathlib.Path` as the readers of documents use."""
 
     url: str
-    key: str = field(compare=False)  # of the source, for messages
+    key: str = field(compare=False)  # the config key of the source
     known: RemoteStat = field(compare=False)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class RemoteFile:
         return self.known
 
     def open(self, mode: Literal["rb"] = "rb") -> BinaryIO:
-        """Open the file; what fails while it is read is tried again."""
+        """Open the file; a read that fails is tried again."""
         return cast(BinaryIO, io.BufferedReader(_Blocks(self), _BLOCK_BYTES))
 
 
@@ -90,7 +90,7 @@ class _Blocks(io.RawIOBase):
         self._file, self._at = file, 0
         self._start, self._block = 0, b""
         self._fs, self._path = filesystem(file.url, file.key)
-        self._on_retry = _on_retry.get()  # of who opens it: pyarrow reads in threads of its own
+        self._on_retry = _on_retry.get()  # of the opening thread: pyarrow reads in others
 
     def readable(self) -> bool:
         return True
@@ -196,22 +196,22 @@ def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
 
 
 def _version_of(info: Mapping[str, Any]) -> int:
-    """Return a number for the version of a file: of its strong ETag, or else of all that is known; 0: nothing is."""
+    """Return a hash of a file's strong ETag, or else of all its stamps; 0 if it has none."""
     etag = info.get("ETag") or info.get("etag") or "W/"
     stamps = [etag] if not etag.startswith("W/") else [info[name] for name in _STAMPS if info.get(name)]
-    # A time may be a number in a list of files, and a datetime of the one file.
+    # A time may be a number in a listing, and a datetime in the info of one file.
     known = " ".join(f"{s.timestamp() if isinstance(s, datetime) else s}" for s in stamps)
     return int.from_bytes(hashlib.blake2b(known.encode(), digest_size=7).digest(), "big") if known else 0
 
 
 def _path_of(url: str) -> str:
-    """Return a URL without its query, which http alone has."""
+    """Return a URL without its query."""
     return re.split(r"[?#]", url)[0] if url.startswith("http") else url
 
 
 @contextmanager
 def telling(on_retry: Callable[[str], object]) -> Iterator[None]:
-    """Call a function with a line each time that this thread tries something again."""
+    """Call a function with a line each time that this thread tries a request again."""
     token = _on_retry.set(on_retry)
     try:
         yield
@@ -229,7 +229,7 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     """Return fsspec's file system for a URL, and the path there.
 
     Raises:
-        DataError: there is none, its package is not installed, or the URL says more than a protocol and a path.
+        DataError: unknown, not installed, or the URL says more than a protocol and a path.
     """
     import fsspec.core
 
@@ -276,16 +276,16 @@ def refuse_chained(source: str, key: str) -> None:
 def list_files(
     source: str, key: str, endings: tuple[str, ...], is_start: bool = False
 ) -> tuple[list[RemoteFile], list[str]]:
-    """Find the files of a URL: one, those that a pattern matches, or those below a folder.
+    """Find the file of a URL, the files that a pattern matches, or those below a folder.
 
     Args:
         source: the URL.
-        key: the config key it is from, for messages.
+        key: its config key.
         endings: of the files that are taken of a folder, in lower case.
-        is_start: whether somebody waits for the answer: it is not tried for long.
+        is_start: whether a user waits for the answer: few tries.
 
     Returns:
-        The files, sorted; and the names of those of a folder that are passed over.
+        The files, sorted; and the names of a folder's other files.
 
     Raises:
         DataError: nothing is there, or it cannot be listed.
@@ -302,7 +302,7 @@ def list_files(
                 below.update(fs.find(name, detail=True))
             return matched
         info = fs.info(path)
-        # A folder, over http.
+        # Over http a folder is a page of links.
         is_page = info.get("mimetype") == "text/html" and path == named_by and not path.lower().endswith(endings)
         if info.get("type") == "directory" or is_page:
             below.update(fs.find(f"{path.rstrip('/')}/" if is_page else path, detail=True))
@@ -311,13 +311,11 @@ def list_files(
 
     below: dict[str, Any] = {}
     try:
-        named = _retried(
-            find, source, key, "while it was listed", _PAUSES_S[:_TRIES_AT_START] if is_start else _PAUSES_S
-        )
+        named = _retried(find, source, key, "while it was listed", _TRIES_AT_START if is_start else None)
     except FileNotFoundError:
         named = {}
     fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0]) if named or below else 0
-    if "/." not in path[fixed:]:  # nothing hidden is taken unasked
+    if "/." not in path[fixed:]:  # hidden files are taken only if asked for
         named = {name: info for name, info in named.items() if "/." not in name[fixed:]}
         below = {name: info for name, info in below.items() if "/." not in name[fixed:]}
     of_folders = below.keys() - named.keys()
@@ -360,19 +358,19 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
     return RemoteFile(url, key, RemoteStat(int(size), number))
 
 
-def _retried(action: Callable[[], T], url: str, key: str, where: str, pauses: tuple[float, ...] | None = None) -> T:
-    """Do something until it succeeds.
+def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int | None = None) -> T:
+    """Call `action` until it succeeds.
 
     Raises:
         FileNotFoundError: it is not there.
         DataError: it cannot be done, or fails again and again.
     """
-    for pause in (*(_PAUSES_S if pauses is None else pauses), None):
+    for pause in (*_PAUSES_S[:tries], None):
         try:
             return action()
         except DataError:
             raise
-        except Exception as e:  # each back end, and what it is made of, raises its own
+        except Exception as e:  # those of back ends have no common class
             failure = _cause_over_http(e) if url.startswith("http") else e
             if isinstance(failure, FileNotFoundError):
                 raise
@@ -384,7 +382,7 @@ def _retried(action: Callable[[], T], url: str, key: str, where: str, pauses: tu
 
 
 def _cause_over_http(e: Exception) -> Exception:
-    """Return why fsspec did not find a file: it says of a server that is away, too, that the file is not there."""
+    """Return the cause of a FileNotFoundError that fsspec raises for a server that is away, too."""
     cause = e.__cause__ if isinstance(e, FileNotFoundError) else None
     return cause if isinstance(cause, Exception) and getattr(cause, "status", 0) not in (404, 410) else e
 

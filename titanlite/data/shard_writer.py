@@ -1,4 +1,4 @@
-"""Write token ids to shards, durably, and hash them meanwhile."""
+"""Write token ids to shards, durably, and hash them."""
 
 import os
 from collections.abc import Callable
@@ -15,14 +15,14 @@ _SHARD_TOKENS = 1 << 27
 
 
 class ShardWriter:
-    """Writes tokens to shards of equal length. Used as a context manager it leaves no file open, whatever fails."""
+    """Writes tokens to shards of equal length; a context manager that leaves no file open."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int = 0) -> None:
         self.folder, self._dtype = folder, np.dtype(dtype).newbyteorder("<")
         self._shard_tokens = shard_tokens or _SHARD_TOKENS
         self._hash, self._content = token_hash(dtype), xxhash.xxh3_64()  # of all tokens; of this shard's
         self._shards: list[Shard] = []
-        self._said = 0  # shards of which `publish` has said what is in them
+        self._said = 0  # shards whose .json is written
         self._file: Any = None
         self._tokens, self._max_id, self._max_at = 0, -1, 0
         self.keep()
@@ -31,12 +31,12 @@ class ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._file is not None:  # NFS keeps a file that is open, and its folder with it
+        if self._file is not None:  # NFS keeps an open file's folder
             self._file.close()
 
     @property
     def tokens(self) -> int:
-        """Tokens that were written so far."""
+        """Return the tokens written so far."""
         return sum(shard.tokens for shard in self._shards) + self._tokens
 
     def write(self, tokens: np.ndarray) -> None:
@@ -58,7 +58,7 @@ class ShardWriter:
                 self._end_shard()
 
     def keep(self) -> None:
-        """Let what was written so far stay, whatever `drop` takes back."""
+        """Keep what was written so far: `drop` goes back to here."""
         hashes = self._hash.copy(), self._content.copy()
         self._kept = len(self._shards), self._tokens, self._max_id, self._max_at, *hashes
 
@@ -73,10 +73,9 @@ class ShardWriter:
         self._reopen()
 
     def publish(self, read: dict[str, Any]) -> None:
-        """Say in the folder what is kept, once that is on disk; nothing was written since `keep`.
+        """Write what is kept to disk, then progress.json; nothing was written since `keep`.
 
-        Args:
-            read: what reading the source has met, for who goes on from there.
+        `read` is what reading the source has met, for a restart.
         """
         if self._file is not None:
             self._file.flush()
@@ -91,13 +90,10 @@ class ShardWriter:
         made.write(self.folder)
 
     def go_on(self, alive: Callable[[], object]) -> dict[str, Any] | None:
-        """Go on from what the folder says that it has.
-
-        Args:
-            alive: called again and again while that is held against its hashes.
+        """Go on from progress.json; `alive` is called again and again while shards are held against their hashes.
 
         Returns:
-            What `publish` was told last; None if that was nothing, or is not what is there: the folder is then empty.
+            What `publish` got last; None, with the folder emptied, if there is no such file or it is damaged.
         """
         made = unfinished.read_made(self.folder)
         try:
@@ -117,7 +113,7 @@ class ShardWriter:
         return made.read
 
     def close(self) -> tuple[tuple[Shard, ...], str]:
-        """End the last shard; return the shards and the fingerprint of their tokens."""
+        """End the last shard; return all shards and the fingerprint of their tokens."""
         self._end_shard()
         return tuple(self._shards), self._hash.hexdigest()
 

@@ -1,10 +1,9 @@
-"""Read token files that somebody else made: flat ids, little-endian uint16 or uint32, without a header.
+"""Read token files of other tools: flat ids, little-endian uint16 or uint32, without a header.
 
-Such a file does not say what it is, and read as the wrong type it is a corpus of nonsense that trains without an
-error. The type is what stands beside the file: a `meta.json` with a "dtype", as titanlite's own shards have, or
-Megatron's .idx of the same name. Where nothing states one it is `data.token_dtype`, and without that uint32 if
-`model.vocab_size` exceeds 65,536, else uint16. A header is an error. The first use reads every file once, as an id that
-the model has no row for is an error, too.
+Ids that are read as the wrong type train without an error. The type is what a file beside them states: a `meta.json`
+with a "dtype", as titanlite's own shards have, or Megatron's .idx of the same name; else `data.token_dtype`; else
+uint32 if `model.vocab_size` exceeds 65,536, else uint16. A header is an error. The first use reads every file once, as
+an id outside the model's vocabulary is an error, too.
 """
 
 import struct
@@ -21,7 +20,7 @@ from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _CHUNK_BYTES = 4 * BLOCK_BYTES
-_HEADERS = (  # by what a file begins with; and what reads the ids behind it
+_HEADERS = (  # first bytes, name, and what reads the ids behind them
     (b"\x93NUMPY", "numpy's header", "np.load({file!r})"),
     (struct.pack("<2i", 20240520, 1), "llm.c's header", "np.fromfile({file!r}, '<u2', offset=1024)"),
     (struct.pack("<2i", 20240801, 7), "llm.c's header", "np.fromfile({file!r}, '<u4', offset=1024)"),
@@ -35,10 +34,7 @@ _MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4"
 
 
 def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
-    """Return the type of the ids in token files, by the rule above.
-
-    Returns:
-        "uint16" or "uint32".
+    """Return the type of the ids in token files, "uint16" or "uint32", by the rule above.
 
     Raises:
         DataError: the files are of different types; one has a header, or a size that is no whole number of ids.
@@ -87,16 +83,9 @@ def first_ids(source: Source, dtype: str, count: int) -> Iterator[np.ndarray]:
 
 
 def require_separator(source: Source, dtype: str, separator: int, limit: int | None = None) -> str | None:
-    """Refuse a separator that ends no document of token files; return a warning where that is not certain.
+    """Refuse a separator that is nowhere in token files that are trained on; return a warning in other cases.
 
-    Args:
-        source: the files.
-        dtype: of their ids.
-        separator: the id that is to end documents.
-        limit: tokens that are looked at; None: all of them, up to the first separator.
-
-    Raises:
-        DataError: it is nowhere in a source that is trained on.
+    Of the tokens at most `limit` are looked at, up to the first separator.
     """
     tokens = sum(n_bytes for _, n_bytes, _ in source.stamps()) // np.dtype(dtype).itemsize
     if any((ids == separator).any() for ids in first_ids(source, dtype, limit or tokens)):
@@ -104,17 +93,14 @@ def require_separator(source: Source, dtype: str, separator: int, limit: int | N
     saw, want = f"{separator}, which ends no document", f"the id that ends each document of {source.name!r}"
     if limit and limit < tokens:
         return f"data.separator_id = {saw} in the first {limit:,} tokens of {source.key} = {source.name!r}"
-    if source.key.startswith("validation."):  # which may be one document
+    if source.key.startswith("validation."):  # it may be one document
         return f"data.separator_id = {saw} of {source.key} = {source.name!r}: each of its samples is one"
     fix = "correct it, or leave it out: each sample is one document then"
     raise DataError.of("data", "data.separator_id", saw, want, fix)
 
 
 def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
-    """Read token files once, to know their ids and their fingerprint.
-
-    Returns:
-        What meta.json of these files is to say; the files stay where they are.
+    """Read token files once; return their meta.json.
 
     Raises:
         DataError: a file cannot be read, or is a shard that has changed since it was prepared.
@@ -142,7 +128,7 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
 
 
 def _prepared(source: Source) -> dict[Path, Shard]:
-    """Return what is known of files that are shards, from what titanlite wrote beside them."""
+    """Return those files that are titanlite's own shards, as the meta.json beside them says."""
     known: dict[Path, Shard] = {}
     for folder in {file.parent for file in source.paths}:
         with suppress(DataError):  # there is no meta.json, or it is somebody else's
@@ -151,7 +137,7 @@ def _prepared(source: Source) -> dict[Path, Shard]:
 
 
 def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
-    """Check that the model has a row for every id."""
+    """Raise a DataError if an id is outside the model's vocabulary."""
     largest = max(meta.shards, key=lambda s: s.max_id, default=None)
     if largest is not None and largest.max_id >= vocab_size:
         bits = 8 * np.dtype(meta.dtype).itemsize
@@ -165,7 +151,6 @@ def check_ids(meta: Meta, vocab_size: int, key: str) -> None:
 
 
 def _of_meta(file: Path, source: Source) -> str | None:
-    """Return the type that a meta.json states, if there is one that does."""
     try:
         stated = read_json(file)["dtype"]
     except (OSError, ValueError, TypeError, KeyError):  # not there, or somebody else's
@@ -199,7 +184,7 @@ def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
 
 
 def _readable(source: Source, file: Path, stated: str) -> str:
-    """Return the type that a stated one is read as: ids are not negative, so that int32 is uint32."""
+    """Return the type by which a stated one is read: int32 as uint32, as ids are not negative."""
     try:
         dtype = np.dtype(stated)
     except (TypeError, ValueError, SyntaxError):

@@ -1,11 +1,10 @@
 """Load tokenizers: text to token ids, and the id that separates documents.
 
-`bytes` needs no file and no download: 256 ids, the UTF-8 bytes themselves; NUL, which text does not hold, separates.
-Everything else is a `tokenizer.json` as Hugging Face writes it, read by the `tokenizers` library. Text is text: special
-tokens that occur in it as words are encoded as words, so that a web page about <|endoftext|> does not end a document.
-What else the file says of encoding is used, but for what would change the corpus: truncation, padding, dropout, and the
-tokens that its post_processor adds; `data.add_bos_token` has the one that begins documents. `unused` says so, and
-`as_used` is the file without it.
+`bytes` needs no file: 256 ids, the UTF-8 bytes; NUL separates. Everything else is a `tokenizer.json` of Hugging Face,
+read by the `tokenizers` library. Special tokens inside a text are encoded as ordinary text, so that a web page about
+<|endoftext|> does not end a document. Truncation, padding, dropout and the tokens that the file's post_processor adds
+would change the corpus and are not used; `data.add_bos_token` adds the one that begins documents. `unused` says so, and
+`as_used` is the file without them.
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
 _LISTED = 10  # special tokens that a message names
-_LEAST_SHARE = 0.9  # of a vocabulary: of published models, whose tables are padded, tokenizers have 0.99 and more
+_LEAST_SHARE = 0.9  # of a vocabulary that a tokenizer uses; published models have 0.99 and more
 SEPARATORS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 _BEGINNINGS = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>")
 
@@ -33,26 +32,26 @@ class EncodingError(DataError):
 
 
 class Tokenizer(Protocol):
-    """Define what the rest of titanlite needs of a tokenizer."""
+    """Define what titanlite needs of a tokenizer."""
 
     name: str  # as the user wrote it
     vocab_size: int  # largest id + 1
     separator_id: int  # follows every document
     bos_id: int | None  # precedes every document; None: nothing does
-    unknown_id: int | None  # stands for text that there is no token for; None if there is one for all
+    unknown_id: int | None  # of text without a token; None: every text has tokens
     fingerprint: str  # equal for equal encodings
-    unused: str  # of its file, and in the user's words; "" if nothing
+    unused: str  # notice of what its file says that is not used, or ""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """Encode documents, valid Unicode, without separators; ids are unsigned, of any width.
 
         Raises:
-            EncodingError: one of them cannot be encoded; which one is not known.
+            EncodingError: one of them cannot be encoded.
         """
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of some ids, separators included; what is no whole character is shown as U+FFFD."""
+        """Return the text of ids, separators included; parts of characters are U+FFFD."""
         ...
 
 
@@ -114,7 +113,7 @@ class FileTokenizer:
         self.fingerprint = hashlib.blake2b(decides, digest_size=16).hexdigest()
 
     def _switch_off(self, dropout: float | None) -> str:
-        """Let the file encode text and nothing else; say what it would do beside that."""
+        """Switch off everything except encoding text; return `unused`."""
         unused: list[str] = []
         if (truncation := self._tokenizer.truncation) is not None:
             unused.append(f"its truncation to {truncation['max_length']} tokens is switched off")
@@ -146,7 +145,7 @@ class FileTokenizer:
         return str(self._tokenizer.id_to_token(number))
 
     def as_used(self) -> str:
-        """Return a tokenizer.json that encodes a text as a document is encoded here, the separator left out."""
+        """Return a tokenizer.json that encodes a text as a document is encoded here, without the separator."""
         if self._is_as_written:
             return self._content.decode()
         from tokenizers import Tokenizer, processors
@@ -161,11 +160,7 @@ class FileTokenizer:
         return used.to_str(pretty=True)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents on all cores, uint32.
-
-        Raises:
-            EncodingError: the tokenizer has no token for a word of one of them, or the library fails on it.
-        """
+        """Encode documents on all cores, uint32; see `Tokenizer.encode_batch`."""
         try:
             with panics_raised():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -174,18 +169,18 @@ class FileTokenizer:
         return [np.array(e.ids, np.uint32) for e in encoded]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Join the tokens of some ids as the tokenizer's decoder does, special ones included."""
+        """Decode ids by the library, special tokens included."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether it is the panic of a library in Rust, which is no Exception and has no class here."""
+    """Return whether it is the panic of a library in Rust, which is no Exception and has no class in Python."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def panics_raised() -> Iterator[None]:
-    """Raise a panic, which is no Exception, as an error."""
+    """Raise a panic as a RuntimeError."""
     try:
         yield
     except BaseException as e:
@@ -218,7 +213,7 @@ def load_tokenizer(tokenizer: str, add_bos: bool = False) -> Tokenizer:
 
 
 def has_bos(tokenizer: str) -> bool:
-    """Return whether `data.add_bos_token` can be true with a tokenizer; True where that cannot be known yet."""
+    """Return whether `data.add_bos_token` can be true with a tokenizer, True if that does not load."""
     for add_bos in (True, False):
         try:
             load_tokenizer(tokenizer, add_bos)
@@ -229,18 +224,14 @@ def has_bos(tokenizer: str) -> bool:
 
 
 def rows_for(n_ids: int) -> int:
-    """Return the vocabulary that a model for so many ids best has, for which matmuls find aligned kernels."""
+    """Return the vocabulary size for so many ids: a multiple of 128, for aligned matmul kernels."""
     return -(-n_ids // 128) * 128
 
 
 def few_ids(n_ids: int, whose: str, vocab_size: int, fix: str) -> str | None:
-    """Warn if many of a model's ids can never occur: the vocabulary is not its own.
+    """Return a warning if `n_ids`, the largest id + 1, is far below the model's vocabulary.
 
-    Args:
-        n_ids: of the text, as far as one can know: the largest and one.
-        whose: `key = value` of what has them.
-        vocab_size: of the model.
-        fix: what to set instead.
+    `whose` is the `key = value` that has these ids.
     """
     if n_ids >= _LEAST_SHARE * vocab_size or vocab_size <= rows_for(n_ids):
         return None

@@ -1,10 +1,9 @@
-"""Say how far a folder of token shards is that is still being made: to who reads it, and to who goes on with it.
+"""The progress of a folder of token shards that is still being made, for its readers and for a restart.
 
-Beside the shards lies `progress.json`, replaced as a whole: which tokens are there to stay, and what reading the source
-had met by then. Each shard that is full has a `.json` of its own beside it, with its hashes; both kinds of file have a
-hash of themselves. What `progress.json` says is on disk before it says so, and is never taken back: it ends with a
-document, and only good documents are counted. What lies behind it is not looked at, and is written again after a
-restart. All these files are gone soon after the folder got its name.
+Its `progress.json`, replaced as a whole, has the number of tokens that are there for good, and what reading the source
+had met by then. Each full shard has a `.json` with its hashes; both kinds of file have a hash of themselves. Tokens are
+on disk before `progress.json` counts them: it ends with a good document. What lies behind is written again after a
+restart. These files are deleted when the folder is complete.
 """
 
 import dataclasses
@@ -28,20 +27,20 @@ PROGRESS = "progress.json"
 
 @dataclass(frozen=True)
 class Made:
-    """The part of a folder of shards that is there to stay."""
+    """The content of progress.json."""
 
     dtype: str
-    n_shards: int  # that are full
-    tokens: int  # of the one after these
+    n_shards: int  # full ones
+    tokens: int  # of the shard after these, as `max_id`, `max_at` and `content`
     max_id: int
     max_at: int
     content: str  # xxh3 of its bytes
-    all_tokens: int  # of all shards
-    read: dict[str, Any]  # `Tally.kept` of what was read
+    all_tokens: int
+    read: dict[str, Any]  # `Tally.kept`
     version: int = VERSION
 
     def write(self, folder: Path) -> None:
-        """Replace what the folder says, durably."""
+        """Replace progress.json durably."""
         write_durably(folder / PROGRESS, with_hash(dataclasses.asdict(self)))
 
 
@@ -51,22 +50,22 @@ def shard_name(number: int) -> str:
 
 
 def write_shard(folder: Path, shard: Shard) -> None:
-    """Say what is in a shard that is full."""
+    """Write the .json of a full shard."""
     write_durably((folder / shard.path).with_suffix(".json"), with_hash(dataclasses.asdict(shard)))
 
 
 def read_shard(folder: Path, number: int) -> Shard:
-    """Read what is in a shard that is full.
+    """Read the .json of a full shard.
 
     Raises:
         OSError: it is not there, or cannot be read.
-        ValueError: it is damaged, as TypeError and KeyError.
+        ValueError, TypeError or KeyError: it is damaged.
     """
     return Shard.of(without_hash(parse_json(read_plain((folder / shard_name(number)).with_suffix(".json")))))
 
 
 def read_made(folder: Path) -> Made | None:
-    """Read how far a folder is; None if it does not say so, as before its first document and when it is done."""
+    """Read progress.json; None before the first document, and when the folder is complete."""
     try:
         made = Made(**without_hash(parse_json(read_plain(folder / PROGRESS))))
     except (OSError, ValueError, TypeError, KeyError):
@@ -77,10 +76,10 @@ def read_made(folder: Path) -> Made | None:
 def hashes_of(
     folder: Path, made: Made, shards: list[Shard], alive: Callable[[], object]
 ) -> "tuple[hashlib.blake2b, xxhash.xxh3_64] | None":
-    """Hold what a folder has against what it says; what lies behind that is cut off; `alive` is called meanwhile.
+    """Hold shards against their hashes, and cut off what lies behind; `alive` is called meanwhile.
 
     Returns:
-        The hash of all its tokens, and that of the bytes of its last shard; None if they are not those it says.
+        The hash of all tokens, and of the last shard's bytes; None if the shards have another content.
     """
     tokens, content = token_hash(made.dtype), xxhash.xxh3_64()
     item = np.dtype(made.dtype).itemsize
@@ -96,7 +95,7 @@ def hashes_of(
                 tokens.update(block)
     if made.tokens:
         with (folder / shard_name(made.n_shards)).open("r+b") as file:
-            file.truncate(made.tokens * item)  # of a file that is shorter, zeros are added, which are found
+            file.truncate(made.tokens * item)  # a shorter file gets zeros, which change its hash
             for block in iter(lambda: file.read(BLOCK_BYTES), b""):
                 alive()
                 tokens.update(block)
@@ -107,7 +106,7 @@ def hashes_of(
 
 
 def read_wanted(unfinished: Path) -> int:
-    """Return how many tokens of an unfinished folder readers have asked for so far."""
+    """Return how many tokens of an unfinished folder readers have asked for."""
     try:
         return int(read_plain(wanted_of(unfinished)))
     except (OSError, ValueError):
@@ -115,18 +114,18 @@ def read_wanted(unfinished: Path) -> int:
 
 
 def want(unfinished: Path, tokens: int) -> None:
-    """Ask whoever makes an unfinished folder for so many tokens: a maker with a limited lead waits for that."""
+    """Ask the maker of an unfinished folder for so many tokens: it waits for readers if its lead is limited."""
     if read_wanted(unfinished) < tokens:
         write_durably(wanted_of(unfinished), str(tokens), by=f".{os.getpid()}", on_disk=False)
 
 
 def wanted_of(unfinished: Path) -> Path:
-    """Return the file beside a folder that says how many tokens readers have asked for."""
+    """Return the file with the number of tokens that readers have asked for."""
     return unfinished.with_name(f"{unfinished.name}.wanted")
 
 
 def clear(folder: Path, n_shards: int, is_begun: bool) -> None:
-    """Delete the shards from number `n_shards` on, but for the first of them if it `is_begun`."""
+    """Delete the shards from number `n_shards` on, except the first of them if it `is_begun`."""
     for path in folder.glob("shard-*"):
         number = path.stem.removeprefix("shard-").partition(".")[0]
         if number.isdigit() and int(number) >= n_shards + (is_begun and path.suffix == ".bin"):
@@ -140,7 +139,7 @@ def empty(folder: Path) -> None:
 
 
 def end(folder: Path) -> None:
-    """Delete what only a folder that is still being made has. Any number of processes may do this at once."""
+    """Delete the files of progress. Any number of processes may do this at once."""
     for path in folder.glob("shard-*.json"):
         path.unlink(missing_ok=True)
     (folder / PROGRESS).unlink(missing_ok=True)

@@ -11,18 +11,14 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import DataError
 from titanlite.evaluation.tasks import KEY, check_tasks
 
-_LEAST = 1000  # steps between evaluations, if nothing is given
-_SHARE = 0.02  # of the tokens trained on. Forward is a third of a step, and takes half as long again without a compiler
+_LEAST = 1000  # steps between evaluations
+_SHARE = 0.02  # evaluated tokens over trained ones: forward alone is a third of a step, or half without a compiler
 
 
 def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | None, origin: Origin) -> None:
-    """Check the tasks of a run before it starts, but for those on the hub.
+    """Check the tasks of a run before it starts, except those on the hub.
 
-    Args:
-        config: the run.
-        inputs: its sources; None if something is wrong with them.
-        vocab_size: of the model; None if it is not known.
-        origin: where each key was given.
+    `inputs` is None if the sources are wrong, `vocab_size` if it is not known.
 
     Raises:
         DataError: a task cannot be read, or there is no tokenizer for it.
@@ -42,19 +38,15 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
 
 
 def tokenizer_of(config: Config, inputs: Inputs) -> Tokenizer:
-    """Return the tokenizer of a run, which for token files is not loaded yet."""
+    """Return the tokenizer of a run; load it if all sources are token files."""
     return inputs.tokenizer or load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
 
 
 def interval(config: Config, world_size: int, tokens: int) -> int:
-    """Return the steps between evaluations, as given, or such that they take little of the time.
+    """Return the steps between evaluations, as given, or such that evaluation takes little of the time.
 
-    Equal under every layout, if `training.global_batch_size` is given.
-
-    Args:
-        config: the run.
-        world_size: number of processes.
-        tokens: that an evaluation reads, padding of rows included.
+    It depends on `world_size` only where `training.global_batch_size` is not given. `tokens` are those of an
+    evaluation, with padding.
     """
     if config.evaluation.freq is not None:
         return config.evaluation.freq

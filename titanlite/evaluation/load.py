@@ -23,14 +23,14 @@ from titanlite.parallel.mesh import Mesh, build_mesh
 def load_model(
     config: Config, dims: ModelDims, device: Device, checkpoint: Path | None = None, averaged: bool = False
 ) -> tuple[nn.Module, Mesh]:
-    """Build the model of a config over all processes, each of which holds a part, and load its weights; collective.
+    """Build the model of a config, sharded over all processes, and load its weights; collective.
 
     Args:
-        config: `model`, and of `training` the sequence length and the dtypes; its layout is not looked at.
+        config: the run; its layout is not used.
         dims: the model's dimensions.
-        device: this process's own; the process group exists.
+        device: of this process; the process group exists.
         checkpoint: of a run; None: the folder `checkpoint.initial_load_path`.
-        averaged: whether to take the average of weights in the checkpoint.
+        averaged: load the checkpoint's average of weights.
 
     Raises:
         CheckpointError: on every rank, if the weights are damaged or of another model.

@@ -1,12 +1,11 @@
 """Encode the choices of tasks as requests, and pack these into batches of one shape. No torch here.
 
-A request is a question's context and one of its choices; what is wanted is the log-likelihood of the choice's tokens.
-A rank sees M tokens in a micro-step of training, and so it does in each batch here, that every kernel finds the shape
-that it was made for; or one request, where that is longer. As few requests are S tokens long, a batch is rows of L
-tokens: of S, S/2, S/4, …, the shortest that its requests fit in. A request has a row to itself, as attention would see
-another before it; padding behind it is never seen.
+A request is a question's context and one of its choices; its score is the log-likelihood of the choice's tokens. A
+batch has M tokens, as a micro-step of training, so that kernels get the shape they were made for; or one request, if
+that is longer. Few requests have S tokens, so a batch is rows of L tokens, the shortest of S, S/2, S/4, … that its
+requests fit in. A request has a row of its own, as attention would see another before it.
 
-A batch has M tokens and its place in the list whatever the number of ranks: a data-parallel rank takes each dp-th.
+Batches do not depend on the number of ranks: a data-parallel rank takes each dp-th.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from titanlite.data.tokenizer import EncodingError, Tokenizer
 from titanlite.errors import DataError, Problem, describe
 from titanlite.evaluation.tasks import KEY, Task
 
-_SHORTEST_ROW = 32  # tokens: attention has little to do in it, and wants some to do it well
+_SHORTEST_ROW = 32  # tokens
 
 
 class Request(NamedTuple):
@@ -33,28 +32,23 @@ class EncodedTask(NamedTuple):
     """A task as requests."""
 
     task: Task
-    requests: list[Request]  # all choices of the first question, then those of the next
-    n_cut: int  # whose context was longer than a sequence, and lost its beginning
+    requests: list[Request]  # all choices of the first question, then of the next
+    n_cut: int  # requests longer than a sequence, whose context lost its beginning
 
 
 class RowBatch(NamedTuple):
     """The requests of a batch, a row each."""
 
     row_len: int  # L
-    numbers: list[int]  # of its requests, at most M / L
+    numbers: list[int]  # places of its requests, at most M / L
 
 
 def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
     """Encode a task as lm-eval does.
 
-    Context and choice, with a blank between them, are one text, so that a token may lie across; what the context alone
-    does not have as its tokens is the choice. Blanks at the end of a context belong to the choice. A context that is
-    empty is the token that a document begins with, or else the separator.
-
-    Args:
-        task: the task.
-        tokenizer: of the model; its `bos_id`, if it has one, precedes each text.
-        seq_len: S, of which a longer text keeps the end.
+    Context and choice, with a blank between them, are encoded as one text; the tokens behind as many as the context
+    alone has are the choice. Blanks at the end of a context belong to the choice. The tokenizer's `bos_id`, if it has
+    one, precedes each text; an empty context is this or the separator. A text longer than S = `seq_len` keeps its end.
 
     Raises:
         DataError: the tokenizer cannot encode a text, or a choice has no token of its own or more than `seq_len`.
@@ -88,7 +82,7 @@ def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
 
 
 def row_len_of(request: Request, seq_len: int) -> int:
-    """Return the length of the row that a request is read in: S, or the shortest of its halves that holds it."""
+    """Return L of a request: the shortest of S, S/2, S/4, … that holds it."""
     row = seq_len
     while row % 2 == 0 and row // 2 >= max(_SHORTEST_ROW, len(request.tokens) - 1):
         row //= 2
@@ -96,13 +90,13 @@ def row_len_of(request: Request, seq_len: int) -> int:
 
 
 def pack(requests: Sequence[Request], seq_len: int, tokens: int, whole_rows: bool = False) -> list[RowBatch]:
-    """Deal requests out to batches of M tokens, or of one row if that is longer, those of one row length together.
+    """Pack requests of one row length into batches of M tokens, or of one row if that is longer.
 
     Args:
         requests: all of them.
         seq_len: S.
         tokens: M.
-        whole_rows: give each request S tokens, for a model that knows no other length.
+        whole_rows: give each request S tokens, for a model that takes no other length.
     """
     by_row: dict[int, list[int]] = {}
     for number, request in enumerate(requests):

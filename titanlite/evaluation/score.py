@@ -1,11 +1,11 @@
 """Score multiple-choice tasks: which choice a model finds likeliest, as a whole and by its length.
 
-The choice of a question is that of the greatest log-likelihood, summed over its tokens. `accuracy_norm` divides it by
-the choice's bytes in UTF-8 first, so that a long one is not unlikely for that alone. lm-eval calls them acc and
-acc_bytes; its acc_norm divides by characters, of which a text in ASCII has as many.
+The model's answer is the choice with the greatest log-likelihood, summed over its tokens. `accuracy_norm` divides that
+by the choice's bytes in UTF-8, so that long choices are not unlikely for their length. lm-eval calls them acc and
+acc_bytes; its acc_norm divides by characters.
 
-Which rank scores a request changes nothing: each batch has its tokens and its shape under any number of data-parallel
-ranks. Tensor parallelism adds up partial sums in another order, so that log-likelihoods differ by rounding.
+Scores are bitwise equal under any number of data-parallel ranks. Tensor parallelism adds partial sums in another order,
+so that log-likelihoods differ by rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,25 +30,18 @@ STATISTICS = by_rows(local_statistics)
 
 @dataclass(frozen=True)
 class Score:
-    """The answers of a model to a task.
-
-    Attributes:
-        accuracy: of the choices as they are; NaN, as `accuracy_norm` is, where a log-likelihood is not finite.
-        log_likelihoods: of the choices of each question, nats.
-        choices: index of the likeliest choice of each question.
-        choices_norm: likewise, by bytes.
-    """
+    """The answers of a model to a task."""
 
     task: str
     questions: int
-    accuracy: float
+    accuracy: float  # NaN, as `accuracy_norm`, if a log-likelihood is not finite
     accuracy_norm: float
-    log_likelihoods: list[list[float]]
-    choices: list[int]
-    choices_norm: list[int]
+    log_likelihoods: list[list[float]]  # of the choices of each question, nats
+    choices: list[int]  # index of the likeliest choice of each question
+    choices_norm: list[int]  # likewise, by bytes
 
     def standard_error(self, accuracy: float) -> float:
-        """Return that of an accuracy of this task, over its questions; NaN of one question."""
+        """Return the standard error of an accuracy over the questions; NaN of one question."""
         return (accuracy * (1 - accuracy) / (self.questions - 1)) ** 0.5 if self.questions > 1 else float("nan")
 
 
@@ -59,7 +52,7 @@ class Evaluator:
         tasks: encoded for sequences of `seq_len`.
         seq_len: S.
         tokens: M, of a rank in a micro-step.
-        whole_rows: give each request S tokens, for a model that knows no other length.
+        whole_rows: give each request S tokens, for a model that takes no other length.
         softcap: of the model's logits; 0: none.
     """
 
@@ -79,12 +72,9 @@ class Evaluator:
 
     @torch.no_grad()
     def score(self, model: nn.Module, mesh: Mesh, progress: Callable[[], object] = lambda: None) -> list[Score]:
-        """Score all tasks; every rank calls this and gets the same.
+        """Score all tasks; collective, with the same scores on every rank. `progress` is called before each batch.
 
-        Args:
-            model: takes [M] tokens and `sequences` to logits [M, V/tp]; it is in evaluation meanwhile.
-            mesh: the mesh.
-            progress: called before each batch.
+        `model` takes [M] tokens and `sequences` to logits [M, V/tp].
         """
         is_training = model.training
         model.eval()
@@ -102,7 +92,6 @@ class Evaluator:
         return self._scores(found.cpu().numpy())
 
     def _score_batch(self, batch: RowBatch, model: nn.Module, mesh: Mesh, found: Tensor) -> None:
-        """Put the log-likelihoods of a batch's requests into their places in `found`."""
         tokens, targets = batch_of(batch, self.requests, self.tokens)
         tokens, targets = tokens.to(mesh.device), targets.to(mesh.device)
         logits = model(tokens, sequences=Sequences(batch.row_len))
@@ -136,11 +125,7 @@ class Evaluator:
 
 
 def require_same_questions(of_ranks: Sequence[Sequence[str]]) -> None:
-    """Check that all ranks have read the same questions, by the fingerprints of each rank's tasks.
-
-    Raises:
-        DataError: one has read others.
-    """
+    """Raise a DataError if ranks have read different questions, by the fingerprints of each rank's tasks."""
     if different := [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]:
         saw, want = f"other questions on rank {different[0]} than on rank 0", "the same files on every host"
         raise DataError.of("evaluation", KEY, saw, want, "copy them, or name a folder that all hosts share")
@@ -159,5 +144,5 @@ def batch_of(batch: RowBatch, requests: Sequence[Request], tokens: int) -> tuple
 
 
 def _without_compiler() -> AbstractContextManager[Any]:
-    """Run compiled blocks as they are written: rows of other lengths than S would have each of them compiled anew."""
+    """Run compiled blocks eagerly: each length of rows would have them compiled anew."""
     return torch.compiler.set_stance("force_eager")

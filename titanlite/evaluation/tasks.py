@@ -5,7 +5,7 @@ A task is a .jsonl file, one question a line:
     {"query": "The capital of France is", "choices": ["Rome", "Paris"], "gold": 1}
 
 `context` is another name for `query`. A choice follows its query behind one blank. HellaSwag, ARC and PIQA are known by
-name, too: read from the hub, or from where `datasets` has cached them, and put into that form as lm-eval puts them.
+name: read from the hub, or the cache of `datasets`, and put into this form as lm-eval does.
 """
 
 import hashlib
@@ -37,17 +37,11 @@ class Question(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """A task, read.
+    """The questions of a task."""
 
-    Attributes:
-        name: in metrics.jsonl, as `accuracy.<name>`.
-        source: as the user wrote it.
-        questions: at least one.
-    """
-
-    name: str
-    source: str
-    questions: tuple[Question, ...]
+    name: str  # in metrics.jsonl, as `accuracy.<name>`
+    source: str  # as the user wrote it
+    questions: tuple[Question, ...]  # at least one
 
     @property
     def fingerprint(self) -> str:
@@ -68,7 +62,7 @@ def _hellaswag(row: Mapping[str, Any]) -> Question:
 
 
 def _cleaned(text: str) -> str:
-    """Take WikiHow's marks out of a text of HellaSwag."""
+    """Remove WikiHow's marks from a text of HellaSwag."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -111,7 +105,7 @@ def load_tasks(tasks: Sequence[str]) -> list[Task]:
 
 
 def _of_all(tasks: Sequence[str], read: Callable[[str, Path | None], Any]) -> list[Any]:
-    """Call `read` with each task and its file, None if it is on the hub; raise all that is wrong at once."""
+    """Call `read` with each task and its file, None if it is on the hub; raise all errors at once."""
     messages, found, names = list[Any](), list[Any](), set[str]()
     for text in tasks:
         try:
@@ -144,7 +138,6 @@ def _name_and_path(text: str) -> tuple[str, Path | None]:
 
 
 def _of_file(text: str, path: Path) -> Task:
-    """Read a file of questions."""
     questions, problems = list[Question](), list[Problem]()
     try:
         for number, line in _lines(path):
@@ -169,7 +162,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _question(line: bytes) -> Question | str:
-    """Read one question; return what is wanted in its place if it is none."""
+    """Read one question, or return what is wanted in its place."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -187,7 +180,6 @@ def _question(line: bytes) -> Question | str:
 
 
 def _of_hub(name: str) -> Task:
-    """Read a dataset of the hub."""
     import datasets  # slow to import
 
     task = HUB[name]
