@@ -72,7 +72,6 @@ def encode(
                     what = "NUL" if tokenizer.name == "bytes" else f"id {tokenizer.separator_id}"
                     tally.add_bad(piece.place, bad or f"holds {what}, which separates documents")
                     encoded.append(Encoded(np.empty(0, np.uint32), ends=False, is_bad=True))
-                    tally.check_early(piece.n_bad + tally.n_bad - n_read)  # before the rest is encoded one by one
                 is_bad, n_tokens, n_unknown, n_text = True, 0, 0, 0
             elif not is_bad:
                 if tokenizer.bos_id is not None and not n_tokens:

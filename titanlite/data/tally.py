@@ -65,11 +65,6 @@ class Tally:
         if self.n_bad > self.limit + _RUNAWAY:
             self.check()
 
-    def check_early(self, n_bad: int) -> None:
-        """Check at once if `n_bad` records are too many and the message would name no more."""
-        if n_bad > self.limit and len(self.bad) == _LISTED:
-            self.check()
-
     def add_large(self, place: str) -> None:
         """Count a record that is too large, which ends the reading if it is one too many: it may have no end."""
         self.add_bad(place, self.too_large())

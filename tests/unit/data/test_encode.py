@@ -17,7 +17,7 @@ from titanlite.data.encode import _pieces, encode
 from titanlite.data.prepare import prepare
 from titanlite.data.sources import resolve
 from titanlite.data.tally import Tally
-from titanlite.data.tokenizer import ByteTokenizer, EncodingError, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.errors import DataError
 
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -213,25 +213,6 @@ def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record_like_any_other(tmp_p
     assert (shards.meta.documents, shards.meta.n_bad_records) == (7, 2)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if PANIC not in text))
     assert prepare(data.source, data, 256, progress=False).fingerprint == shards.fingerprint
-
-
-def test_texts_that_cannot_be_encoded_are_not_tried_one_by_one_past_the_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    n_calls = 0
-
-    def fail(self: ByteTokenizer, texts: list[str]) -> list[np.ndarray]:
-        nonlocal n_calls
-        n_calls += 1
-        raise EncodingError("cannot")
-
-    monkeypatch.setattr(ByteTokenizer, "encode_batch", fail)
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 4096)
-    for limit, n_bad in ((0, 10), (20, 21)):
-        n_calls = 0
-        with pytest.raises(DataError, match=f"{n_bad} bad records so far:"):
-            tokens_of(f"{tmp_path}/a.jsonl", ByteTokenizer(), limit=limit)
-        assert n_calls < 2 * n_bad + 12 * 2  # of 8,191, of each half and each text
 
 
 @pytest.mark.parametrize("at", [0, 2_500, 5_000])
