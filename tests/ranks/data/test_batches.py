@@ -72,29 +72,6 @@ def test_a_step_has_the_same_samples_under_every_layout(shards: Corpus, size: in
         assert seen == samples_at(np.arange(step * G, (step + 1) * G), 25, seed=1).tolist()
 
 
-def test_an_epoch_has_every_sample_once(shards: Corpus) -> None:
-    seen = [s for step in steps_of(train(shards), 7) for micro in step for s in micro]
-    assert sorted(seen[:25]) == sorted(seen[25:50]) == list(range(25))
-    assert seen[:25] != seen[25:50]
-
-
-def test_resuming_gives_the_same_batches(shards: Corpus) -> None:
-    through = steps_of(train(shards), 9)
-    batches = train(shards)
-    for _ in range(4):
-        batches.next()
-    batches.close()
-    assert batches.position == 4 * G
-    assert steps_of(train(shards, step=batches.step), 5) == through[4:]
-
-
-def test_another_layout_may_resume(shards: Corpus) -> None:
-    through = steps_of(train(shards, local=8), 6)
-    halves = [steps_of(train(shards, 2, rank, 2, step=3), 3) for rank in range(2)]
-    for step in range(3):
-        assert sorted(s for h in halves for m in h[step] for s in m) == sorted(through[3 + step][0])
-
-
 def test_an_error_of_the_thread_is_raised_by_next(shards: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     read = Corpus.read
 

@@ -84,22 +84,6 @@ def test_what_is_read_meanwhile_is_what_comes_of_it(tmp_path: Path, started: lis
     assert open_growing(source, data, 256, KEY).is_whole  # a later run finds it
 
 
-@pytest.mark.slow
-def test_it_stops_where_nobody_asks_for_more(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
-    source = write_records(tmp_path / "a.jsonl", 300)
-    shards, data = open_data(source, tmp_path / "cache", prepare_lead=1_000_000)
-    start(shards, data, started)
-    shards.wait(1)
-    time.sleep(1.5)
-    shards.poll()
-    there = shards.tokens
-    assert there < 1_000_001 + 2 * (1 << 22)
-    assert not shards.is_whole
-    time.sleep(1)
-    shards.poll()
-    assert shards.tokens == there
-
-
 def test_who_is_killed_is_told_of_and_the_next_goes_on(
     tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
 ) -> None:

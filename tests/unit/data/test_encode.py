@@ -5,12 +5,12 @@ import json
 import random
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare_here
 from titanlite.config.schema import Data
 from titanlite.data.documents import Document
 from titanlite.data.encode import _pieces, encode
@@ -205,14 +205,13 @@ def test_a_text_that_the_tokenizer_fails_on_is_a_bad_record_like_any_other(tmp_p
     texts = ["one", PANIC, "two", f"{PANIC} again", *["more"] * 5]
     file, tokenizer = tmp_path / "a.jsonl", panicking(tmp_path)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    data = Data(str(file), tokenizer, cache_dir=str(tmp_path / "cache"))
     said = rf"2 bad records so far:\n.*a\.jsonl:2: data\.tokenizer = '{tokenizer}' cannot encode it: .*retry-limit"
     with pytest.raises(DataError, match=said):
-        prepare(data.source, data, 256, progress=False)
-    shards = prepare(data.source, replace(data, max_bad_records=2), 256, progress=False)
+        prepare_here(tmp_path, file, tokenizer=tokenizer)
+    shards = prepare_here(tmp_path, file, tokenizer=tokenizer, max_bad_records=2)
     assert (shards.meta.documents, shards.meta.n_bad_records) == (7, 2)
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if PANIC not in text))
-    assert prepare(data.source, data, 256, progress=False).fingerprint == shards.fingerprint
+    assert prepare_here(tmp_path, file, tokenizer=tokenizer).fingerprint == shards.fingerprint
 
 
 @pytest.mark.parametrize("at", [0, 2_500, 5_000])
@@ -225,13 +224,12 @@ def test_a_large_document_that_cannot_be_used_is_one_bad_record(
     source.mkdir()
     for name, content in {"a": text, "b": text[:at] + bad + text[at:] + bad, "c": text}.items():
         (source / f"{name}.txt").write_text(content)
-    data = Data(str(source), tokenizer, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"1 bad record so far:\n.*b\.txt: (holds NUL, which|data\.tokenizer)"):
-        prepare(data.source, data, 256, progress=False)
-    shards = prepare(data.source, replace(data, max_bad_records=1), 256, progress=False)
+        prepare_here(tmp_path, source, tokenizer=tokenizer)
+    shards = prepare_here(tmp_path, source, tokenizer=tokenizer, max_bad_records=1)
     assert (shards.meta.documents, shards.meta.n_bad_records) == (2, 1)
     (source / "b.txt").unlink()
-    without = prepare(data.source, data, 256, progress=False)
+    without = prepare_here(tmp_path, source, tokenizer=tokenizer)
     assert (shards.fingerprint, shards.meta.shards) == (without.fingerprint, without.meta.shards)
 
 
@@ -284,8 +282,7 @@ def test_a_large_document_ends_where_it_reaches_max_tokens(tmp_path: Path) -> No
     text = a_text(10_000) * 150
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("behind it")
-    data = Data(str(tmp_path / "*.txt"), cache_dir=str(tmp_path / "cache"), max_tokens=400_000)
-    shards = prepare(data.source, data, 256, progress=False)
+    shards = prepare_here(tmp_path, tmp_path / "*.txt", max_tokens=400_000)
     assert 400_000 < shards.meta.tokens < 700_000
     assert (shards.meta.documents, shards.meta.max_tokens) == (1, 400_000)
     ids = shards.read(0, shards.meta.tokens)

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from titanlite.config.schema import Data
+from tests.support.prepared import prepare_here
 from titanlite.data import remote
 from titanlite.data.corpus import Corpus
-from titanlite.data.prepare import prepare
 from titanlite.data.shards import Shard
 from titanlite.data.sources import resolve
 from titanlite.errors import DataError
@@ -106,7 +105,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepared(source: str, folder: Path) -> Corpus:
-    return prepare(source, Data(cache_dir=str(folder), max_bad_records=1), 256, progress=False)
+    return prepare_here(folder, source, max_bad_records=1)
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.prepared import prepare_here
 from tests.unit.data.test_sources import write_parquet
-from titanlite.config.schema import Data
 from titanlite.data.documents import documents
-from titanlite.data.prepare import prepare
 from titanlite.data.sources import resolve
 from titanlite.data.tally import Tally
 from titanlite.data.tokenizer import ByteTokenizer
@@ -69,9 +68,8 @@ def test_a_line_that_is_too_large_is_a_bad_record_that_takes_no_memory(tmp_path:
     texts, tally, _ = read(file, limit=0)
     assert (texts, tally.bad) == (["one"], [f"{file}:2: {SAID}"])
     assert [len(text) for text in read(file, limit=0, max_record_mib=33)[0]] == [3, 32 * MIB, 3]
-    data = Data(str(file), max_record_mib=1, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=f"1 bad record so far:\n.*{name}:2: {SAID}\n"):
-        prepare(data.source, data, 256, progress=False)
+        prepare_here(tmp_path, file, max_record_mib=1)
 
 
 def test_a_line_at_the_limit(tmp_path: Path) -> None:
@@ -148,27 +146,25 @@ def test_a_text_file_that_cannot_be_cut_is_a_bad_record_when_it_is_too_large(
     (tmp_path / "a.txt").write_text("a line\n" * 300_000)  # larger, and read in pieces
     (tmp_path / "b.txt").write_text("a word " + large)
     (tmp_path / "c.txt").write_text("last")
-    data = Data(f"{tmp_path}/*.txt", max_record_mib=1, cache_dir=str(tmp_path / "cache"))
+    source = tmp_path / "*.txt"
     said = rf"1 bad record so far:\n.*b\.txt: {SAID}, without a place to cut it\n"
     with pytest.raises(DataError, match=said) as caught:
-        prepare(data.source, data, 256, progress=False)
+        prepare_here(tmp_path, source, max_record_mib=1)
     fix = "fix:  raise data.max_record_mib, if there is memory for it, or cut the text into .jsonl records"
     assert str(caught.value).splitlines()[-1].strip() == fix
     (tmp_path / "d.txt").write_bytes(b"\xff")
     with pytest.raises(DataError, match=f"2 bad records.*(?s:.)*{fix}; and correct these .*data.max_bad_records"):
-        prepare(data.source, data, 256, progress=False)
+        prepare_here(tmp_path, source, max_record_mib=1)
     (tmp_path / "d.txt").unlink()
-    data = Data(data.source, max_record_mib=1, max_bad_records=1, cache_dir=data.cache_dir)
-    shards = prepare(data.source, data, 256, progress=False)
+    shards = prepare_here(tmp_path, source, max_record_mib=1, max_bad_records=1)
     assert bytes(shards.read(0, shards.tokens).tolist()) == b"a line\n" * 300_000 + b"\0last\0"
-    whole = Data(data.source, max_bad_records=1, cache_dir=data.cache_dir)
-    assert prepare(whole.source, whole, 256, progress=False).tokens == shards.tokens + len(f"a word {large}\0".encode())
+    whole = prepare_here(tmp_path, source, max_bad_records=1)
+    assert whole.tokens == shards.tokens + len(f"a word {large}\0".encode())
 
 
 def test_what_is_too_large_behind_the_end_that_max_tokens_sets_does_not_count(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl.gz", json.dumps({"text": "one"}), json.dumps({"text": "two"}), LARGE)
-    data = Data(str(file), max_tokens=4, max_record_mib=1, cache_dir=str(tmp_path / "cache"))
-    meta = prepare(data.source, data, 256, progress=False).meta
+    meta = prepare_here(tmp_path, file, max_tokens=4, max_record_mib=1).meta
     assert (meta.tokens, meta.max_tokens, meta.n_bad_records) == (4, 4, 0)
 
 
@@ -178,6 +174,6 @@ def test_many_small_texts_are_not_gathered_without_bound(tmp_path: Path, monkeyp
         ByteTokenizer, "encode_batch", lambda self, texts: (n_at_once.append(len(texts)), original(self, texts))[1]
     )
     write(tmp_path / "a.jsonl", *['{"text": "a"}'] * 50_000)
-    prepare(f"{tmp_path}/a.jsonl", Data(cache_dir=str(tmp_path / "cache")), 256, progress=False)
+    prepare_here(tmp_path, tmp_path / "a.jsonl")
     assert sum(n_at_once) == 50_000
     assert max(n_at_once) < 25_000

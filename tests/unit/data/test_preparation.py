@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare_here
 from tests.unit.data.test_sources import write_parquet
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Config, Data, Training, Validation
@@ -37,26 +38,12 @@ def write_texts(folder: Path, *texts: str) -> str:
     return str(folder)
 
 
-def prepare_here(tmp_path: Path, source: str, vocab_size: int = 256, **data: object) -> Corpus:
-    config = replace(Data(source=source, cache_dir=str(tmp_path / "cache")), **data)
-    return prepare(source, config, vocab_size, progress=False)
-
-
 def test_documents_are_separated(tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in", "one", "", "zwö")
     shards = prepare_here(tmp_path, source)
     assert bytes(shards.read(0, shards.tokens).tolist()) == "one\0zwö\0".encode()
     meta = shards.meta
     assert (meta.documents, meta.input_bytes, meta.dtype, meta.n_bad_records) == (2, 7, "uint16", 0)
-
-
-def test_many_batches_give_the_same_tokens_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = write_texts(tmp_path / "in", *(f"text {i} " * (i % 5 + 1) for i in range(50)))
-    one = prepare_here(tmp_path, source)
-    monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", 30)
-    many = prepare_here(tmp_path, source, cache_dir=str(tmp_path / "other"))
-    assert many.fingerprint == one.fingerprint
-    assert many.meta.documents == 50
 
 
 def test_tokenizer_file(tmp_path: Path) -> None:
@@ -148,13 +135,6 @@ def test_preparation_ends_with_the_document_that_reaches_max_tokens(
     assert shards.meta.max_tokens == is_cut * max_tokens  # said of a source only if something of it is left out
     whole = prepare_here(tmp_path, source, cache_dir=str(tmp_path / "other"))
     assert (shards.fingerprint == whole.fingerprint) != is_cut
-
-
-def test_bad_records_do_not_count_for_max_tokens(tmp_path: Path) -> None:
-    source = write_texts(tmp_path / "in", "with \0 NUL", "one", "two")
-    shards = prepare_here(tmp_path, source, max_tokens=4, max_bad_records=1)
-    assert bytes(shards.read(0, shards.tokens).tolist()) == b"one\0"
-    assert (shards.meta.n_bad_records, shards.meta.max_tokens) == (1, 4)
 
 
 @pytest.mark.parametrize("between", [[], ["x" * 5_000_000]], ids=["near", "far"])

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.prepared import prepare_here
 from tests.unit.data.test_sources import write_parquet
 from titanlite.config.schema import Comm, Config, Data
 from titanlite.data import remote
@@ -60,8 +60,7 @@ def test_the_documents_are_those_of_the_files(name: str, tmp_path: Path, bucket:
     write_all(tmp_path / "data")
     upload(tmp_path / "data", bucket)
     bucket.pipe("/bucket/data/.hidden/x.txt", b"not this")
-    one = prepare(f"{tmp_path}/data{name}", Data(cache_dir=str(tmp_path / "one")), 256, progress=False)
-    other = prepare(f"memory://bucket/data{name}", Data(cache_dir=str(tmp_path / "other")), 256, progress=False)
+    one, other = (prepare_here(tmp_path, f"{place}/data{name}") for place in (tmp_path, "memory://bucket"))
     assert other.fingerprint == one.fingerprint
     assert other.meta.documents == one.meta.documents
     assert other.files == one.files
@@ -70,16 +69,15 @@ def test_the_documents_are_those_of_the_files(name: str, tmp_path: Path, bucket:
 def test_places_have_the_url(tmp_path: Path, bucket: Any) -> None:
     bucket.pipe("/bucket/a.jsonl", b'{"text": "good"}\nno JSON\n')
     with pytest.raises(DataError, match=r"memory://bucket/a\.jsonl:2: not JSON"):
-        prepare("memory://bucket/a.jsonl", Data(cache_dir=str(tmp_path)), 256, progress=False)
+        prepare_here(tmp_path, "memory://bucket/a.jsonl")
 
 
 def test_what_changes_behind_the_url_is_another_source(tmp_path: Path, bucket: Any) -> None:
-    data = Data(cache_dir=str(tmp_path))
     folders = set[Path]()
     for content in (b"one", b"two", b"two more"):
         bucket.pipe("/bucket/a.txt", content)
         for _ in range(2):
-            folders.add(prepare("memory://bucket/*.txt", data, 256, progress=False).folder)
+            folders.add(prepare_here(tmp_path, "memory://bucket/*.txt").folder)
     assert len(folders) == 3
 
 
@@ -103,7 +101,7 @@ def test_a_transfer_that_breaks_goes_on(
 ) -> None:
     write_all(tmp_path / "data")
     upload(tmp_path / "data", bucket)
-    whole = prepare("memory://bucket/data", Data(cache_dir=str(tmp_path / "whole")), 256, progress=False)
+    whole = prepare_here(tmp_path / "whole", "memory://bucket/data")
     n = failing(bucket, monkeypatch, 3, error)
     broken = prepare("memory://bucket/data", Data(cache_dir=str(tmp_path / "broken")), 256, progress=True)
     assert n[0] > 30
@@ -121,8 +119,7 @@ def test_a_network_that_stays_away_is_an_error_and_the_next_start_goes_on(
     monkeypatch.setattr("os.fsync", lambda file: None)
     write_all(tmp_path / "data")
     upload(tmp_path / "data", bucket)
-    whole = prepare("memory://bucket/data", Data(cache_dir=str(tmp_path / "whole")), 256, progress=False)
-    data = Data(cache_dir=str(tmp_path / "broken"))
+    whole = prepare_here(tmp_path / "whole", "memory://bucket/data")
     with monkeypatch.context() as patch:
         patch.setattr(remote.time, "sleep", lambda seconds: tried.append(seconds))
         tried, n = list[float](), 0
@@ -136,9 +133,9 @@ def test_a_network_that_stays_away_is_an_error_and_the_next_start_goes_on(
 
         patch.setattr(type(bucket), "cat_file", gone_after)
         with pytest.raises(DataError, match=r"ConnectionError: away\n.*\n.*see whether the network"):
-            prepare("memory://bucket/data", data, 256, progress=False)
+            prepare_here(tmp_path, "memory://bucket/data")
         assert len(tried) == 5
-    assert prepare("memory://bucket/data", data, 256, progress=False).meta == whole.meta
+    assert prepare_here(tmp_path, "memory://bucket/data").meta == whole.meta
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def test_credentials_are_not_tried_again(
     bucket.pipe("/bucket/a.txt", b"one")
     n = failing(bucket, monkeypatch, 1, error)
     with pytest.raises(DataError, match=said):
-        prepare("memory://bucket/a.txt", Data(cache_dir=str(tmp_path)), 256, progress=False)
+        prepare_here(tmp_path, "memory://bucket/a.txt")
     assert n[0] == 1
 
 

@@ -618,11 +618,3 @@ def test_parts_of_a_dataset() -> None:
     for source in ("hf:", "hf:a:b:c:d", "hf:/no/such/folder"):
         with pytest.raises(DataError, match=r"want: hf:<dataset>\[:<config>\[:<split>\]\]"):
             resolve(source)
-
-
-def test_a_file_that_vanishes_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    source = resolve(str(tmp_path))
-    (tmp_path / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"a\.txt: No such file"):
-        list(documents(source, "text", Tally("a", "data.source", 0)))

@@ -2,13 +2,13 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare_here
 from titanlite.config.schema import Config, Data
 from titanlite.data.inputs import check_inputs
 from titanlite.data.prepare import data_warnings, prepare
@@ -169,15 +169,14 @@ def test_documents_begin_with_the_bos_token_where_that_is_asked_for(
     texts = ["hello", "world " * 300, "there"]  # the second goes through in pieces
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     monkeypatch.setattr("titanlite.data.encode._PIECE_CHARACTERS", 256)
-    data = Data(f"{tmp_path}/a.jsonl", str(path), cache_dir=str(tmp_path / "cache"))
-    without = prepare(data.source, data, 300, progress=False)
-    shards = prepare(data.source, replace(data, add_bos_token=True), 300, progress=False)
+    without, shards, cut = (
+        prepare_here(tmp_path, tmp_path / "a.jsonl", 300, tokenizer=str(path), **more)
+        for more in ({}, {"add_bos_token": True}, {"add_bos_token": True, "max_tokens": 2})
+    )
     assert shards.folder != without.folder
     expected = [id for ids in plain.encode_batch(texts) for id in (1, *ids.tolist(), 0)]
     assert shards.read(0, shards.tokens).tolist() == expected
     assert without.read(0, without.tokens).tolist() == [id for id in expected if id != 1]
-    first = replace(data, add_bos_token=True, max_tokens=2)
-    cut = prepare(data.source, first, 300, progress=False)
     assert cut.tokens == expected.index(0) + 1
 
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<other>"}')
@@ -222,17 +221,12 @@ def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
         tokenizer = Tokenizer(model)
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(tmp_path / "t.json"))
-        data = Data(
-            source=str(tmp_path / "a.jsonl"),
-            tokenizer=str(tmp_path / "t.json"),
-            cache_dir=str(tmp_path / type(model).__name__),
-            max_bad_records=1,
-        )
-        assert load_tokenizer(data.tokenizer).unknown_id == 3
-        meta = prepare(data.source, data, 4, progress=False).meta
+        file = str(tmp_path / "t.json")
+        assert load_tokenizer(file).unknown_id == 3
+        meta = prepare_here(tmp_path, tmp_path / "a.jsonl", 4, tokenizer=file, max_bad_records=1).meta
         assert (meta.tokens, meta.n_unknown, meta.n_bad_records) == (8, 2, 1)  # a bad record's do not count
         (_, warning) = data_warnings("data.source", meta, 256)
-        assert warning.endswith("2 tokens (25.00%) stand for text that " + data.tokenizer + " does not know")
+        assert warning.endswith(f"2 tokens (25.00%) stand for text that {file} does not know")
     Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])).save(str(tmp_path / "t.json"))
     assert load_tokenizer(str(tmp_path / "t.json")).unknown_id is None
 
@@ -308,10 +302,9 @@ def test_a_word_that_it_has_no_token_for(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"known": 0, "</s>": 1}, unk_token="<unk>")).save(str(file))
     for name, text in {"a": "known", "b": "unknown"}.items():
         (tmp_path / f"{name}.txt").write_text(text)
-    data = Data(f"{tmp_path}/*.txt", str(file), cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"b\.txt: .*words\.json' cannot encode it: .*Missing \[UNK\] token"):
-        prepare(data.source, data, 2, progress=False)
-    shards = prepare(data.source, replace(data, max_bad_records=1), 2, progress=False)
+        prepare_here(tmp_path, tmp_path / "*.txt", 2, tokenizer=str(file))
+    shards = prepare_here(tmp_path, tmp_path / "*.txt", 2, tokenizer=str(file), max_bad_records=1)
     assert shards.read(0, shards.tokens).tolist() == [0, 1]
 
 
