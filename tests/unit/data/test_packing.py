@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -183,17 +184,16 @@ def test_token_files_are_packed_by_the_separator_that_is_given(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-@pytest.mark.parametrize("prepare_when", ["first", "background"])
-def test_a_separator_that_ends_no_document_is_refused(tmp_path: Path, packing: str, prepare_when: str) -> None:
+def test_a_separator_that_ends_no_document_is_refused(tmp_path: Path, packing: Any) -> None:
     source = tokens_file(tmp_path, row_of([3, 9, 4, 5]))
-    packed = {"packing": packing, "prepare": prepare_when, "shuffle_window": 64}
-    data = Data(source, cache_dir=str(tmp_path / "c"), separator_id=8, **packed)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
-        prepare(source, data, 1000, progress=False)
-    with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
-        open_growing(source, data, 1000, "data.source")
-    with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
-        check_inputs(replace(Config(), data=data), 1000)
+    data = Data(source, cache_dir=str(tmp_path / "c"), separator_id=8, packing=packing)
+    for refuses in (
+        lambda: prepare(source, data, 1000, progress=False),
+        lambda: open_growing(source, data, 1000, "data.source"),
+        lambda: check_inputs(replace(Config(), data=data), 1000),
+    ):
+        with pytest.raises(DataError, match=r"separator_id = 8, which ends no document"):
+            refuses()
     prepare(source, replace(data, separator_id=SEPARATOR), 1000, progress=False)
 
 
@@ -238,13 +238,6 @@ def test_packing_without_a_separator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'packing = "best_fit"') as caught:
         prepare(source, data, 1000, progress=False)
     assert "separator_id = N" in str(caught.value)
-
-
-def test_a_separator_for_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    config = replace(Config(), data=Data(str(tmp_path / "a.txt"), cache_dir=str(tmp_path / "c"), separator_id=3))
-    with pytest.raises(DataError, match=r"separator_id = 3"):
-        check_inputs(config, 1000)
 
 
 def test_the_standard_library_is_padded_by_less_than_three_percent(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.prepared import prepare_here
 from titanlite.config.schema import Config, Data
 from titanlite.data.inputs import check_inputs
-from titanlite.data.prepare import data_warnings, prepare
+from titanlite.data.prepare import data_warnings
 from titanlite.data.tokenizer import load_tokenizer, rows_for
 from titanlite.errors import DataError
 
@@ -197,8 +197,6 @@ def test_a_bos_token_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
     np.arange(9, dtype="<u2").tofile(tmp_path / "a.bin")
     data = Data(f"{tmp_path}/a.bin", add_bos_token=True, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false for token files such as"):
-        prepare(data.source, data, 300, progress=False)
-    with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false for token files such as"):
         check_inputs(Config(data=data), 300)
 
 
@@ -246,53 +244,53 @@ def test_separator(tmp_path: Path, special: tuple[str, ...], config: dict[str, A
     assert tokenizer.separator_id == special.index(expected)  # special tokens come first
 
 
-def test_no_separator_lists_what_was_looked_for(tmp_path: Path) -> None:
-    path = make_tokenizer(tmp_path / "tokenizer.json", tuple(f"<{i}>" for i in range(11)))
-    with pytest.raises(DataError, match=r"tokenizer\.json', whose special tokens are <0>, <1>, .*<9>, …\n"):
+@pytest.mark.parametrize(
+    ("special", "config", "said"),
+    [
+        ([f"<{i}>" for i in range(11)], "{}", r"tokenizer\.json', whose special tokens are <0>, <1>, .*<9>, …\n"),
+        (
+            ["<unk>"],
+            "{}",
+            r"tokens are <unk>\n.*one of <\|end_of_text\|>, .*</s>, <eos>\n.*fix:.*eos_token",
+        ),
+        (["<unk>"], '{"eos_token": "<gone>"}', "has no token '<gone>'"),
+        (["<unk>"], '{"eos_token": ["<unk>"]}', r"has no token \['<unk>'\]"),
+        (["<unk>"], "[]", "not a JSON object"),
+        (["<unk>"], "{", "not a JSON object"),
+    ],
+)
+def test_no_separator_lists_what_was_looked_for(tmp_path: Path, special: list[str], config: str, said: str) -> None:
+    path = make_tokenizer(tmp_path / "tokenizer.json", tuple(special))
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(DataError, match=said):
         load_tokenizer(str(path))
-    path = make_tokenizer(tmp_path / "tokenizer.json", ("<unk>",))
-    with pytest.raises(
-        DataError,
-        match=r"tokens are <unk>\n.*one of <\|end_of_text\|>, <\|endoftext\|>, </s>, <eos>\n.*fix:.*eos_token",
-    ):
-        load_tokenizer(str(path))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
-    with pytest.raises(DataError, match="has no token '<gone>'"):
-        load_tokenizer(str(path))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ["<unk>"]}')
-    with pytest.raises(DataError, match=r"has no token \['<unk>'\]"):
-        load_tokenizer(str(path))
-    for content in ("[]", "{"):
-        (tmp_path / "tokenizer_config.json").write_text(content)
-        with pytest.raises(DataError, match="not a JSON object"):
-            load_tokenizer(str(path))
 
 
-def test_what_is_no_tokenizer(tmp_path: Path) -> None:
+NO_FILE = "', and there is no such file"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("x" * 300, f"x{NO_FILE}"),
+        *((name, rf"data.tokenizer = '{name}{NO_FILE}(.|\n)*correct the path\Z") for name in ("./nope", "a/nope.json")),
+        ("Qwen/Qwen3-0.6B", r"fix:  correct the path; or fetch it: hf download Qwen/Qwen3-0\.6B tokenizer\.json "),
+        ("other.json", "which is no tokenizer"),
+        ("folder", r"which is a folder(.|\n)*fix:  data.tokenizer = .*tokenizer\.json"),
+        ("empty.json", "a token that separates documents"),
+        ("folder/empty", NO_FILE),
+    ],
+)
+def test_what_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
     from tokenizers import Tokenizer, models
 
-    with pytest.raises(DataError, match="x', and there is no such file"):
-        load_tokenizer("x" * 300)
-    for name in ("nope.json", "./nope", "a/nope.json"):
-        with pytest.raises(
-            DataError, match=rf"data.tokenizer = '{name}', and there is no such file(.|\n)*correct the path\Z"
-        ):
-            load_tokenizer(name)
-    with pytest.raises(
-        DataError, match=r"fix:  correct the path; or fetch it: hf download Qwen/Qwen3-0\.6B tokenizer\.json "
-    ):
-        load_tokenizer("Qwen/Qwen3-0.6B")
-    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
-    with pytest.raises(DataError, match="which is no tokenizer"):
-        load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(DataError, match=r"which is a folder(.|\n)*fix:  data.tokenizer = .*tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
-    Tokenizer(models.BPE()).save(str(tmp_path / "empty.json"))
-    with pytest.raises(DataError, match="a token that separates documents"):
-        load_tokenizer(str(tmp_path / "empty.json"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="and there is no such file"):
-        load_tokenizer(str(tmp_path / "empty"))
+    monkeypatch.chdir(tmp_path)
+    Path("folder/empty").mkdir(parents=True)
+    for file in ("other.json", "folder/tokenizer.json"):
+        Path(file).write_text('{"a": 1}')
+    Tokenizer(models.BPE()).save("empty.json")
+    with pytest.raises(DataError, match=said):
+        load_tokenizer(name)
 
 
 def test_a_word_that_it_has_no_token_for(tmp_path: Path) -> None:
