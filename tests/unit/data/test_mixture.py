@@ -108,31 +108,6 @@ def past_of(table: StageTable, step: int) -> Past:
     return SavedState(step=step, samples=table.samples(step), stages=table.past(step), unit_len=table.unit_len).past
 
 
-@pytest.mark.parametrize("batch", [1, 4, 6])
-def test_three_changes_of_weights_lose_and_repeat_nothing(batch: int) -> None:
-    """Resumed at every step, with other weights at three: what the oracle says, and each sample once an epoch."""
-    oracle, past, changes = Oracle(UNITS, 8, 0), Past(), {0: 0, 9: 1, 20: 2, 31: 3}
-    steps, seen, now = 40, list[Sample](), 0
-    for step in range(steps):
-        if step in changes:
-            now = changes[step]
-            oracle.begin(WEIGHTS[now], 8)
-        weights = {name: WEIGHTS[now].get(name, 0.0) for name in ("a", "b", "c")}
-        table = stage_table(config_of(weights, steps=steps, batch=batch), 1, past)
-        assert bool(table.notes) == (step in changes and step > 0)
-        got = step_of(table, UNITS, step + 1)
-        assert got == [oracle.next() for _ in range(batch)]
-        seen += got
-        past = past_of(table, step + 1)
-    assert [row.from_step for row in past.rows] == [0, 9, 20, 31]
-    for name, units in UNITS.items():
-        own = [sample for sample in seen if sample[0] == name]
-        for first in range(0, len(own), units):
-            epoch = own[first : first + units]
-            assert len(set(epoch)) == len(epoch)
-            assert len(epoch) < units or {at for _, at, _ in epoch} == set(range(0, 8 * units, 8))
-
-
 def test_realised_shares_at_every_step() -> None:
     stages = (Stage(160, {"a": 0.2, "b": 0.5, "c": 0.3}), Stage(640, {"c": 1.0, "a": 3.0}))
     table = stage_table(config_of({"a": 0.7, "b": 0.3, "c": 0.0}, stages), 1)

@@ -253,31 +253,14 @@ def test_a_folder_of_an_http_server_that_lists_is_one(tmp_path: Path) -> None:
         server.server_close()
 
 
-def test_a_retry_in_a_thread_of_the_reader_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_retry_in_a_thread_of_the_reader_is_told(bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line is a sign of life, too, and pyarrow reads in threads of its own."""
-    tries: list[int] = []
-    lines: list[str] = []
-
-    class Away:
-        def cat_file(self, path: str, start: int, end: int) -> bytes:
-            tries.append(start)
-            if len(tries) == 1:
-                raise ConnectionError("away")
-            return b"abc"
-
-        def invalidate_cache(self, path: str) -> None: ...
-
-        def info(self, path: str) -> dict[str, str]:
-            return {"ETag": '"a"'}
-
-    monkeypatch.setattr(remote, "filesystem", lambda url, key: (Away(), "x"))
-    monkeypatch.setattr(remote, "_PAUSES_S", (0.01,))
+    bucket.pipe("/bucket/a.txt", b"x" * 1500)  # two blocks
+    n, lines = failing(bucket, monkeypatch, 2, ConnectionError("away")), list[str]()
     with remote.telling(lines.append):
-        file = remote.RemoteFile(
-            "memory://x", "data.source", remote.RemoteStat(3, remote._version_of({"ETag": '"a"'}))
-        ).open()
+        file = resolve("memory://bucket/a.txt").files[0].open("rb")
     reader = Thread(target=file.read)
     reader.start()
     reader.join()
-    assert len(tries) == 2
+    assert n == [3]
     assert ["away; trying again" in line for line in lines] == [True]
