@@ -103,19 +103,11 @@ def no_text(source: str, key: str, bad: Sequence[str]) -> DataError:
     return DataError.of("data", key, saw, "at least one document", "give another source")
 
 
-def is_folder(path: Path, unknown: bool = False) -> bool:
-    """Return whether a path is a folder; `unknown` if a folder above may not be entered."""
-    try:
-        return path.is_dir()
-    except OSError:  # before Python 3.14
-        return unknown
-
-
 def check_cache_is_folder(data: Data) -> None:
     """Check that the cache is a folder, or can become one."""
     folder = Path(os.path.expanduser(data.cache_dir))
     for path in (folder, *folder.parents):
-        if os.path.lexists(path) and not is_folder(path, unknown=True):
+        if os.path.lexists(path) and not os.path.isdir(path):
             saw, fix = f"{data.cache_dir!r}: {path} is no folder", "set data.cache_dir to a folder"
             raise DataError.of("data", "data.cache_dir", saw, "a folder for token shards", fix)
 

@@ -15,7 +15,6 @@ from titanlite.data.cache_folder import (
     Preparation,
     check_cache_is_folder,
     check_cache_is_outside,
-    is_folder,
     no_text,
     unusable_cache,
 )
@@ -119,7 +118,7 @@ def check_inputs(
         # Of a tokenizer that does not fit the model no more than that is reported.
         fits = vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens")
         planned = preparation_of(source, config.data, vocab_size or 0, used) if used or fits else None
-        if planned and fits and is_folder(planned.folder):
+        if planned and fits and os.path.isdir(planned.folder):
             shards[key] = Corpus(planned.folder, planned)
             meta = shards[key].meta
         meta = meta or _read_if_small(source, config.data, planned)

@@ -46,20 +46,14 @@ T = TypeVar("T")
 _on_retry: ContextVar[Callable[[str], object]] = ContextVar("on_retry", default=lambda line: None)
 
 
-class RemoteStat(NamedTuple):
-    """Hold what is known of a file, named as `os.stat` names it."""
-
-    st_size: int
-    st_mtime_ns: int  # a number for the version: a hash of its entity tag or time
-
-
 @dataclass(frozen=True, order=True)
 class RemoteFile:
-    """A file behind a URL, with as much of `pathlib.Path` as the readers of documents use."""
+    """A file behind a URL, with as much of `pathlib.Path` and `os.stat_result` as the readers of documents use."""
 
     url: str
     key: str = field(compare=False)  # the config key of the source
-    known: RemoteStat = field(compare=False)
+    st_size: int = field(compare=False)
+    st_mtime_ns: int = field(compare=False)  # a number for the version: a hash of its entity tag or time
 
     def __str__(self) -> str:
         return redact_urls(self.url)
@@ -84,11 +78,10 @@ class RemoteFile:
 
 
 class _Blocks(io.RawIOBase):
-    """Reads a file block by block."""
+    """Reads a file by requests of at most a block."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file, self._at = file, 0
-        self._start, self._block = 0, b""
         self._fs, self._path = filesystem(file.url, file.key)
         self._on_retry = _on_retry.get()  # of the opening thread: pyarrow reads in others
 
@@ -98,24 +91,18 @@ class _Blocks(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.known.st_size}[whence]
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.st_size}[whence]
         self._at = max(0, start + offset)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        size = self._file.known.st_size
-        if self._at >= size:
+        start, end = self._at, min(self._file.st_size, self._at + min(len(buffer), _BLOCK_BYTES))
+        if start >= end:
             return 0
-        if not self._start <= self._at < self._start + len(self._block):
-            self._start, self._block = self._at, self._fetch(self._at, min(size, self._at + _BLOCK_BYTES))
-        part = self._block[self._at - self._start :][: len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
+        buffer[: end - start] = self._fetch(start, end)
+        self._at = end
+        return end - start
 
     def _fetch(self, start: int, end: int) -> bytes:
         file, fs = self._file, self._fs

@@ -259,7 +259,7 @@ def test_a_retry_in_a_thread_of_the_reader_is_told(bucket: Any, monkeypatch: pyt
     n, lines = failing(bucket, monkeypatch, 2, ConnectionError("away")), list[str]()
     with remote.telling(lines.append):
         file = resolve("memory://bucket/a.txt").files[0].open("rb")
-    reader = Thread(target=file.read)
+    reader = Thread(target=file.read, args=(1500,))
     reader.start()
     reader.join()
     assert n == [3]
