@@ -25,7 +25,7 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import make, plan_preparation
 from titanlite.data.progress import Progress
 from titanlite.data.unfinished import read_wanted
-from titanlite.errors import DataError, TitanliteError
+from titanlite.errors import TitanliteError
 from titanlite.streams import guard_streams
 
 _PROGRAM = "from titanlite.data.background import prepare_for_run; sys.exit(prepare_for_run())"
@@ -95,8 +95,7 @@ def prepare_for_run() -> int:
         try:
             planned = plan_preparation(source, data, asked["vocab_size"], key)
             if planned.folder != Path(folder):
-                saw = f"{source!r}, whose files changed meanwhile"
-                raise DataError.of("data", key, saw, "files that do not change", "run again")
+                raise planned.source.refused(", whose files changed meanwhile", "files that do not change", "run again")
             progress = Progress(f"preparing {source}", enable=True, is_quiet=True)
             make(planned, progress, may_be_there if data.prepare_lead else None)
         except BaseException as error:

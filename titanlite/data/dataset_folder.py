@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.data.sources import Source, by_ending, ending, files_below
-from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
@@ -45,11 +44,11 @@ def left_out(source: Source) -> list[str]:
     below = map(Path, sorted(files_below(source.name, source.key, folder)))
     others = [f for f in below if f.resolve() not in chosen and f.name != "README.md"]
     if records := [f for f in others if _RECORDS & {suffix.lower() for suffix in f.suffixes}]:
-        saw = f"{source.name!r}, a folder of which `datasets` leaves out {by_ending(records)}, as {records[0]}"
+        what = f", a folder of which `datasets` leaves out {by_ending(records)}, as {records[0]}"
         want = "files of one type, all named for a split, as train-0.jsonl, or none; or `configs` in its README.md"
         pattern = os.path.join(folder, "**", f"*{ending(records[0]) or '.jsonl'}")
         fix = f"move them to another folder; or name the files without hf: and splits, as in {pattern!r}"
-        raise DataError.of("data", source.key, saw, want, fix)
+        raise source.refused(what, want, fix)
     return [f"{by_ending(others)} in no split of the folder, as {others[0]}"] if others else []
 
 
@@ -61,9 +60,9 @@ def builder_of(source: Source) -> "DatasetBuilder":
     path, config, _ = source.dataset
     builder = load_dataset_builder(path, config)
     if type(builder).__module__.startswith("datasets.packaged_modules.cache"):
-        saw = f"{source.name!r}, which the hub does not give; `datasets` has kept records of it from another time"
+        what = ", which the hub does not give; `datasets` has kept records of it from another time"
         fix = f"download its files, as with `hf download --repo-type dataset {path} --local-dir DIR`, and give hf:DIR"
-        raise DataError.of("data", source.key, saw, "the dataset as it is on the hub", fix)
+        raise source.refused(what, "the dataset as it is on the hub", fix)
     for name, value in _OPTIONS.items():
         field = next((f for f in dataclasses.fields(builder.config) if f.name == name), None)
         if field is not None and getattr(builder.config, name) == field.default:  # the README may say otherwise

@@ -248,9 +248,9 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
             return
         number, revision = tally.record, str(builder.hash)
         if number and tally.revision != revision:
-            saw = f"{source.name!r}, of which {number:,} rows are of revision {tally.revision}; now it is {revision}"
+            what = f", of which {number:,} rows are of revision {tally.revision}; now it is {revision}"
             fix = "delete its folder in data.cache_dir that ends in .unfinished, and run again"
-            raise DataError.of("data", source.key, saw, "one revision of the dataset", fix)
+            raise source.refused(what, "one revision of the dataset", fix)
         tally.revision = revision
         rows: Any = builder.as_streaming_dataset(split=split)
         for row in rows.skip(number) if number else rows:
@@ -274,9 +274,8 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
         fix = "correct the name, config or split; without a network give a folder, as hf:/data/name, or files"
         if source.files:
             fix = "correct config, split or file; or name the files without hf:, where data.max_bad_records skips some"
-        saw = f"{source.name!r}: {type(e).__name__}: {e}"
         want = f"dataset {path!r}, config {config or 'default'!r}, split {split!r}, readable through `datasets`"
-        raise DataError.of("data", source.key, saw, want, fix) from e
+        raise source.refused(f": {type(e).__name__}: {e}", want, fix) from e
 
 
 def _kind(content: bytes, before: int) -> str:

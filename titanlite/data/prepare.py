@@ -60,10 +60,9 @@ def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] |
                 with telling(on_retry):
                     meta = _tokenize(planned, planned.tokenizer, unfinished, progress, report, lead)
             if planned.source.stamps() != planned.stamps:
-                saw = f"{planned.source.name!r}, whose files changed during reading"
                 empty(unfinished)
-                want = "files that do not change meanwhile"
-                raise DataError.of("data", planned.source.key, saw, want, "run again")
+                what, want = ", whose files changed during reading", "files that do not change meanwhile"
+                raise planned.source.refused(what, want, "run again")
             meta.write(unfinished)
         except OSError as e:  # so that waiting processes get the reason
             raise unusable_cache(planned.data, e) from e

@@ -85,6 +85,10 @@ class Source:
         """Return the local files; token files are never remote."""
         return tuple(file for file in self.files if isinstance(file, Path))
 
+    def refused(self, what: str, want: str, fix: str) -> DataError:
+        """Return the error that says `what` of this source."""
+        return DataError.of("data", self.key, f"{self.name!r}{what}", want, fix)
+
     def n_bytes(self) -> int | None:
         """Return the bytes to read; None of a dataset."""
         return None if self.kind == "dataset" else sum(size for _, size, _ in self.stamps())

@@ -15,7 +15,7 @@ import numpy as np
 
 from titanlite.config.schema import Data
 from titanlite.data.shards import BLOCK_BYTES, Meta, Shard, block_hash, token_hash
-from titanlite.data.sources import BEGINNINGS, Source
+from titanlite.data.sources import BEGINNINGS, Source, unreadable
 from titanlite.errors import DataError
 from titanlite.json_file import read_json
 
@@ -51,7 +51,7 @@ def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
             dtypes.setdefault(dtype, file)
     if len(dtypes) > 1:
         seen = ", ".join(f"{dtype} for {file}" for dtype, file in dtypes.items())
-        raise _ids_error(source, f"{source.name!r}: {seen}", "one type of ids", "convert the files to one type")
+        raise source.refused(f": {seen}", "one type of ids", "convert the files to one type")
     dtype = next(iter(dtypes))
     item = np.dtype(dtype).itemsize
     for file in source.paths:
@@ -60,7 +60,7 @@ def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
             if head.startswith(magic):
                 how = f": {read.format(file=str(file))}.astype('{_code(dtype)}').tofile('ids.bin')" if read else ""
                 fix = f"write the ids alone{how}"
-                raise _ids_error(source, f"{source.name!r}: {file} begins with {what}", f"{dtype} ids, no header", fix)
+                raise source.refused(f": {file} begins with {what}", f"{dtype} ids, no header", fix)
     odd = [(f, n) for f, n in sizes.items() if n % item]
     if odd:
         seen = "\n      ".join(f"{f} has {n} bytes" for f, n in odd[:10])
@@ -68,7 +68,7 @@ def token_dtype(source: Source, data: Data, vocab_size: int) -> str:
         fix = "write the files again"
         if dtype == "uint32":
             fix += f"; {_other_type('uint16', 'they hold')}"
-        raise _ids_error(source, f"{source.name!r}:\n      {seen}", want, fix)
+        raise source.refused(f":\n      {seen}", want, fix)
     return dtype
 
 
@@ -122,8 +122,8 @@ def scan(source: Source, dtype: str, report: Callable[[int], object]) -> Meta:
         shards.append(Shard(str(file), tokens, max_id, max_at, tuple(hashes)))
         was = prepared.get(file)
         if was is not None and (was.tokens != tokens or was.hashes != tuple(hashes)):
-            saw = f"{source.name!r}: {file}, which is not what was prepared as {file.parent / 'meta.json'} says"
-            raise _ids_error(source, saw, "shards as they were written", "copy them again, or delete that meta.json")
+            what = f": {file}, which is not what was prepared as {file.parent / 'meta.json'} says"
+            raise source.refused(what, "shards as they were written", "copy them again, or delete that meta.json")
     return Meta(source.name, "", dtype, tuple(shards), digest.hexdigest(), input_bytes=n_bytes)
 
 
@@ -191,10 +191,9 @@ def _readable(source: Source, file: Path, stated: str) -> str:
         dtype = np.dtype(object)
     if dtype.kind in "iu" and dtype.itemsize in (2, 4) and dtype == dtype.newbyteorder("<"):
         return f"uint{8 * dtype.itemsize}"
-    saw = f"{source.name!r}: {file} states {stated!r}"
     code = dtype.str if dtype.kind in "iuf" else "TYPE"
     fix = f"write the ids again: np.fromfile('FILE', {code!r}).astype('<u4').tofile('ids.bin'), and state uint32"
-    raise _ids_error(source, saw, "ids of 16 or 32 bits, little-endian", fix)
+    raise source.refused(f": {file} states {stated!r}", "ids of 16 or 32 bits, little-endian", fix)
 
 
 def _other_type(dtype: str, holds: str) -> str:
@@ -211,8 +210,4 @@ def _file_chunks(file: Path, source: Source, size: int) -> Iterator[bytes]:
             while chunk := data.read(size):
                 yield chunk
     except OSError as e:
-        raise _ids_error(source, f"{file}: {e}", "a file that can be read", "write the file again") from e
-
-
-def _ids_error(source: Source, saw: str, want: str, fix: str) -> DataError:
-    return DataError.of("data", source.key, saw, want, fix)
+        raise unreadable(source.name, source.key, file, e) from e
