@@ -36,6 +36,7 @@ _CREDENTIALS = {
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run `gcloud auth application-default login`; "
     "of a public bucket, FSSPEC_GS_TOKEN=anon",
 }
+_COPY = "copy the file to a disk or a bucket"
 _IN_EXTRA = ("s3", "s3a", "gs", "gcs", "http", "https")
 _CHAINED = re.compile(r"::[\w+.-]+://|^[\w+.-]+://.*::/")
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError", "ProfileNotFound")
@@ -169,9 +170,12 @@ def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: 
 
 
 def _changed_meanwhile(file: RemoteFile, now: str) -> DataError:
-    want = "one version of the file, from its first byte to its last"
-    fix = "run again; if it ends so again, copy the file to a disk or a bucket"
-    return DataError.of("data", file.key, f"{str(file)!r}, which changed during reading: {now}", want, fix)
+    want, fix = "one version of the file, from its first byte to its last", f"run again; if it ends so again, {_COPY}"
+    return _url_error(file.url, file.key, f", which changed during reading: {now}", want, fix)
+
+
+def _url_error(url: str, key: str, what: str, want: str, fix: str = _COPY) -> DataError:
+    return DataError.of("data", key, f"{redact_urls(url)!r}{what}", want, fix)
 
 
 def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
@@ -220,23 +224,21 @@ def filesystem(url: str, key: str) -> tuple[Any, str]:
     """
     import fsspec.core
 
-    scheme, shown = url.partition("://")[0], redact_urls(url)
+    scheme = url.partition("://")[0]
     try:
         options = _time_limits(scheme)
         if more := fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(url):
-            saw = f"{shown!r}, whose {', '.join(more)} is no part of the path there"
             want = "a URL of a protocol and a path, as those of s3://, gs:// and https:// are"
-            raise DataError.of("data", key, saw, want, "copy the files to a disk or a bucket")
+            raise _url_error(url, key, f", whose {', '.join(more)} is no part of the path there", want)
         return fsspec.core.url_to_fs(url, **options)
     except DataError:
         raise
     except ImportError as e:
         fix = "pip install -e '.[url]'" if scheme in _IN_EXTRA else f"install what it names: {e}"
-        want = f"the package that reads {scheme}://, not installed here"
-        raise DataError.of("data", key, repr(shown), want, fix) from e
+        raise _url_error(url, key, "", f"the package that reads {scheme}://, not installed here", fix) from e
     except ValueError as e:
         want = "a protocol that fsspec knows, as s3://, gs:// or https://"
-        raise DataError.of("data", key, f"{shown!r}: {e}", want, "correct the URL") from e
+        raise _url_error(url, key, f": {e}", want, "correct the URL") from e
     except Exception as e:
         raise _refused(e, url, key) from e
 
@@ -256,8 +258,8 @@ def _time_limits(scheme: str) -> dict[str, Any]:
 def refuse_chained(source: str, key: str) -> None:
     """Refuse URLs of one protocol on another, as `zip://*.txt::https://host/a.zip`."""
     if _CHAINED.search(source):
-        want, fix = "one URL", "unpack or copy what is behind it to a disk or a bucket"
-        raise DataError.of("data", key, f"{redact_urls(source)!r}, several in one", want, fix)
+        fix = "unpack or copy what is behind it to a disk or a bucket"
+        raise _url_error(source, key, ", several in one", "one URL", fix)
 
 
 def list_files(
@@ -310,12 +312,11 @@ def list_files(
     passed = sorted(of_folders - taken.keys())
     if not taken:
         there = f"a folder of {len(passed):,} others" if passed else "which matches no file"
-        saw = f"{redact_urls(source)!r}, {there}"
         want = f"a URL, a folder or a glob of {', '.join(endings)}"
         fix = "correct the URL; ** stands for any folders"
         if source.startswith("http"):
             fix += "; of a server that does not list its folders, name each file as a source of data.mixture"
-        raise DataError.of("data", key, saw, want, fix)
+        raise _url_error(source, key, f", {there}", want, fix)
     scheme = source.partition("://")[0]
     return sorted(_remote_file(fs, scheme, name, info, key) for name, info in taken.items()), passed
 
@@ -396,7 +397,7 @@ def _refused(e: Exception, url: str, key: str) -> DataError:
         scheme = {"s3a": "s3", "gcs": "gs"}.get(scheme, scheme)
         of_others = "give user and password, as https://USER:PASSWORD@HOST/, or a URL that is signed anew"
         fix = _CREDENTIALS.get(scheme, of_others)
-    return DataError.of("data", key, f"{redact_urls(url)!r}: {_in_one_line(e)}", want, fix)
+    return _url_error(url, key, f": {_in_one_line(e)}", want, fix)
 
 
 def _in_one_line(e: Exception) -> str:
