@@ -279,7 +279,7 @@ def _dataset_documents(source: Source, text_key: str, tally: Tally) -> Iterator[
 
 
 def _kind(content: bytes, before: int) -> str:
-    """Say what kind of file begins with this content, of which `before` bytes or lines come before."""
+    """Say what kind of file begins with `content`, if nothing is `before` it."""
     found = next((kind for begin, kind in _OTHER_KINDS if content[:32].lower().startswith(begin)), "")
     return f"; it begins as {found}" if found and not before else ""
 

@@ -14,14 +14,11 @@ from titanlite.errors import DataError, NoMoreDataError
 class Samples(Protocol):
     """The samples of a source, of S tokens each, as batches ask for them; from any thread."""
 
+    seq_len: int  # S
+
     @property
     def n(self) -> int | None:
         """Return how many there are; None while more are still being made."""
-        ...
-
-    @property
-    def seq_len(self) -> int:
-        """Return S."""
         ...
 
     def require(self, least: int, key: str) -> None:

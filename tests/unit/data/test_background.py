@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare_here
 from titanlite.config.schema import Data
 from titanlite.data.background import BackgroundPreparation, open_growing
 from titanlite.data.cache import unfinished_of
@@ -67,7 +68,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_what_is_read_meanwhile_is_what_comes_of_it(tmp_path: Path, started: list[BackgroundPreparation]) -> None:
     """Training asks for little at a time, and the process stays near it."""
     source = write_records(tmp_path / "a.jsonl", 400)
-    whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
+    whole = prepare_here(tmp_path / "first", source)
     shards, data = open_data(source, tmp_path / "cache", prepare_lead=1_000_000)
     start(shards, data, started)
     step, most = 500_000, 0
@@ -89,7 +90,7 @@ def test_who_is_killed_is_told_of_and_the_next_goes_on(
 ) -> None:
     monkeypatch.setattr("titanlite.data.corpus._ALONE_SECONDS", 1.0)
     source = write_records(tmp_path / "a.jsonl", 300)
-    whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
+    whole = prepare_here(tmp_path / "first", source)
     shards, data = open_data(source, tmp_path / "cache", prepare_lead=5_000_000)
     process = start(shards, data, started)
     shards.wait(1_000_000)
@@ -133,7 +134,7 @@ def test_what_is_wrong_with_a_record_reaches_who_waits(tmp_path: Path, started: 
     # A run that allows it goes on.
     more, data = open_data(source, tmp_path / "cache", max_bad_records=1)
     start(more, data, started)
-    whole = prepare(source, Data(cache_dir=str(tmp_path / "first"), max_bad_records=1), 256, progress=False)
+    whole = prepare_here(tmp_path / "first", source, max_bad_records=1)
     assert more.wait(10**12) == whole.tokens
     assert files(more.folder) == files(whole.folder)
 
@@ -153,7 +154,7 @@ def test_a_full_disk_is_told_of_and_loses_nothing(
     tmp_path: Path, started: list[BackgroundPreparation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_records(tmp_path / "a.jsonl", 400)
-    whole = prepare(source, Data(cache_dir=str(tmp_path / "first")), 256, progress=False)
+    whole = prepare_here(tmp_path / "first", source)
     shards, data = open_data(source, tmp_path / "cache")
     popen = subprocess.Popen
 

@@ -6,12 +6,12 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.support.prepared import prepare_here
 from tests.unit.data.test_sources import write_parquet
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.config.schema import Data
@@ -106,21 +106,20 @@ def test_cut_off_after_any_batch_the_result_is_the_same(
 ) -> None:
     source = write(kind, tmp_path / "in")
     name = "bytes" if tokenizer == "bytes" else str(make_tokenizer(tmp_path / "tokenizer.json"))
-    data = Data(source, name, cache_dir=str(tmp_path / "whole"), max_bad_records=3, max_tokens=max_tokens)
-    whole = prepare(source, data, 300, progress=False)
+    keys = {"tokenizer": name, "max_bad_records": 3, "max_tokens": max_tokens}
+    whole = prepare_here(tmp_path / "whole", source, 300, **keys)
     assert len(whole.meta.shards) > 3
     assert whole.meta.n_bad_records > 0 or tokenizer == "bpe" or kind == "parquet"
-    cut = replace(data, cache_dir=str(tmp_path / "cut"))
     n_kept = n_batches = 0
     for n in range(1, 100, 3):
         shutil.rmtree(tmp_path / "cut", ignore_errors=True)
         for end in (n, n + 2, 100):  # killed twice, and then let be
             killed_after(end, monkeypatch)
             try:
-                again = prepare(source, cut, 300, progress=False)
+                again = prepare_here(tmp_path / "cut", source, 300, **keys)
                 break
             except Killed:
-                folder = unfinished_of(tmp_path / "cut" / whole.folder.name)
+                folder = unfinished_of(tmp_path / "cut" / "cache" / whole.folder.name)
                 made = read_made(folder)
                 n_kept += made is not None
                 for path in [*folder.glob("shard-*.bin")][-1:]:  # what was written behind it is not looked at
@@ -137,15 +136,10 @@ def test_cut_off_after_any_batch_the_result_is_the_same(
 def test_what_was_bad_before_counts_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write("jsonl", tmp_path / "in")
     (tmp_path / "in" / "c.jsonl").write_text("no JSON either\n")
-    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=2)
-    with pytest.raises(DataError, match=r"3 bad records so far:\n.*a\.jsonl:6: not JSON"):
-        prepare(source, data, 256, progress=False)
-    with pytest.raises(DataError, match=r"3 bad records so far:\n.*a\.jsonl:6: not JSON"):
-        prepare(source, data, 256, progress=False)
-    with pytest.raises(DataError, match=r"2 bad records so far:"):
-        prepare(source, replace(data, max_bad_records=0), 256, progress=False)
-    more = prepare(source, replace(data, max_bad_records=3), 256, progress=False)
-    whole = prepare(source, replace(data, max_bad_records=3, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    for limit, n_bad in ((2, 3), (2, 3), (0, 2)):
+        with pytest.raises(DataError, match=rf"{n_bad} bad records so far:\n.*a\.jsonl:6: not JSON"):
+            prepare_here(tmp_path, source, max_bad_records=limit)
+    more, whole = (prepare_here(folder, source, max_bad_records=3) for folder in (tmp_path, tmp_path / "other"))
     assert more.meta == whole.meta
 
 
@@ -164,12 +158,10 @@ def test_what_is_not_as_it_was_is_made_anew(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source = write("jsonl", tmp_path / "in")
-    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
-
     with monkeypatch.context() as patch:
         killed_after(8, patch)
         with pytest.raises(Killed):
-            prepare(source, data, 256, progress=False)
+            prepare_here(tmp_path, source, max_bad_records=3)
     (folder,) = (tmp_path / "cache").glob("*.unfinished")
     made = read_made(folder)
     assert made is not None
@@ -183,9 +175,10 @@ def test_what_is_not_as_it_was_is_made_anew(
     else:
         assert after != before
         path.write_bytes(after)
+    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
     again = prepare(source, data, 256, progress=True)
     assert "what an earlier start has left is damaged, and is made anew" in capfd.readouterr().err
-    whole = prepare(source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    whole = prepare_here(tmp_path / "other", source, max_bad_records=3)
     assert content(again.folder) == content(whole.folder)
     assert Meta.read(again.folder).tokens == whole.tokens
 
@@ -205,16 +198,14 @@ def test_a_dataset_of_the_hub_goes_on_with_the_revision_that_it_began_with(
 
     monkeypatch.setattr(datasets, "load_dataset_builder", load_from_hub)
     killed_after(2, monkeypatch)
-    data = Data("hf:a/b", cache_dir=str(tmp_path / "cache"))
     with pytest.raises(Killed):
-        prepare(data.source, data, 256, progress=False)
+        prepare_here(tmp_path, "hf:a/b")
     monkeypatch.setattr(module, "encode", encode)
     revision = "2c3d"
     with pytest.raises(DataError, match=r"are of revision 0a1b; now it is 2c3d\n.*\n.*fix:  delete .*\.unfinished"):
-        prepare(data.source, data, 256, progress=False)
+        prepare_here(tmp_path, "hf:a/b")
     revision = "0a1b"
-    again = prepare(data.source, data, 256, progress=False)
-    whole = prepare(data.source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    again, whole = (prepare_here(folder, "hf:a/b") for folder in (tmp_path, tmp_path / "other"))
     assert content(again.folder) == content(whole.folder)
 
 
@@ -224,7 +215,6 @@ def test_what_fails_at_the_last_file_loses_nothing(
 ) -> None:
     """The disk is full where the folder is to be ended, or the process is killed there."""
     source = write("jsonl", tmp_path / "in")
-    data = Data(source, cache_dir=str(tmp_path / "cache"), max_bad_records=3)
 
     def full(*args: object) -> None:
         if failing == "rename":
@@ -234,13 +224,13 @@ def test_what_fails_at_the_last_file_loses_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(Meta if failing == "write" else Path, failing, full)
         with pytest.raises(DataError if failing == "write" else Killed):
-            prepare(source, data, 256, progress=False)
+            prepare_here(tmp_path, source, max_bad_records=3)
     (folder,) = (tmp_path / "cache").glob("*.unfinished")
     made = read_made(folder)
     assert made is not None
     assert made.n_shards > 0
-    again = prepare(source, data, 256, progress=False)
-    whole = prepare(source, replace(data, cache_dir=str(tmp_path / "other")), 256, progress=False)
+    again = prepare_here(tmp_path, source, max_bad_records=3)
+    whole = prepare_here(tmp_path / "other", source, max_bad_records=3)
     assert content(again.folder) == content(whole.folder)
     assert sorted({path.suffix for path in again.folder.iterdir()}) == [".bin", ".json"]
     assert [path.name for path in again.folder.glob("*.json")] == ["meta.json"]
