@@ -25,7 +25,7 @@ from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.corpus import Corpus
 from titanlite.data.progress import Progress
 from titanlite.data.samples import ConcatenatedSamples
-from titanlite.data.shards import HashedFile, block_hashes
+from titanlite.data.shards import HashedFile, block_hashes, damaged
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
 from titanlite.json_file import read_json, with_hash, without_hash
@@ -37,6 +37,7 @@ COUNTED_TOKENS = 1 << 30
 _BLOCK_TOKENS = 1 << 22  # that are looked through for separators at once
 _SPAN = np.dtype([("start", "<i8"), ("length", "<i4")])
 _OFFSET = np.dtype("<i8")
+_INDEX = "what was written with its meta.json", "index of packed samples"
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class PackedSamples:
                 for name, dtype in (("spans.bin", _SPAN), ("offsets.bin", _OFFSET))
             )
         except (OSError, ValueError, TypeError, KeyError) as e:
-            raise _unusable_index(folder, f"{type(e).__name__}: {e}") from e
+            raise damaged(folder, f"{type(e).__name__}: {e}", *_INDEX) from e
         self.n, self.seq_len = self.counts.bins, self.counts.seq_len
 
     def require(self, least: int, key: str) -> None:
@@ -114,7 +115,7 @@ class PackedSamples:
             first, last = self._offsets.read(sample, 2).tolist()
             return self._spans.read(first, last - first).tolist()
         except (OSError, ValueError) as e:
-            raise _unusable_index(self.folder, f"{type(e).__name__}: {e}") from e
+            raise damaged(self.folder, f"{type(e).__name__}: {e}", *_INDEX) from e
 
     def read(self, sample: int) -> np.ndarray:
         """Read a sample; see `Samples.read`."""
@@ -224,8 +225,3 @@ def _pieces_of(
             ends = np.append(ends, tokens)
         yield cuts.cut(ends, until)
         report(until)
-
-
-def _unusable_index(folder: Path, saw: str) -> DataError:
-    fix = f"delete {folder}; it is made again at the next run"
-    return DataError.of(str(folder), "index of packed samples", saw, "what was written with its meta.json", fix)

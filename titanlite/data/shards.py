@@ -195,7 +195,7 @@ def shard_unreadable(folder: Path, e: OSError) -> DataError:
     return DataError.of(str(folder), e.filename or "a file", e.strerror or str(e), want, fix)
 
 
-def damaged(folder: Path, saw: str, want: str) -> DataError:
+def damaged(folder: Path, saw: str, want: str, what: str = "token shards") -> DataError:
     """Return the error for a folder whose content is not what was written."""
     fix = f"delete {folder}; it is made again from the source at the next run"
-    return DataError.of(str(folder), "token shards", saw, want, fix)
+    return DataError.of(str(folder), what, saw, want, fix)
