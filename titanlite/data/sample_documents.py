@@ -24,7 +24,7 @@ class SampleDocument:
 def documents_of(
     samples: Samples, shards: Corpus, sample: int, first: int = 0, count: int | None = None
 ) -> list[SampleDocument]:
-    """Return the documents among `count` tokens of a sample from `first` on, in order; padding is no document."""
+    """Return the documents among `count` tokens (None: all) of a sample from `first` on, in order, without padding."""
     found: list[SampleDocument] = []
     last = samples.seq_len if count is None else first + count
     at = 0
