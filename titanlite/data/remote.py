@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, cast
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
 from titanlite.errors import DataError
 from titanlite.redact import redact_urls
@@ -69,9 +69,9 @@ class RemoteFile:
         """Return the last ending of the name, with its point."""
         return f".{self.name.rpartition('.')[2]}" if "." in self.name else ""
 
-    def stat(self) -> RemoteStat:
-        """Return what was known of the file when the source was resolved."""
-        return self.known
+    def stat(self) -> "RemoteFile":
+        """Return size and version as they were when the source was resolved."""
+        return self
 
     def open(self, mode: Literal["rb"] = "rb") -> BinaryIO:
         """Open the file; a read that fails is tried again."""
@@ -114,7 +114,7 @@ class _Blocks(io.RawIOBase):
             else:
                 block = fs.cat_file(self._path, start=start, end=end)
                 fs.invalidate_cache(self._path)
-                if _version_of(fs.info(self._path)) != file.known.st_mtime_ns:
+                if _version_of(fs.info(self._path)) != file.st_mtime_ns:
                     raise _changed_meanwhile(file, f"its ETag or time is another behind byte {start:,}")
             if len(block) != end - start:
                 raise ConnectionError(f"{len(block)} bytes in place of {end - start}")
@@ -149,11 +149,11 @@ def _get(fs: Any, url: str, start: int, end: int, check: Callable[[int, Mapping[
 def _check_answer(file: RemoteFile, start: int, end: int, status: int, headers: Mapping[str, str]) -> None:
     """Refuse an answer over http of another version of the file, or of another part of it."""
     _refuse_encoded(file.url, file.key, headers.get("Content-Encoding"))
-    size, at = file.known.st_size, f"the answer for byte {start:,}"
+    size, at = file.st_size, f"the answer for byte {start:,}"
     version = {name: headers[name] for name in ("ETag", "Last-Modified") if name in headers}
     if status == 416:
         raise _changed_meanwhile(file, f"{at} is 416, as of a shorter file")
-    if _version_of(version) != file.known.st_mtime_ns:
+    if _version_of(version) != file.st_mtime_ns:
         said = ", ".join(f"{name}: {value}" for name, value in version.items()) or "neither ETag nor Last-Modified"
         raise _changed_meanwhile(file, f"{at} has {said}")
     part = headers.get("Content-Range", "no Content-Range")
@@ -181,9 +181,9 @@ def _url_error(url: str, key: str, what: str, want: str, fix: str = _COPY) -> Da
 def _refuse_encoded(url: str, key: str, encoding: str | None) -> None:
     """Refuse a file that is compressed on its way: it has no parts, and another size."""
     if encoding and encoding != "identity":
-        saw = f"{redact_urls(url)!r}, which is sent with Content-Encoding: {encoding}"
+        want = "the bytes of the file, of which parts can be asked for"
         fix = "have it sent as it is (.jsonl.gz and .jsonl.zst are read), or copy it to a disk or a bucket"
-        raise DataError.of("data", key, saw, "the bytes of the file, of which parts can be asked for", fix)
+        raise _url_error(url, key, f", which is sent with Content-Encoding: {encoding}", want, fix)
 
 
 def _version_of(info: Mapping[str, Any]) -> int:
@@ -328,8 +328,7 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
     _refuse_encoded(url, key, info.get("contentEncoding"))
     size = info.get("size")
     if size is None:
-        want, fix = "a server that says how large the file is", "copy the file to a disk or a bucket"
-        unknown = DataError.of("data", key, f"{redact_urls(url)!r}, whose size is not known", want, fix)
+        unknown = _url_error(url, key, ", whose size is not known", "a server that says how large the file is")
 
         def refuse(_: int, headers: Mapping[str, str]) -> None:
             _refuse_encoded(url, key, headers.get("Content-Encoding"))
@@ -340,10 +339,9 @@ def _remote_file(fs: Any, scheme: str, name: str, info: dict[str, Any], key: str
         raise unknown
     number = _version_of(info)
     if not number:
-        saw = f"{redact_urls(url)!r}, of which nothing but the size is known"
         want = "a server that gives an ETag or Last-Modified, so that a changed file is not taken for the same"
-        raise DataError.of("data", key, saw, want, "copy the file to a disk or a bucket")
-    return RemoteFile(url, key, RemoteStat(int(size), number))
+        raise _url_error(url, key, ", of which nothing but the size is known", want)
+    return RemoteFile(url, key, int(size), number)
 
 
 def _retried(action: Callable[[], T], url: str, key: str, where: str, tries: int | None = None) -> T:

@@ -174,12 +174,12 @@ def _of_index(file: Path, n_bytes: int, source: Source) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, struct.error) as e:
-        raise _ids_error(source, f"{index}: {e}", "an index that can be read", "copy it again, or delete it") from e
+        raise source.refused(f": {index}: {e}", "an index that can be read", "copy it again, or delete it") from e
     dtype = _readable(source, index, _MEGATRON_TYPES.get(code, f"type {code}"))
     end = place + length * np.dtype(dtype).itemsize
     if n_bytes != end:
-        saw = f"{source.name!r}: {file} has {n_bytes} bytes"
-        raise _ids_error(source, saw, f"{end} bytes, as {index.name} beside it says", "copy both files again")
+        want = f"{end} bytes, as {index.name} beside it says"
+        raise source.refused(f": {file} has {n_bytes} bytes", want, "copy both files again")
     return dtype
 
 

@@ -245,9 +245,8 @@ def test_a_folder_of_an_http_server_that_lists_is_one(tmp_path: Path) -> None:
         for source in (f"{url}/data", f"{url}/data/", f"{url}/", f"{url}/data/*.*"):
             found = resolve(source)
             assert [file.name for file in found.files] == ["a.jsonl", "b.jsonl.gz", "c.txt", "d.parquet"]
-        small = replace(Data(), source=f"{url}/data/c.txt", cache_dir=str(tmp_path / "cache"))
         with pytest.raises(DataError, match=r"all of its 0 MB in place of a part\n.*range|sends parts"):
-            prepare(small.source, small, 256, progress=False)
+            prepare_here(tmp_path, f"{url}/data/c.txt")
     finally:
         server.shutdown()
         server.server_close()
