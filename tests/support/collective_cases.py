@@ -478,11 +478,6 @@ def check_case(case: Case, device: str, group: Ranks, *, before: Callable[[], ob
     return [f"{kind}: {text}" for kind in ("exact", "normal") for text in _check(case, device, group, kind, before)]
 
 
-def print_problems(case: Case) -> None:
-    """Run a case on both of two ranks, and print what is wrong with it."""
-    print(*check_case(case, "cpu", groups(2)["all-2"]), sep="\n", end="", flush=True)
-
-
 def _check(case: Case, device: str, group: Ranks, kind: str, before: Callable[[], object]) -> list[str]:
     every = [given_of(case, device, group, r, kind) for r in range(len(group.ranks))]
 

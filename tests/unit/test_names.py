@@ -13,8 +13,6 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "titanlite"
 ENTRIES = {"run", "main"}
-# Still in two modules; a name that is unique leaves the list.
-DOUBLE = set[str]()
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
@@ -58,11 +56,7 @@ def found() -> set[str]:
 
 
 def test_no_name_is_defined_in_two_modules(found: set[str]) -> None:
-    assert sorted(found - DOUBLE) == []
-
-
-def test_a_name_that_is_unique_leaves_the_list(found: set[str]) -> None:
-    assert sorted(DOUBLE - found) == []
+    assert sorted(found) == []
 
 
 @pytest.mark.parametrize(

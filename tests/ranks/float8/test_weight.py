@@ -38,7 +38,6 @@ from titanlite.models.llama3 import Llama3
 from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel.initialise import initialise, local_slice
 from titanlite.preflight.checked_run import CheckedRun
-from titanlite.training import step as train_step_file
 from titanlite.training.attention import torch_order
 from titanlite.training.build import Run, build
 from titanlite.training.step import train_step, validation_loss
@@ -179,66 +178,6 @@ def test_every_layout_trains_with_the_weights_of_one_process(
     def body() -> None:
         for name, reshard in pairs:
             assert differences(truths[name], name, replicas, reshard) == [], (name, reshard)
-
-    run_ranks(body, tmp_path, world)
-
-
-def scales_of_the_first_step(run: Run) -> None:
-    train_step_file.precompute_scales = lambda parameters, mesh: None
-
-
-def scales_of_own_shards(run: Run) -> None:
-    all_reduce = dist.all_reduce
-
-    def only_sums(tensor: Tensor, op: object = dist.ReduceOp.SUM, **options: object) -> object:
-        return None if op == dist.ReduceOp.MAX else all_reduce(tensor, op, **options)  # type: ignore[arg-type]
-
-    dist.all_reduce = only_sums
-
-
-def units_of_the_first_gather(run: Run) -> None:
-    gathered = WeightShard.fsdp_post_all_gather
-
-    def without_renewal(self, tensors, scale_inv, dtype, *, out=None):
-        return gathered(self, tensors, scale_inv, dtype) if out is None else None
-
-    WeightShard.fsdp_post_all_gather = without_renewal
-
-
-def weights_stay_gathered(run: Run) -> None:
-    run.model.set_reshard_after_backward(False)
-
-
-def replicas_go_apart(run: Run) -> None:
-    replicas, all_reduce = run.mesh.fsdp.get_group(0), dist.all_reduce
-
-    def elsewhere(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        return None if group is replicas else all_reduce(tensor, op, group, async_op)
-
-    dist.all_reduce = elsewhere
-
-
-FAULTS = [
-    ("FSDP 2", "tensorwise", "default", scales_of_own_shards),
-    *slow(
-        ("FSDP 2", "rowwise", "never", weights_stay_gathered),
-        ("FSDP 2", "tensorwise", "default", scales_of_the_first_step),
-        ("FSDP 2", "tensorwise", "always", units_of_the_first_gather),
-        ("HSDP 2 × 2", "rowwise", "default", replicas_go_apart),
-    ),
-]
-
-
-@pytest.mark.parametrize(("layout", "name", "reshard", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
-def test_a_fault_is_seen(layout: str, name: str, reshard: str, fault: Callable[[Run], object], tmp_path) -> None:
-    # Planted in the forked ranks; this process stays whole.
-    world, replicas = LAYOUTS[layout]
-    truth = alone(recipes.load("float8", name), world)
-
-    def body() -> None:
-        found = differences(truth, name, replicas, reshard, fault)
-        assert "loss 0" not in found  # before the fault has done anything
-        assert {"loss 1", "layers.0.feed_forward.w13.weight 3", "layers.0.feed_forward.w13.weight 4"} <= set(found)
 
     run_ranks(body, tmp_path, world)
 

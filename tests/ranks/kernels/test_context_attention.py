@@ -13,7 +13,6 @@ from tests.support.needs import slow
 from tests.support.numbers import normal
 from tests.support.ranks import run_ranks
 from titanlite.data.context_split import ContextGroup, documents_of_samples, share_of_rank
-from titanlite.kernels import context_attention as file
 from titanlite.kernels.attention import Bounds, attention
 from titanlite.kernels.context_attention import KeyChunks, context_attention
 
@@ -67,26 +66,3 @@ def test_ranks_attend_as_one_does(documents: str, world: int, tmp_path: Path) ->
             assert off(starts_of(LENGTHS[documents]), window) <= 1e-12
 
     run_ranks(body, tmp_path, world)
-
-
-def test_gradients_that_one_rank_does_not_hand_back_are_missed(tmp_path: Path) -> None:
-    def body() -> None:
-        add_up, swap = file._sum_at_owners, file._swap_chunks
-
-        def without_the_last_rank(*given):
-            def forgetful(rows, sent, got, group):
-                arrived = swap(rows, sent, got, group)
-                return torch.cat((arrived[: sum(got[:-1])], torch.zeros_like(arrived[sum(got[:-1]) :])))
-
-            file._swap_chunks = forgetful
-            try:
-                return add_up(*given)
-            finally:
-                file._swap_chunks = swap
-
-        file._sum_at_owners = without_the_last_rank
-        found = torch.tensor(off(starts_of(LENGTHS["samples"]), 0))
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        assert found > 1e-3
-
-    run_ranks(body, tmp_path, 4)  # of two each would have whole samples

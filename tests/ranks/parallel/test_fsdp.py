@@ -386,24 +386,3 @@ def test_experts_that_ranks_share_out_are_units_of_their_own(tmp_path) -> None:
         assert [unit.mesh.size() for unit in units] == [2, 2, 4, 4, 4]
 
     run_ranks(body, tmp_path, 4)
-
-
-@pytest.mark.parametrize(("tied", "names"), [(False, ["tok_embeddings", "norm output"]), (True, [])])
-def test_units_hold_each_parameter_once_and_the_model_comes_last(tied: bool, names: list[str], tmp_path) -> None:
-    def body() -> None:
-        with torch.device("meta"):
-            model = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
-        mesh = build_mesh(Parallelism(), CPU)
-        *units, whole = fsdp_units(model, Config(), mesh)
-        of_module = {module: name for name, module in model.named_modules()}
-        blocks = [f"layers.{n}" for n in range(len(model.layers))]
-        assert [" ".join(of_module[m] for m in unit.modules) for unit in units] == [*blocks, *names]
-        assert whole.modules == (model,)
-        assert [unit.is_block for unit in units] == [True] * len(blocks) + [False] * len(names)
-        assert [unit.reshards for unit in (*units, whole)] == [True] * (len(blocks) + (not tied)) + [False] * (2 - tied)
-        assert [unit.is_read_backward for unit in units].count(False) == (not tied)
-        assert all(unit.mesh is mesh.fsdp for unit in (*units, whole))
-        parameters = [p for unit in units for m in unit.modules for p in m.parameters()]
-        assert len(parameters) == len(set(parameters))
-
-    run_ranks(body, tmp_path, 2)

@@ -31,30 +31,6 @@ def split(tied: bool = False) -> Llama3:
     return model
 
 
-def test_shards(tmp_path):
-    def body() -> None:
-        model = split()
-        shapes = {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
-        assert shapes == {
-            "tok_embeddings.weight": (16, 64),
-            "layers.0.attention_norm.weight": (64,),
-            "layers.0.attention.wqkv.weight": (64, 64),
-            "layers.0.attention.wo.weight": (64, 32),
-            "layers.0.ffn_norm.weight": (64,),
-            "layers.0.feed_forward.w13.weight": (256, 64),
-            "layers.0.feed_forward.w2.weight": (64, 128),
-            "norm.weight": (64,),
-            "output.weight": (16, 64),
-        }
-        replicated = {name for name, p in model.named_parameters() if is_replicated(p)}
-        assert replicated == {name for name in shapes if name.endswith("norm.weight")}
-        tied = split(tied=True)
-        assert tied.output.weight is tied.tok_embeddings.weight
-        assert "output.weight" not in dict(tied.named_parameters())
-
-    run_ranks(body, tmp_path)
-
-
 def test_a_layer_without_a_place_is_an_error(tmp_path):
     def body() -> None:
         with torch.device("meta"):

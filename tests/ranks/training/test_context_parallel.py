@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from torch import Tensor
 
 from tests.support.needs import slow
 from tests.support.own_model import mine
@@ -24,9 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.short_run import Trained, checked, count_graphs, require_loads, train
 from titanlite.data.batches import Batch, TrainBatches
 from titanlite.errors import DataError
-from titanlite.kernels import context_attention
 from titanlite.observe.metrics import read_metrics
-from titanlite.training.build import Run
 
 if TYPE_CHECKING:
     from tests.support.launched import Desk
@@ -106,20 +103,6 @@ def test_gradients_are_those_of_one_process(
     got = train(tmp_path, world, [*data, *of_model(model), *flags], steps=1, wide=True)
     assert got.losses.dtype == torch.float64
     assert error(got, one_process(model, wide=True)) < 1e-12
-
-
-@pytest.mark.slow
-def test_a_gradient_of_keys_that_is_not_handed_back_is_seen(
-    data: list[str], one_process: Callable[..., Trained], tmp_path: Path
-) -> None:
-    def keep_own(run: Run) -> None:
-        def own(d_k: Tensor, d_v: Tensor, places: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-            return d_k[places.long()], d_v[places.long()]
-
-        context_attention._sum_at_owners = own
-
-    got = train(tmp_path, 2, [*data, *of_model("llama3"), *CP_2], steps=1, wide=True, change=keep_own)
-    assert error(got, one_process("llama3", wide=True)) > 1e-2
 
 
 FEATURES = {

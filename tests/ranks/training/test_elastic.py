@@ -86,21 +86,3 @@ def test_the_log_ends_with_the_rank_that_failed_first(desk: Desk, tmp_path: Path
     assert status["error"]["message"] == "planted on rank 1"
     if kind == "input":
         assert said.count("\n[rank 1] planted on rank 1") == 1
-
-
-@pytest.mark.slow  # tests/cli/test_messages.py has a mistake that is found earlier, and one of rank 0 alone
-def test_a_mistake_is_said_once_whatever_the_number_of_ranks(desk: Desk, tmp_path: Path) -> None:
-    recipe, log = tmp_path / "unmatched.toml", tmp_path / "log"
-    recipe.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.tril.default"\naction = "save"\n')
-    flags = desk.flags("mistake", f"--activation_checkpoint.recipe={recipe}")
-    run = torchrun(["--standalone", "--nproc-per-node=2"], TRAIN, flags, log)
-    try:
-        assert run.wait(300) == 1
-    finally:
-        run.kill()
-    said = log.read_text()
-    assert said.count("save aten.tril.default: matched no operation") == 1, said  # and the receipt's line, once
-    assert said.count("matched no operation") == 2, said
-    ours, _, _ = said.partition("closing signal")  # from here on torchrun speaks
-    assert "Traceback" not in ours
-    assert "rank      : 0" in said.rpartition("Root Cause")[2]

@@ -97,16 +97,6 @@ def test_ranks_that_read_other_questions_do_not_start(desk: Desk, task: Path) ->
     assert "evaluation.tasks = other questions on rank 1 than on rank 0" in run.output
 
 
-def test_not_given_its_interval_follows_from_the_tokens(desk: Desk, task: Path) -> None:
-    run = desk.run("default", 1, *FLAGS, f"--evaluation.tasks={task}", "--job.stop_after=1")
-    applied = run.receipt["evaluation.tasks"]["applied"]
-    per_step = 4 * 256
-    assert applied["freq"] % 500 == 0
-    assert applied["tokens"] <= 0.02 * applied["freq"] * per_step
-    assert applied["freq"] == 1000 or applied["tokens"] > 0.02 * (applied["freq"] - 500) * per_step
-    assert evaluations(run) == {}
-
-
 def test_the_watchdog_is_told_of_each_batch(desk: Desk, task: Path) -> None:
     def plant() -> None:
         score = Evaluator.score

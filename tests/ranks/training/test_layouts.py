@@ -23,10 +23,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import STEPS, Trained, assemble, checked, count_graphs, take_steps, train
 from titanlite import recipes
-from titanlite.kernels import collectives, cross_entropy
 from titanlite.parallel import fsdp
-from titanlite.training import step as train_step_file
-from titanlite.training.build import Run
 
 LR = ["--optimizer.lr", "3e-4"]
 BATCH = "--training.local_batch_size"
@@ -157,62 +154,6 @@ def test_machine_code_trains_as_one_process(one_process, tmp_path):
 @pytest.mark.usefixtures("without_machine_code")
 def test_compiled_layout_trains_as_one_process(layout, one_process, tmp_path):
     compiled_trains_as_one_process(layout, one_process, tmp_path)
-
-
-class KeepOwnSlice:
-    """A reduce-scatter that forgets to reduce."""
-
-    def allocate(self, size, *, dtype, device):
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
-
-
-def without_fsdp_sum(run: Run) -> None:
-    for module in run.model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(KeepOwnSlice())
-
-
-def without_sum_over_replicas(run: Run) -> None:
-    replicas, all_reduce = run.mesh.fsdp.get_group(0), dist.all_reduce
-
-    def all_reduce_elsewhere(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        return None if group is replicas else all_reduce(tensor, op, group, async_op)
-
-    dist.all_reduce = all_reduce_elsewhere
-
-
-def without_sum_of_norm_gradients(run: Run) -> None:
-    train_step_file.reduce_replicated_gradients = lambda parameters, group: None
-
-
-def without_sum_of_partial_products(run: Run) -> None:
-    collectives.reduce_scatter = lambda x, group: x.chunk(group.size)[group.rank].clone()
-
-
-def without_the_other_vocabulary(run: Run) -> None:
-    cross_entropy.all_gather = lambda x, group: x
-
-
-FAULTS = [
-    ("FSDP 2", without_fsdp_sum),
-    ("HSDP 2 × 2", without_sum_over_replicas),
-    ("TP 2", without_sum_of_norm_gradients),
-    ("TP 2", without_sum_of_partial_products),
-    *slow(("TP 2", without_the_other_vocabulary)),
-]
-
-
-@pytest.mark.parametrize(("layout", "fault"), FAULTS, ids=lambda x: getattr(x, "__name__", x))
-def test_missing_reduction_is_seen(layout, fault, one_process, tmp_path):
-    # Faults are planted in the forked ranks; this process stays whole.
-    got = train(tmp_path, *LAYOUTS[layout], steps=4, change=fault)
-    with pytest.raises(AssertionError, match="gradients are off"):
-        assert_same_gradients(got, one_process)
-    with pytest.raises(AssertionError, match="loss is off"):
-        assert_same_losses(got, one_process)
 
 
 @pytest.mark.parametrize(

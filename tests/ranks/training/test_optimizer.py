@@ -1,6 +1,5 @@
 """AdamW and clipping against torch's; decay exclusions, bfloat16 moments, steps left out, the norm under any mesh."""
 
-import copy
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, batches_of, checked, take_steps, whole
+from tests.support.short_run import assemble, batches_of, checked, take_steps
 from titanlite.config.parameter_groups import update_settings
 from titanlite.config.recipe_schema import AdamWGroup, OptimizerRecipe
 from titanlite.config.schema import Optimizer, Parallelism
@@ -168,57 +167,6 @@ def test_the_state_has_the_bytes_that_are_said_of_it(dtype, tmp_path):
     alone(body, tmp_path)
 
 
-def test_moments_in_bfloat16_are_rounded_after_each_update(tmp_path):
-    def body(make: Callable[..., ShardedOptimizer]) -> None:
-        narrow, wide = make(state_dtype="bfloat16"), make()
-        for step in range(1, 4):
-            for optimizer in (narrow, wide):
-                optimizer.step(gradients(step), LR, ONE, ZERO)
-            for name, parameter in wide.parameters.items():
-                assert torch.equal(narrow.parameters[name], parameter)
-            for theirs, ours in zip(wide.kept.values(), narrow.kept.values(), strict=True):
-                for name, moment in theirs.items():
-                    assert ours[name].dtype == torch.bfloat16
-                    assert torch.equal(ours[name], moment.bfloat16())
-                    moment.copy_(moment.bfloat16())  # the next step starts from the rounded one
-
-    alone(body, tmp_path)
-
-
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_step_left_out_leaves_every_bit(state_dtype, tmp_path):
-    def body(make: Callable[..., ShardedOptimizer]) -> None:
-        ours, undisturbed = make(state_dtype=state_dtype), make(state_dtype=state_dtype)
-        for step in (1, 2):
-            for optimizer in (ours, undisturbed):
-                optimizer.step(gradients(step), LR, ONE, ZERO)
-            before = {**copy.deepcopy(ours.state()), **{n: p.detach().clone() for n, p in ours.parameters.items()}}
-            nan = {name: torch.full(shape, float("nan")) for name, shape in SHAPES.items()}
-            ours.step(nan, LR, torch.tensor(float("nan")), ONE)
-            for name, tensor in {**ours.state(), **ours.parameters}.items():
-                assert torch.equal(tensor, before[name]), name
-        for name, parameter in undisturbed.parameters.items():
-            assert torch.equal(ours.parameters[name], parameter)
-
-    alone(body, tmp_path)
-
-
-def test_state_is_loaded_into_its_own_tensors(tmp_path):
-    def body(make: Callable[..., ShardedOptimizer]) -> None:
-        ours, restored = make(), make()
-        ours.step(gradients(1), LR, ONE, ZERO)
-        for name, tensor in restored.state().items():
-            tensor.copy_(ours.state()[name])
-        for name, parameter in restored.parameters.items():
-            parameter.data.copy_(ours.parameters[name])
-        for optimizer in (ours, restored):
-            optimizer.step(gradients(2), LR, ONE, ZERO)
-        for name, parameter in ours.parameters.items():
-            assert torch.equal(restored.parameters[name], parameter)
-
-    alone(body, tmp_path)
-
-
 @pytest.mark.parametrize(("replicas", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)])
 def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
     # Rows that no number of ranks divides; with 4 shards some ranks hold nothing of the last.
@@ -242,16 +190,6 @@ def test_norm_counts_each_entry_once(replicas, tp, tmp_path):
         assert all(torch.equal(norm, other) for other in everyone)
 
     run_ranks(body, tmp_path, 4)
-
-
-def test_a_missing_gradient_is_an_error(tmp_path):
-    def body(make: Callable[..., ShardedOptimizer]) -> None:
-        with pytest.raises(
-            StepError, match=r"model: 3 problems\n  a\.weight = no gradient after backward\n +want: a gradient for"
-        ):
-            make().gradients()
-
-    alone(body, tmp_path)
 
 
 def test_a_step_without_a_gradient_changes_nothing(tmp_path):
@@ -305,56 +243,5 @@ def test_a_step_is_the_textbook_loop(max_norm, tmp_path):
                 assert abs(norm - true_norm) <= 1e-5 * true_norm
                 clipped += bool(norm > max_norm)
         assert clipped == (0 if max_norm == 1e6 else 10)
-
-    run_ranks(body, tmp_path, 1)
-
-
-@pytest.mark.slow
-def test_with_torchtitans_keys_twenty_steps_are_its_optimizer_and_schedule(tmp_path):
-    """In plain torch: one AdamW over all parameters, its factor of the learning rate as a LambdaLR, clipped at 1."""
-    of_its_debug_model = {"lr_scheduler.warmup_steps": 2, "lr_scheduler.decay_ratio": 0.8}
-    left_out = {
-        "optimizer.lr": 8e-4,
-        "optimizer.weight_decay_exclude": "[]",
-        "lr_scheduler.decay_type": "linear",
-        "lr_scheduler.min_lr_factor": 0.0,
-    }
-    asked = checked(tmp_path, 1, [f"--{key}={value}" for key, value in (of_its_debug_model | left_out).items()])
-
-    def factor(done: int) -> float:
-        warmup, decay, last = 2, 16, 20
-        return min((done + 1) / warmup, (last - done) / decay, 1.0)
-
-    def body() -> None:
-        run = assemble(asked)
-        model = Llama3(run.dims, run.config.training.seq_len)
-        model.fill_buffers()
-        initialise(model, run.config.training.seed)
-        adamw = torch.optim.AdamW(model.parameters(), lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.LambdaLR(adamw, factor)
-        with closing(batches_of(run)) as batches:
-            for step in range(1, 21):
-                micro_batches = batches.next()
-                rate = learning_rate(step, run.config)
-                assert abs(rate - schedule.get_last_lr()[0]) <= 1e-15
-                found = train_step(run, micro_batches, rate, False)
-                loss, skipped = found["loss"], found["skipped"]
-                n_tokens = sum(batch.targets.numel() for batch in micro_batches)
-                truth = 0.0
-                for batch in micro_batches:
-                    part = F.cross_entropy(model(batch.tokens), batch.targets, reduction="sum") / n_tokens
-                    part.backward()
-                    truth += part.item()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                adamw.step()
-                schedule.step()
-                adamw.zero_grad()
-                assert skipped == 0
-                assert abs(loss - truth) <= 1e-6 * truth
-        weights = dict(model.named_parameters())
-        difference = sum(
-            (whole(p).double() - weights[n].double()).square().sum() for n, p in run.model.named_parameters()
-        )
-        assert difference.sqrt() <= 1e-6 * sum(p.double().square().sum() for p in weights.values()).sqrt()
 
     run_ranks(body, tmp_path, 1)

@@ -87,16 +87,6 @@ def test_twenty_updates_under_changing_layouts_are_those_under_one(
     run_ranks(body, tmp_path, world)
 
 
-@pytest.mark.slow
-def test_a_run_with_muon_stops_and_resumes_bitwise(desk: Desk) -> None:
-    flags = "--optimizer.recipe=muon", "--training.steps=6"
-    whole_run = desk.run("whole", 2, *flags)
-    desk.run("stopped", 2, *flags, "--job.stop_after=3")
-    rest = desk.run("stopped", 2, *flags)
-    assert rest.trained() == whole_run.trained()
-    assert rest.content(6) == whole_run.content(6)
-
-
 def test_a_branch_with_another_optimizer_is_refused_before_it_has_a_folder_or_begins_with_fresh_state(
     desk: Desk, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,13 +235,6 @@ def test_float8_layers_are_counted_and_each_skip_has_its_reason(everything: Ende
     assert entry["skipped"] == [{"what": "output", "why": "float8.filter_fqns has 'output'"}]
 
 
-@pytest.mark.slow
-def test_one_rank_gathers_no_weights_and_does_not_say_so(desk: Desk) -> None:
-    applied = desk.run("alone", 1, "--float8.recipe=rowwise", "--job.stop_after=2").receipt["float8"]["applied"]
-    assert applied["fsdp_all_gather"] == "nothing: each rank has its weights whole, and casts them once"
-    assert all(what.endswith(", weight cast once") for what in applied["each"].values())
-
-
 def test_rules_of_the_save_list_are_counted(everything: Ended) -> None:
     entry = everything.receipt["activation_checkpoint"]
     assert entry["requested"] == "balanced"

@@ -58,34 +58,6 @@ def test_the_loss_falls_and_fsdp_takes_the_same_steps(tmp_path: Path) -> None:
         assert (split.gradients[name] - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_step_moves_the_bias_towards_equal_use(world: int, tmp_path: Path) -> None:
-    """By the tokens of all ranks: 4 sequences of 64, two experts each."""
-    asked = checked(tmp_path, world, biased(tmp_path))
-
-    def body() -> None:
-        run = assemble(asked)
-        layers = layers_of(run)
-        take_steps(run, 1)
-        for layer in layers:
-            counts = layer.counts.clone()
-            dist.all_reduce(counts)
-            assert counts.sum() == 4 * 64 * 2
-            assert layer.bias is not None
-            wanted = RATE * (counts.double().mean() - counts).sign().float()
-            assert layer.bias.equal(wanted)
-            assert layer.bias.abs().max() > 0
-        assert run.routers is not None
-        seen = run.routers.read(run.routers.seen().tolist()).numbers
-        for n in range(len(layers)):
-            assert seen[f"experts_bias_range.layers.{n}"] == pytest.approx(2 * RATE)  # from the least to the most
-        before = [layer.bias.clone() for layer in layers]  # type: ignore[union-attr]
-        run.routers.balance(torch.ones(()))  # of a step that is left out
-        assert all(layer.bias.equal(bias) for layer, bias in zip(layers, before, strict=True))  # type: ignore[union-attr]
-
-    run_ranks(body, tmp_path, world)
-
-
 @pytest.mark.slow
 def test_a_bias_is_saved_and_loaded_under_another_number_of_ranks(tmp_path: Path) -> None:
     flags, folder = biased(tmp_path), tmp_path / "checkpoints"
@@ -174,22 +146,6 @@ def test_the_tokens_of_experts_go_on_where_a_run_was_stopped(desk: "Desk", monke
     for row, steps in zip(rows, (2, 1, 1, 1), strict=True):
         assert list(row["experts"]) == ["layers.0", "layers.1"]
         assert [sum(tokens) for tokens in row["experts"].values()] == [steps * 2 * 4 * 64] * 2
-
-
-def test_losses_of_all_micro_batches_count_once(tmp_path: Path) -> None:
-    """What ranks and micro-batches add up of the balance loss is its mean over them: K, where use is nearly equal."""
-    asked = checked(tmp_path, 2, MIXTURE)
-
-    def body() -> None:
-        run = assemble(asked)
-        take_steps(run, 1)
-        for layer in layers_of(run):
-            sums = layer.sums.clone()
-            dist.all_reduce(sums)
-            assert 0.9 < sums[1] / layer.of.top_k < 2
-            assert 0 < sums[0] / (4 * 64) <= torch.tensor(8.0).log() + 1e-6  # nats a token
-
-    run_ranks(body, tmp_path, 2)
 
 
 def test_the_receipt_says_that_float8_leaves_routers_alone(tmp_path: Path) -> None:

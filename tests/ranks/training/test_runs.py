@@ -21,7 +21,6 @@ import pytest
 import tomli
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 from tests.support.launched import REPOSITORY, SMALL, Desk, Ended, rows, wait_for_step
 from tests.support.needs import slow
@@ -181,15 +180,6 @@ def test_a_signal_waits_for_what_is_being_written(desk: Desk) -> None:
     last = ended.status["step"]
     assert ended.checkpoints()[:1] == [4]
     assert ended.checkpoints()[-1] == last
-
-
-def test_what_a_run_saved_is_exported(undisturbed: tuple[str, Ended], tmp_path: Path) -> None:
-    layout, whole = undisturbed
-    assert export([str(whole.folder), "--out", str(tmp_path / "out")]) == 0
-    weights = load_file(tmp_path / "out/model.safetensors")
-    assert len(weights) == 3 + 9 * SMALL["model.n_layers"]
-    assert weights["model.embed_tokens.weight"].dtype == (torch.bfloat16 if layout == "float8" else torch.float32)
-    assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 0
 
 
 @pytest.mark.parametrize("undisturbed", ["TP 2", *slow("1", "FSDP 2", "float8")], indirect=True)
@@ -484,18 +474,6 @@ def test_a_start_that_fails_says_so_in_status_and_log(desk: Desk) -> None:
         assert "no older one is undamaged" in log
         assert "Traceback" not in log
     assert (run.folder / "config.toml").read_text() == config
-
-
-def test_another_text_in_the_same_file_is_noticed(desk: Desk) -> None:
-    corpus = desk.folder / "grows.txt"
-    corpus.write_text((desk.folder / "train.txt").read_text())
-    flags = (f"--data.source={corpus}", "--job.stop_after=2")
-    assert "different text" not in desk.run("grows", 1, *flags).output
-    corpus.write_text(corpus.read_text() + "more")
-    assert (
-        "warning: data.source holds different text than before"
-        in desk.run("grows", 1, flags[0], "--job.stop_after=3").output
-    )
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.launched import Desk, Ended
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, batches_of, checked, require_loads, whole
+from tests.support.short_run import assemble, batches_of, checked, whole
 from titanlite.checkpoint import store
 from titanlite.commands.export import run as export
 from titanlite.config.read import read_config
@@ -96,13 +96,6 @@ def test_it_is_that_of_a_loop_on_whole_weights(layout: str, tmp_path: Path) -> N
             assert all(got.equal(after[name]) for name, got in averages(other).items())
 
     run_ranks(body, tmp_path, world)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_loads_under_another_layout(tmp_path: Path) -> None:
-    """To the bit; where ranks share experts out, `test_expert_parallel.py` has it."""
-    asked = [checked(tmp_path, 2, [*SMALL, str(DECAY), *flags]) for flags in ([TP, "2"], [])]
-    run_ranks(lambda: require_loads(*asked, tmp_path / "checkpoint"), tmp_path, 2)
 
 
 class Operations(TorchDispatchMode):
