@@ -56,16 +56,7 @@ def refused(folder: Path, *changes: Change) -> str:
             "self.layers[1].feed_forward = self.layers[0].feed_forward",
             "layers.0.feed_forward.w13.weight = the same parameter as layers.1.feed_forward.w13.weight",
         ),
-        (
-            "self.layers = nn.ModuleList([Block(dims)] * 4)",
-            "layers.0.attention.wqkv.weight = the same parameter as layers.1.attention.wqkv.weight and 2 more",
-        ),
-        ("self.norm = self.layers[0].attention_norm", "layers.0.attention_norm.weight = the same parameter as norm."),
         ("self.head = self.output", "output.weight = the same parameter as head.weight"),
-        (
-            "self.blocks = self.layers",
-            "layers.0.attention.wqkv.weight = the same parameter as blocks.0.attention.wqkv.weight",
-        ),
         (
             "self.more = Embedding(8, 8, 1.0); self.more.weight = self.output.weight = self.tok_embeddings.weight",
             "tok_embeddings.weight = the same parameter as output.weight and 1 more",
@@ -171,23 +162,14 @@ def derived(kind: str, weight: str) -> Change:
 
 
 SCALE = "self.scale = nn.Parameter(torch.empty(dims.dim))"
-EMBEDDING = "self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)"
 NO_LAYERS_OF_OURS: dict[str, list[Change]] = {
     "the model = Mine that holds scale": [in_model(SCALE)],
     "layers.0 = Block that holds scale": [in_block(SCALE)],
     "layers.0.feed_forward.w2 = torch.nn.Linear that holds weight, bias": [
         (W2, "self.w2 = nn.Linear(dims.ffn_dim, dims.dim)")
     ],
-    "tok_embeddings = torch.nn.Embedding that holds weight": [
-        (EMBEDDING, "self.tok_embeddings = nn.Embedding(dims.vocab_size, dims.dim)")
-    ],
-    "norm = torch.nn.LayerNorm that holds weight, bias": [in_model("self.norm = nn.LayerNorm(dims.dim)")],
     "layers.0.scales = torch.nn.ParameterList that holds 0": [
         in_block("self.scales = nn.ParameterList([torch.empty(1)])")
-    ],
-    "layers.0.feed_forward.w2 = More that holds scale": [
-        derived("Linear", "scale"),
-        (W2, W2.replace("Linear(", "More(")),
     ],
     "norm = More that holds bias": [derived("RMSNorm", "bias"), in_model("self.norm = More(dims.dim, 1e-5)")],
     "norm = RMSNorm that holds shift": [in_model("self.norm.shift = nn.Parameter(torch.empty(dims.dim))")],
@@ -287,7 +269,6 @@ TENSORS_SHARED = in_model(
     [
         ([("self.cos, self.sin = (", "self.cos, _ = (")], "sin"),
         ([in_model('self.register_buffer("places", torch.arange(seq_len))')], "places"),
-        ([in_model('self.register_buffer("turns", torch.ones(4, dtype=torch.complex64))')], "turns"),
         ([in_model('self.register_buffer("steps", torch.ones(4, dtype=torch.int32))')], "steps"),
         ([*ONE_ROTARY, TENSORS_SHARED], "layers.1.attention.rotary.cos and 1 more"),
     ],
