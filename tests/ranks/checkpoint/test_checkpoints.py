@@ -7,6 +7,7 @@ import re
 import resource
 import signal
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -136,21 +137,12 @@ def test_which_step_is_resumed(tmp_path: Path) -> None:
             run.choose(resume)
 
 
-def test_all_ranks_choose_alike(tmp_path: Path) -> None:
+def test_all_ranks_choose_alike_and_one_that_does_not_see_the_folder_is_named(tmp_path: Path) -> None:
     def body() -> None:
         # Rank 1 sees another folder, as with a slow network file system: rank 0 decides.
-        root = tmp_path / "c" if dist.get_rank() == 0 else tmp_path / "empty"
-        assert Checkpoints(root, keep=0).choose("auto") == 20
-        raises_everywhere(lambda: Checkpoints(root, keep=0).choose(30), "one of 10, 20")
-
-    save(tmp_path / "c", 10, 20)
-    run_ranks(body, tmp_path)
-
-
-def test_a_rank_that_does_not_see_the_folder_is_named_and_no_checkpoint_blamed(tmp_path: Path) -> None:
-    def body() -> None:
-        root = tmp_path / "c" if dist.get_rank() == 0 else tmp_path / "disk of another host"
-        run = Checkpoints(root, keep=0)
+        run = Checkpoints(tmp_path / "c" if dist.get_rank() == 0 else tmp_path / "disk of another host", keep=0)
+        assert run.choose("auto") == 20
+        raises_everywhere(lambda: run.choose(30), "one of 10, 20")
         raises_everywhere(lambda: run.load(20, {"w": torch.zeros(4)}), "1 problem\n  rank 1 on", "does not see it")
 
     save(tmp_path / "c", 10, 20)
@@ -179,23 +171,20 @@ DAMAGE = {
 }
 
 
-# Each of the files is hashed by one of the ranks.
-@pytest.mark.parametrize("file", ["rank00000-0.safetensors", "state.json"])
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path, kind: str, file: str) -> None:
-    root = tmp_path / "c"
-    save(root, 10, 20, 30, 40)
-    for step in (30, 40):
-        DAMAGE[kind](step_folder(root, step) / file)
+def test_damage_stops_all_ranks_and_names_the_older_good_one(tmp_path: Path) -> None:
+    damaged = [*product(DAMAGE, ("rank00000-0.safetensors", "state.json"))]  # each file is hashed by one of the ranks
+    for kind, file in damaged:
+        save(tmp_path / kind / file, 10, 20, 30, 40)
+        for step in (30, 40):
+            DAMAGE[kind](step_folder(tmp_path / kind / file, step) / file)
 
     def body() -> None:
-        run, target = Checkpoints(root, keep=2), {"w": torch.zeros(4)}
-        step = run.choose("auto")
-        assert step == 40
-        raises_everywhere(
-            lambda: run.load(40, target), "step-00000040", f"{file} = ", "step 20 is the newest that is undamaged"
-        )
-        assert not target["w"].any()
+        for kind, file in damaged:
+            run, target = Checkpoints(tmp_path / kind / file, keep=2), {"w": torch.zeros(4)}
+            assert run.choose("auto") == 40
+            said = "step-00000040", f"{file} = ", "step 20 is the newest that is undamaged"
+            raises_everywhere(lambda: run.load(40, target), *said)  # noqa: B023
+            assert not target["w"].any()
 
     run_ranks(body, tmp_path)
 
@@ -264,15 +253,16 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, bad_rank: int)
     run_ranks(body, tmp_path)
 
 
-@pytest.mark.parametrize("error", [DataError, OSError])
-def test_a_failure_of_one_rank_keeps_its_class_on_all_if_it_is_ours(tmp_path: Path, error: type[Exception]) -> None:
-    def fails() -> None:
-        if dist.get_rank() == 1:
-            raise error("on rank 1")
-
+def test_a_failure_of_one_rank_keeps_its_class_on_all_if_it_is_ours(tmp_path: Path) -> None:
     def body() -> None:
-        with pytest.raises(DataError if error is DataError else CheckpointError, match="on rank 1"):
-            on_all_ranks(fails)
+        for error, everywhere in ((DataError, DataError), (OSError, CheckpointError)):
+
+            def fails() -> None:
+                if dist.get_rank() == 1:
+                    raise error("on rank 1")  # noqa: B023
+
+            with pytest.raises(everywhere, match="on rank 1"):
+                on_all_ranks(fails)
 
     run_ranks(body, tmp_path)
 

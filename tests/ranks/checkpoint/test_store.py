@@ -59,10 +59,9 @@ def test_two_mesh_axes_to_two_ranks_to_one(tmp_path: Path) -> None:
     run_ranks(lambda: check(read(tmp_path / "step-00000002", sharded(False))), tmp_path, world=1)
 
 
-@pytest.mark.parametrize(("fsdp", "tp"), [(2, 2), (4, 1), (1, 4)])
-def test_fsdp_and_tensor_parallel_to_one(tmp_path: Path, fsdp: int, tp: int) -> None:
+def test_fsdp_and_tensor_parallel_to_one_and_back(tmp_path: Path) -> None:
     saved = tmp_path / "step-00000001"
-    run_ranks(lambda: write(tmp_path, dict(net(fsdp, tp).state_dict())), tmp_path, world=4)
+    run_ranks(lambda: write(tmp_path, dict(net(2, 2).state_dict())), tmp_path, world=4)
     model, expected = Net(), dict(Net().state_dict())
     for p in model.parameters():
         p.data.zero_()
@@ -202,7 +201,6 @@ HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "offsets of another": lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="{}"),
     "offsets that are none": lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="[" * 5000),
     "offsets of other dims": lambda header: offsets(header, [0, 0]),
-    "offsets below 0": lambda header: offsets(header, [-1]),
     "offsets that are words": lambda header: offsets(header, ["0"]),
     "offsets that are no numbers of rows": lambda header: offsets(header, [0.0]),
     "a part elsewhere": lambda header: offsets(header, [1]),

@@ -95,12 +95,11 @@ def least(memory) -> float:
     return (some + (whole - some) * 0.5) / usable(1)
 
 
-def over_budget() -> None:
-    training_receipt.memory_gib = lambda device: (9.5, 9.25)
-
-
 def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
-    run = desk.run("over", 2, AUTO, budget(8), plant=over_budget, ends=2)
+    def plant() -> None:
+        training_receipt.memory_gib = lambda device: (9.5, 9.25)
+
+    run = desk.run("over", 2, AUTO, budget(8), plant=plant, ends=2)
     assert "activation_checkpoint.budget_gib = 8\n" in run.output
     assert "want: a peak of at most that; 9.5 GiB are reserved; predicted: 0." in run.output
     assert "fix:  budget_gib = 6.50; job.strict = false trains on" in run.output
@@ -108,13 +107,6 @@ def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
     assert run.status["error"]["type"] == "StrictError"
     (skipped,) = run.receipt["memory"]["skipped"]
     assert skipped["what"] == "peak"
-
-
-def test_it_is_a_warning_where_runs_are_not_strict(desk: Desk) -> None:
-    run = desk.run("lenient", 1, AUTO, budget(8), "--job.strict=false", *TWO_STEPS, plant=over_budget)
-    assert len(run.steps) == 2
-    assert "warning: the run exceeds its memory budget" in run.output
-    assert run.receipt["memory"]["skipped"]
 
 
 def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> None:
@@ -146,7 +138,7 @@ BALANCED, BY_BUDGET = ("--activation_checkpoint.recipe=balanced",), (AUTO, budge
     ("flags", "plant"),
     [
         (BY_BUDGET, full_in_building),
-        *slow((BALANCED, full_in_a_step), (BALANCED, full_in_building), (BY_BUDGET, full_in_a_step)),
+        *slow((BALANCED, full_in_a_step)),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -214,9 +206,7 @@ def test_a_budget_beyond_the_device_is_said_before_the_first_step() -> None:
 @pytest.mark.parametrize(
     ("text", "is_of_this_device"),
     [
-        ("CUDA driver error: out of memory", True),
         ("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' in …", True),
-        ("DataLoader worker (pid 7) is killed by signal: out of memory", False),
         ("NCCL error: rank 3 said: CUDA error: out of memory", False),
     ],
 )

@@ -105,31 +105,22 @@ def test_gradients_are_those_of_one_process(
     assert error(got, one_process(model, wide=True)) < 1e-12
 
 
-FEATURES = {
-    "a save-list": ["--activation_checkpoint.recipe", "balanced"],
-    "a save-list that is chosen": ["--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib", "8"],
-    "all of forward again": ["--activation_checkpoint.recipe", "full"],
-    "async TP": [*TP_2, "--parallelism.async_tensor_parallel"],
+RUNS = {
+    **{f"20 steps, {layout}": LAYOUTS[layout] for layout in ("CP 4", "TP 2 × CP 2", "FSDP 2 × CP 2")},
+    "a save-list": (2, [*CP_2, "--activation_checkpoint.recipe=balanced"]),
+    "one that is chosen": (2, [*CP_2, "--activation_checkpoint.recipe=auto", "--activation_checkpoint.budget_gib=8"]),
+    "all of forward again": (2, [*CP_2, "--activation_checkpoint.recipe=full"]),
+    "async TP": (4, [*CP_2, *TP_2, "--parallelism.async_tensor_parallel"]),
 }
 
 
-@pytest.mark.parametrize("feature", slow(*FEATURES))
+@pytest.mark.parametrize("name", slow(*RUNS))
 def test_losses_are_those_of_one_process(
-    feature: str, data: list[str], one_process: Callable[..., Trained], tmp_path: Path
+    name: str, data: list[str], one_process: Callable[..., Trained], tmp_path: Path
 ) -> None:
-    world = 4 if "TP" in feature else 2
-    got = train(tmp_path, world, [*data, *of_model("llama3"), *CP_2, *FEATURES[feature]], steps=3)
-    truth = one_process("llama3", wide=False, steps=3)
-    assert ((got.losses - truth.losses).abs() / truth.losses).max() < 1e-6
-
-
-@pytest.mark.parametrize("layout", slow("CP 4", "TP 2 × CP 2", "FSDP 2 × CP 2"))
-def test_twenty_steps_stay_near_one_process(
-    layout: str, data: list[str], one_process: Callable[..., Trained], tmp_path: Path
-) -> None:
-    world, flags = LAYOUTS[layout]
-    got = train(tmp_path, world, [*data, *of_model("llama3"), *flags], steps=20, timeout_s=120)
-    truth = one_process("llama3", wide=False, steps=20)
+    (world, flags), steps = RUNS[name], 20 if "20" in name else 3
+    got = train(tmp_path, world, [*data, *of_model("llama3"), *flags], steps=steps, timeout_s=120)
+    truth = one_process("llama3", wide=False, steps=steps)
     assert ((got.losses - truth.losses).abs() / truth.losses).max() < 1e-6
 
 
