@@ -8,6 +8,7 @@ import inspect
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -129,18 +130,12 @@ def test_results_are_memory_of_their_own(ranks: int, tmp_path) -> None:
     run_ranks(body, tmp_path, ranks)
 
 
-@pytest.mark.parametrize("dtype", [F64, BF16], ids=str)
-def test_gather(dtype: torch.dtype, tmp_path) -> None:
+def test_gather(tmp_path) -> None:
+    shapes = [((6, 8), 0), ((6, 8), 1), ((3, 4, 8), 1), ((3, 4, 8), 0), ((2, 3, 8), -1), ((2, 2, 3, 8), 2)]
+
     def body() -> None:
         rank = dist.get_rank()
-        for shape, dim in [
-            ((6, 8), 0),
-            ((6, 8), 1),
-            ((3, 4, 8), 1),
-            ((3, 4, 8), 0),
-            ((2, 3, 8), -1),
-            ((2, 2, 3, 8), 2),
-        ]:
+        for dtype, (shape, dim) in product((F64, BF16), shapes):
             K = 8 * WORLD if dim in (-1, len(shape) - 1) else 8
             A, Bs = small(rank, *shape, dtype=dtype), [small(9 + N, K, N, dtype=dtype) for N in (5, 16)]
             for return_A in (True, False):
@@ -160,11 +155,12 @@ def test_gather(dtype: torch.dtype, tmp_path) -> None:
     run_ranks(body, tmp_path, WORLD)
 
 
-@pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
-def test_scatter(dtype: torch.dtype, tmp_path) -> None:
+def test_scatter(tmp_path) -> None:
+    shapes = [((6, 8), 0), ((6, 8), 1), ((3, 4, 8), 1), ((2, 4, 8), 0), ((3, 4, 8), 2), ((2, 2, 4, 8), 2)]
+
     def body() -> None:
         rank = dist.get_rank()
-        for shape, dim in [((6, 8), 0), ((6, 8), 1), ((3, 4, 8), 1), ((2, 4, 8), 0), ((3, 4, 8), 2), ((2, 2, 4, 8), 2)]:
+        for dtype, (shape, dim) in product((F64, BF16, F16), shapes):
             A, B = small(rank, *shape, dtype=dtype), small(7 + rank, 8, 16, dtype=dtype)
             wanted = upstream._fused_matmul_reduce_scatter_fallback(A, B, "sum", dim, group())
             same(async_tp.fused_matmul_reduce_scatter(A, B, "sum", dim, group()), wanted)
@@ -195,11 +191,13 @@ def float8_product(A: Tensor, B: Tensor, A_scale: Tensor, B_scale: Tensor, bias:
     return out if bias is None else out + bias.double()
 
 
-@pytest.mark.parametrize("scaled", ["tensor", "row", "replicated"])
-def test_scaled_gather(scaled: str, tmp_path) -> None:
+def test_scaled_gather(tmp_path) -> None:
+    shapes = [((16, 32), 0), ((3, 8, 32), 1), ((2, 8, 32), 0), ((2, 3, 8, 32), 2)]
+
     def body() -> None:
-        rank, by_row = dist.get_rank(), scaled != "tensor"
-        for shape, dim in [((16, 32), 0), ((3, 8, 32), 1), ((2, 8, 32), 0), ((2, 3, 8, 32), 2)]:
+        rank = dist.get_rank()
+        for scaled, (shape, dim) in product(("tensor", "row", "replicated"), shapes):
+            by_row = scaled != "tensor"
             every = [small(r, *shape, dtype=E4M3) for r in range(WORLD)]
             rows = [scales(r, *shape[:-1], 1) if by_row else torch.tensor(0.5) for r in range(WORLD)]
             G, whole = torch.cat(every, dim), torch.cat(rows, dim) if by_row else rows[0]
@@ -211,9 +209,9 @@ def test_scaled_gather(scaled: str, tmp_path) -> None:
                 given = (every[rank], Bs, A_scale, B_scales, dim, group(), biases, [None] * 2, dtypes, [True, False])
                 A, products = async_tp.fused_all_gather_scaled_matmul(*given)
                 same(A, G)
-                for i, product in enumerate(products):
+                for i, got in enumerate(products):
                     truth = float8_product(G, Bs[i], whole, B_scales[i], biases[i])
-                    same(product, truth.to(dtypes[i]))
+                    same(got, truth.to(dtypes[i]))
 
     run_ranks(body, tmp_path, WORLD)
 
@@ -235,18 +233,15 @@ def test_scaled_gather_beside_torchs_definition(tmp_path) -> None:
     run_ranks(body, tmp_path, WORLD)
 
 
-@pytest.mark.parametrize("by_row", [False, True], ids=["tensor", "row"])
-def test_scaled_scatter(by_row: bool, tmp_path) -> None:
+def test_scaled_scatter(tmp_path) -> None:
+    cases = [
+        *(((16,), 0, False), ((3, 8), 1, False), ((2, 8), 2, False)),
+        *(((3, 8), 1, True), ((4, 6), 0, True), ((2, 2, 8), 2, True)),  # of the first torch's GPU code has other rows
+    ]
+
     def body() -> None:
         rank = dist.get_rank()
-        for rows, dim, flat in [
-            ((16,), 0, False),
-            ((3, 8), 1, False),
-            ((3, 8), 1, True),  # where torch's GPU code returns the wrong rows
-            ((4, 6), 0, True),
-            ((2, 2, 8), 2, True),
-            ((2, 8), 2, False),
-        ]:
+        for by_row, (rows, dim, flat) in product((False, True), cases):
             As = [small(r, *rows, 32, dtype=E4M3) for r in range(WORLD)]
             Bs = [small(30 + r, 16, 32, dtype=E4M3).t() for r in range(WORLD)]
             A_scales = [scales(r, *rows, 1) if by_row else torch.tensor(0.5) for r in range(WORLD)]

@@ -31,7 +31,6 @@ FLOAT8 = ["--training.mixed_precision_param", "bfloat16", *SMALL, "--float8.reci
 LAYERS = ("attention.wqkv", "attention.wo", "feed_forward.w13", "feed_forward.w2")
 LAYOUTS = {
     "one process": (1, []),
-    "FSDP 2": (2, []),
     "HSDP 2 × 2": (4, ["--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "4"]),
     "FSDP 2 × TP 2": (4, ["--parallelism.tensor_parallel_degree", "2"]),
     "TP 2, async": (
@@ -53,7 +52,6 @@ def look(run: Run, is_counted: Tensor | None = None) -> dict[str, float]:
         ("tensorwise", "one process"),
         ("tensorwise", "HSDP 2 × 2"),
         *slow(("rowwise", "TP 2, async"), ("tensorwise", "FSDP 2 × TP 2")),
-        *slow(("tensorwise", "FSDP 2"), ("tensorwise", "TP 2, async"), ("rowwise", "FSDP 2")),
         *slow(("blockwise", "FSDP 2 × TP 2")),
     ],
 )

@@ -5,6 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -90,20 +91,21 @@ def test_each_parameter_is_in_one_unit(tmp_path):
     run_ranks(body, tmp_path, 2)
 
 
-@pytest.mark.parametrize(
-    ("reshard", "world", "freed", "tied"),
-    [
-        ("default", 2, {"block", "embedding"}, False),
-        ("default", 1, set(), False),  # gathering from one rank is a copy
-        ("always", 2, {"block", "embedding", "head"}, False),
-        ("always", 1, {"block", "embedding", "head"}, False),
-        ("never", 2, set(), False),
-        ("default", 2, {"block"}, True),
-        ("always", 2, {"block", "embedding", "head"}, True),
+FREED = {
+    1: [("default", set(), False), ("always", {"block", "embedding", "head"}, False)],  # from one rank is a copy
+    2: [
+        ("default", {"block", "embedding"}, False),
+        ("always", {"block", "embedding", "head"}, False),
+        ("never", set(), False),
+        ("default", {"block"}, True),
+        ("always", {"block", "embedding", "head"}, True),
     ],
-)
-def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
-    def body() -> None:
+}
+
+
+@pytest.mark.parametrize("world", FREED)
+def test_what_is_freed_after_forward(world, tmp_path):
+    def check(reshard: str, freed: set[str], tied: bool) -> None:
         model = sharded(reshard, tied)
         units = {"block": model.layers[0].feed_forward.w13, "embedding": model.tok_embeddings, "head": model.output}
 
@@ -117,7 +119,7 @@ def test_what_is_freed_after_forward(reshard, world, freed, tied, tmp_path):
         assert [within & {"block", "head"} for within in seen] == [set() if tied else {"head"}]
         assert sharded_units() == freed
 
-    run_ranks(body, tmp_path, world)
+    run_ranks(lambda: [check(*case) for case in FREED[world]], tmp_path, world)
 
 
 def test_an_embedding_that_multiplies_by_its_weight_has_it_in_backward(tmp_path):
@@ -159,7 +161,6 @@ TIED, TENSORWISE = "--model.name gemma3 --model.flavor debug", "--float8.recipe 
     [
         *((2, ""), (4, TENSORWISE)),
         *slow((2, f"{TENSORWISE} {TIED}"), (4, TIED)),  # with the two above, each pair of two
-        *slow((2, TIED), (2, TENSORWISE), (4, ""), (4, f"{TENSORWISE} {TIED}")),
     ],
 )
 def test_gathered_weights_are_plain(world: int, which: str, tmp_path):
@@ -186,8 +187,9 @@ def test_gathered_weights_are_plain(world: int, which: str, tmp_path):
     run_ranks(body, tmp_path, world)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
+def test_gradients_are_put_together_by_our_kernel(tmp_path, monkeypatch):
+    world = 3
+
     def body() -> None:
         model, calls, ours = sharded("default", tied=False), [], []
         kernel = fsdp.chunk_cat
@@ -213,20 +215,15 @@ def test_gradients_are_put_together_by_our_kernel(world, tmp_path, monkeypatch):
     assert "titanlite/parallel/fsdp.py" in on_gpus
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-@pytest.mark.parametrize(
-    ("param", "reduce"),
-    [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
-)
-def test_a_single_rank_has_the_gradients_that_fsdp_would_make(param, reduce, tied, tmp_path, monkeypatch):
+def test_a_single_rank_has_the_gradients_that_fsdp_would_make(tmp_path, monkeypatch):
     """Of two micro-steps, and then of another step, bit for bit; and FSDP reduces none itself."""
 
-    def body() -> None:
+    def check(param: str, reduce: str, tied: bool, patch: pytest.MonkeyPatch) -> None:
         found: list[list[dict[str, Tensor]]] = []
         for finalizes in (False, True):
             model, steps = sharded("default", tied, finalizes, param, reduce), []
             if finalizes:
-                monkeypatch.setattr(_fsdp_param_group, "foreach_reduce", None)
+                patch.setattr(_fsdp_param_group, "foreach_reduce", None)
             for micro_steps in (2, 1):
                 model.zero_grad(set_to_none=True)
                 for n in range(micro_steps):
@@ -244,6 +241,11 @@ def test_a_single_rank_has_the_gradients_that_fsdp_would_make(param, reduce, tie
                 assert gradient.dtype == torch.float32
                 assert gradient.abs().sum() > 0
                 assert torch.equal(handed_over[name], gradient), name
+
+    def body() -> None:
+        for param, reduce, tied in product(("float32", "bfloat16"), ("float32", "bfloat16"), (False, True)):
+            with monkeypatch.context() as patch:
+                check(param, reduce, tied, patch)
 
     run_ranks(body, tmp_path, 1)
 
@@ -321,7 +323,7 @@ def test_many_ranks_leave_gradients_to_fsdp(tmp_path):
     run_ranks(body, tmp_path, 2)
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(2, 1), (3, 1), (4, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (4, 2), (2, 2)], ids=str)
 def test_gradients_that_follow_activations_are_those_of_fsdp(world, replicas, tmp_path, monkeypatch):
     """Bit for bit, in two steps; each unit's input and sum are allocated by our reduce-scatter."""
     allocated: list[int] = []

@@ -2,17 +2,14 @@
 
 import dataclasses
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.count_collectives import CountCollectives
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.errors import ShardingError
 from titanlite.kernels.collectives import Group
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.replicated_gradients import is_replicated, reduce_replicated_gradients
@@ -29,19 +26,6 @@ def split(tied: bool = False) -> Llama3:
     group = Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
     apply_tensor_parallel(model, plan_layers(model, 16, 2).layers, mesh, group)
     return model
-
-
-def test_a_layer_without_a_place_is_an_error(tmp_path):
-    def body() -> None:
-        with torch.device("meta"):
-            model = Llama3(SIZES, 8)
-            model.layers[0].extra = nn.Linear(4, 4)
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        plan, group = plan_layers(model, 16, 2).layers, Group(mesh.get_group().group_name, 2, mesh.get_local_rank())
-        with pytest.raises(ShardingError, match=r"layers\.0\.extra = Linear"):
-            apply_tensor_parallel(model, plan, mesh, group)
-
-    run_ranks(body, tmp_path)
 
 
 def test_gradients_of_replicated_parameters_are_summed(tmp_path):

@@ -170,54 +170,47 @@ MIXED = {"a": 1.0, "b": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("data", "more", "wants"),
+    ("data", "wants"),
     [
-        ({"weights": {"a": 0.0, "b": 0.0}}, {}, "weights that sum to 0"),
-        ({"weights": {"a": -1.0, "b": 2.0}}, {}, "data.mixture[0].weight = -1.0"),
-        ({"names": ("a", "a")}, {}, 'data.mixture[1].name = "a"\n      want: one source of that name'),
+        ({"weights": {"a": 0.0, "b": 0.0}}, "weights that sum to 0"),
+        ({"weights": {"a": -1.0, "b": 2.0}}, "data.mixture[0].weight = -1.0"),
+        ({"names": ("a", "a")}, 'data.mixture[1].name = "a"\n      want: one source of that name'),
         (
             {"stage": [{"from_tokens": 64, "weights": {"c": 1.0}}]},
-            {},
             "data.stage[0].weights.c = 1.0\n      want: one of a, b",
         ),
-        ({"stage": [{"from_tokens": 64, "weights": {"a": 0.0}}]}, {}, "weights that sum to 0"),
-        ({"stage": [{"from_tokens": 640}, {"from_tokens": 64}]}, {}, "data.stage[1].from_tokens = 64"),
-        ({"stage": [{"from_tokens": -5}]}, {}, "data.stage[0].from_tokens = -5"),
+        ({"stage": [{"from_tokens": 64, "weights": {"a": 0.0}}]}, "weights that sum to 0"),
+        ({"stage": [{"from_tokens": 640}, {"from_tokens": 64}]}, "data.stage[1].from_tokens = 64"),
+        ({"stage": [{"from_tokens": -5}]}, "data.stage[0].from_tokens = -5"),
         (
             {"stage": [{"from_tokens": 64, "seq_len": 24}]},
-            {},
             "data.stage[0].seq_len = 24\n      want: lengths that divide the longest, as samples are cut into pieces "
             "of it; the others are 16 (training.seq_len)",
         ),
         (
             {"stage": [{"from_tokens": 64, "seq_len": 16}, {"from_tokens": 640, "seq_len": 40}]},
-            {},
             "data.stage[1].seq_len = 40",
         ),
-        ({"names": ("my notes", "b")}, {}, 'fix:  name = "my_notes"'),
-        ({"stage": [{"from_tokens": 64, "global_batch_size": 3}]}, {}, "data.stage[0].global_batch_size = 3"),
+        ({"names": ("my notes", "b")}, 'fix:  name = "my_notes"'),
+        ({"stage": [{"from_tokens": 64, "global_batch_size": 3}]}, "data.stage[0].global_batch_size = 3"),
         (
             {"stage": [{"from_tokens": 64, "seqlen": 32}]},
-            {},
             "data.stage[0].seqlen = 32\n      want: one of from_tokens",
         ),
-        ({"stage": [{"seq_len": 32}]}, {}, "it is missing"),
-        ({"source": "x.txt"}, {}, "not given with [[data.mixture]]"),
-        ({"max_epochs": 0.001}, {}, "data.mixture[0].max_epochs = 0.001, and"),
-        ({"max_tokens": 9}, {}, "data.max_tokens = 9"),
-        ({}, {"lr_scheduler": {"warmup_tokens": 5}}, "not given without training.tokens"),
+        ({"stage": [{"seq_len": 32}]}, "it is missing"),
+        ({"source": "x.txt"}, "not given with [[data.mixture]]"),
+        ({"max_epochs": 0.001}, "data.mixture[0].max_epochs = 0.001, and"),
+        ({"max_tokens": 9}, "data.max_tokens = 9"),
+        ({"lr_scheduler": {"warmup_tokens": 5}}, "not given without training.tokens"),
         (
-            {"stage": [{"from_tokens": 64, "lr_decay_to": 0.0}]},
-            {"lr_scheduler": {"decay_ratio": 0.5}},
+            {"stage": [{"from_tokens": 64, "lr_decay_to": 0.0}], "lr_scheduler": {"decay_ratio": 0.5}},
             "lr_scheduler.decay_ratio = 0.5",
         ),
         (
-            {"stage": [{"from_tokens": 64, "lr_decay_to": 0.0}]},
-            {"lr_scheduler": {"min_lr_factor": 0.2}},
+            {"stage": [{"from_tokens": 64, "lr_decay_to": 0.0}], "lr_scheduler": {"min_lr_factor": 0.2}},
             "lr_scheduler.min_lr_factor = 0.2\n      want: not given with lr_decay_to in [[data.stage]]",
         ),
         (
-            {},
             {
                 "lr_scheduler": {"warmup_tokens": 64, "warmup_steps": 9},
                 "training": {"tokens": 2560, "seq_len": 16, "local_batch_size": 2, "global_batch_size": 8},
@@ -227,15 +220,12 @@ MIXED = {"a": 1.0, "b": 1.0}
     ],
 )
 def test_bad_input_is_refused(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    data: dict[str, object],
-    more: dict[str, dict[str, object]],
-    wants: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: dict[str, object], wants: str
 ) -> None:
     """One message, exit code 2, before torch."""
     (tmp_path / "a.txt").write_text("a text that is long enough for this " * 20)
     given = dict(data)
+    more = {section: given.pop(section) for section in ("lr_scheduler", "training") if section in given}
     weights, names = given.pop("weights", MIXED), given.pop("names", ("a", "b"))
     limit = {"max_epochs": given.pop("max_epochs")} if "max_epochs" in given else {}
     mixture = [
