@@ -32,14 +32,11 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import Experts, ModelDims, RopeScaling
 from titanlite.config.schema import Checkpoint, Config, Model, Parallelism, Training
 from titanlite.config.write import to_toml
-from titanlite.data.batches import sequences_of_samples
-from titanlite.data.context_split import ContextGroup
 from titanlite.device import CPU
 from titanlite.errors import CheckpointError
 from titanlite.float8.weight import local_data
 from titanlite.kernels.cross_entropy import CrossEntropy
 from titanlite.models.find import model_class
-from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.fsdp import apply_fsdp
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
@@ -212,43 +209,13 @@ def test_each_field_of_transformers_is_computed_as_there_or_refused(case: str, t
     assert len(refused) > 2
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", ["llama3", "qwen3", "gemma3", "gpt2"])
-@pytest.mark.filterwarnings("default")  # transformers' own
-def test_ranks_that_share_sequences_have_the_logits_of_transformers(
-    case: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    length = 512  # of one sample; of two each rank of two would have one
-    name, dims = CASES[case]
-    monkeypatch.setitem(globals(), "S", length)
-    monkeypatch.setitem(globals(), "B", 1)
-    monkeypatch.setitem(CASES, case, (name, dataclasses.replace(dims, max_seq_len=dims.max_seq_len and length)))
-    model, (tokens, _) = in_one_process(case, torch.float32), tokens_of(case)
-    truth = logits_of_transformers(case, model, tokens, tmp_path)
-
-    @torch.no_grad()
-    def compare() -> None:
-        group = ContextGroup(
-            dist.group.WORLD.group_name, ranks, dist.get_rank(), tuple(sorted({0, *windows_of(model)}))
-        )
-        sequences = sequences_of_samples(len(tokens), length, group, torch.device("cpu"))
-        own = sequences.places.long()
-        assert len(own) == len(tokens) // ranks
-        assert (model(tokens[own], sequences=sequences) - truth[own]).abs().max() <= 1e-4
-
-    run_ranks(compare, tmp_path, ranks)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_exported_is_what_transformers_loaded(case: str, tmp_path: Path) -> None:
     """The same where transformers is not: the folders from which version 5.23 made these logits."""
     golden = json.loads(EXPORTED.read_text())[case]
     folder = exported(case, in_one_process(case, torch.float32), tmp_path)
     assert json.loads((folder / "config.json").read_text()) == golden["config"]
-    weights = load_file(folder / "model.safetensors")
-    assert {name: [list(t.shape), t.flatten()[t.numel() // 3].item()] for name, t in weights.items()} == golden[
-        "weights"
-    ]
+    assert signatures(load_file(folder / "model.safetensors")) == golden["weights"]
 
 
 @pytest.mark.parametrize("case", CASES)
