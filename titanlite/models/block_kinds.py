@@ -8,14 +8,7 @@ _OF_EVERY_MODULE = {k for k in vars(nn.Module()) if k.startswith("_")}
 
 
 def kind_of(block: nn.Module) -> str:
-    """Return all that decides what a block computes but for values: its code, its parameters' shapes, its attributes.
-
-    Args:
-        block: may be on the meta device.
-
-    Returns:
-        A text, equal for blocks that are alike within one process.
-    """
+    """Return a text that is equal for blocks of this process with the same code, shapes, dtypes and attributes."""
     seen: list[Any] = []
     for name, module in block.named_modules():
         shapes = [(n, None if p is None else (tuple(p.shape), p.dtype)) for n, p in module._parameters.items()]
@@ -27,7 +20,7 @@ def kind_of(block: nn.Module) -> str:
 
 
 def _described(value: object) -> str:
-    """Describe an attribute: by its class and its own attributes if it says of itself only where it is in memory."""
+    """Describe an attribute; one whose repr is its address, by its class and attributes."""
     if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
         return f"{type(value).__qualname__} {id(type(value))} {vars(value)}"
     return repr(value)

@@ -28,13 +28,7 @@ from titanlite.models.llama3 import FeedForward
 
 
 class Router(Projection):
-    """The logits of each token's experts, always in float32: float8 recipes and the compute dtype leave their sums.
-
-    Args:
-        dim: D.
-        n_experts: E.
-        std: standard deviation of the initial weights.
-    """
+    """The logits of each token's experts, in float32 under every float8 recipe and compute dtype."""
 
     def __init__(self, dim: int, n_experts: int, std: float) -> None:
         super().__init__(dim, {"router": n_experts}, std=std)
@@ -45,16 +39,7 @@ class Router(Projection):
 
 
 class GroupedProjection(Projection):
-    """The weights of all experts of a layer; the operator that multiplies by them takes the rows of all at once.
-
-    Args:
-        in_features: K.
-        parts: as of `Projection`.
-        groups: of all experts together.
-        n_experts: E.
-        top_k: experts of a token.
-        std: standard deviation of the initial weights.
-    """
+    """The weights of all experts of a layer, a `Projection` whose `groups` are those of all experts together."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, groups: int, n_experts: int, top_k: int, std: float
@@ -65,7 +50,7 @@ class GroupedProjection(Projection):
 
     @property
     def used_by_a_token(self) -> int:
-        """Weights that each token is multiplied by: those of its experts."""
+        """Count the weights that each token is multiplied by: its experts'."""
         return self.weight.numel() // self.n_experts * self.top_k
 
 
@@ -79,13 +64,13 @@ class MixtureOfExperts(nn.Module):
 
     Attributes:
         bias: [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints. None: none.
-        share: [], of this micro-batch in the step's targets, which the trainer writes before each.
-        is_counted: [M] bool, whether each of this micro-batch's tokens counts in means, likewise. None: all do.
-        counts: [E] int64, tokens of each expert in training since the start, of this rank, of those that count.
-        sums: [4], as `count_routing` adds them up.
+        share: [], this micro-batch's share of the step's targets; the trainer writes it before each micro-batch.
+        is_counted: [M] bool, which of this micro-batch's tokens count in means, also from the trainer. None: all.
+        counts: [E] int64, counted tokens of each expert on this rank in training, since the start.
+        sums: [4], sums of `count_routing`.
         compute: the experts' arithmetic; a float8 recipe replaces it.
-        group: the ranks that share a micro-batch's tokens out; None: this one has them all.
-        n_layers: mixtures of the model, over which losses of routers are means; `build_model` counts them.
+        group: the ranks that share a micro-batch's tokens; None: this rank has all.
+        n_layers: mixtures of the model, over which router losses are averaged; `build_model` counts them.
     """
 
     bias: Tensor | None
@@ -128,7 +113,7 @@ class MixtureOfExperts(nn.Module):
         return y if self.shared is None else y + self.shared(x)
 
     def _trained(self, weights: Tensor, choices: Tensor, logits: Tensor) -> Tensor:
-        """Return the weights, whose gradient brings those of the router's own losses, and count."""
+        """Count the choices; return the weights, whose backward adds the gradients of the router's losses."""
         is_counted = logits.new_ones(len(logits), dtype=torch.bool) if self.is_counted is None else self.is_counted
         losses = router_losses(logits, choices, is_counted, self.group)
         count_routing(choices, is_counted, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
@@ -139,7 +124,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """Count the elements of a whole model's parameters, tied ones once, and those of them that one token uses."""
+    """Return (elements of a model's parameters, tied ones once; how many of them one token uses)."""
     n_elements = sum(parameter.numel() for parameter in model.parameters())
     of_experts = [module for module in model.modules() if isinstance(module, GroupedProjection)]
     return n_elements, n_elements - sum(layer.weight.numel() - layer.used_by_a_token for layer in of_experts)
@@ -151,10 +136,5 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def product_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of the layers that multiply by a weight but for routers, in the order in which they run: that of their
-    definition. Save-lists know them by these.
-
-    Args:
-        module: a block, or another.
-    """
+    """Return the names of layers that multiply by a weight, except routers, in order of definition; for save-lists."""
     return tuple(name for name, part in module.named_modules() if isinstance(part, (Linear, GroupedProjection)))

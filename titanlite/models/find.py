@@ -1,4 +1,4 @@
-"""Find a config's model: of a shipped architecture, or of a file of the user's own."""
+"""Build a config's model: a shipped architecture, or the class of a user's file."""
 
 import functools
 import importlib
@@ -26,13 +26,10 @@ from titanlite.models.own_model import require_trainable
 
 
 def model_class(model: Model) -> type[Any]:
-    """Import the architecture of a config.
-
-    Args:
-        model: `[model]`; `file` exists if it is given.
+    """Import the class of a config's model.
 
     Returns:
-        The class: made of (dimensions, seq_len), it has `tok_embeddings`, `layers`, `norm`, `output`, `sharding` and
+        The class. It is made of (dimensions, seq_len), has `tok_embeddings`, `layers`, `norm`, `output`, `sharding` and
         `fill_buffers`, and takes [M] int64 token ids to logits [M, V].
 
     Raises:
@@ -55,14 +52,11 @@ def model_class(model: Model) -> type[Any]:
 
 
 def imported(file: str, key: str = "model.file") -> ModuleType:
-    """Import a user's file once in a process: it may register operators, which a second import could not.
+    """Import a user's file once in a process, as it may register operators; raise ConfigError if that fails.
 
     Args:
-        file: as it was given.
-        key: that names it: `model.file` or `optimizer.file`.
-
-    Raises:
-        ConfigError: it cannot be imported.
+        file: its path.
+        key: of the config, that names it: `model.file` or `optimizer.file`.
     """
     fix = f"run `python {file}` until it has nothing to say"
     with refused(file, "a Python file that can be imported", fix, key=key):
@@ -71,7 +65,7 @@ def imported(file: str, key: str = "model.file") -> ModuleType:
 
 @functools.cache
 def _module_of(path: str) -> ModuleType:
-    # A name of its own: it may be called torch.py, and a file of rules as one of a model.
+    # A name of its own: the file may be called torch.py, and a file of rules may have the model file's name.
     name = f"titanlite_file_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # noqa: S101  # `config/check.py` has seen that it is a Python file
@@ -84,14 +78,9 @@ def _module_of(path: str) -> ModuleType:
 def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
     """Build the model of a config on the meta device.
 
-    Args:
-        model: `[model]`; `file` exists if it is given.
-        dims: its dimensions.
-        seq_len: tokens of a sequence.
-
     Raises:
-        ConfigError: the user's file has no model class, or several; its model cannot be built, lacks a part, or holds
-            what no run can train. A model of the user's own that returns no logits raises it when called.
+        ConfigError: see `model_class` and `require_trainable`; or the user's class raises. A user's model raises it
+            when called, too, if it returns no logits or would attend across documents.
     """
     made_by = model_class(model)
     want = f"{made_by.__name__}(sizes, seq_len) to build the model, on the meta device: of shapes, without values"
@@ -114,7 +103,7 @@ def build_model(model: Model, dims: ModelDims, seq_len: int) -> Any:
 def _drop_sequences(
     file: str, made_by: type[nn.Module], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Call a model that takes tokens alone, unless they are documents: its attention would cross them."""
+    """Call a model that takes tokens alone; refuse documents, which its attention would cross."""
     sequences = kwargs.pop("sequences", None)
     if sequences is not None and sequences.starts is not None:
         saw = "takes no `sequences`, and samples hold several documents"
@@ -129,7 +118,7 @@ def _drop_sequences(
 
 
 def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: object, returned: object) -> None:
-    """Raise if a model returns something else, or more."""
+    """Raise if a model returns anything but logits with a gradient."""
     if isinstance(returned, Tensor) and returned.ndim == 2:
         if returned.requires_grad or not torch.is_grad_enabled():
             return
@@ -144,6 +133,6 @@ def _require_logits(file: str, made_by: type[nn.Module], _: nn.Module, given: ob
 
 
 def _require_call(file: str, x: Tensor) -> NoReturn:
-    """Refuse a call of the last norm's `fork`: FSDP gathers its weight, with the head's, in a hook of the module."""
+    """Refuse `fork` of the last norm: only a call of the module makes FSDP gather its weight, with the head's."""
     want, fix = "the last norm called as a module: its weight is not there before", "normed = self.norm(x)"
     raise ConfigError(describe(file, [Problem("norm", "fork or add called", want, fix)]))

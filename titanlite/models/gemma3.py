@@ -6,32 +6,19 @@ Axes as in `llama3.py`. A norm's weight is the factor itself; published checkpoi
 Source: Gemma Team 2025, "Gemma 3 Technical Report", section 2.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 import torch
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.geglu import geglu
 from titanlite.kernels.rope import rope_table
-from titanlite.kernels.swiglu import BLOCK
-from titanlite.models.layers import Embedding, Linear, QKNormAttention, RMSNorm, Sequences
+from titanlite.models import llama3
+from titanlite.models.layers import QKNormAttention, RMSNorm, Sequences
+from titanlite.models.llama3 import INIT_STD
 
-INIT_STD = 0.02
 
-
-class GegluFeedForward(nn.Module):
-    """GeGLU feed-forward.
-
-    Args:
-        dims: the model's dimensions.
-    """
-
-    def __init__(self, dims: ModelDims) -> None:
-        super().__init__()
-        self.w13 = Linear(dims.dim, {"w1": BLOCK, "w3": BLOCK}, groups=dims.ffn_dim // BLOCK, std=INIT_STD)
-        self.w2 = Linear(dims.ffn_dim, {"w2": dims.dim}, std=INIT_STD)
+class GegluFeedForward(llama3.FeedForward):
+    """GeGLU feed-forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[M, D] → [M, D]."""
@@ -39,7 +26,7 @@ class GegluFeedForward(nn.Module):
 
 
 class Gemma3Block(nn.Module):
-    """One transformer block. A norm behind each sublayer sets the size of what is added to the residual stream.
+    """One transformer block, with a norm before and after each sublayer.
 
     Args:
         dims: the model's dimensions.
@@ -52,7 +39,7 @@ class Gemma3Block(nn.Module):
         self.attention = QKNormAttention(dims, INIT_STD, INIT_STD, window)
         self.post_attention_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.feed_forward = GegluFeedForward(dims)
+        self.feed_forward = GegluFeedForward(dims, INIT_STD)
         self.post_ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
@@ -63,54 +50,23 @@ class Gemma3Block(nn.Module):
         return h + self.post_ffn_norm(self.feed_forward(normed))
 
 
-class Gemma3(nn.Module):
-    """The whole model.
-
-    Args:
-        dims: its dimensions.
-        seq_len: S; every sequence has this length.
-
-    Attributes:
-        sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split.
-    """
-
-    sharding: ClassVar[Mapping[str, str]] = {
-        "tok_embeddings.weight": "tp:0",
-        "@tok_embeddings": "tp:0",
-        "layers.*.attention.wqkv.weight": "tp:0",
-        "layers.*.feed_forward.w13.weight": "tp:0",
-        "output.weight": "tp:0",
-    }
+class Gemma3(llama3.Llama3):
+    """Llama's model with these blocks, and a rotary table of its own for layers with a window."""
 
     def __init__(self, dims: ModelDims, seq_len: int) -> None:
-        super().__init__()
-        self.dims, self.seq_len = dims, seq_len
-        self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
+        super().__init__(dims, seq_len)
         self.layers = nn.ModuleList(Gemma3Block(dims, window) for window in dims.windows)
-        self.norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
-        if dims.tied_embeddings:
-            self.output.weight = self.tok_embeddings.weight
-        for name in ("cos", "sin", "local_cos", "local_sin"):
-            self.register_buffer(name, torch.empty(seq_len, dims.head_width // 2), persistent=False)
+        for name in ("local_cos", "local_sin"):
+            self.register_buffer(name, torch.empty_like(self.cos), persistent=False)
 
     def fill_buffers(self) -> None:
         """Compute the rotary tables; call once the model is off the meta device."""
-        E, device = self.dims.head_width, self.cos.device
-        self.cos, self.sin = (t.to(device) for t in rope_table(self.seq_len, E, self.dims.rope_theta, None))
-        local = rope_table(self.seq_len, E, self.dims.local_rope_theta, None)
-        self.local_cos, self.local_sin = (t.to(device) for t in local)
+        super().fill_buffers()
+        local = rope_table(self.seq_len, self.dims.head_width, self.dims.local_rope_theta, None)
+        self.local_cos, self.local_sin = (t.to(self.cos.device) for t in local)
 
     def forward(self, tokens: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """Predict the next token at every position.
-
-        Args:
-            tokens: [M] int64.
-            sequences: that these are; None: each S tokens are one.
-
-        Returns:
-            Logits [M, V] in the compute dtype.
-        """
+        """See `Llama3.forward`."""
         sequences = sequences or Sequences(self.seq_len)
         everywhere = [sequences.begin(table) for table in (self.cos, self.sin)]
         local = [sequences.begin(table) for table in (self.local_cos, self.local_sin)]

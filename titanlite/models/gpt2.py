@@ -19,12 +19,7 @@ POSITION_STD = 0.01
 
 
 class GPT2Attention(nn.Module):
-    """Causal attention, grouped if the recipe says so.
-
-    Args:
-        dims: the model's dimensions.
-        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
-    """
+    """Causal attention with biases, grouped if the recipe says so. `residual_std`: of the initial weights of `wo`."""
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
@@ -43,12 +38,7 @@ class GPT2Attention(nn.Module):
 
 
 class GeluFeedForward(nn.Module):
-    """GELU feed-forward, in the tanh form.
-
-    Args:
-        dims: the model's dimensions.
-        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
-    """
+    """GELU feed-forward, in the tanh form. `residual_std`: of the initial weights of `w2`."""
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
@@ -61,11 +51,7 @@ class GeluFeedForward(nn.Module):
 
 
 class GPT2Block(nn.Module):
-    """One transformer block.
-
-    Args:
-        dims: the model's dimensions.
-    """
+    """One transformer block."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -82,16 +68,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The whole model.
-
-    Args:
-        dims: its dimensions.
-        seq_len: S; every sequence has this length.
-
-    Attributes:
-        sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split. Every rank
-            holds all positions.
-    """
+    """The whole model, made as `Llama3` is. Under tensor parallelism each rank holds all positions."""
 
     sharding: ClassVar[Mapping[str, str]] = {
         "tok_embeddings.weight": "tp:0",
@@ -114,18 +91,10 @@ class GPT2(nn.Module):
             self.output.weight = self.tok_embeddings.weight
 
     def fill_buffers(self) -> None:
-        """There are none."""
+        """Do nothing: the model has no buffers."""
 
     def forward(self, tokens: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """Predict the next token at every position.
-
-        Args:
-            tokens: [M] int64.
-            sequences: that these are; None: each S tokens are one.
-
-        Returns:
-            Logits [M, V] in the compute dtype.
-        """
+        """See `Llama3.forward`."""
         sequences = sequences or Sequences(self.seq_len)
         x = self.tok_embeddings(tokens) + self.positions(sequences.positions(tokens))
         for block in self.layers:

@@ -1,6 +1,6 @@
-"""Weights of the shipped architectures, to and from Hugging Face's layout, one parameter of ours at a time.
+"""Convert weights of the shipped architectures to and from Hugging Face's layout, one of our parameters at a time.
 
-`config/hugging_face.py` has the names, and says how weights lie there.
+`config/architectures.py` has their names.
 """
 
 import re
@@ -15,16 +15,13 @@ from titanlite.models.layers import Projection
 
 
 def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Take one parameter of ours apart, into those that it is there.
+    """Split one of our parameters into Hugging Face's: name → contiguous tensor of the same dtype.
 
     Args:
         layout: of the architecture.
         model: ours; its weights are not read.
         name: of the parameter.
-        weight: its value, whole.
-
-    Returns:
-        Their names, and tensors of the same dtype, contiguous.
+        weight: the whole parameter.
     """
     layer, places = _places(layout, model, name)
     if not isinstance(layer, Projection):
@@ -42,16 +39,13 @@ def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor
 
 
 def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Put one parameter of ours together: the inverse of `their_weights`.
+    """Fuse one of our parameters, in the dtype of what is read: the inverse of `their_weights`.
 
     Args:
         layout: of the architecture.
         model: ours; its weights are not read.
         name: of the parameter.
-        read: the tensor that has a name there, in the shape that `their_weights` gives it.
-
-    Returns:
-        The parameter, whole, in the dtype of what was read.
+        read: returns Hugging Face's tensor of a name.
     """
     layer, places = _places(layout, model, name)
     if not isinstance(layer, Projection):
@@ -70,10 +64,7 @@ def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[s
 
 
 def _places(layout: HubLayout, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
-    """The layer of a parameter, and what each of the layer's parts is called there; the one of other layers is "".
-
-    The number of an expert is left as a star.
-    """
+    """Return a parameter's layer, and Hugging Face's name of each part, "" if it has none; an expert's number is *."""
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
     ours = (
@@ -89,7 +80,7 @@ def _places(layout: HubLayout, model: nn.Module, name: str) -> tuple[nn.Module, 
 
 
 def _turned(layout: HubLayout, theirs: str, weight: Tensor) -> Tensor:
-    """A linear layer's weight or bias as it lies on the other side."""
+    """Transpose a linear layer's weight where Hugging Face's layout is [in, out]."""
     return weight.T if layout.is_transposed and weight.ndim == 2 and not theirs.startswith("lm_head.") else weight
 
 

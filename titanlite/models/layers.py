@@ -29,7 +29,7 @@ from titanlite.kernels.rms_norm import fork_rms_norm, rms_norm
 
 
 def runs_forward_of(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Check that a module computes as a class does: by no forward of another class, nor of this object alone."""
+    """Return whether a module's forward is that of a class, replaced neither by a subclass nor on the object."""
     return type(module).forward is kind.forward and "forward" not in vars(module)
 
 
@@ -58,7 +58,7 @@ class Projection(nn.Module):
 
     @property
     def used_by_a_token(self) -> int:
-        """Weights that each token is multiplied by."""
+        """Count the weights that each token is multiplied by."""
         return self.weight.numel()
 
     def fuse(self, parts: Mapping[str, Tensor]) -> Tensor:
@@ -90,25 +90,24 @@ class Linear(Projection):
 
 
 def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a bias to each row of `y` [M, N], in its dtype, if there is one. Never inside a matmul: partial sums that
-    ranks add up would count it once for each of them."""
+    """Add a bias to each row of `y` [M, N], if there is one; after a matmul's partial sums are summed over ranks."""
     return y if bias is None else y + bias
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences that M packed tokens are: each attends to itself alone.
+    """The sequences that M packed tokens form; tokens attend within their sequence.
 
-    With context parallelism a rank has M of the N tokens of its group, in order; keys and values are those of all N.
+    With context parallelism a rank has M of its group's N tokens, in order; keys and values are those of all N.
 
     Attributes:
-        longest: tokens of a sample (S); M is a multiple of it, or N.
-        starts: [M] int32, for each token the place among the M, or N, at which its document begins; the first token of
-            a sample begins one. None: each sample is one document. Its shape does not depend on the documents.
-        bounds: of the documents, given with `starts`: under 0; with context parallelism, of this rank's pieces of them
-            and of what these see, by the window of a layer, 0 for none.
-        places: [M] int32, with context parallelism the place of each token among the N; there are `starts`, too.
-        exchanges: what ranks exchange for the keys, by the window likewise.
+        longest: tokens of a sample (S), which divides M, or N.
+        starts: [M] int32, where each token's document begins among the M, or N, tokens; the first token of a sample
+            begins one. None: each sample is one document.
+        bounds: document bounds, given with `starts`: under 0; with context parallelism by the window of a layer (0:
+            none), of this rank's pieces and the tokens that they see.
+        places: [M] int32, with context parallelism, and with `starts`: each token's place among the N.
+        exchanges: the exchange of keys by the window of a layer.
         group: name of the process group that has the N tokens; "" without context parallelism.
     """
 
@@ -120,11 +119,7 @@ class Sequences:
     group: str = ""
 
     def rows(self, x: Tensor) -> Tensor:
-        """View [M, …] as [B, S, …].
-
-        Raises:
-            ConfigError: there are documents, which attention within rows would join.
-        """
+        """View [M, …] as [B, S, …]; raise ConfigError if samples hold several documents, which rows would join."""
         if self.starts is not None:
             want = "samples that are one document each: attention within rows crosses documents"
             fix = "self.attend(q, k, v, sequences) of [M, heads, E], as in titanlite/models/llama3.py"
@@ -135,21 +130,21 @@ class Sequences:
         return x.unflatten(0, (-1, self.longest))
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """Return the position of each token in its document, [M] int64; of `tokens` the length and device are used."""
+        """Return each token's position in its document, [M] int64, on the device of `tokens` [M]."""
         if self.places is not None and self.starts is not None:
             return (self.places - self.starts).long()
         places = torch.arange(len(tokens), device=tokens.device)
         return places % self.longest if self.starts is None else places - self.starts
 
     def begin(self, table: Tensor) -> Tensor:
-        """Return what a table of positions, [positions, …], has of those of tokens: [M, …], or [S, …] if each sample is
-        one document; token m has row m modulo the length. Call it once for all blocks."""
+        """Index a table [positions, …] by the tokens' positions: [M, …], or [S, …] if each sample is one document, so
+        that token m has row m modulo S. Call it once for all blocks."""
         if self.starts is not None:
             return table[self.positions(self.starts)]
         return table if self.longest == len(table) else table[: self.longest]
 
 
-# So that whoever looks for tensors among a block's arguments finds them.
+# So that a search for tensors among a block's arguments finds these.
 pytree.register_pytree_node(
     Sequences,
     lambda given: (
@@ -161,10 +156,10 @@ pytree.register_pytree_node(
 
 
 class CausalAttention(nn.Module):
-    """Attention of each token to those before it and itself. A module without weights, so that it has a place.
+    """Causal attention: a module without weights, so that it has a name.
 
     Args:
-        window: attend to the last so many tokens, the own one included; 0: to all.
+        window: tokens that each attends to, up to and with itself; 0: all.
     """
 
     def __init__(self, window: int = 0) -> None:
@@ -172,16 +167,16 @@ class CausalAttention(nn.Module):
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """Attend; H is a multiple of K.
+        """Attend within each sequence; H is a multiple of K.
 
         Args:
             q: [M, H, E]; without `sequences` [B, H, S, E].
-            k: [M, K, E]; without them [B, K, S, E].
+            k: [M, K, E]; without `sequences` [B, K, S, E].
             v: as k.
-            sequences: that the tokens are; None: rows of one document each.
+            sequences: of the tokens; None: each row of S is one document.
 
         Returns:
-            As q.
+            The shape of q.
         """
         if sequences is None:
             S = q.shape[2]
@@ -200,7 +195,7 @@ class CausalAttention(nn.Module):
         return _attend_in_rows(*(sequences.rows(x).transpose(1, 2) for x in (q, k, v))).transpose(1, 2).flatten(0, 1)
 
     def window_in(self, longest: int) -> int:
-        """Return the window in samples of so many tokens; 0 if all of them are in it."""
+        """Return the window, or 0 if it holds all tokens of a sample."""
         return self.window if self.window < longest else 0
 
 
@@ -210,12 +205,7 @@ def _attend_in_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm with a learned scale.
-
-    Args:
-        dim: D.
-        eps: added to the mean square.
-    """
+    """RMSNorm with a learned scale [D]; `eps` is added to the mean square."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -223,7 +213,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def scale(self) -> Tensor:
-        """The learned scale [D], as a kernel takes it."""
+        """Return the learned scale [D]."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,26 +221,18 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.scale(), self.eps)
 
     def fork(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise the residual stream for a sublayer beside it; returns that and the stream, [M, D] each.
-
-        As `self(x), x`, whose gradients are added in one pass; hooks of the module do not run.
-        """
-        if type(self).forward is not RMSNorm.forward:  # a class of the user's that computes something else
+        """Return `self(x), x`, [M, D] each, whose gradients are added in one pass; hooks of the module do not run."""
+        if type(self).forward is not RMSNorm.forward:  # a user's class that computes something else
             return self(x), x
         return fork_rms_norm(x, self.scale(), self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise `x + residual`; returns that and the sum, [M, D] each. The rest is as in `fork`."""
+        """Return `self.fork(x + residual)`."""
         return self.fork(x + residual)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with a learned scale and shift.
-
-    Args:
-        dim: D.
-        eps: added to the variance.
-    """
+    """LayerNorm with a learned scale and shift [D]; `eps` is added to the variance."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -268,9 +250,9 @@ class QKNormAttention(nn.Module):
 
     Args:
         dims: the model's dimensions.
-        std: standard deviation of the initial weights.
-        residual_std: that of the projection back to the residual stream.
-        window: attend to the last so many tokens; 0: to all.
+        std: standard deviation of the initial weights of `wqkv`.
+        residual_std: of `wo`.
+        window: see `CausalAttention`.
     """
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float, window: int = 0) -> None:
@@ -290,13 +272,7 @@ class QKNormAttention(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table.
-
-    Args:
-        vocab_size: V.
-        dim: D.
-        std: standard deviation of the initial weights.
-    """
+    """A table [V, D] whose rows are looked up; `std` is the standard deviation of the initial weights."""
 
     def __init__(self, vocab_size: int, dim: int, std: float) -> None:
         super().__init__()

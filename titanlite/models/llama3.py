@@ -25,12 +25,7 @@ INIT_STD = 0.02
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention.
-
-    Args:
-        dims: the model's dimensions.
-        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
-    """
+    """Causal grouped-query attention. `residual_std`: standard deviation of the initial weights of `wo`."""
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
@@ -47,12 +42,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU feed-forward.
-
-    Args:
-        dims: the model's dimensions.
-        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
-    """
+    """SwiGLU feed-forward. `residual_std`: standard deviation of the initial weights of `w2`."""
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__()
@@ -65,11 +55,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block.
-
-    Args:
-        dims: the model's dimensions.
-    """
+    """One transformer block."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
@@ -95,8 +81,8 @@ class Llama3(nn.Module):
         seq_len: S; every sequence has this length.
 
     Attributes:
-        block: what its layers are.
-        sharding: weights by rows of heads, features and vocabulary; between the layers tokens are split.
+        block: the class of its layers.
+        sharding: weights are split by rows (heads, features, vocabulary), and activations between layers by tokens.
     """
 
     block: ClassVar[type[nn.Module]] = Block
@@ -131,7 +117,7 @@ class Llama3(nn.Module):
 
         Args:
             tokens: [M] int64.
-            sequences: that these are; None: each S tokens are one.
+            sequences: the sequences that the tokens form; None: each S tokens are one.
 
         Returns:
             Logits [M, V] in the compute dtype.

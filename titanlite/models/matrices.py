@@ -1,8 +1,7 @@
-"""The matrices that weights are made of: each part of a fused one, and of each expert, by itself.
+"""The matrices that Muon orthogonalises: each part of a fused weight by itself, and of each expert.
 
-An update that orthogonalises sees them as if they were weights of their own: `wq`, `wk` and `wv` of `wqkv`, `w1` and
-`w3` of `w13`, those of every expert. The queries of all heads are one matrix, as in programs that keep `q_proj` apart;
-so it does not change with how heads share keys.
+`wqkv` has `wq`, `wk` and `wv`; `w13` has `w1` and `w3`. The queries of all heads are one matrix, as in programs with a
+separate `q_proj`, so the update does not depend on how heads share keys.
 """
 
 from dataclasses import dataclass
@@ -16,19 +15,12 @@ from titanlite.models.layers import Projection
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """One matrix: some rows of a parameter, all columns.
+    """One matrix: some rows of a parameter, all columns."""
 
-    Attributes:
-        parameter: its name.
-        part: of its layer, as "wq"; of an expert with its number, as "w1 3".
-        rows: [R] int64, increasing, of the whole parameter.
-        columns: C.
-    """
-
-    parameter: str
-    part: str
-    rows: Tensor
-    columns: int
+    parameter: str  # its name
+    part: str  # of its layer, as "wq"; of an expert with its number, as "w1 3"
+    rows: Tensor  # [R] int64, increasing, of the whole parameter
+    columns: int  # C
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -37,14 +29,7 @@ class Matrix:
 
 
 def matrices_of(model: nn.Module) -> dict[str, list[Matrix]]:
-    """Take all projections of a model apart.
-
-    Args:
-        model: sharded or not; its weights are not read.
-
-    Returns:
-        By the name of the parameter, in order of the parts.
-    """
+    """Return the matrices of each projection by its parameter's name, in order of the parts; weights are not read."""
     found: dict[str, list[Matrix]] = {}
     for place, layer in model.named_modules():
         if not isinstance(layer, Projection):

@@ -14,7 +14,7 @@ from torch import nn
 
 from titanlite.errors import ConfigError, Problem, TitanliteError, describe
 
-# Below the user's last line: what they did there is not the user's mistake, though a call of theirs led to it.
+# An exception out of these, below the user's last line, is not the user's mistake.
 _NOT_THEIRS = ("/torch/distributed/", "/torch/_inductor/", "/titanlite/parallel/")
 OF_THE_MACHINE = (dist.DistError, torch.OutOfMemoryError, getattr(torch, "AcceleratorError", dist.DistError))
 
@@ -28,18 +28,15 @@ def refused(
     kind: type[ConfigError] = ConfigError,
     key: str = "model.file",
 ) -> Generator[None]:
-    """Turn what a user's file raises within a context into one message.
+    """Raise ConfigError for an exception out of a user's file; TitanliteError and the machine's errors pass.
 
     Args:
-        file: the user's; "": there is none, and what is raised is a bug.
+        file: the user's; "": there is none, and every exception passes.
         want: what was called, and what it should do.
         fix: the change that makes it do so.
         called: the function that was called.
         kind: of the error.
-        key: that names the file, for what none of its lines and functions raises.
-
-    Raises:
-        ConfigError: something was raised that is neither an error on purpose nor of the machine.
+        key: of the config, that names the file: shown if no line or function of the file is at fault.
     """
     try:
         yield
@@ -52,17 +49,12 @@ def refused(
 
 
 def is_own(model: nn.Module) -> bool:
-    """Return whether a model is of a user's own file."""
+    """Return whether a model's class is from a user's file."""
     return not type(model).__module__.startswith("titanlite.")
 
 
 def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> AbstractContextManager[None]:
-    """Refuse a model of the user's own that does not run on tensors without values, by which all is predicted.
-
-    Args:
-        model: any; what a shipped one raises is a bug.
-        kind: as of `refused`.
-    """
+    """Refuse a user's model that does not run on the meta device, on which memory and plan are computed."""
     called, file = type(model), inspect.getfile(type(model)) if is_own(model) else ""
     want = f"{called.__name__}.forward(tokens) to run, also on tensors without values (the meta device)"
     fix = "change that line; if it looks at what a tensor holds (a branch, item(), numpy()): torch.where chooses"
@@ -70,7 +62,7 @@ def forward_refused(model: nn.Module, kind: type[ConfigError] = ConfigError) -> 
 
 
 def looks_at_values(error: BaseException) -> bool:
-    """Return whether an exception is torch's, of a tensor of the meta device: that it has no values, or no kernel."""
+    """Return whether torch raised an exception because a meta tensor has no values, or an operator no meta kernel."""
     is_torchs = isinstance(error, RuntimeError | TypeError)
     return is_torchs and re.search(r"\bmeta\b|Tensor\.__format__", str(error), re.IGNORECASE) is not None
 
@@ -83,24 +75,20 @@ def mistake(
     called: Callable[..., Any] | None = None,
     key: str = "model.file",
 ) -> Problem:
-    """Say where in a user's file an exception arose, and what it was.
+    """Return the problem of an exception, with the innermost line of a user's file that was running.
 
     Args:
-        error: as it was caught.
-        file: the user's, as Python names it; what it calls is not looked at.
-        want: what should have happened.
-        fix: the change that makes it happen.
-        called: the user's function that could not be called, if none of the file's lines was running.
-        key: that names the file.
-
-    Returns:
-        The problem, with the innermost line of the file; without one, if none of its lines was running.
+        error: the exception.
+        file: the user's, by its absolute path.
+        want, fix: see `Problem`.
+        called: the function at fault if no line of the file was running.
+        key: shown if there is no such function either.
     """
     text = next((line for line in str(error).splitlines() if line), "")
     saw = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename == file:
         return Problem((error.text or "").strip(), saw, want, fix, error.lineno)
-    # The compiler tells apart what it was looking at.
+    # The compiler keeps the frames that it was tracing apart.
     frames = [*traceback.extract_tb(error.__traceback__), *(getattr(error, "real_stack", None) or ())]
     own = [frame for frame in frames if frame.filename == file]
     if own:
@@ -109,36 +97,28 @@ def mistake(
 
 
 def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Problem:
-    """Say what arose in a model file, with its name and line where a message of no file is to have them.
-
-    Args:
-        error, want, fix: as of `mistake`.
-        file: `model.file`.
-    """
+    """Return `mistake` of a model file with file and line in `where`, for a message that is not about the file."""
     why = mistake(error, os.path.abspath(file), want, fix)
     return why if why.line is None else why._replace(where=f"line {why.line} of {file}, {why.where}", line=None)
 
 
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:
-    """Make a problem of a user's function or class, with its line if it is in the user's file."""
+    """Return the problem of a function or class, with its line if it is in the user's file."""
     line = None
     if getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file):
-        with suppress(OSError):  # of what was made by `type` or `exec`
+        with suppress(OSError):  # made by `type` or `exec`
             line = inspect.getsourcelines(function)[1]
     return Problem(function.__qualname__, saw, want, fix, line)
 
 
 def blamed(error: BaseException, file: str, log: object, want: str) -> ConfigError | None:
-    """Tell an exception that arose in a user's file while a run called it.
+    """Return the ConfigError for an exception out of a user's file in training; None if the file is not at fault.
 
     Args:
-        error: as it was caught.
-        file: the user's.
-        log: where the whole traceback is to be found.
-        want: what the file is for.
-
-    Returns:
-        The error to end with; None if it is one already, or is of the machine, the other ranks or titanlite's own.
+        error: the exception.
+        file: the user's, by its absolute path.
+        log: the file with the whole traceback.
+        want: see `Problem`.
     """
     if not isinstance(error, Exception) or isinstance(error, (TitanliteError, *OF_THE_MACHINE)):
         return None

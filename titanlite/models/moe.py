@@ -20,13 +20,7 @@ from titanlite.models.layers import QKNormAttention, RMSNorm, Sequences
 
 
 class WideNormAttention(llama3.Attention):
-    """Causal grouped-query attention whose queries are normalised over all heads at once before they are rotated, and
-    so are its keys.
-
-    Args:
-        dims: the model's dimensions.
-        residual_std: standard deviation of the initial weights of the projection back to the residual stream.
-    """
+    """Llama's attention whose queries, and keys, are normalised over all heads at once before they are rotated."""
 
     def __init__(self, dims: ModelDims, residual_std: float) -> None:
         super().__init__(dims, residual_std)
@@ -43,23 +37,15 @@ class WideNormAttention(llama3.Attention):
 
 
 class MixtralBlock(nn.Module):
-    """One transformer block.
-
-    Args:
-        dims: the model's dimensions.
-    """
+    """One transformer block."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as Llama's
         self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.attention = self.attention_of(dims, residual_std)
+        self.attention: nn.Module = llama3.Attention(dims, residual_std)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
-
-    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
-        """Make the attention."""
-        return llama3.Attention(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
@@ -71,32 +57,25 @@ class MixtralBlock(nn.Module):
 class Qwen3MoEBlock(MixtralBlock):
     """The block with queries and keys normalised head by head."""
 
-    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
-        """Make the attention."""
-        return QKNormAttention(dims, llama3.INIT_STD, residual_std)
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__(dims)
+        self.attention = QKNormAttention(dims, llama3.INIT_STD, self.experts.w2.std)
 
 
 class OLMoEBlock(MixtralBlock):
     """The block with queries and keys normalised over all heads."""
 
-    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
-        """Make the attention."""
-        return WideNormAttention(dims, residual_std)
+    def __init__(self, dims: ModelDims) -> None:
+        super().__init__(dims)
+        self.attention = WideNormAttention(dims, self.experts.w2.std)
 
 
 class Mixtral(llama3.Llama3):
-    """The whole model: Llama's with these blocks.
-
-    Attributes:
-        sharding: as Llama's. Experts are not split: each rank sends its own tokens to them.
-    """
+    """Llama's model with these blocks. Tensor parallelism does not split experts: each rank sends them its tokens."""
 
     block: ClassVar[type[nn.Module]] = MixtralBlock
     sharding: Mapping[str, str] = {
-        "tok_embeddings.weight": "tp:0",
-        "@tok_embeddings": "tp:0",
-        "layers.*.attention.wqkv.weight": "tp:0",
-        "output.weight": "tp:0",
+        name: dim for name, dim in llama3.Llama3.sharding.items() if "feed_forward" not in name
     }
 
     def __init__(self, dims: ModelDims, seq_len: int) -> None:
@@ -112,12 +91,12 @@ class Mixtral(llama3.Llama3):
 
 
 class Qwen3MoE(Mixtral):
-    """The whole model."""
+    """Mixtral's model with Qwen3's attention."""
 
     block: ClassVar[type[nn.Module]] = Qwen3MoEBlock
 
 
 class OLMoE(Mixtral):
-    """The whole model."""
+    """Mixtral's model with OLMoE's attention."""
 
     block: ClassVar[type[nn.Module]] = OLMoEBlock

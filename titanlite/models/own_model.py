@@ -1,9 +1,8 @@
-"""Check what no exception tells of a model of the user's own, before it runs: its parts, and where its weights are.
+"""Check what no exception says about a user's own model: its parts, and where its weights are.
 
-Weights are in layers of `layers.py`, which have initial values and tensor-parallel layers, each under one name: FSDP
-gathers a block's where the block stands, and the sharding plan of a layer is found by its name. All other tensors are
-buffers, which `fill_buffers` computes. Whatever is elsewhere stays on the meta device, and is refused by the first step
-that uses it.
+Weights are in layers of `layers.py`, which have initial values and tensor-parallel versions, each under one name, by
+which FSDP and the sharding plan find it. All other tensors are buffers, which `fill_buffers` computes. A tensor
+elsewhere remains on the meta device, and the first step that uses it fails.
 """
 
 import inspect
@@ -25,18 +24,13 @@ _PARTS = {"tok_embeddings": nn.Module, "layers": nn.ModuleList, "norm": nn.Modul
 
 
 def require_trainable(made: nn.Module, file: str) -> None:
-    """Refuse a model that lacks a module that a run looks for by its name, or has what no run trains rightly.
+    """Raise ConfigError if a model on the meta device lacks a module that a run needs, or cannot be trained right.
 
-    Args:
-        made: the model, on the meta device.
-        file: the user's, for messages.
-
-    Raises:
-        ConfigError: all problems are in the message, of blocks that are alike once.
+    All problems are in the message; blocks with the same problem are named once.
     """
     want, fix = "fill_buffers() to compute the buffers", "def fill_buffers(self) -> None"
     kind: Any = type(made)
-    with refused(file, want, fix, kind.fill_buffers):  # a run calls it once it has memory
+    with refused(file, want, fix, kind.fill_buffers):  # a run calls it once tensors have memory
         inspect.signature(kind.fill_buffers).bind(made)
     problems: dict[tuple[str, str], Problem] = {}
     for problem in (*_missing(made), *_shared(made), *_in_no_layer(made), *_drawn_alike(made), *_no_masters(made)):
@@ -46,17 +40,7 @@ def require_trainable(made: nn.Module, file: str) -> None:
 
 
 def require_whole(shape: Sequence[int], want: list[int], model: nn.Module, said: Model) -> None:
-    """Refuse logits that lack some: the loss would take the targets beyond for other ranks'.
-
-    Args:
-        shape: of the logits.
-        want: [M, V], for all tokens and ids.
-        model: that returned them.
-        said: `[model]`, for the message.
-
-    Raises:
-        ConfigError: they differ.
-    """
+    """Raise ConfigError if a model's logits are not [M, V]: the loss would take missing ids for other ranks'."""
     if list(shape) != want:
         saw = f"logits of shape {list(shape)}"
         problem = of_function(type(model).forward, said.file, saw, f"{want}: [M, V]", "return all of them")
@@ -75,7 +59,7 @@ def _missing(made: nn.Module) -> Iterator[Problem]:
 
 
 def _shared(made: nn.Module) -> Iterator[Problem]:
-    """Weights with several names, but for a head that is tied."""
+    """Find weights with several names, except a tied head's."""
     places: dict[nn.Parameter, list[str]] = {}
     for name, weight in made.named_parameters(remove_duplicate=False):
         places.setdefault(weight, []).append(name)
@@ -99,7 +83,7 @@ def _in_no_layer(made: nn.Module) -> Iterator[Problem]:
 
 
 def _drawn_alike(made: nn.Module) -> Iterator[Problem]:
-    """Linear layers that would begin with equal weights."""
+    """Find linear layers that would begin with equal weights."""
     drawn: dict[str, str] = {}
     for name, layer in made.named_modules():
         for part in layer.parts if isinstance(layer, Projection) else ():

@@ -15,11 +15,7 @@ from titanlite.models.layers import QKNormAttention
 
 
 class Block(llama3.Block):
-    """One transformer block: Llama's with another attention.
-
-    Args:
-        dims: the model's dimensions.
-    """
+    """Llama's block with another attention."""
 
     def __init__(self, dims: ModelDims) -> None:
         super().__init__(dims)
@@ -27,6 +23,6 @@ class Block(llama3.Block):
 
 
 class Qwen3(llama3.Llama3):
-    """The whole model: Llama's with these blocks."""
+    """Llama's model with these blocks."""
 
     block: ClassVar[type[nn.Module]] = Block
