@@ -1,8 +1,8 @@
 """AdamW on each rank's shards, with clipping folded into the update.
 
-Parameters are DTensors, the update is elementwise: it runs on the local shards, in one kernel for all that have one
-learning rate, betas and eps. Clipping costs one read of the gradients for the norm; the division happens inside the
-kernel. Whether the step is applied at all is decided on the device too, so the host never waits.
+The update is elementwise and runs on local shards, in one kernel for all with the same learning rate, betas and eps.
+Clipping costs one read of the gradients for the norm; the kernel divides. Whether the step is applied is decided on the
+device too, so the host never waits.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
@@ -59,7 +59,7 @@ class AdamW(ShippedRule):
         )
 
     def _runs(self, names: list[str]) -> list[list[str]]:
-        """Return those of each place."""
+        """Split names into runs of one place."""
         return [list(run) for _, run in groupby(names, self._place.__getitem__)]
 
     def step(

@@ -1,8 +1,7 @@
-"""Norms by group of the optimizer's recipe in one step: of gradients, of weights, and of what an update changes.
+"""Norms of gradients, weights and updates by group of the optimizer's recipe, in steps that are logged.
 
-They are made in steps that are logged, and in no others. A parameter that tensor-parallel ranks hold whole counts once,
-and so do replicas. Kernels of AdamW and Muon, which read each weight, add up the squares of weights and of what changes
-on their way; for a rule of the user's own each parameter is copied before, and compared behind it.
+A parameter that tensor-parallel ranks hold whole counts once, and so do replicas. The kernels of AdamW and Muon add up
+the squares; for a user's own rule each parameter is copied before the update and compared with it afterwards.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,8 @@ from torch import Tensor
 from titanlite.parallel.mesh import Mesh
 
 KINDS = ("grad_norm", "weight_norm", "update_ratio")
-"""Beginnings of the keys in metrics.jsonl: norm of gradients before clipping, of weights before the update, and of what
-it changes over the latter."""
+"""Prefixes of keys in metrics.jsonl: norm of gradients before clipping, norm of weights before the update, norm of the
+update over the latter."""
 
 _Sums = dict[tuple[int, bool], list[Tensor]]  # of each place, [k] each
 
@@ -27,8 +26,7 @@ class GroupNorms:
 
     Args:
         groups: names, in order.
-        places: of each parameter of which this rank has a part: number of its group, and whether the ranks of a
-            tensor-parallel group all have it.
+        places: (number of the group, whether all tensor-parallel ranks have it whole) of each parameter on this rank.
         mesh: the mesh.
     """
 
@@ -45,15 +43,15 @@ class GroupNorms:
             self._gradients.setdefault(place, []).append(torch.stack(several).square().sum(0, keepdim=True))
 
     def add_update(self, name: str, squares: Tensor) -> None:
-        """Take sums of squares, [2] float32, of a parameter before the update and of what that changed in it; or of
-        several with one place."""
+        """Take sums of squares, [2] float32, of a parameter before the update and of its change; or of several
+        parameters with one place."""
         self._updates.setdefault(self._places[name], []).append(squares)
 
     def add_updates_of_rows(self, runs: Sequence[tuple[str, int]], squares: Tensor) -> None:
-        """Take sums of squares of each row before the update, and of what that changed in it, [2, n] float32.
+        """Take sums of squares of each row before the update and of its change, [2, n] float32.
 
         Args:
-            runs: names of the parameters that the rows are of, in order, each with how many.
+            runs: (parameter, number of rows), in order of the rows.
             squares: of all rows.
         """
         alike = [[*of] for _, of in groupby(runs, lambda run: self._places[run[0]])]  # one sum for each
@@ -61,7 +59,7 @@ class GroupNorms:
             self.add_update(of[0][0], rows.sum(1))
 
     def numbers(self) -> dict[str, Tensor]:
-        """Return "<kind>.<group>" → [] float32, equal on every rank, of each kind in turn; collective."""
+        """Return "<kind>.<group>" → [] float32, equal on every rank; collective."""
         zeros = torch.zeros(2, device=self._mesh.device)
 
         def total(sums: _Sums, group: int, none: Tensor) -> Tensor:
@@ -83,7 +81,7 @@ class GroupNorms:
 
 @contextmanager
 def around(norms: GroupNorms | None, name: str, shard: Tensor) -> Iterator[None]:
-    """Measure what changes in this rank's part of a parameter meanwhile by a copy of it, if it is asked for."""
+    """Measure how this rank's part of a parameter changes within a context, by a copy, if there are `norms`."""
     if norms is None:
         yield
         return

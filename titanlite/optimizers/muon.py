@@ -1,23 +1,22 @@
-"""Muon on each rank's shards: momentum where they lie, orthogonalisation of whole matrices by one owner each.
+"""Muon: momentum and update on each rank's shards; one owner for each matrix, which orthogonalises it whole.
 
-Momentum and the update are elementwise, on the shards. Between the two, rows of each matrix are collected by its owner
-(`owners.py`), orthogonalised, and handed back: two exchanges of all ranks for a bucket. The
-rows of the next bucket travel while one is computed, and so do the results of the last.
+Matrices go through in buckets. The owners collect the rows of a bucket (`owners.py`), orthogonalise and hand back, in
+two exchanges of all ranks. While a bucket is computed, the rows of the next and the results of the last travel.
 
     m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g
     p ← (1 - lr·λ) p - lr·0.2·√max(R, C) · orthogonalise(u)
 
-The factor gives the update of a matrix the size that AdamW's has, whose learning rate and weight decay carry over.
+The factor gives an update the size of AdamW's, so that AdamW's learning rate and weight decay carry over.
 
-Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the factor and the decay are of
-Liu et al. 2025, "Muon is Scalable for LLM Training".
+Sources: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; factor and decay are from Liu et
+al. 2025, "Muon is Scalable for LLM Training".
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,40 +36,40 @@ from titanlite.parallel.share_matrices import BUCKET
 
 @dataclass(frozen=True)
 class MuonRule:
-    """How all matrices are updated."""
+    """The constants of the update, the same for all matrices of a `Muon`."""
 
     polynomials: Polynomials = ITERATIONS["polar_express"]
     momentum: float = 0.95  # μ
     nesterov: bool = True  # else u = m
-    scale: float = 0.2  # root mean square of an update, as AdamW's is
+    scale: float = 0.2  # root mean square of an update, as AdamW's
     eps: float = 1e-7  # the least norm that a matrix is divided by
-    dtype: torch.dtype = torch.bfloat16  # of what travels
+    dtype: torch.dtype = torch.bfloat16  # of the exchanges
     state_dtype: torch.dtype = torch.float32  # of the momentum
     bucket: int = BUCKET  # elements that a rank collects at a time
     beta2: float = 0.95  # β₂ of NorMuon
 
 
 class Pace(NamedTuple):
-    """How fast one parameter moves."""
+    """The factors of one parameter."""
 
     lr_factor: float = 1.0  # of the learning rate
     weight_decay: float = 0.1  # λ
 
 
 class Muon:
-    """The update of the parameters that have this rule. Building it, and each step, is collective over all ranks.
+    """The update of the parameters that share a `MuonRule`. To build it, and each step, is collective over all ranks.
 
     Args:
-        parameters: by name; all are matrices, or fused of some. After FSDP's lazy initialisation.
+        parameters: by name: matrices, or several fused. After FSDP's lazy initialisation.
         mesh: the mesh.
-        matrices: of each parameter, which have each of its rows once; from `matrices_of`.
-        rule: how they are updated.
+        matrices: of each parameter, from `matrices_of`.
+        rule: the constants.
         paces: of each parameter.
 
     Attributes:
         locals: this rank's shard of each parameter.
-        kept: state of each kind, "momentum" alone, by the parameter's name, laid out as this rank's shard of it.
-        buckets: of matrices that travel together.
+        kept: {"momentum": by the parameter's name, laid out as this rank's shard}.
+        buckets: the matrices that travel together.
 
     Raises:
         ValueError: the matrices of a parameter do not have each of its rows once.
@@ -102,6 +101,8 @@ class Muon:
             numbers = {name: i for i, name in enumerate(self.locals)}
             self._tables = [self._tables_of(bucket, numbers) for bucket in self.buckets]
 
+    # One step.
+
     @torch.no_grad()
     def step(
         self,
@@ -116,15 +117,12 @@ class Muon:
 
         Args:
             grads: this rank's shards; their values are not defined afterwards.
-            lr: learning rate.
-            divisor: [] float32 that gradients are divided by, to clip them.
-            skip: [] float32; 1 leaves parameters and state as they are.
-            norms: gets squares of weights and of what the update changes, in a step that is logged.
+            lr, divisor, skip, norms: as of `UpdateRule.step`.
             decay_factor: of all weight decays.
         """
         if not self.buckets:
             return
-        shards = tensor_table("gradient", [grads[name] for name in self.locals])  # once: they may lie elsewhere now
+        shards = tensor_table("gradient", [grads[name] for name in self.locals])  # their memory may be another's now
         coming, going = self._collect(self._tables[0], shards, divisor, skip), None
         for tables, behind in zip(self._tables, (*self._tables[1:], None), strict=True):
             collected = coming.wait()
@@ -139,12 +137,12 @@ class Muon:
 
     def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
         """Update the momentum, and begin to send the owners what they orthogonalise."""
-        sent, rule = self._empty(tables.given), self.rule
+        sent, rule = self._empty(tables.bucket.given), self.rule
         momentum_rows(tables.holds, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
-        return _Exchange(sent, tables.given, self._empty(tables.collected), tables.collected)
+        return self._exchange(sent, tables.bucket.given, tables.bucket.collected)
 
     def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
-        """Return the results of this rank's stacks, one behind the other."""
+        """Return the results of this rank's stacks, flat, one after another."""
         whole = collected.new_empty(sum(math.prod(shape) for shape in tables.own))
         put_rows(tables.comes, whole, collected)
         for matrices, _, _ in self._at_once(tables, whole):
@@ -152,21 +150,21 @@ class Muon:
         return whole
 
     def _at_once(self, tables: "_Tables", whole: Tensor) -> Iterator[tuple[Tensor, int, int]]:
-        """Yield matrices that are computed together, [n, R, C], with the number of their stack, and of the first."""
+        """Yield (matrices that are computed together [n, R, C], number of their stack, place of the first in it)."""
         first = 0
         for number, shape in enumerate(tables.own):
             stack = whole[first : first + math.prod(shape)].view(shape)
             first += stack.numel()
-            # A batched matmul may be another for each number of matrices, and so for each number of owners.
+            # The kernel of a batched matmul may depend on the number of matrices, and so on the number of owners.
             together = 1 if torch.are_deterministic_algorithms_enabled() else len(stack)
             for i in range(0, len(stack), together):
                 yield stack[i : i + together], number, i
 
     def _hand_back(self, tables: "_Tables", results: Tensor) -> "_Exchange":
         """Begin to send results to the holders."""
-        sent = self._empty(tables.returned)
+        sent = self._empty(tables.bucket.returned)
         take_rows(tables.goes, results, sent)
-        return _Exchange(sent, tables.returned, self._empty(tables.taken), tables.taken)
+        return self._exchange(sent, tables.bucket.returned, tables.bucket.taken)
 
     def _apply(
         self,
@@ -181,16 +179,23 @@ class Muon:
         given = tables.takes, self._parameters, taken.wait(), tables.scales, tables.decays, lr, skip
         squares = update_rows(*given, measure=norms is not None, decay_factor=decay_factor)
         if norms is not None and squares is not None:
-            norms.add_updates_of_rows(tables.runs, squares)
+            stacks, rows = tables.bucket.stacks, tables.bucket.taken.rows
+            norms.add_updates_of_rows([(stacks[each.stack].parameter, len(each.at)) for each in rows], squares)
 
-    def _empty(self, sizes: list[int]) -> Tensor:
-        return torch.empty(sum(sizes), dtype=self.rule.dtype, device=self.mesh.device)
+    def _empty(self, transfer: Transfer) -> Tensor:
+        return torch.empty(sum(transfer.sizes), dtype=self.rule.dtype, device=self.mesh.device)
+
+    def _exchange(self, sent: Tensor, goes: Transfer, comes: Transfer) -> "_Exchange":
+        received = self._empty(comes)
+        return _Exchange(dist.all_to_all_single(received, sent, comes.sizes, goes.sizes, async_op=True), sent, received)
+
+    # Where each row is.
 
     def _tables_of(self, bucket: Bucket, numbers: Mapping[str, int]) -> "_Tables":
-        """Say of each row that this rank holds or owns where it is, in its tensor and on its way."""
+        """Look up each row that this rank holds or owns, in its tensor and in the exchanges."""
         sent, taken = dict(_places_of_runs(bucket.given)), dict(_places_of_runs(bucket.taken))
         holds, takes, scales, decays = [], [], [], []
-        for rows in bucket.taken.rows:  # all that it holds
+        for rows in bucket.taken.rows:  # all that this rank holds
             name, of, columns, _ = bucket.stacks[rows.stack]
             run = numbers[name], rows.at * rows.columns, rows.columns
             holds.append((*run, sent.get(rows.stack, NOWHERE)))
@@ -210,65 +215,45 @@ class Muon:
 
         on = self.mesh.device
         return _Tables(
+            bucket=bucket,
             holds=table(holds).on(on),
             takes=table(takes).on(on),
-            runs=[(bucket.stacks[rows.stack].parameter, len(rows.at)) for rows in bucket.taken.rows],
             comes=of_stacks(bucket.collected),
             goes=of_stacks(bucket.returned),
             scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
             decays=torch.cat(decays).to(on) if decays else torch.empty(0, device=on),
             own=list(own.values()),
-            given=bucket.given.sizes,
-            collected=bucket.collected.sizes,
-            returned=bucket.returned.sizes,
-            taken=bucket.taken.sizes,
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _Tables:
-    """A bucket as a step needs it.
+    """A bucket, with the tables by which its rows are moved."""
 
-    Attributes:
-        holds: rows of this rank's shards, with their places among those that are given to owners.
-        takes: the same rows, with their places among results.
-        runs: the parameters that have them, in order, each with how many.
-        comes, goes: rows of this rank's stacks, with their places among those that are collected, and returned.
-        scales, decays: of `takes`, what the learning rate is multiplied by.
-        own: [B, R, C] of each of its stacks.
-        given, collected, returned, taken: elements for, or from, each rank.
-    """
-
-    holds: RowTable
-    takes: RowTable
-    runs: list[tuple[str, int]]
-    comes: RowTable
-    goes: RowTable
-    scales: Tensor
-    decays: Tensor
-    own: list[tuple[int, ...]]
-    given: list[int]
-    collected: list[int]
-    returned: list[int]
-    taken: list[int]
+    bucket: Bucket
+    holds: RowTable  # rows of this rank's shards, with their places in `bucket.given`
+    takes: RowTable  # the same rows, with their places in `bucket.taken`
+    comes: RowTable  # rows of this rank's stacks, with their places in `bucket.collected`
+    goes: RowTable  # the same rows, with their places in `bucket.returned`
+    scales: Tensor  # of `takes`: the update's factor of the learning rate
+    decays: Tensor  # of `takes`: the weight decay's factor of the learning rate
+    own: list[tuple[int, ...]]  # [B, R, C] of each of this rank's stacks
 
 
-class _Exchange:
-    """One exchange of all ranks, on its way."""
+class _Exchange(NamedTuple):
+    """An exchange of all ranks that has begun."""
 
-    def __init__(self, sent: Tensor, sizes: list[int], received: Tensor, received_sizes: list[int]) -> None:
-        self._sent, self._received = sent, received
-        self._work = dist.all_to_all_single(received, sent, received_sizes, sizes, async_op=True)
+    work: Any
+    sent: Tensor  # alive until it is done
+    received: Tensor
 
     def wait(self) -> Tensor:
-        """Return what has come."""
-        assert self._work is not None  # noqa: S101
-        self._work.wait()
-        return self._received
+        self.work.wait()
+        return self.received
 
 
 def _places_of_runs(transfer: Transfer) -> Iterator[tuple[int, int]]:
-    """Yield of each run of rows its stack, and its first element in what travels."""
+    """Yield (stack of a run of rows, place of its first element in the exchange)."""
     first = 0
     for rows in transfer.rows:
         yield rows.stack, first

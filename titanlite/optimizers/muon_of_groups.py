@@ -1,4 +1,4 @@
-"""Muon and NorMuon as rules of groups of a recipe: one for all that have one momentum and one set of polynomials."""
+"""Muon and NorMuon as rules of a recipe: one `Muon` for all groups with the same momentum and polynomials."""
 
 from dataclasses import replace
 
@@ -24,8 +24,8 @@ class MuonOfGroups(ShippedRule):
     def cost(cls, config: Optimizer) -> UpdateCost:
         """See `ShippedRule.cost`.
 
-        After the norm, the gradient is read again, the momentum read and written, and what is sent to the owner written
-        in 16 bits; what comes back is read in 16 bits, and the parameter read and written.
+        Read: the gradient for the norm and again, the momentum, results in 16 bits, the parameter. Written: the
+        momentum, rows for the owner in 16 bits, the parameter.
         """
         momentum = bytes_of_state(config)
         return UpdateCost(state=momentum, moved=4 + 4 + 2 * momentum + 2 + 2 + 2 * 4)
@@ -34,8 +34,7 @@ class MuonOfGroups(ShippedRule):
         dtype = getattr(torch, own.config.state_dtype)
         together: dict[MuonRule, list[str]] = {}
         for name, of in own.settings.items():
-            keys = {**dict(of.own), "polynomials": polynomials_of(of)}
-            rule = MuonRule(state_dtype=dtype, **keys)
+            rule = MuonRule(state_dtype=dtype, **{**dict(of.own), "polynomials": polynomials_of(of)})
             together.setdefault(rule, []).append(name)
         self._each: list[Muon] = []
         self._decay_factor = own.decay_factor
@@ -46,7 +45,7 @@ class MuonOfGroups(ShippedRule):
         self.kept = {"momentum": {n: m for each in self._each for n, m in each.kept["momentum"].items()}}
 
     def facts(self) -> dict[str, object]:
-        """Say who orthogonalises how much, and what travels for it."""
+        """Return how much the owners compute, and the bytes of the exchanges."""
         ranks, rank, device = dist.get_world_size(), dist.get_rank(), self._each[0].mesh.device
         flops, matrices, sent = [0] * ranks, 0, 0
         for each in self._each:
@@ -83,7 +82,7 @@ class NorMuonOfGroups(MuonOfGroups):
 
     @classmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """See `ShippedRule.cost`. Also a second moment of each row, which every rank has of all."""
+        """See `ShippedRule.cost`. Each rank also keeps the second moment of all rows."""
         return replace(super().cost(config), row=bytes_of_state(config))
 
     @property
@@ -94,6 +93,6 @@ class NorMuonOfGroups(MuonOfGroups):
 
 
 def polynomials_of(settings: UpdateSettings) -> Polynomials:
-    """Return the coefficients of each step."""
+    """Return the coefficients [a, b, c] of each polynomial."""
     given = dict(settings.own)["polynomials"]
     return ITERATIONS[given] if isinstance(given, str) else tuple((a, b, c) for a, b, c in given)

@@ -1,12 +1,12 @@
-"""NorMuon: Muon, whose updates have rows of one size, by a second moment of each row.
+"""NorMuon: Muon with a second moment of each row, by which the rows of an update get one size.
 
     o = orthogonalise(u)                       as in `muon.py`
     v ← β₂ v + (1 - β₂) · mean over columns of o²      [R]
     o' = o / (√v + ε)
     p ← (1 - lr·λ) p - lr·0.2·√(R·C) · o' / ‖o'‖       the size of Muon's update, and of AdamW's
 
-The owner of a matrix has its rows whole, and computes their v. One number for a row is little: every rank has all v,
-the same, and they are exchanged after each step. So a checkpoint goes on under a layout in which another rank is owner.
+The owner of a matrix computes the v of its rows. Every rank keeps all v, which are exchanged after each step, so that a
+checkpoint goes on under a layout with other owners.
 
 Source: Li et al. 2025, "NorMuon: Making Muon more efficient and scalable".
 """
@@ -31,9 +31,6 @@ _EPS = 1e-8  # ε; and the least norm that a matrix is divided by
 class NorMuon(Muon):
     """See `Muon`.
 
-    Args:
-        parameters, mesh, matrices, rule, paces: as of `Muon`.
-
     Attributes:
         second_moment: v of each parameter, [rows], by its name; whole on every rank.
     """
@@ -53,11 +50,11 @@ class NorMuon(Muon):
             rows += len(parameter)
         self._moment = torch.zeros(rows, dtype=rule.state_dtype, device=mesh.device)
         exact = torch.promote_types(rule.dtype, torch.float32)
-        self._new = torch.zeros(rows, dtype=exact, device=mesh.device)  # of this rank's matrices; else 0
+        self._new = torch.zeros(rows, dtype=exact, device=mesh.device)  # of rows that this rank owns; others are 0
         self.second_moment = {
             name: self._moment.narrow(0, first, len(parameters[name])) for name, first in self._first_row.items()
         }
-        self._rows = dict[Any, list[Tensor]]()  # of each bucket's own stacks, [B, R], among those of all parameters
+        self._rows = dict[Any, list[Tensor]]()  # by bucket: rows of own stacks, [B, R], among all parameters' rows
         super().__init__(parameters, mesh, matrices, rule, paces)
 
     @torch.no_grad()
@@ -89,7 +86,7 @@ class NorMuon(Muon):
         return whole
 
     def _normalise(self, matrices: Tensor, rows: Tensor) -> None:
-        """Give rows of [B, R, C] one size, and the whole of each matrix the norm that it would have if orthonormal."""
+        """Give the rows of [B, R, C] one size, and each matrix the norm of an orthonormal one."""
         x = matrices.to(self._new.dtype)
         before = self._moment[rows].to(x.dtype)
         moment = torch.where(self._skip > 0, before, before.lerp(x.square().mean(2), 1 - self.rule.beta2))

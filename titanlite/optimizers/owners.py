@@ -1,9 +1,8 @@
-"""Who orthogonalises which matrix, and what travels for it.
+"""Assign each matrix to an owner, one of all ranks, and list the rows that travel for it.
 
-A matrix has one owner, among all ranks, and a bucket that it travels in (`parallel/share_matrices.py`).
-
-With replicas (HSDP) the owners are spread over all of them: a rank computes less, and all replicas get the same bits,
-from one owner. An owner collects from its own replica, and hands results to all.
+A matrix has a bucket that it travels in (`parallel/share_matrices.py`). With replicas (HSDP) the owners are spread over
+all of them: a rank computes less, and all replicas get the same bits. An owner collects from its own replica, and hands
+results to all.
 
     holders  —rows of the momentum→  owner  —rows of the update→  holders
 """
@@ -34,42 +33,32 @@ class Rectangle(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Matrices of one shape, of one parameter, with one owner.
-
-    `rows` is [B, R]: rows of the whole parameter.
-    """
+    """Matrices of one shape, of one parameter, with one owner."""
 
     parameter: str
-    rows: Tensor
+    rows: Tensor  # [B, R], of the whole parameter
     columns: int
     owner: int
 
 
 class RowRun(NamedTuple):
-    """Rows that travel between this rank and another.
+    """Rows that travel between this rank and another."""
 
-    Attributes:
-        stack: its place in the bucket.
-        at: [n] int64; on a holder, of its shard; on an owner, of the stack with its matrices below one another.
-        first_column: of the stack, on an owner; 0 on a holder, whose columns all travel.
-        columns: that travel.
-    """
-
-    stack: int
-    at: Tensor
-    first_column: int
-    columns: int
+    stack: int  # its place in the bucket
+    at: Tensor  # [n] int64: rows of a holder's shard, or of an owner's stack with its matrices below one another
+    first_column: int  # in an owner's stack; 0 on a holder, which sends all its columns
+    columns: int  # how many travel
 
 
 @dataclass
 class Transfer:
-    """All that this rank sends, or receives, in one exchange of all ranks: runs of rows, in order of the other rank."""
+    """The rows that this rank sends, or receives, in one exchange of all ranks, in order of the other ranks."""
 
     rows: list[RowRun] = field(default_factory=list[RowRun])
     sizes: list[int] = field(default_factory=list[int])  # elements for, or from, each rank
 
     def add(self, rows: Iterable[RowRun]) -> None:
-        """Append what goes to, or comes from, the next rank."""
+        """Append the rows for, or from, the next rank."""
         some = [r for r in rows if len(r.at) and r.columns]
         self.rows += some
         self.sizes.append(sum(len(r.at) * r.columns for r in some))
@@ -77,29 +66,20 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Matrices that travel together.
+    """Matrices that travel together, and this rank's part in the two exchanges."""
 
-    Attributes:
-        stacks: of all owners.
-        own: places in `stacks` of those that this rank owns.
-        given: rows of this rank's shards, sent to the owners.
-        collected: the same as the owner gets them.
-        returned: rows of results, sent to all holders.
-        taken: the same as the holder gets them.
-    """
-
-    stacks: list[Stack]
-    own: list[int]
-    given: Transfer
-    collected: Transfer
-    returned: Transfer
-    taken: Transfer
+    stacks: list[Stack]  # of all owners
+    own: list[int]  # numbers of the stacks that this rank owns
+    given: Transfer  # rows of this rank's shards, sent to the owners
+    collected: Transfer  # rows that this rank gets as an owner
+    returned: Transfer  # rows of its results, sent to all holders
+    taken: Transfer  # rows of results that it gets as a holder
 
 
 def held_by_each_rank(parameters: Mapping[str, Tensor]) -> list[dict[str, Rectangle]]:
-    """Return what each rank has of each parameter."""
+    """Return each rank's part of each parameter."""
     places = dict[DeviceMesh | None, list[list[int]]]()
-    places[None] = [[]] * dist.get_world_size()  # a plain parameter is whole on all of them
+    places[None] = [[]] * dist.get_world_size()  # a plain parameter is whole on all ranks
     held = [dict[str, Rectangle]() for _ in places[None]]
     for name, parameter in parameters.items():
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
@@ -117,17 +97,7 @@ def _rectangle(parameter: Tensor, place: list[int]) -> Rectangle:
 
 
 def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> list[list[Stack]]:
-    """Give each matrix an owner, and put them into buckets.
-
-    Args:
-        matrices: all of them, in the same order on every rank.
-        ranks: that may own some.
-        steps: polynomials.
-        most: elements that a rank collects at a time; or one matrix, if it is larger.
-
-    Returns:
-        The stacks of each bucket.
-    """
+    """Group matrices, in the same order on every rank, into stacks of buckets by `share_matrices`."""
     buckets = list[dict[tuple[str, int, int], list[Matrix]]]()
     for i, bucket, owner in share_matrices([matrix.shape for matrix in matrices], ranks, steps, most):
         if bucket == len(buckets):
@@ -144,13 +114,13 @@ def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> lis
 
 
 def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank: int, replicas: int) -> Bucket:
-    """Say what a rank does for a bucket.
+    """Make the bucket of these stacks for a rank.
 
     Args:
         stacks: of the bucket.
         held: from `held_by_each_rank`.
         rank: this one.
-        replicas: of the model, each on as many ranks in succession.
+        replicas: of the model, on successive ranks each.
     """
     ranks = len(held)
     own = [i for i, stack in enumerate(stacks) if stack.owner == rank]
@@ -168,8 +138,8 @@ def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank:
 
 
 def _sources(held: Sequence[Mapping[str, Rectangle]], of_replica: int) -> Callable[[int, Stack], bool]:
-    """Return the test that a rank is the one that sends its rectangle to the owner of a stack: of those that have the
-    same one it is the first, of the owner's replica if there is one in it."""
+    """Return a test of (rank, stack) whether the rank sends its rectangle to the owner: of all ranks that have the same
+    rectangle the first in the owner's replica, or the first."""
 
     def is_source(rank: int, stack: Stack) -> bool:
         mine, name = held[rank][stack.parameter], stack.parameter
@@ -180,7 +150,7 @@ def _sources(held: Sequence[Mapping[str, Rectangle]], of_replica: int) -> Callab
 
 
 def _rows_inside(stack: Stack, has: Rectangle) -> tuple[Tensor, Tensor]:
-    """Return places in a stack, its matrices below one another, of rows that a rank has; and these rows."""
+    """Return (places of a rank's rows in the stack, its matrices below one another; the rows of the parameter)."""
     flat = stack.rows.flatten()
     places = ((flat >= has.first_row) & (flat < has.first_row + has.rows)).nonzero().squeeze(1)
     return places, flat[places]

@@ -1,7 +1,7 @@
-"""A rule of a user's own file on each rank's shards: what an `ElementwiseRule` leaves to the optimizer.
+"""The rule of a user's file on each rank's shards.
 
-It goes through a shard by pieces, so that what the rule computes on its way takes memory of a piece alone. State is
-given in float32 and rounded when it is kept. A step that is left out leaves every bit, which the device decides.
+A shard is updated in pieces, so that temporaries take memory of a piece. State is given in float32 and rounded when it
+is stored. A step that is left out changes no bit, which the device decides.
 """
 
 import torch
@@ -35,22 +35,15 @@ class RuleOfFile(UpdateRule):
 
     @classmethod
     def cost_of(cls, rule: OwnRule, config: Optimizer) -> UpdateCost:
-        """Count what it keeps and moves, operation by operation.
-
-        The gradient is divided after the norm, the state read in float32, the parameter decayed and moved, and what is
-        new chosen and stored; beside what the rule does itself.
-
-        Args:
-            rule: as the file describes it.
-            config: `[optimizer]`.
-        """
+        """Count bytes operation by operation: the norm, the division, state to float32 and back, decay, move and the
+        choice by `skip`, and those of the rule itself."""
         each, n = bytes_of_state(config), len(rule.state)
         of_state = (each + 4) + (each + 4 + 4) + (4 + each)
         moved = 4 + 2 * 4 + 5 * 4 + 5 * 4 + n * of_state + bytes_of_update(rule)
         return UpdateCost(state=n * each, moved=moved)
 
     def facts(self) -> dict[str, object]:
-        """Say which file it is."""
+        """Return the file and its hash."""
         return {"file": self._rule.file, "sha256": self._rule.sha256}
 
     @torch.no_grad()

@@ -2,13 +2,12 @@
 
     average ← average + (1 - d) · (weight - average)        d = min(optimizer.ema_decay, (1 + t) / (10 + t))
 
-t counts the updates since the average began, at the weights as they were then. So it begins short, over about the last
-ninth of these updates, and becomes as long as it was asked to be: the first weights are forgotten however long the
-decay is. A mean over all updates so far, which division by 1 - d^t would make, keeps them as long as 1 / (1 - d)
-updates. TensorFlow's `ExponentialMovingAverage` and timm have this form, too.
+t counts the updates since the average began, at the weights of that step. The average begins short, over about the last
+ninth of the updates, so that the first weights are forgotten however long the decay; division by 1 - d^t would keep
+them for 1 / (1 - d) updates. TensorFlow's `ExponentialMovingAverage` and timm have this form, too.
 
-It is the step of SGD, of rate 1 - d, on half the square of average - weight: torch's fused kernel makes it in one pass
-(12 bytes of each parameter), and leaves everything as it is after a step that was left out, which the device decides.
+The update is SGD's, of rate 1 - d, on half the square of average - weight: torch's fused kernel makes it in one pass
+(12 bytes of each parameter), and changes nothing after a step that was left out.
 
 Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging", for why weights are averaged.
 """
@@ -43,7 +42,7 @@ class WeightAverage:
         mesh: the mesh.
 
     Attributes:
-        updates: [] float32, updates since it began.
+        updates: [] float32, since the average began.
         shards: this rank's part of the average, by the parameter's name.
     """
 
@@ -59,17 +58,13 @@ class WeightAverage:
         self.begin()
 
     def begin(self) -> None:
-        """Begin anew, at the weights as they are."""
+        """Begin at the current weights."""
         self.updates.zero_()
         for name, shard in self.shards.items():
             shard.copy_(self._weights[name])
 
     def update(self, skip: Tensor) -> None:
-        """Move the average towards the weights.
-
-        Args:
-            skip: [] float32; 1 if the step was left out: the average stays as it is.
-        """
+        """Move the average towards the weights, unless `skip`, [] float32, is 1."""
         self.updates += 1 - skip
         share = ((_SHORTEST - 1) / (self.updates + _SHORTEST)).clamp(min=self._least_share)
         averages, weights = self._pairs
@@ -78,7 +73,7 @@ class WeightAverage:
                 averages,
                 weights,
                 [],  # no momentum
-                # The gradient is that of weight decay, less the weight, which stands in the place of a gradient.
+                # average - weight: weight decay gives the average, and the weight is passed as a gradient to maximise.
                 weight_decay=1.0,
                 maximize=True,
                 momentum=0.0,
@@ -91,19 +86,15 @@ class WeightAverage:
 
     @contextmanager
     def in_place_of_weights(self, model: nn.Module) -> Generator[None]:
-        """Let a model compute with the average; all ranks do it alike, between two steps.
-
-        Args:
-            model: the run's.
-        """
+        """Let a model compute with the average within a context, between two steps; collective."""
         self._exchange(model)
-        yield  # after an error the run ends, and other ranks are not here for the scales
+        yield  # after an error the run ends: other ranks would not join the collective of scales
         self._exchange(model)
 
     def _exchange(self, model: nn.Module) -> None:
-        """Put each into the other's memory, with room for one more shard of the largest parameter."""
+        """Swap weights and average in place; needs one spare shard of the largest parameter."""
         for unit in model.modules():
-            if isinstance(unit, FSDPModule):  # FSDP takes what it has gathered, as a head, for what is there
+            if isinstance(unit, FSDPModule):  # else FSDP would use weights that are still gathered, as a head's
                 unit.reshard()
         for average, weight in zip(*self._pairs, strict=True):
             kept = weight.clone()
@@ -112,6 +103,6 @@ class WeightAverage:
         precompute_scales(list(self._parameters.values()), self._mesh.fsdp)
 
     def state(self) -> dict[str, Tensor]:
-        """Name what a checkpoint must hold, laid out as the parameters are; to load into it restores it."""
+        """Return a checkpoint's tensors of the average, laid out as the parameters; loading into them restores it."""
         averages = {f"{AVERAGE}{name}": as_laid_out(s, self._parameters[name]) for name, s in self.shards.items()}
         return {f"{AVERAGE}updates": self.updates, **averages}

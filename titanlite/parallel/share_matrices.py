@@ -1,7 +1,7 @@
-"""Decide which rank orthogonalises which matrix, and which matrices travel together: by their shapes alone.
+"""Assign matrices to ranks that orthogonalise them and to buckets that travel together, by their shapes alone.
 
-The largest are given away first, each to the rank that has least to compute so far. They travel in buckets, in that
-order, so that every bucket has matrices of about one size for every rank. The forecast asks here as the update does.
+The largest come first, each to the rank with the least work so far. Buckets follow this order, so that a bucket has
+matrices of about one size for every rank. Both the update and the forecast call this.
 """
 
 import heapq
@@ -15,30 +15,21 @@ BUCKET = 1 << 27
 
 
 class Shared(NamedTuple):
-    """One matrix.
+    """The owner, a rank, and the bucket of one matrix."""
 
-    Attributes:
-        matrix: its place among those that are shared out.
-        bucket: that it travels in.
-        owner: the rank that orthogonalises it.
-    """
-
-    matrix: int
+    matrix: int  # its number in `shapes`
     bucket: int
     owner: int
 
 
 def share_matrices(shapes: Sequence[tuple[int, int]], ranks: int, steps: int, most: int = BUCKET) -> list[Shared]:
-    """Give each matrix an owner and a bucket.
+    """Give each matrix an owner and a bucket; return them in this order.
 
     Args:
         shapes: R and C of each.
-        ranks: that may own some.
-        steps: polynomials.
+        ranks: how many may own some.
+        steps: polynomials of an orthogonalisation.
         most: elements that a rank collects at a time; or one matrix, if it is larger.
-
-    Returns:
-        All of them, in the order in which they are given away.
     """
     flops = [orthogonalise_flops(*shape, steps) for shape in shapes]
     order = sorted(range(len(shapes)), key=lambda i: (-flops[i], shapes[i]))
