@@ -1,10 +1,10 @@
-"""Assemble a run as one of its ranks has it, up to its weights: for training, and for all that is asked of it before.
+"""Assemble a run as one rank has it, up to its weights: for training, and for commands that ask about it.
 
-    model on the meta device → what the config names of it → sharding plan, tensor and context parallelism, experts,
-    float8 (`sharding/split.py`) → memory → activation checkpointing
+    model on the meta device → names in the config → sharding plan, tensor and context parallelism, experts, float8
+    (`sharding/split.py`) → memory → activation checkpointing
 
-What only the model can tell is found here and nowhere else: whether patterns, filters and rules name something of it,
-whether it can be split and converted, whether a save-list matches what it computes.
+Every check that needs the model is here: whether patterns, filters and rules name something of it, whether it can be
+split and converted, whether a save-list matches its operations.
 """
 
 import math
@@ -61,79 +61,55 @@ from titanlite.update_rules.find import try_rules
 
 @dataclass
 class Assembly:
-    """A run as one rank has it, without weights.
-
-    Attributes:
-        asked: the run.
-        model: on the meta device; this rank's part of each layer, under activation checkpointing.
-        mesh: of the run.
-        n_elements: of the parameters of all ranks together, each shared one once; `n_active` are used by one token.
-        settings: how each parameter is updated.
-        float8: the outcome of its conversion, or None.
-        memory: what is known of the run's.
-        no_copy_engines: why they do not move blocks, although that was asked for or is the default; else None.
-        save_list: which activations are kept; None: a run on the device chooses, and this one is only named.
-        chosen: the save-list, if it was chosen here to keep to a budget.
-        save_list_use: counts of its rules; None without a save-list.
-        receipt: what was done.
-        warnings: to be said before the first step.
-    """
+    """A run as one rank has it, without weights."""
 
     asked: CheckedRun
-    model: nn.Module
+    model: nn.Module  # on the meta device: this rank's part of each layer, under activation checkpointing
     mesh: Mesh
-    n_elements: int
-    n_active: int
-    settings: Mapping[str, UpdateSettings]
+    n_elements: int  # of the parameters of all ranks together, shared ones once
+    n_active: int  # of them, how many one token uses
+    settings: Mapping[str, UpdateSettings]  # of each parameter
     float8: Conversion | None
     memory: MemoryModel
-    no_copy_engines: str | None
-    save_list: SaveList | None
-    chosen: Choice | None
-    save_list_use: SaveListUse | None
+    no_copy_engines: str | None  # why they do not move blocks, if they are wanted
+    save_list: SaveList | None  # None: a run on the device chooses one, and this device is only named
+    chosen: Choice | None  # the save-list, if it was chosen here to keep to a budget
+    save_list_use: SaveListUse | None  # counts of its rules
     receipt: Receipt
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # for the console, before the first step
 
 
 @dataclass(frozen=True)
 class Foreseen:
-    """The facts that only a run's model can tell before a start.
+    """The facts about a run that need its model, before a start."""
 
-    Attributes:
-        rules: of each parameter.
-        n_elements: of the parameters of all ranks together, each shared one once.
-        n_active: those of them that one token uses.
-        saved: bytes of a checkpoint.
-        no_forecast: why memory, time and collectives are not predicted; None: they are.
-    """
-
-    rules: Mapping[str, str]
-    n_elements: int
+    rules: Mapping[str, str]  # of each parameter
+    n_elements: int  # as of `Assembly`
     n_active: int
-    saved: int
-    no_forecast: Problem | None = None
+    saved: int  # bytes of a checkpoint
+    no_forecast: Problem | None = None  # why memory, time and collectives are not predicted
 
     @property
     def warning(self) -> str | None:
-        """Say so if nothing is predicted of the run."""
+        """Return a warning if nothing is predicted of the run."""
         why = self.no_forecast
         return why and f"this run trains without a forecast: {why.where.rstrip(':')}: {why.saw}; {why.fix}"
 
     @property
     def trained(self) -> int:
-        """Bytes of weights and gradients in float32, and of the optimizer's state."""
+        """Return the bytes of weights and gradients in float32, and of the optimizer's state."""
         return self.saved + 4 * self.n_elements
 
 
 def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
-    """Assemble a run without memory, for what only its model can tell.
+    """Assemble a run without memory, for the checks and facts that need its model.
 
     Args:
         asked: the run.
         world: number of processes; None: the fewest that it can have.
 
     Raises:
-        TitanliteError: see `assembled`; or the weights that it starts from are of another model.
+        TitanliteError: see `assembled`; or its initial weights are of another model.
     """
     config, path = asked.config, asked.config.checkpoint.initial_load_path
     if path and not resumes(config) and branch_of(config) is None:
@@ -145,22 +121,18 @@ def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
 
 
 def device_to_plan_for(gpu: str | None) -> Device:
-    """Return a device that need not be there.
-
-    Args:
-        gpu: one of `forecast.device_specs.DEVICES`; None: a CPU.
-    """
+    """Return a named device: one of `forecast.device_specs.DEVICES`, or a CPU for None."""
     return named_device() if gpu is None else named_device(gpu, measured_rates(gpu).host)
 
 
 @contextmanager
 def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> Generator[Assembly]:
-    """Assemble a run for the first rank of a world that need not be there, and be that rank within a context.
+    """Assemble a run as the first rank of a fake world, and be that rank within a context.
 
     Args:
         asked: the run.
         world: number of processes; None: the fewest that it can have.
-        gpu: one of `forecast.device_specs.DEVICES`; None: the device is not known, and has what the recipes need.
+        gpu: one of `forecast.device_specs.DEVICES`; None: an unknown device that can run the float8 recipe.
 
     Raises:
         TitanliteError: see `assemble`; or no save-list keeps to the budget.
@@ -177,19 +149,19 @@ def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> G
 
 
 def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Assembly:
-    """Assemble a run up to its weights.
+    """Assemble a run up to its weights. The process group exists.
 
     Args:
         asked: the run.
-        device: that is built for; the process group exists.
-        blocks: numbers of those that are built; None: all of the model's.
+        device: to build for.
+        blocks: numbers of the blocks to build; None: all.
 
     Raises:
-        TitanliteError: an update rule of the user's own fails where it is tried; the model cannot be built or split; a
-            pattern matches no parameter or no layer; a group of the optimizer's takes no parameter, none a parameter,
-            or one a parameter that its rule is not for; float8 converts no layer, not all that it is to, what is to be
-            fused, or what FSDP cannot gather; a save-list names an operation that torch has not, keeps an elementwise
-            one, or has a rule that matches nothing.
+        TitanliteError: a user's update rule fails when it is tried; the model cannot be built or split; a pattern
+            matches no parameter or no layer; an optimizer group takes no parameter, or one that its rule is not for,
+            or a parameter has no group; float8 converts no layer, not all that it should, a layer that is to be fused,
+            or a weight that FSDP cannot gather; a save-list names no operation of torch, keeps an elementwise one, or
+            has a rule that matches nothing.
     """
     config, dims, float8 = asked.config, asked.dims, asked.float8
     _try_own_rules(asked)
@@ -198,7 +170,7 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     of_blocks = None  # a user's file may have other blocks than its recipe says
     if blocks is not None:
         for n in {*range(dims.n_layers)}.difference(blocks):
-            del model.layers._modules[str(n)]  # the others keep their names
+            del model.layers._modules[str(n)]  # other blocks keep their names
         of_blocks = asked.save_list and [asked.save_list.active(dims.n_layers)[n] for n in blocks]
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts(model))
     receipt.add(Entry("environment", None, _environment(device), count=1))
@@ -206,7 +178,7 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
         receipt.add(choose_attention(device, config, dims))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
 
-    largest = largest_stage(config)  # on which depends what has room
+    largest = largest_stage(config)
     plan = sharding_plan(largest, dims).layers if mesh.tp_group is not None else {}
     converted, warnings = split_model(model, largest, float8, mesh, plan, receipt), ()
     if converted is not None:
@@ -217,9 +189,8 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
             receipt.add(Entry("float8_numerics", freq, {"layers": n}, count=n, key=key))
         cost = emulation_cost(converted, device)
         warnings = (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()
-    is_known = device.is_gpu or not device.is_named  # where nothing is known, nothing stands in the way
+    is_known = device.is_gpu or not device.is_named
     why = no_copy_engines(mesh) if is_known and uses_copy_engines(config, mesh.fsdp.size(-1)) else None
-    # What is predicted is what will run.
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why else config.parallelism
     as_it_is, host = replace(largest, parallelism=parallelism), device.host if device.is_named else ranks_of_a_host()
     whole = model if blocks is None else None
@@ -236,14 +207,14 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
 
 
 def _try_own_rules(asked: CheckedRun) -> None:
-    """Import the rules of the user's own file that the recipe's groups have, and try them."""
+    """Try the user's own rules that groups of the recipe have."""
     own = asked.optimizer.own_rules
     groups = [group for group in asked.optimizer.groups.values() if group.rule in own]
     try_rules((own[group.rule], group.own) for group in groups)
 
 
 def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, UpdateSettings]:
-    """Return how each parameter is updated; refuse patterns, filters and rules that name nothing of the model."""
+    """Return the settings of each parameter; refuse patterns, filters and rules that name nothing of the model."""
     config, origin, save_list = asked.config, asked.origin, asked.save_list
     layers = [name for name, module in model.named_modules() if isinstance(module, Linear | GroupedProjection)]
     in_blocks = [re.sub(r"^layers\.\d+\.", "", name) for name in product_names(model) if name.startswith("layers.")]
@@ -271,7 +242,7 @@ def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, Update
 
 
 def _check_converted(asked: CheckedRun, done: Conversion) -> None:
-    """Refuse a recipe that converts no layer, not all that the filters leave to it, or all that is to be fused."""
+    """Refuse a recipe that converts no layer, not all that the filters allow, or every layer that is to be fused."""
     config, problems, why = asked.config, Problems(asked.origin), asked.float8 and obstacle(asked.float8)
     filters, recipe = config.float8.filter_fqns, show(config.float8.recipe)
     odd = odd_sizes(done.skipped, filters)
@@ -294,7 +265,7 @@ def _check_converted(asked: CheckedRun, done: Conversion) -> None:
 
 
 def _environment(device: Device) -> dict[str, str]:
-    """Return the versions and the device that the run computes with."""
+    """Return versions and device."""
     return {
         "titanlite": titanlite.__version__,
         "torch": torch.__version__,
@@ -304,7 +275,7 @@ def _environment(device: Device) -> dict[str, str]:
 
 
 def _choose_save_list(asked: CheckedRun, model: nn.Module, memory: MemoryModel, mesh: Mesh) -> Choice:
-    """Time a block on every rank and let rank 0 choose for all."""
+    """Time a block on every rank; rank 0 chooses for all."""
     budget = asked.config.activation_checkpoint.budget_gib
     assert budget is not None  # noqa: S101  # `config/check.py` sees to it
     began = time.monotonic()

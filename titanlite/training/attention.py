@@ -1,11 +1,10 @@
-"""Choose what attends: FlashAttention-4 where it is installed, serves the device and computes rightly; else torch.
+"""Choose the attention kernel: FlashAttention-4 where it is installed, serves the device and is right; else torch's.
 
-Its releases work with a narrow range of other packages, and a kernel that is wrong says nothing. So the first run on a
-host with some versions computes one small case with them, in some seconds, and holds it against the definition. That it
-passed is written down with the versions.
+Its releases work with a narrow range of other packages, and a wrong kernel raises nothing. So the first run on a host
+computes one small case, in some seconds, compares it with the definition, and records the versions that passed.
 
-torch chooses for whole samples among its own kernels, in the order of `torch_order`; to documents and windows
-FlexAttention attends (`kernels/attention.py`).
+Of torch's kernels `torch_order` has the order for whole samples; documents and windows have FlexAttention
+(`kernels/attention.py`).
 """
 
 import importlib.metadata
@@ -30,15 +29,11 @@ from titanlite.receipt import Entry, Skipped
 
 _PASSED = Path("~/.cache/titanlite/attention.json")
 _INSTALL = "pip install -e '.[gpu]'"
-_LENGTHS = (100, 1, 155), (130, 1, 285)
-"""Lengths of the pieces of queries, and of keys, that are computed."""
+_LENGTHS = (100, 1, 155), (130, 1, 285)  # of the pieces of queries, and of keys, in the small case
 
 
 def torch_order() -> AbstractContextManager[object]:
-    """Prefer torch's kernels in the order of their speed on the GPUs that titanlite is measured on.
-
-    Training and validation run inside this context; `scripts/bench/attention.py` has the figures.
-    """
+    """Prefer torch's kernels by their speed (`scripts/bench/attention.py`); training runs within this context."""
     order = [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.FLASH_ATTENTION,
@@ -49,16 +44,15 @@ def torch_order() -> AbstractContextManager[object]:
 
 
 def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
-    """Let FlashAttention-4 attend in this process if it can, on all ranks or on none; a collective.
+    """Enable FlashAttention-4 on all ranks or on none; collective.
 
     Args:
-        device: that is built for, a GPU. Of one that is only named, the package is taken to be installed.
+        device: a GPU. If it is only named, the package is taken to be installed.
         config: `training.mixed_precision_param`, the dtype of queries, keys and values.
         dims: the model's dimensions.
 
     Returns:
-        The receipt's entry. A device or model that it does not serve is a reason, and so is that it is not installed;
-        what is installed and does not work is missed.
+        The receipt's entry: skipped if it is not installed or does not serve device or model; missed if it is wrong.
     """
     name, served = "flash_attention_4", flash_attention_4.WIDTHS.get((device.capability or (0, 0))[0], ())
     flash_attention_4.serve(())
@@ -75,7 +69,7 @@ def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
         except importlib.metadata.PackageNotFoundError as error:
             why = f"{error.name} is not installed, and documents and windows attend at half the rate: {_INSTALL}"
     of_ranks = [(why, broken)] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (why, broken))  # one rank's host may lack what another's has
+    dist.all_gather_object(of_ranks, (why, broken))  # hosts may have other packages
     why, broken = (next(filter(None, of), "") for of in zip(*of_ranks, strict=True))
     if broken:
         return Entry(name, "auto", "not used", count=0, missed=[Skipped("attention", broken)])
@@ -86,7 +80,7 @@ def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
 
 
 def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Return what is wrong with an installation, "" for nothing; computed, unless it was before."""
+    """Return what is wrong with an installation, "" for nothing; these versions may have passed before."""
     on, heads = f"torch {torch.__version__}, {device.name}", f"{heads_of_key} × {width}"
     of = f"{versions}, {on}, {dtype}, {heads}"
     path, passed = _PASSED.expanduser(), list[str]()
@@ -107,10 +101,10 @@ def _wrong_with(versions: str, device: Device, dtype: torch.dtype, width: int, h
 
 
 def _wrong(device: torch.device, dtype: torch.dtype, width: int, heads_of_key: int) -> str:
-    """Compute pieces and whole samples forward and backward; return what differs by more than rounding.
+    """Compute pieces and whole samples forward and backward; return which result differs by more than rounding.
 
-    Weights and gradients of scores are rounded to 16 bits before they are multiplied, results once more: three
-    roundings of half an eps, of sums that do not cancel in norm.
+    Attention weights and gradients of scores are rounded to 16 bits before they are multiplied, and results once more:
+    three roundings of half an eps, of sums that do not cancel in norm.
     """
     K, (queries, keys) = 2, _LENGTHS
     random, M, N = torch.Generator(device).manual_seed(0), sum(queries), sum(keys)

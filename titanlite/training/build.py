@@ -3,8 +3,7 @@
     the model of a rank under activation checkpointing (`assemble.py`) → compile → FSDP → materialise and initialise →
     optimizer
 
-Each feature says in the receipt what it did. The weights are fresh; `training/train.py` then restores a
-checkpoint if there is one.
+Each feature adds to the receipt. The weights are fresh; `training/train.py` then restores a checkpoint, if any.
 """
 
 import os
@@ -40,24 +39,17 @@ from titanlite.training.routers import Routers, routers_of
 
 @dataclass(kw_only=True)
 class Run(Assembly):
-    """Everything that a step needs: an assembly with weights.
-
-    Attributes:
-        predicted: the peak of memory; None if the save-list has no price.
-        kept_state: of checkpointed blocks, before the first step.
-        average: of the weights, if `optimizer.ema_decay` asks for it.
-        routers: of a mixture of experts.
-    """
+    """Everything that a step needs: an assembly with weights."""
 
     save_list: SaveList
     save_list_use: SaveListUse
-    predicted: Memory | None
+    predicted: Memory | None  # the peak; None: it cannot be predicted
     parameters: list[nn.Parameter]
     loss: Callable[..., Tensor]
     optimizer: ShardedOptimizer
-    kept_state: dict[str, object]
-    routers: Routers | None
-    average: WeightAverage | None
+    kept_state: dict[str, object]  # of checkpointed blocks, before the first step
+    routers: Routers | None  # of a mixture of experts
+    average: WeightAverage | None  # of the weights, with `optimizer.ema_decay`
 
     @property
     def config(self) -> Config:
@@ -71,19 +63,12 @@ class Run(Assembly):
 
 
 def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Run:
-    """Build a run with fresh weights.
+    """Build a run with fresh weights; arguments as of `assemble`.
 
-    Args:
-        asked: the run.
-        device: that is built for; the process group exists. For one that is only named weights stay without values, and
-            nothing is compiled.
-        blocks: numbers of those that are built; None: all of the model's.
-
-    Returns:
-        The run.
+    On a device that is only named weights have no values, and nothing is compiled.
     """
     config, dims = asked.config, asked.dims
-    if config.training.deterministic and not device.is_named:  # saying no, too, would load the compiler
+    if config.training.deterministic and not device.is_named:  # the call loads the compiler, with False, too
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses every matmul on a GPU
         torch.use_deterministic_algorithms(True)
     made = assemble(asked, device, blocks)
@@ -103,9 +88,9 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
         if not device.is_named:
             fill_buffers(model)
             initialise(model, config.training.seed)
-            # What a model draws, for dropout say, is the same on the ranks of a tensor-parallel group, in every run.
-            seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator looks at no more
-        finalize(model, config, mesh)  # before the optimizer, which must see where shards end up
+            # For dropout, say: tensor-parallel ranks draw the same numbers.
+            seed_all((config.training.seed * 1_000_003 + mesh.dp_rank) % 2**32)  # a CPU's generator takes 32 bits
+        finalize(model, config, mesh)  # before the optimizer: it may move shards
         named = dict(model.named_parameters())
         parameters = list(named.values())
         precompute_scales(parameters, mesh.fsdp)
@@ -127,7 +112,7 @@ def build(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None
 
 
 def _peak(memory: MemoryModel, save_list: SaveList) -> Memory | None:
-    """Predict the peak; None if it has no price: of what a list keeps without naming it, and of some architectures."""
+    """Predict the peak; None if a list keeps operations that it does not name, or the model cannot be traced."""
     with suppress(RecipeError):
         return memory.peak_under(save_list)
     return None

@@ -1,4 +1,4 @@
-"""The token shards of a run, the same on every rank, and the batches that this rank takes of them."""
+"""Open the token shards of a run, the same on every rank, and read this rank's batches."""
 
 import math
 import os
@@ -29,52 +29,36 @@ from titanlite.receipt import Entry, Receipt, Skipped
 
 @dataclass(frozen=True)
 class Corpora:
-    """The corpora of a run.
+    """The corpora of a run."""
 
-    Attributes:
-        train: what it trains on, by the name of each source; that of `data.source` is "".
-        keys: the config key of each of these, by its name.
-        held_out: what it validates on, by the key of each source.
-        growing: those that were still being made when this start began, by key.
-        packed: the samples of each source of `train`, if `data.packing` makes them of whole documents.
-        making: what makes those that grow, on the first rank of a host.
-    """
-
-    train: Mapping[str, Corpus]
-    keys: Mapping[str, str]
-    held_out: dict[str, Corpus]
-    growing: dict[str, Corpus]
-    packed: dict[str, PackedSamples]
-    making: BackgroundPreparation | None = None
+    train: Mapping[str, Corpus]  # by the name of the source, "" for `data.source`
+    keys: Mapping[str, str]  # config key of each source of `train`, by its name
+    held_out: dict[str, Corpus]  # of validation, by key
+    growing: dict[str, Corpus]  # tokenized in the background when this start began, by key
+    packed: dict[str, PackedSamples]  # by name, with `data.packing`
+    making: BackgroundPreparation | None = None  # makes `growing`, on the first rank of a host
 
     @property
     def sources(self) -> dict[str, Corpus]:
-        """The corpora by the key that names the source of each."""
+        """Return all corpora by config key."""
         return {**{self.keys[name]: shards for name, shards in self.train.items()}, **self.held_out}
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Fingerprints of the training data as a checkpoint holds them: of its tokens, by source, and its tokenizer."""
-        inputs = {name: shards.inputs for name, shards in self.train.items()}
-        tokenizer = next((shards.tokenizer for shards in self.train.values() if shards.tokenizer), "")
+        """Return hashes of the training data as checkpoints have them; of tokens, "" if they are not known yet."""
         return {
-            "corpora": self.fingerprints,
-            "inputs": inputs,
-            "tokenizer": tokenizer,
+            "corpora": {name: shards.fingerprint for name, shards in self.train.items()},
+            "inputs": {name: shards.inputs for name, shards in self.train.items()},
+            "tokenizer": next((shards.tokenizer for shards in self.train.values() if shards.tokenizer), ""),
         }
 
-    @property
-    def fingerprints(self) -> dict[str, str]:
-        """Fingerprints of the tokens that are trained on, by the name of the source; "": not known yet."""
-        return {name: shards.fingerprint for name, shards in self.train.items()}
-
     def stop_waiting(self) -> None:
-        """Let nobody wait for tokens that are not there."""
+        """End all waits for tokens that are still to be made."""
         for shards in self.growing.values():
             shards.close()
 
     def close(self) -> None:
-        """End the process that makes what grows."""
+        """End the process that tokenizes in the background."""
         if self.making is not None:
             self.making.close()
 
@@ -86,12 +70,12 @@ class HeldOut(NamedTuple):
     tokens_per_byte: float | None  # of its text; None: not known
 
     def numbers(self, name: str, loss: float, of: str = "") -> dict[str, float]:
-        """Return the metrics of its mean loss, in nats per token, by their keys.
+        """Return metrics by their keys.
 
         Args:
-            name: of the source; "" of the first.
-            loss: the mean.
-            of: "_ema" of the average of weights; "" of those that are trained.
+            name: of the source; "" for `validation.source`.
+            loss: the mean, in nats per token.
+            of: "_ema" for the average of weights.
         """
         end = of + (f".{name}" if name else "")
         found = {f"validation_loss{end}": loss}
@@ -101,7 +85,7 @@ class HeldOut(NamedTuple):
 
 
 def open_data(asked: CheckedRun, progress: bool) -> Corpora:
-    """Prepare the sources of a run, or find what an earlier one has prepared, or begin to in the background."""
+    """Prepare the sources of a run, or begin to in the background; prepared ones are used again."""
     config, vocab_size = asked.config, asked.dims.vocab_size
     train, making = dict[str, Corpus](), None
     keys = {name: key for name, (key, _) in source_keys(config).items()}
@@ -125,10 +109,10 @@ def open_data(asked: CheckedRun, progress: bool) -> Corpora:
 
 
 def require_same_data(data: Corpora) -> None:
-    """Raise, on every rank, if ranks hold different data, as hosts with different files, or Pythons, do."""
+    """Raise DataError on every rank if ranks have different data, as from other files or another Python."""
     for key, corpus in data.sources.items():  # with unequal validation, ranks would wait for each other
         of_ranks: list[str] = on_all_ranks(partial(getattr, corpus, "fingerprint"))
-        if not all(of_ranks):  # not all of it is tokenized
+        if not all(of_ranks):  # still being tokenized
             of_ranks = on_all_ranks(partial(getattr, corpus, "inputs"))
         different = [rank for rank, other in enumerate(of_ranks) if other != of_ranks[0]]
         if different:
@@ -139,7 +123,7 @@ def require_same_data(data: Corpora) -> None:
 
 
 def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Console, rank: int) -> None:
-    """Say what the sources gave, unless the checks have said it, on the console and in the receipt."""
+    """Report each source on the console, unless the checks have, and in the receipt."""
     for key, source in data.sources.items():
         if source.files:
             console.notice(f"{key}: {source.files}")
@@ -162,11 +146,11 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
 
 
 def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
-    """Return the receipt's entry of what a source gave, and of what of it is not trained on.
+    """Return the receipt's entry of a source: its tokens, and what was left out.
 
     Args:
-        key: "data.source", or that of a held-out source.
-        corpus: what it gave; so far, if it is still tokenized.
+        key: of the config, as "data.source".
+        corpus: may still be tokenized.
         grew: whether it was tokenized in the background.
     """
     applied: dict[str, object] = {"prepare": "background"} if grew else {}
@@ -174,7 +158,7 @@ def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
         return Entry(key, corpus.source, applied | {"tokens_so_far": corpus.tokens}, count=1)
     meta = corpus.meta
     applied |= {"tokens": meta.tokens, "bad_records": meta.n_bad_records}
-    if not meta.source.startswith("hf:"):  # of which one line has the number of all of them
+    if not meta.source.startswith("hf:"):  # whose splits are one line
         applied["skipped_files"] = len(meta.skipped)
     if meta.tokenizer:  # token files do not say where a document ends
         applied["documents"] = meta.documents
@@ -205,7 +189,7 @@ def open_batches(
         windows: of the model's layers, 0 for none.
 
     Returns:
-        Batches to train on, to be closed; and those of each held-out source, by its name.
+        Training batches, to be closed; batches of each held-out source, by its name.
 
     Raises:
         DataError: a source has too few tokens.
@@ -242,14 +226,14 @@ def open_batches(
 
 
 def mask_entry(data: Corpora, config: Config, batches: TrainBatches) -> Entry:
-    """The receipt's entry of the document mask, once a step has been taken."""
+    """Return the receipt's entry of the document mask, after a step."""
     if not config.data.document_mask:
         return Entry("data.document_mask", False, False, count=0)
     separators = {key: shards.separator for key, shards in data.sources.items() if shards.separator is not None}
     why = "token files do not say where documents end, and data.separator_id is not given: each sample is one"
     without = [Skipped(key, why) for key in data.sources if key not in separators]
     applied: dict[str, object] = {"sources": len(separators), "separators": separators}
-    lengths = batches.lengths[batches.lengths > 1]  # of this rank's first step; padding is such of 1
+    lengths = batches.lengths[batches.lengths > 1]  # of documents in this rank's first step; padding has length 1
     if batches.is_masked and len(lengths):
         tokens, squares = int(lengths.sum()), int((lengths**2).sum())
         applied["documents in this rank's first step"] = len(lengths)

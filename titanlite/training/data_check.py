@@ -1,11 +1,9 @@
-"""Hold the token shards against their hashes once per start, while training goes on.
+"""Check the hashes of token shards once per start, while training goes on.
 
-A thread checks this rank's share of the blocks, those of a host being shared out among its ranks; a block that this
-rank is to read and has not checked, `Corpus.read` checks first. So the first step waits for a few blocks, and not
-for the corpus. Ranks tell each other nothing: one that has found damage asks all to stop as a signal does, and where
-they then meet, all raise what it found. A rank that has no batch for it takes part in the steps until there with
-padding; nothing of them is kept. That nobody makes a corpus any more that is still being made is found here too: it
-ends the run as well, but what was trained on was right, and is saved before.
+A thread checks this rank's share of the host's blocks; `Corpus.read` checks any other block before it is read, so that
+the first step waits for a few blocks only. A rank that finds damage asks all ranks to stop, as a signal does, and takes
+part with padding in the steps until then, of which nothing is kept; then all raise its error. A growing corpus that
+nobody makes any more ends the run, too, but its tokens so far are right, and the steps are saved first.
 """
 
 import os
@@ -22,28 +20,24 @@ _LOOK_SECONDS = 0.5  # between looks at what is still being made
 
 
 class DataCheck:
-    """Check a run's corpora, on one rank.
-
-    Args:
-        corpora: in the order in which they are checked.
-    """
+    """Checks a run's corpora, in order, on one rank."""
 
     def __init__(self, corpora: Sequence[Corpus]) -> None:
-        self.met: DataError | None = None  # in place of a batch, for the loop to set
+        self.met: DataError | None = None  # raised in place of a batch; the feed sets it
         self._corpora, self._closing = corpora, threading.Event()
         self._thread = ThreadPoolExecutor(1, "data_check")
         self._checking = self._thread.submit(self._check)
 
     @property
     def found(self) -> BaseException | None:
-        """Return what this rank has found by now: a shard has changed or cannot be read."""
+        """Return the error that this rank has found so far: a shard has changed or cannot be read."""
         return self.met or (self._checking.exception() if self._checking.done() else None)
 
     def tell(self) -> NoMoreDataError | None:
-        """Tell every rank what one has found. Collective.
+        """Exchange what ranks have found; collective.
 
         Returns:
-            That there will be no more data; None if nothing is wrong.
+            The error that there will be no more data; None if nothing is wrong.
 
         Raises:
             DataError: on all ranks, a shard has changed or cannot be read.
@@ -65,7 +59,7 @@ class DataCheck:
 
     def _check(self) -> None:
         n_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        place = int(os.environ.get("LOCAL_RANK", "0")) % n_ranks  # by launcher, whose ranks see the same files
+        place = int(os.environ.get("LOCAL_RANK", "0")) % n_ranks
         growing = [corpus for corpus in self._corpora if not corpus.is_whole]
         for corpus in (corpus for corpus in self._corpora if corpus not in growing):
             n_blocks = sum(1 for _ in corpus.blocks())
@@ -76,7 +70,7 @@ class DataCheck:
                 corpus.check(file, block)
                 for other in growing:
                     other.poll()
-        while growing := [corpus for corpus in growing if not corpus.is_whole]:  # just written, in this run
+        while growing := [corpus for corpus in growing if not corpus.is_whole]:  # just written: no hash to check
             for corpus in growing:
                 corpus.poll()
             if self._closing.wait(_LOOK_SECONDS):

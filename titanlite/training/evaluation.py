@@ -1,4 +1,4 @@
-"""The tasks of a run, read and encoded on every rank, and what the receipt says of them."""
+"""Read and encode the tasks of a run on every rank, and add them to the receipt."""
 
 import torch.distributed as dist
 
@@ -14,17 +14,10 @@ from titanlite.training.build import Run
 
 
 def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator, int] | None:
-    """Read the tasks of a run; collective.
-
-    Args:
-        asked: the run.
-        run: its model; the receipt gets an entry.
-
-    Returns:
-        The tasks and the steps between two evaluations of them; None if there are none.
+    """Return the evaluator of a run's tasks and the steps between two evaluations, None without tasks; collective.
 
     Raises:
-        DataError: on every rank, if a task cannot be read on one, or is not the same on all.
+        DataError: on every rank: a task cannot be read on a rank, or differs between ranks.
     """
     config = asked.config
     if not config.evaluation.tasks:
@@ -38,9 +31,9 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator, int] | None
         return [encoded.task.fingerprint for encoded in read]
 
     require_same_questions(on_all_ranks(read_here))
-    # A rank has whole questions, also where it has parts of what is trained on.
+    # Each rank has whole questions, under context parallelism, too.
     shape = {"seq_len": config.training.seq_len, "tokens": tokens_of_rank(config)}
-    # A model file of one's own may know its positions by S alone.
+    # A user's model may compute positions from S alone.
     of_model = {"whole_rows": bool(config.model.file), "softcap": run.dims.logit_softcap}
     evaluation = Evaluator(read, **shape, **of_model)
     freq = interval(config, dist.get_world_size(), evaluation.row_tokens)

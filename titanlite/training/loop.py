@@ -37,7 +37,7 @@ from titanlite.training.step import train_step, validation_loss
 
 
 class _Due(NamedTuple):
-    """The work that is due after a step, before the next one."""
+    """The work after a step, before the next one."""
 
     measures: list[Callable[[int], None]]
     numerics: bool
@@ -47,14 +47,14 @@ class _Due(NamedTuple):
 
 @dataclass(kw_only=True)
 class Loop:
-    """One run with everything around it."""
+    """A run, and everything that its loop calls."""
 
     run: Run
     feed: Feed
-    validation: dict[str, HeldOut]  # by the name of the source; "" is the first one's
-    evaluation: tuple[Evaluator, int] | None  # and the steps between two
+    validation: dict[str, HeldOut]  # by the name of the source, "" for `validation.source`
+    evaluation: tuple[Evaluator, int] | None  # with the steps between two evaluations
     checkpoints: Checkpoints
-    background: Background | None  # what writes them, if training does not wait for it
+    background: Background | None  # writes checkpoints while training goes on
     report: Report
     profiler: Profiler
     watchdog: Watchdog
@@ -62,10 +62,7 @@ class Loop:
     identity_of_data: Mapping[str, Any]  # as a checkpoint keeps it
 
     def train(self, start: int) -> int:
-        """Take the steps after `start` until the last one, `job.stop_after`, a signal or the end of the data.
-
-        Args:
-            start: the last step done.
+        """Train from the last step done until the last one, `job.stop_after`, a signal or the end of the data.
 
         Returns:
             The last step taken.
@@ -74,14 +71,14 @@ class Loop:
             NoMoreDataError: on all ranks, there is no more data; the steps that were taken are saved.
         """
         config, report, feed, comm = self.run.config, self.report, self.feed, self.run.config.comm
-        last, new_shapes = last_step(config), {start + 1, *report.position.table.first_steps}
+        last, new_shapes = last_step(config), {start + 1, *report.table.first_steps}
         windows, in_flight = windows_of(self.run.model), deque[InFlight]()
         stopping, step, done, no_more = False, start, start, None
         if idle := nothing_to_do(config, start):
             report.console.notice(idle)
         report.restart_clock()
         for step in range(start + 1, last + 1):
-            # Queue the step. The first of a shape has the limit of what compiles.
+            # Queue the step. The first one of a shape may compile, and has the longer limit.
             if is_new := step in new_shapes:
                 self.watchdog.set_timeout(comm.init_timeout_seconds)
             self.watchdog.progress(step, "step")
@@ -105,7 +102,7 @@ class Loop:
             if stopping and done < step:  # the steps after `done` were not taken: some rank had no data
                 break
 
-            # Do what is due. A run that stops measures when it goes on, but for its last step.
+            # Do what is due. A run that stops before its last step measures when it is resumed.
             if due.trace != "begin":
                 self._profile(step)
             if step == start + 1:
@@ -117,7 +114,7 @@ class Loop:
                 measure(step)
             if due.save or (stopping and config.checkpoint.enable):
                 self._save(step, validation_due=postpones)
-            if due.trace == "begin":  # after what is not of a step
+            if due.trace == "begin":  # after measurements and checkpoint, which are no part of a step
                 self._profile(step)
             if self.background is not None:
                 self._say_saved(self.background.written())
@@ -127,16 +124,16 @@ class Loop:
                 self.watchdog.set_timeout(comm.train_timeout_seconds)
                 report.restart_clock()
         feed.wait.close()
-        # What a lack of data cut off before it was due is saved now.
+        # Steps that a lack of data cut off before a checkpoint was due are saved now.
         self._end(done, save=start < done < step and done % config.checkpoint.interval > 0)
         if no_more is not None and done < last:
             raise no_more
         return done
 
     def _queue(self, step: int, micro_batches: list[Batch], windows: list[int]) -> InFlight:
-        """Give a step to the device, and return its results, which are on their way."""
+        """Queue a step on the device, and the copy of its results."""
         run, batches, is_due = self.run, self.feed.batches, self.report.is_due(step)
-        lr = learning_rate(step, run.config, self.report.position.table)
+        lr = learning_rate(step, run.config, self.report.table)
         asks, attended = self.feed.asks_to_stop, mean_attended(windows, batches.lengths)
         result = train_step(run, micro_batches, lr, asks, attended, batches.names, self.feed.is_empty, logged=is_due)
         return InFlight(step, lr, result, batches.wait_seconds, run.routers if is_due else None)
@@ -152,16 +149,16 @@ class Loop:
         )
 
     def _end(self, done: int, save: bool) -> None:
-        """Wait until all is written; save the last step that was done before, if it is not saved yet."""
+        """Save the last step if asked to; wait until all checkpoints are written."""
         if save and self.run.config.checkpoint.enable:
             self._save(done, validation_due=False, went_on=True)
         if self.background is not None:
             with self._phase(done, "checkpoint", SAVING):
                 self._say_saved(self.background.wait())
-        on_rank_0(self.folder.require_ours)  # who has lost it has no last word there
+        on_rank_0(self.folder.require_ours)  # else the end of this run must not be written there
 
     def measures(self, step: int) -> list[Callable[[int], None]]:
-        """Return what is to be measured after a step: the loss on held-out text, the accuracy in tasks."""
+        """Return the measurements that are due after a step: validation, evaluation."""
         config, is_last = self.run.config, step == self.run.config.training.steps
         found: list[Callable[[int], None]] = []
         if self.validation and (is_last or step % config.validation.freq == 0):
@@ -171,7 +168,7 @@ class Loop:
         return found
 
     def evaluate(self, step: int) -> None:
-        """Log the accuracy in each task: the same on every rank."""
+        """Log the accuracy in each task, the same on every rank."""
         assert self.evaluation is not None  # noqa: S101
         (evaluator, freq), run, began = self.evaluation, self.run, time.monotonic()
         with self._phase(step, "evaluation", EVALUATION):
@@ -179,7 +176,7 @@ class Loop:
         self.report.evaluation(step, scores, time.monotonic() - began, freq)
 
     def validate(self, step: int) -> None:
-        """Log the mean loss over all targets of each held-out source: the same on every rank, under any layout."""
+        """Log the mean loss over all targets of each held-out source, the same on every rank and under any layout."""
         numbers: dict[str, float] = {}
         asked, average = self.run.config.validation.weights, self.run.average
         self.run.model.eval()
@@ -194,7 +191,7 @@ class Loop:
         self.report.log(step, numbers)
 
     def _losses(self, step: int, of: str = "") -> dict[str, float]:
-        """Return the metrics of each held-out source, by keys that say whose weights they are of."""
+        """Return the metrics of each held-out source; `of` is "_ema" for the average of weights, in their keys."""
         numbers: dict[str, float] = {}
         for name, source in self.validation.items():
             total, targets = validation_loss(self.run, self.feed.held_out(source.batches, step)).tolist()
@@ -206,13 +203,13 @@ class Loop:
         return numbers
 
     def float8_numerics(self, step: int, batch: Batch) -> None:
-        """Log what float8 does to each layer, on a batch of each rank's; training goes on as if it had not been."""
+        """Log the numerics of float8 in each layer, on one batch of each rank; training is not changed."""
         with self._phase(step, "float8 numerics", NUMERICS):
             given = batch.tokens, self.run.mesh.fsdp, batch.sequences, batch.is_counted
             self.report.log(step, float8_numerics(self.run.model, *given))
 
     def _profile(self, step: int) -> None:
-        """Tell the profiler. All ranks begin and write at once: who is done waits here, not in its next step."""
+        """Tell the profiler. All ranks begin and write together, so that none waits for another in its next step."""
         if self.profiler.edge(step) is None:
             self.profiler.step(step)
             return
@@ -220,28 +217,29 @@ class Loop:
             on_all_ranks(lambda: self.profiler.step(step))
 
     def _save(self, step: int, validation_due: bool, went_on: bool = False) -> None:
-        """Publish a checkpoint.
+        """Save a checkpoint.
 
         Args:
             step: the last one done.
-            validation_due: a signal came between this step and what is measured after it.
-            went_on: others have begun since, which were not taken: routers have seen more than what is saved.
+            validation_due: the measurements after this step are still to be made.
+            went_on: later steps have begun, and were not taken: routers have counted their tokens.
         """
         with self._phase(step, "checkpoint", SAVING):
             if (routers := self.run.routers) is not None and not (went_on or self.report.is_due(step)):
-                self.report.experts(step, routers.read(routers.seen().tolist()).tokens)  # who resumes counts from here
+                tokens = routers.read(routers.seen().tolist()).tokens
+                self.report.experts(step, tokens)  # a resumed run counts from here
             on_rank_0(self._sync)
             self.feed.wait.check_ranks()
             state, tensors = self._state(step, validation_due), tensors_of(self.run)
             if self.background is None:
                 self._say_saved(self.checkpoints.save(step, tensors, state))
             else:
-                self._say_saved(self.background.wait())  # also for what it failed of
+                self._say_saved(self.background.wait())  # raises its error, too
                 self.background.save(step, tensors, state)
 
     def _state(self, step: int, validation_due: bool) -> SavedState:
-        """Return what a checkpoint says beside its tensors."""
-        table, config, optimizer = self.report.position.table, self.run.config, self.run.optimizer
+        """Return the part of a checkpoint that is no tensor."""
+        table, config, optimizer = self.report.table, self.run.config, self.run.optimizer
         return SavedState(
             samples=table.samples(step),
             sequences_per_step=table.row(step).asked.sequences,
@@ -258,7 +256,7 @@ class Loop:
         )
 
     def _sync(self) -> None:
-        """Flush the rows to disk on rank 0, which alone has the files, and may find the disk full."""
+        """Flush rows to disk, on rank 0, which alone has the files."""
         self.folder.require_ours()
         with self.folder.write_errors_explained():
             for observer in self.report.observers:
@@ -270,7 +268,7 @@ class Loop:
 
     @contextmanager
     def _phase(self, step: int, phase: str, mark: str | None = None) -> Iterator[None]:
-        """Tell the watchdog what comes between two steps, with the limit of what may take long, and the trace."""
+        """Tell the watchdog, with its longer limit, and the trace of work between two steps."""
         self.watchdog.progress(step, phase)
         self.watchdog.set_timeout(self.run.config.comm.init_timeout_seconds)
         with span(mark) if mark else nullcontext():

@@ -1,7 +1,7 @@
-"""Explain when memory is full, or will be: what holds its memory, what was predicted, and which flags would help.
+"""Explain that memory is full, or will be: what holds it, what was predicted, and which flags would help.
 
-torch says how much it could not allocate. What the user needs to know is what all the rest is for, which only the
-prediction (`forecast/memory.py`) can say: the allocator knows sizes and no names.
+torch says how much it could not allocate. What holds the rest only the prediction (`forecast/memory.py`) can say: the
+allocator knows sizes and no names.
 """
 
 import math
@@ -21,23 +21,19 @@ from titanlite.forecast.memory import GIB, MemoryModel
 from titanlite.forecast.search import changes_that_fit
 from titanlite.observe.memory import memory_gib
 
-_MARGIN = 0.95
-"""The share that must fit of a prediction which says that the run fits, though it did not."""
-
-
-_OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")
-"""How the error of an allocation begins that is not the caching allocator's, as of symmetric memory."""
+_MARGIN = 0.95  # the share that must fit of a prediction that was too low
+_OF_THE_DRIVER = re.compile("CUDA (driver )?error: out of memory")  # of symmetric memory, which no allocator caches
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Memory of this rank, in GiB, as it is when it runs out."""
+    """Memory of this rank, in GiB."""
 
     reserved: float
     allocated: float
     peak_reserved: float
     peak_allocated: float
-    could_be_reserved: float  # what is reserved, and what is free besides; on a CPU, this rank's part of the latter
+    could_be_reserved: float  # reserved and free; on a CPU, this rank's part of free memory
 
     def __str__(self) -> str:
         return (
@@ -58,22 +54,19 @@ def measure(device: torch.device) -> Measured:
 
 
 def _available() -> int:
-    """Bytes that a machine can give to processes: what Linux estimates, elsewhere all that it has."""
+    """Return the bytes that processes can still get, by Linux's estimate; elsewhere all memory of the machine."""
     table = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable: *(\d+) kB$", table.read_text() if table.exists() else "", re.MULTILINE)
     return int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured) -> str | None:
-    """Say, before the first step, that a run is predicted not to fit.
+    """Return a warning, before the first step, if a run is predicted not to fit, else None.
 
     Args:
         model: of the run.
-        save_list: what blocks keep; None: what `activation_checkpoint.budget_gib` has room for.
-        measured: of this rank, while it holds nothing but its weights, moments and symmetric memory.
-
-    Returns:
-        A warning; None if the run fits, or nothing is known of its memory.
+        save_list: what blocks keep; None: as much as `activation_checkpoint.budget_gib` has room for.
+        measured: of this rank, while it holds only weights, moments and symmetric memory.
     """
     room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
     if save_list is None:
@@ -92,15 +85,12 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
 
 @contextmanager
 def explained(model: Callable[[], MemoryModel], save_list: SaveList, device: torch.device) -> Iterator[None]:
-    """Turn torch's error into one that explains itself.
+    """Raise `OutOfMemoryError` with an explanation if torch runs out of memory within a context.
 
     Args:
-        model: makes that of the run.
+        model: makes the run's.
         save_list: what blocks keep.
         device: this rank's.
-
-    Raises:
-        OutOfMemoryError: the device had no room.
     """
     try:
         yield
@@ -113,16 +103,7 @@ def explained(model: Callable[[], MemoryModel], save_list: SaveList, device: tor
 
 
 def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> str:
-    """Say what holds the memory of a run, and what would make it fit.
-
-    Args:
-        model: of the run.
-        save_list: what blocks keep.
-        measured: of the rank that ran out.
-
-    Returns:
-        A few lines.
-    """
+    """Return lines about what holds the memory of a run, and which flags would make it fit."""
     lines = [f"    saw:  {measured}"]
     room = measured.could_be_reserved * GIB
     try:
@@ -140,7 +121,7 @@ def explanation(model: MemoryModel, save_list: SaveList, measured: Measured) -> 
     lines.append(f"    want: {predicted.total / GIB:.1f} GiB, as predicted{but}; of these")
     held = sorted(predicted.categories().items(), key=lambda item: -item[1])
     lines += [f"          {size / GIB:6.1f}  {name}" for name, size in held if size]
-    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # which the run has already
+    limit = (_MARGIN * predicted.total if fits else room) + model.symmetric_memory  # allocated already
     if flags := changes_that_fit(model, save_list, limit):
         lines.append("    fix:  one of these")
         lines += [f"          {flag}" for flag in flags]

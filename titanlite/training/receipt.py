@@ -1,6 +1,6 @@
-"""The receipt's last entries, which the first step shows, and what a run is held to by all of them.
+"""Complete the receipt after the first step, and enforce it.
 
-They are read off the run itself: dtypes off real tensors, the attention back end off torch's own choice for this run's
+The entries are read off the run: dtypes off real tensors, the attention back end off torch's choice for this run's
 shapes, memory off the allocator.
 """
 
@@ -31,18 +31,18 @@ from titanlite.training.build import Run
 
 
 def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: bool) -> None:
-    """Add what the first step showed, write the file, and hold it against the config.
+    """Add the entries that need a step, write the file on rank 0, and enforce it.
 
     Args:
         run: after its first step.
-        is_masked: whether attention ended with documents in it.
-        folder: `receipt.json` is written by rank 0.
-        console: says it where `job.strict` is off.
+        folder: of the run.
+        console: warns where `job.strict` is off.
+        is_masked: whether the step had documents in samples.
 
     Raises:
-        StrictError: on every rank, if something that was asked for was not applied, or the run holds more than it may.
-        RecipeError: on every rank, if the save-list keeps attention without its q, k and v, or recomputes what a block
-            writes for its next call.
+        StrictError: on every rank: a request was not applied, or the run exceeds its memory budget.
+        RecipeError: on every rank: the save-list keeps attention without its q, k and v, or recomputes a forward that
+            writes a buffer.
     """
     config, receipt, use = run.config, run.receipt, run.save_list_use
     after, file = state_of(run.model, use.checkpointed), config.model.file or config.model.name
@@ -65,19 +65,14 @@ def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: b
 
 
 def add_entries(run: Run, is_masked: bool) -> None:
-    """Add to the receipt what the first step showed of how the run is built.
-
-    Args:
-        run: after that step.
-        is_masked: whether attention ended with documents in it.
-    """
+    """Add the entries about how a run is built; arguments as of `complete_receipt`."""
     receipt = run.receipt
     receipt.complete()
     receipt.add(_dtypes(run))
     receipt.add(_attention_entry(run, is_masked))
     if mixtures := [m for m in run.model.modules() if isinstance(m, MixtureOfExperts)]:
         receipt.add(_experts_entry(run, mixtures))
-    if not run.mesh.built_for.is_named:  # whose blocks are never compiled
+    if not run.mesh.built_for.is_named:  # else nothing is compiled
         receipt.add(compile_entry(run.model, run.config.compile.enable))
     receipt.add(_save_list_entry(run))
 
@@ -93,9 +88,9 @@ def _save_list_entry(run: Run) -> Entry:
 
 
 def _memory(run: Run) -> tuple[Entry, Problem | None]:
-    """The peak so far beside what was predicted and allowed, and a problem if it is more than was allowed."""
+    """Return the entry of peak and predicted memory, and a problem if the peak exceeds the budget."""
     peaks = torch.tensor(memory_gib(run.mesh.device), device=run.mesh.device)
-    dist.all_reduce(peaks, dist.ReduceOp.MAX)  # of the rank with the highest
+    dist.all_reduce(peaks, dist.ReduceOp.MAX)
     reserved, allocated = (round(gib, 2) for gib in peaks.tolist())
     predicted = round(run.predicted.total / GIB, 2) if run.predicted else "unknown"
     applied = {"predicted_gib": predicted, "reserved_gib": reserved, "allocated_gib": allocated}
@@ -112,7 +107,7 @@ def _memory(run: Run) -> tuple[Entry, Problem | None]:
 
 
 def _dtypes(run: Run) -> Entry:
-    """The dtypes of master weights, of weights in compute, of the gradient reduction and of the moments."""
+    """Return the entry of dtypes: of master weights, gathered weights, gradient reduction and moments."""
     block: nn.Module = run.model.layers[0]  # type: ignore[index,assignment]
     for unit in units_of(block):
         unit.unshard()
@@ -143,12 +138,12 @@ def _dtypes(run: Run) -> Entry:
 
 
 def _dtype_names(tensors: list[Tensor]) -> str:
-    """Their dtypes, each once."""
+    """Name the dtypes, each once."""
     return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
 
 
 def _attention_entry(run: Run, is_masked: bool) -> Entry:
-    """The kernel that is chosen for this run's shapes and dtype; on a CPU its definition is as good as any."""
+    """Return the entry of the attention kernel for this run's shapes and dtype; on a CPU every kernel counts."""
     backend, dtype = _attention_backend(run, is_masked), run.config.training.mixed_precision_param
     fused, skipped = "math" not in backend or not run.mesh.built_for.is_gpu, ()
     if not fused and dtype == "float32":
@@ -160,7 +155,7 @@ def _attention_entry(run: Run, is_masked: bool) -> Entry:
 
 
 def _experts_entry(run: Run, mixtures: list[MixtureOfExperts]) -> Entry:
-    """The kernel that multiplies rows of experts: a loop over them is all that CPUs have, and on a GPU it is slow."""
+    """Return the entry of the experts' kernel: a loop over them is all that a CPU has, and slow on a GPU."""
     device, (first, *_) = run.mesh.built_for, mixtures
     dtype = getattr(torch, run.config.training.mixed_precision_param)
     shapes = [projection.shape_of_expert for projection in (first.w13, first.w2)]

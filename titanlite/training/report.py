@@ -1,7 +1,7 @@
-"""Report each step: results on their way from the device, and the rows they become.
+"""Report each step: copy its results from the device, check them, and log them as rows.
 
-A step's results are copied to the host while the next step is already queued, and read then. So the host runs one step
-ahead of the device, every step is checked and can be logged, and the device is never idle for it.
+Results are copied to the host while the next step is already queued, and read then: the host runs one step ahead, every
+step is checked, and the device is never idle for it.
 """
 
 import math
@@ -15,7 +15,6 @@ from torch import Tensor
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE
 from titanlite.data.mixture import Mixture
-from titanlite.data.stages import StageTable
 from titanlite.errors import StepError
 from titanlite.evaluation.score import Score
 from titanlite.observe.console import Console
@@ -30,12 +29,9 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 
 class Moment:
-    """A point in the device's own time: when all that is queued by now is done.
+    """The time on the device at which all work queued so far is done; on a CPU, now.
 
-    The host's clock would not do: it runs ahead of the device, and now and then waits for room in the queue.
-
-    Args:
-        device: a CPU is done at once.
+    The host's clock would not do: the host runs ahead of the device, and sometimes waits for room in the queue.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,12 +41,12 @@ class Moment:
             self._event.record()
 
     def wait(self) -> None:
-        """Return once it has passed."""
+        """Wait until it has passed."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Moment") -> float:
-        """Seconds from an earlier moment to this one; both have passed."""
+        """Return the seconds from an earlier moment to this one; both have passed."""
         if self._event is None or earlier._event is None:
             return self._time - earlier._time
         return earlier._event.elapsed_time(self._event) / 1e3
@@ -60,11 +56,11 @@ class InFlight:
     """The results of one step, on their way to the host.
 
     Args:
-        step: the step.
+        step: its number.
         lr: its learning rate.
-        result: as `train_step` returns it; here alone its numbers have positions.
+        result: of `train_step`.
         data_wait_s: seconds that the host waited for its batches.
-        routers: of a mixture of experts, where they are asked for what they have seen, which is collective.
+        routers: whose statistics are read, which is collective; None: they are not.
     """
 
     def __init__(
@@ -108,11 +104,11 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step, done."""
+    """The results of one step, on the host."""
 
     step: int
     lr: float
-    numbers: Mapping[str, float]  # by their keys in metrics.jsonl; of a step without a target, "targets": 0 alone
+    numbers: Mapping[str, float]  # by their keys in metrics.jsonl; {"targets": 0} of a step without a target
     skipped: bool  # the update was left out
     stop_asked: bool  # by some rank: a signal, a save that failed, no more data
     lacked_data: bool  # some rank had none: the step was not taken
@@ -122,47 +118,21 @@ class Outcome:
     routing: SeenRouting = field(default_factory=SeenRouting)  # since the last step that is logged
 
 
-@dataclass(frozen=True)
-class Position:
-    """How far training is at each step.
+def epoch(mixture: Mixture, step: int) -> float:
+    """Return the epochs up to a step, of a mixture over all its sources together; NaN if a length is not known yet."""
+    if SOLE in mixture.units:
+        return mixture.epochs(step)[SOLE]
+    total = sum(math.nan if count is None else count for count in mixture.units.values())
+    return mixture.table.tokens(step) / (total * mixture.unit_len)
 
-    Attributes:
-        start: the last step that was done before this process.
-        mixture: the sources, and the stages of the run.
-        world: number of processes.
-    """
 
-    start: int
-    mixture: Mixture
-    world: int
-
-    @property
-    def table(self) -> StageTable:
-        """Return the stages of the run."""
-        return self.mixture.table
-
-    def tokens(self, step: int) -> int:
-        """Tokens trained on up to a step, over all ranks."""
-        return self.table.tokens(step)
-
-    def epoch(self, step: int) -> float:
-        """Return how often the source was gone through up to a step; of a mixture, all of its sources together.
-
-        NaN: it is not known yet how long a source is.
-        """
-        units = self.mixture.units
-        if SOLE in units:
-            return self.mixture.epochs(step)[SOLE]
-        total = sum(math.nan if count is None else count for count in units.values())
-        return self.tokens(step) / (total * self.mixture.unit_len)
-
-    def of_sources(self, step: int) -> dict[str, float]:
-        """Return the epochs of each source of a mixture up to a step, and its share of the tokens, by their keys."""
-        if SOLE in self.mixture.units:
-            return {}
-        tokens, epochs = self.mixture.tokens(step), self.mixture.epochs(step)
-        shares = {f"share.{name}": tokens[name] / self.tokens(step) for name in epochs}
-        return {f"epoch.{name}": epoch for name, epoch in epochs.items()} | shares
+def _of_sources(mixture: Mixture, step: int) -> dict[str, float]:
+    """Return the epochs of each source of a mixture up to a step, and its share of the tokens, by their keys."""
+    if SOLE in mixture.units:
+        return {}
+    tokens, epochs = mixture.tokens(step), mixture.epochs(step)
+    shares = {f"share.{name}": tokens[name] / mixture.table.tokens(step) for name in epochs}
+    return {f"epoch.{name}": epoch for name, epoch in epochs.items()} | shares
 
 
 class Report:
@@ -170,35 +140,37 @@ class Report:
 
     Args:
         config: the config.
-        position: where training begins, and what a step adds.
+        mixture: the sources and stages of the run.
+        world: number of processes.
         flops: of a token, as MFU counts them.
         device: this process's.
-        console: of this rank, also for what is no row.
+        console: of this rank.
         observers: told of steps and rows.
     """
 
     def __init__(
         self,
         config: Config,
-        position: Position,
+        mixture: Mixture,
+        world: int,
         flops: TokenFlops,
         device: torch.device,
         console: Console,
         observers: Sequence[Observer],
     ) -> None:
-        self.config, self.position, self.device = config, position, device
-        self.console, self.observers, self._flops = console, observers, flops
+        self.config, self.mixture, self.table, self._world = config, mixture, mixture.table, world
+        self.device, self.console, self.observers, self._flops = device, console, observers, flops
         dtype = getattr(torch, config.training.mixed_precision_param)
         self._peak, how = peak_flops(device, dtype)
         tflops = self._peak / 1e12
         console.notice(f"MFU is relative to {tflops:{',.0f' if tflops >= 100 else '.3g'}} TFLOP/s ({how})")
-        self._step_s, self._told_share = 0.0, False  # of the last row
+        self._step_s, self._told_share = 0.0, False  # seconds of a step, by the last row
         self._told_of_no_targets = False
-        self.skipped_in_a_row = 0  # a checkpoint holds it, so that a run that restarts still ends
+        self.skipped_in_a_row = 0  # in checkpoints, so that a run that restarts still ends
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave out of the speed what was not training: start-up, validation, checkpoints."""
+        """Leave start-up, validation and checkpoints out of the speed."""
         self._start_clock(Moment(self.device))
 
     def _start_clock(self, since: Moment) -> None:
@@ -210,29 +182,28 @@ class Report:
         Raises:
             StepError: the loss or a gradient was not finite, and `training.on_nonfinite` does not let that pass.
         """
-        asked = self.position.table.row(outcome.step).asked
+        step, numbers = outcome.step, outcome.numbers
+        asked = self.table.row(step).asked
         self._steps += 1
         self._tokens += asked.tokens_per_step
         self._flops_done += asked.tokens_per_step * self._flops.total(outcome.attended)
         self._waited += outcome.data_wait_s
         self._check_finite(outcome)
         for observer in self.observers:
-            observer.progress(outcome.step)
-        if not self.is_due(outcome.step):
+            observer.progress(step)
+        if not self.is_due(step):
             return
         elapsed = outcome.done.seconds_since(self._since)
-        at, step = self.position, outcome.step
         self._step_s = seconds = elapsed / self._steps
-        flops = self._flops_done / elapsed / at.world
+        flops = self._flops_done / elapsed / self._world
         reserved, allocated = memory_gib(self.device)
-        numbers = outcome.numbers
         row = {
             "step": step,
             **{key: numbers[key] for key in ("loss", "grad_norm") if key in numbers},  # the file's first columns
             "lr": outcome.lr,
-            "tokens": at.tokens(step),
-            "epoch": at.epoch(step),
-            "tokens_per_second_per_gpu": self._tokens / elapsed / at.world,
+            "tokens": self.table.tokens(step),
+            "epoch": epoch(self.mixture, step),
+            "tokens_per_second_per_gpu": self._tokens / elapsed / self._world,
             "tflops_per_gpu": flops / 1e12,
             "mfu": flops / self._peak,
             "memory_gib": reserved,
@@ -240,7 +211,7 @@ class Report:
             "seconds": seconds,
             "data_wait_seconds": self._waited / self._steps,
             **outcome.routing.numbers,
-            **at.of_sources(step),
+            **_of_sources(self.mixture, step),
             **numbers,
         }
         self._start_clock(outcome.done)
@@ -248,26 +219,21 @@ class Report:
         self.experts(step, outcome.routing.tokens)
 
     def is_due(self, step: int) -> bool:
-        """Check whether a step is to be logged."""
+        """Return whether a step is logged."""
         return step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
 
     def experts(self, step: int, tokens: Mapping[str, Sequence[int]]) -> None:
-        """Keep the tokens of experts in the steps since the last call, at a step that is logged or saved.
-
-        Args:
-            step: the last of these.
-            tokens: of each layer those of each expert.
-        """
+        """Record each layer's tokens by expert in the steps since the last call, up to one that is logged or saved."""
         for observer in self.observers:
-            observer.experts(step, self.position.tokens(step), tokens)
+            observer.experts(step, self.table.tokens(step), tokens)
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Log what was measured after a step in a row of its own, by keys of metrics.jsonl, if there is anything."""
+        """Log measurements after a step, by keys of metrics.jsonl, in a row of their own, if there are any."""
         if numbers:
-            self._write({"step": step, "tokens": self.position.tokens(step), **numbers})
+            self._write({"step": step, "tokens": self.table.tokens(step), **numbers})
 
     def evaluation(self, step: int, scores: Sequence[Score], seconds: float, freq: int) -> None:
-        """Log one evaluation, and at the first one say what share of the time it takes."""
+        """Log one evaluation; after the first one that follows a logged step, say what share of the time it takes."""
         found = {"evaluation_seconds": seconds}
         for score in scores:
             found |= {f"accuracy.{score.task}": score.accuracy, f"accuracy_norm.{score.task}": score.accuracy_norm}
@@ -296,7 +262,7 @@ class Report:
             self.skipped_in_a_row = 0
             return
         self.skipped_in_a_row += 1
-        first, end = (self.position.table.samples(step) for step in (outcome.step - 1, outcome.step))
+        first, end = (self.table.samples(step) for step in (outcome.step - 1, outcome.step))
         loss, norm = outcome.numbers["loss"], outcome.numbers["grad_norm"]
         seen = (
             f"step {outcome.step}: loss {loss}, gradient norm {norm}, on samples {first} to {end - 1} of the data order"

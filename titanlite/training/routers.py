@@ -1,4 +1,4 @@
-"""Train the routers of a mixture of experts: tell losses their share, move the bias that balances, say what is seen.
+"""Train the routers of a mixture of experts: weigh their losses, move their bias, report their routing.
 
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.1.2, for the bias.
 """
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from titanlite.models.experts import MixtureOfExperts
 
 SEEN = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss")
-"""Numbers of each layer: the tokens of its fullest and of its emptiest expert over the mean, the mean entropy in
-nats of a token's distribution over experts, and the router's losses, before their coefficients; of tokens that count
-(`data/document_starts.py`)."""
+"""Numbers of each layer, over tokens that count (`data/document_starts.py`): tokens of its fullest and of its emptiest
+expert over the mean, mean entropy in nats of a token's distribution over experts, the router's losses before their
+coefficients."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class SeenRouting:
     """The routing of some steps, over all ranks.
 
     Attributes:
-        numbers: "experts_<what>.<layer>" of `SEEN`, if a token was counted; and of a bias `bias_range`, its largest
-            less its smallest.
-        tokens: those of each expert, by layer.
+        numbers: "experts_<what>.<layer>" of `SEEN`, if a token was counted; "experts_bias_range.<layer>", the largest
+            bias less the smallest.
+        tokens: of each expert, by layer.
     """
 
     numbers: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -33,11 +33,7 @@ class SeenRouting:
 
 
 class Routers:
-    """The mixtures of a model.
-
-    Args:
-        layers: by name; their buffers are filled.
-    """
+    """The mixtures of a model by name, whose buffers are filled."""
 
     def __init__(self, layers: Mapping[str, MixtureOfExperts]) -> None:
         self._layers = dict(layers)
@@ -53,11 +49,11 @@ class Routers:
         self._sharers = 1 if group is None else group.size
 
     def begin(self, share: Tensor, is_counted: Tensor | None) -> None:
-        """Say what counts of the next micro-batch.
+        """Begin a micro-batch.
 
         Args:
-            share: [], of it in the step's targets, by which losses of routers count.
-            is_counted: [M] bool, whether each of its tokens on this rank does; None: all do.
+            share: [], of the step's targets: the weight of the micro-batch's router losses.
+            is_counted: [M] bool, the tokens of this rank that count; None: all.
         """
         shares = [layer.share for layer in self._layers.values()]
         torch._foreach_copy_(shares, [share] * len(shares))
@@ -65,9 +61,9 @@ class Routers:
             layer.is_counted = is_counted
 
     def balance(self, skip: Tensor) -> None:
-        """Move the bias of each expert by the recipe's rate: up if it had fewer tokens than the mean of its layer.
+        """Move the bias of each expert by the recipe's rate: up if it had fewer tokens in this step than the mean.
 
-        The tokens are those of the step that ends, of all ranks, each of which calls this: all biases stay equal.
+        Collective; biases remain equal on all ranks.
 
         Args:
             skip: [] float32; 1 if the step was left out.
@@ -84,16 +80,16 @@ class Routers:
         torch._foreach_add_(biases, [move[: len(bias)] for move, bias in zip(moves, biases, strict=True)])
 
     def seen(self) -> Tensor:
-        """Return what routing was in the steps since the last call, over all ranks, each of which calls this.
+        """Return the routing of the steps since the last call, for `read`; collective.
 
         Returns:
-            [numbers] float64 on the device, for `read`: those of layers, then the tokens of each expert.
+            [numbers] float64 on the device: of layers, then the tokens of each expert.
         """
         table = self._all
         counts, sums = table.counts(), torch.stack(each := [layer.sums for layer in self._layers.values()])
         since = torch.cat(((counts - self._seen).double(), sums), 1)  # float64 has counts exactly
         self._seen = counts
-        torch._foreach_zero_(each)  # a step without numbers, which is left out, is in one line alone
+        torch._foreach_zero_(each)  # NaN of a step that was left out must not remain
         dist.all_reduce(since)
         counts, (entropy, balance, z, steps) = since[:, :-4], since[:, -4:].unbind(1)
         steps, chosen = steps / self._sharers, counts.sum(1)  # a step's shares add up to 1
@@ -111,20 +107,17 @@ class Routers:
         widest = (len(seen) - n) // len(self._layers)  # of the table's rows
         for i, (name, layer) in enumerate(self._layers.items()):
             tokens[self._names[name]] = list(map(int, seen[n + i * widest :][: layer.of.n_experts]))
-        if not any(map(any, tokens.values())):  # in steps without a target there is nothing to take a mean of
+        if not any(map(any, tokens.values())):  # means over no token
             numbers = {key: number for key, number in numbers.items() if key.startswith("experts_bias_range")}
         return SeenRouting(numbers, tokens)
 
     def state(self) -> dict[str, Tensor]:
-        """Name what a checkpoint must hold beside the weights; loading into these restores it."""
+        """Return a checkpoint's tensors beside the weights; loading into them restores them."""
         return {f"{name}.bias": layer.bias for name, layer in self._biased.items() if layer.bias is not None}
 
 
 class _Table:
-    """The counts of several mixtures side by side, which may differ in their experts.
-
-    Args:
-        layers: the mixtures; their buffers are filled.
+    """The counts of several mixtures as one tensor; they may differ in their number of experts.
 
     Attributes:
         n_experts: [layers, 1] int64.
@@ -141,7 +134,7 @@ class _Table:
         column = torch.arange(max(sizes), device=self.n_experts.device)
         self._is_expert = column < self.n_experts
         first = self.n_experts.cumsum(0) - self.n_experts
-        self._places = torch.where(self._is_expert, first + column, sum(sizes))  # of what is no expert: a 0 behind all
+        self._places = torch.where(self._is_expert, first + column, sum(sizes))  # beyond a layer's experts: a 0 at last
 
     def counts(self) -> Tensor:
         """Return the tokens of each expert so far, [layers, most experts of a layer] int64, 0 where there is none."""

@@ -7,12 +7,12 @@ from titanlite.data.stages import StageTable
 
 
 def change_of_rate(config: Config, step: int, was: float | None, table: StageTable | None = None) -> str | None:
-    """Say where the learning rate goes from another schedule's to this one's; None if it goes on as this one says.
+    """Return a notice if the learning rate jumps to another schedule after a step, else None.
 
     Args:
-        config: with the schedule from now on.
-        step: the last one that was trained, of this run or of that off which it branches.
-        was: its learning rate; None: not known, as of a checkpoint that does not say it.
+        config: with the new schedule.
+        step: the last one trained.
+        was: its learning rate; None: not known.
         table: the stages of the run.
     """
     if was is None or was == learning_rate(step, config, table):
@@ -30,10 +30,9 @@ def learning_rate(step: int, config: Config, table: StageTable | None = None) ->
         table: the stages of the run; not needed without `training.tokens` and `data.stage`.
 
     Returns:
-        The rate: rises to the peak at step `warmup_steps`, and would fall to `min_lr_factor` times the peak one step
-        after the last, so that the last step trains, too. With `training.tokens` it is a function of the tokens trained
-        on: in warm-up of those with this step, and of those before it from there on. With `lr_decay_to` in a stage it
-        falls in such stages alone, from what it was to that.
+        The rate. It rises to the peak at step `warmup_steps`, and would reach `min_lr_factor` times the peak one step
+        after the last, so that the last step trains, too. With `training.tokens` it is a function of tokens: up to the
+        end of this step in warm-up, up to its beginning afterwards. With `lr_decay_to` it falls in those stages only.
     """
     schedule, peak = config.lr_scheduler, config.optimizer.lr
     before, after, warmup, end = step - 1, step, schedule.warmup_steps, config.training.steps
@@ -52,7 +51,7 @@ def learning_rate(step: int, config: Config, table: StageTable | None = None) ->
 
 
 def _shape(progress: float, decay_type: str) -> float:
-    """Return what is left of a decay, 1 … 0, at a progress of 0 … 1, which is that of the step after the last."""
+    """Map the progress of a decay, 0 … 1, to the share that remains, 1 … 0."""
     return {
         "cosine": (1 + math.cos(math.pi * progress)) / 2,
         "linear": 1 - progress,
@@ -61,7 +60,7 @@ def _shape(progress: float, decay_type: str) -> float:
 
 
 def _factor_of_stages(at: int, end: int, config: Config, table: StageTable) -> float:
-    """Return the fraction of the peak where stages say when it falls, at a step or token count."""
+    """Return the fraction of the peak at a step or token count, where stages say when it falls."""
     starts: dict[int, int] = {}
     for row in table.rows:
         starts.setdefault(row.asked.from_tokens, row.from_tokens if config.training.tokens else row.from_step)

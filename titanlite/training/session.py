@@ -1,7 +1,7 @@
-"""Hold what a process has from its start to its end, and say how the run ended: in its status, log and console.
+"""Hold a process's log, status, guard and signals, and report how the run ended.
 
-No other module says so but for a rank that cannot: one that hangs, by the watchdog, or that was killed, by the process
-beside it (`guard.py`), which both write by `status.py`. `exit_code.py` makes an exit code of what is raised.
+Only for a rank that cannot do so itself another module reports it: the watchdog for one that hangs, the process beside
+it (`guard.py`) for one that was killed. `exit_code.py` turns errors into exit codes.
 """
 
 import math
@@ -27,21 +27,14 @@ from titanlite.training.stop import StopSignals
 from titanlite.training.summary import last_lines
 
 _PEER_ENDED = "another rank has ended, or the connection to it broke: its log or the launcher's output says why"
-# By gloo and NCCL, among much else.
+# In messages of gloo and NCCL.
 _NAMES_A_PEER = re.compile("connection (closed|reset) by peer|remote process exiting", re.IGNORECASE)
 _A_MODEL = "a model that runs: tokens [M] to logits [M, V], and [M, D] between its modules"
 _A_RULE = "an update rule that runs: gradients, parameters and state [n] to directions [n]"
 
 
 class Session:
-    """This process's part in a run: its log, its status, what watches it, and the signals that end it.
-
-    Args:
-        asked: the run, checked.
-        folder: claimed by rank 0.
-        console: of this rank.
-        launcher: whose end ends the run; None: nobody's.
-    """
+    """This process's part in a run; arguments as of `train`."""
 
     def __init__(self, asked: CheckedRun, folder: RunFolder, console: Console, launcher: Launcher | None) -> None:
         self.asked, self.folder, self.console = asked, folder, console
@@ -52,14 +45,14 @@ class Session:
         step = saved[-1] if saved else 0
         self.status = Status(folder.status, step, self.rank)
         if self.rank == 0:
-            self.guard.runs(math.inf)  # the others' first word comes when the file is that of this run
+            self.guard.runs(math.inf)  # other ranks begin when the file is this run's
         self.stop = StopSignals(asked.config.checkpoint.enable, self._end_at_once, launcher=launcher)
 
     def __enter__(self) -> "Session":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Say what has ended the run early, if anything has; that is said before the cleanup, which may hang on it."""
+        """Report an error that ended the run, before the cleanup, which may hang."""
         try:
             if isinstance(error, KeyboardInterrupt):
                 with suppress(OSError):
@@ -70,14 +63,14 @@ class Session:
             self.guard.close()
 
     def ended(self, start: int, last: int) -> None:
-        """Say that the run is finished, or what stopped it; a start that had nothing to train changes nothing.
+        """Report that the run is finished, or what stopped it; after a start with nothing to train, nothing.
 
         Args:
-            start: the last step that was done before.
-            last: the last one that is done now.
+            start: the last step done before this start.
+            last: the last step done now.
         """
         config, console = self.asked.config, self.console
-        is_idle, is_finished = start >= last_step(config), last >= config.training.steps  # which `restore` has said
+        is_idle, is_finished = start >= last_step(config), last >= config.training.steps
         if is_idle and self.status.idle(is_finished):
             return
         if is_finished:
@@ -94,7 +87,7 @@ class Session:
                 console.notice(line)
 
     def interrupted(self) -> None:
-        """Say that a signal has ended the run, before its steps or in the midst of them."""
+        """Report that a signal ended the run at once, before its steps or during them."""
         by, status, console = self.stop.received or signal.SIGINT.name, self.status, self.console
         if not self.stop.is_in_steps:
             status.stopped(status.step, by)
@@ -108,9 +101,9 @@ class Session:
         console.notice(f"stopped at once by {by}, after step {status.step}; {kept}")
 
     def failed(self, error: BaseException) -> BaseException:
-        """Say that the run has failed; return what it failed of, which may be another rank, or a user's model file."""
+        """Report that the run has failed; return its cause, which may be another rank, or a user's file."""
         peer = peer_failure()
-        if self.status.stall and isinstance(error, RuntimeError):  # of a rank that its own watchdog has ended
+        if self.status.stall and isinstance(error, RuntimeError):  # a rank was ended by its watchdog
             peer = peer or TimeoutError(self.status.stall)
         if isinstance(error, RuntimeError) and _NAMES_A_PEER.search(str(error)):
             peer = peer or ConnectionError(_PEER_ENDED)
@@ -118,10 +111,10 @@ class Session:
         for file, want in {config.model.file: _A_MODEL, config.optimizer.file: _A_RULE}.items():
             if file and not peer:
                 mistake = mistake or blamed(error, os.path.abspath(file), log, want)
-        with suppress(OSError):  # of a full disk, which may be the error itself
+        with suppress(OSError):  # the disk may be full, which may be the error itself
             self.console.failed(peer or error)  # with the traceback
         cause = peer or mistake or error
-        if not isinstance(error, FolderLostError):  # of another job's folder, whose status is that one's
+        if not isinstance(error, FolderLostError):  # the folder's status is another job's now
             with suppress(OSError):
                 self.status.failed(cause)
         return cause

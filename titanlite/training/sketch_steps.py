@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 -m titanlite.training.sketch_steps OUT.npz STEPS --config FILE [--section.key VALUE ...]
 
-A sketch is a few sums of a tensor's elements, each with weights of its own that depend on an element's place in the
-whole tensor alone: sums over ranks and micro-batches are then the same under every layout. Two tensors whose sketches
-differ by a share of their length differ by about that share. Sketched are, in the order in which a step computes them,
-what each block and its parts return, the gradient of each parameter, and each parameter after the update.
+A sketch is a few sums of a tensor's elements with weights of ±1, which depend only on an element's place in the whole
+tensor, so that sums over ranks and micro-batches are the same under every layout. Tensors whose sketches differ by a
+share of their length differ by about that share. Sketched are the results of each block and its parts, the gradient of
+each parameter, and each parameter after the update, in the order of a step.
 """
 
 import os
@@ -65,12 +65,7 @@ def main() -> None:
 
 
 def sketch_steps(run: Run, batches: TrainBatches, steps: int) -> dict[str, Tensor]:
-    """Train and sketch.
-
-    Args:
-        run: with fresh weights.
-        batches: this rank's, from the first on.
-        steps: to take.
+    """Take some steps of a run with fresh weights and sketch them.
 
     Returns:
         "<step> <tensor>" → [SUMS] float64, the same on every rank, in the order in which a step computes them.
@@ -102,20 +97,17 @@ def _sketch_step(run: Run, batches: list[Batch], lr: float) -> dict[str, Tensor]
 
 
 class Outputs:
-    """Sketches what modules return in the forward of a step, summed over its micro-batches.
+    """Sketches the results of modules in the forward of a step, summed over its micro-batches.
 
-    Looked at are the modules that return a row a token by a call of their own: the embedding, each block, its attention
-    and feed-forward; not the norms that a shipped block fuses with what surrounds them.
-
-    Args:
-        run: what is built.
+    These are modules that return a row for each token: the embedding, each block, its attention and feed-forward; not
+    norms, which shipped blocks fuse with other operations.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._sums = run, dict[str, Tensor]()
         self._call, self._looking = -1, False  # number of the micro-batch; whether it is in its forward
         self._tokens = tokens_of_rank(run.config)
-        self._places = torch.arange(self._tokens, device=run.mesh.device)  # of this rank's tokens, among its group's
+        self._places = torch.arange(self._tokens, device=run.mesh.device)  # of this rank's tokens in its group
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
@@ -146,7 +138,7 @@ class Outputs:
             self._places = places
 
     def _end(self) -> None:
-        self._looking = False  # what is recomputed in backward has been seen
+        self._looking = False  # recomputation in backward is not looked at
 
     @torch.no_grad()
     def _look(self, name: str, _module: nn.Module, _inputs: object, y: object) -> None:
@@ -177,12 +169,8 @@ def _of_parameter(x: Tensor | None, parameter: nn.Parameter) -> Tensor:
 
 
 def _sketch(x: Tensor, places: Tensor) -> Tensor:
-    """Sum a matrix with the weights of its rows, which have these places in the whole, times those of its columns.
-
-    Returns:
-        [SUMS] float64.
-    """
-    # Other weights than those of rows: with the same ones, a square matrix and its transpose would have one sketch.
+    """Return [SUMS] float64: sums of a matrix with weights of rows, by their places in the whole, and of columns."""
+    # Columns have other weights than rows, else a square matrix and its transpose would have the same sketch.
     rows, columns = (_weights(of, x.device) for of in (places, _COLUMNS + torch.arange(x.shape[1])))
     return ((rows.T @ x.double()) * columns.T).sum(dim=1)
 

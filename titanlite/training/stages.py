@@ -1,4 +1,4 @@
-"""Say in the receipt what mixture and stages came to."""
+"""Add mixture and stages to the receipt."""
 
 import math
 
@@ -10,25 +10,14 @@ from titanlite.receipt import Entry, Receipt, Skipped
 
 
 def require_same_steps(table: StageTable, config: Config) -> None:
-    """Refuse to train another number of steps than was checked: the checkpoint is another than a moment ago.
-
-    Raises:
-        CheckpointError: on every rank, if it is.
-    """
+    """Raise CheckpointError if steps are not as many as at the check: another checkpoint has been saved since."""
     if table.steps != config.training.steps:
         saw, want = f"{table.steps} steps take training.tokens", f"{config.training.steps}, as a moment ago"
         raise CheckpointError.of("this start", "the checkpoint", saw, want, "start again: another has been saved")
 
 
 def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -> None:
-    """Add the window of the order, the shares and epochs of each source over the run, and its stages, if it has them.
-
-    Args:
-        receipt: of the run.
-        config: of the run.
-        mixture: of its sources.
-        start: the last step done.
-    """
+    """Add the shuffle window, shares and epochs of each source, and stages to the receipt, as far as a run has them."""
     table, last = mixture.table, mixture.table.steps
     if window := config.data.shuffle_window:
         applied: dict[str, object] = {"samples": window // table.unit_len, "of_tokens": table.unit_len}
@@ -70,5 +59,5 @@ def add_stages(receipt: Receipt, config: Config, mixture: Mixture, start: int) -
 
 
 def _rounded_if_known(epochs: float) -> float | None:
-    """Round a number for the receipt; None for one that is not known, as the source is still being made."""
+    """Round a number for the receipt; None if it is unknown, while the source is still being made."""
     return None if math.isnan(epochs) else round(epochs, 4)

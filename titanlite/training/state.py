@@ -1,4 +1,4 @@
-"""Save and load what a checkpoint holds of a run."""
+"""Name the tensors of a run's checkpoint, and restore a run from one."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -24,18 +24,13 @@ from titanlite.training.build import Run
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:
-    """Name every tensor of a run; loading into these restores it.
-
-    Checkpoints of before load only if `restore` says that a new name may be absent.
-
-    Args:
-        run: the run.
+    """Return a checkpoint's tensors of a run; loading into them restores it.
 
     Returns:
         `model/<name>`, `optimizer/…`, `ema/<name>` of an average and `rng/rank<r>/…`; weights, moments and averages are
-        laid out as the parameters are and share their memory.
+        laid out as the parameters, and share the run's memory. Older checkpoints lack a new name: see `restore`.
     """
-    # Not the model's own: between validation and the next step those are what FSDP gathered, in the compute dtype.
+    # Not the model's own: after validation these are gathered weights in the compute dtype.
     masters = run.optimizer.parameters
     weights = {f"{MODEL}{name}": as_laid_out(local_data(p), p) for name, p in masters.items()}
     if run.routers is not None:
@@ -45,11 +40,7 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 
 def take_first_weights(run: Run) -> int:
-    """Give a run the weights that it starts with: those of `checkpoint.initial_load_path`, nudged by `training.nudge`.
-
-    Returns:
-        How many were loaded; 0 if the fresh ones stay.
-    """
+    """Load `checkpoint.initial_load_path` and apply `training.nudge`, if they are given; return the weights loaded."""
     config, parameters, n = run.config, run.optimizer.parameters, 0
     if path := config.checkpoint.initial_load_path:
         n = load_weights(path, config.model.name, run.model, parameters)
@@ -62,49 +53,39 @@ def take_first_weights(run: Run) -> int:
 
 
 def _nudge(run: Run) -> None:
-    """Move the weights by `training.nudge`, if it is asked for."""
+    """Move the weights by `training.nudge`, if it is given."""
     config, parameters = run.config, run.optimizer.parameters
     if config.training.nudge:
-        # Float8 is told apart by what is cast to it: what matmuls return, in bfloat16 at best.
+        # With float8, matmuls return bfloat16 at best.
         coarsest = "bfloat16" if config.float8.recipe != "none" else config.training.mixed_precision_param
         nudge(parameters, config.training.nudge, torch.finfo(getattr(torch, coarsest)).eps / 2)
 
 
 class Start(NamedTuple):
-    """The point at which a start takes up training.
+    """The point from which a start goes on."""
 
-    Attributes:
-        step: the last one done.
-        state: what was saved beside the tensors.
-        folder: the checkpoint; of a fresh start, the one that would be of step 0.
-        is_branch: whether it is another run's, off which this one branches.
-    """
-
-    step: int
+    step: int  # the last one done
     state: SavedState
-    folder: Path
-    is_branch: bool = False
+    folder: Path  # of the checkpoint; after a fresh start, of step 0
+    is_branch: bool = False  # the checkpoint is another run's
 
 
 def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> Start:
-    """Load the checkpoint that `checkpoint.resume` names, or else what `checkpoint.initial_load_path` has.
+    """Load the checkpoint that `checkpoint.resume` names, or else `checkpoint.initial_load_path`.
 
-    That is weights, or a checkpoint of another run, with which this one goes on: weights, optimizer and place in the
-    data, at its step.
+    The latter has weights, or is a checkpoint of another run, from which this run goes on with weights, optimizer and
+    place in the data, at its step.
 
     Args:
         run: with fresh weights.
         checkpoints: of the run's folder.
-        console: told what was loaded.
-        per_step: sequences that a step of this run takes.
-
-    Returns:
-        Where training is taken up; step 0 and no samples for a fresh start.
+        console: reports what was loaded.
+        per_step: sequences of a step.
 
     Raises:
-        CheckpointError: on every rank, if a rank does not see the folder, or if there is no such checkpoint, or it is
+        CheckpointError: on every rank: a rank does not see the folder; or there is no such checkpoint, or it is
             damaged, of another model or, without `optimizer.fresh_state`, of another optimizer.
-        ConfigError: on every rank, if a step would take another number of sequences, though nobody asked for that.
+        ConfigError: on every rank: a step would take another number of sequences, which no flag asks for.
     """
     asked, key = run.config.checkpoint, "checkpoint.initial_load_path"
     step, path = None, asked.initial_load_path
@@ -163,7 +144,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
 
 
 def _add_average(run: Run, step: int) -> None:
-    """Say in the receipt where the average of weights begins or goes on, if there is one."""
+    """Add the average of weights to the receipt, if there is one, and where it begins or goes on."""
     if (average := run.average) is None:
         return
     updates, decay, n = int(average.updates), run.config.optimizer.ema_decay, len(average.shards)
@@ -174,12 +155,12 @@ def _add_average(run: Run, step: int) -> None:
 
 
 def _add_fresh_state(run: Run, not_needed: str | None) -> None:
-    """Say in the receipt what became of `optimizer.fresh_state`, if it is on."""
+    """Add `optimizer.fresh_state` to the receipt, if it is on."""
     if run.config.optimizer.fresh_state:
         applied = "state starts afresh" if not_needed is None else f"not needed: {not_needed}"
         run.receipt.add(Entry("optimizer.fresh_state", True, applied, count=1))
 
 
 def _branch_of_all(path: str, run: Path) -> tuple[Path, int] | None:
-    """Return what `branch_point` finds on rank 0, for all ranks: the newest may have changed in between; collective."""
+    """Return `branch_point` of rank 0: the newest checkpoint may change between ranks' looks. Collective."""
     return on_rank_0(lambda: branch_point(path, run))

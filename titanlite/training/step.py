@@ -1,7 +1,7 @@
 """One optimizer step, top to bottom.
 
-Nothing here waits for the device: the results stay there until the loop reads them, one step later and in one copy, and
-whether the update is applied is decided there too. What is to be logged of a step is one entry more of its result.
+Nothing here waits for the device: it decides whether the update is applied, and keeps the results until the loop reads
+them in one copy, one step later. A new number to log is one more entry of the result.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from titanlite.training.build import Run
 
 NONE = -1.0
-"""The number of what a step has none of, which is not logged: the mean loss of a source without targets."""
+"""The loss of a source without targets in a step, which is not logged."""
 
 
 def train_step(
@@ -42,29 +42,28 @@ def train_step(
     data for it.
 
     Args:
-        run: the built run.
+        run: the run.
         batches: this rank's micro-batches.
         lr: learning rate.
         stop_requested: whether this process was asked to stop; every rank learns of it.
-        attended: tokens that those of the batches see, as `mean_attended` counts them.
-        sources: their names, in the order of their numbers in batches, if losses are told apart by them.
+        attended: tokens that the batches' tokens see, as `mean_attended` counts them.
+        sources: names by their numbers in batches, for losses by source.
         lacks_data: whether the batches of this rank are padding.
         logged: whether norms of the optimizer's groups are measured.
 
     Returns:
         [] float32 each on the device, equal on every rank, by name. For the loop: `skipped`, 1 if the update was left
-        out; `stop_asked` and `lacked_data`, numbers of ranks that were asked to stop and that had no data; the mean
-        `attended`; and the number of `targets`. All others are logged, under their names: `loss`, the mean over the
-        global batch's targets; `grad_norm`, of all gradients before clipping; with a z-loss its mean `z_loss`, without
-        its coefficient; `loss.<source>`, over the targets of each, `NONE` if it has none; and if the step is `logged`
-        those of `GroupNorms`.
+        out; `stop_asked` and `lacked_data`, numbers of ranks; the mean `attended`; and the number of `targets`. To be
+        logged: `loss`, the mean over the global batch's targets; `grad_norm`, of all gradients before clipping; with a
+        z-loss its mean `z_loss`, without its coefficient; `loss.<source>`, `NONE` if it has no targets; and if the step
+        is `logged` the numbers of `GroupNorms`.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
     of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
     counted = of_batches.sum()
     dist.all_reduce(counted)
-    targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 has all counts up to 2^24 alone
-    divided_by = targets.clamp(min=1)  # without a target all is 0
+    targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 is exact up to 2^24
+    divided_by = targets.clamp(min=1)  # without targets all losses are 0
     if run.routers is not None and run.mesh.context is not None:
         dist.all_reduce(of_batches, group=run.mesh.context.get_group())
 
@@ -108,24 +107,24 @@ def _forward_backward(
     """Fill the gradients.
 
     Args:
-        run: the built run.
+        run: the run.
         batches: of the step.
-        targets: [] float32, of the step, that losses are divided by.
-        shares: [micro-steps] float32, of them, of each micro-batch: of all ranks that have a part of it.
-        n_sources: whose losses are asked for.
+        targets: [] float32, of the step, by which losses are divided.
+        shares: [micro-steps] float32, the share of them of each micro-batch, on all ranks that have a part of it.
+        n_sources: for losses by source.
 
     Returns:
-        This rank's parts of the means by their names, `loss` and, if there is one, `z_loss`, [] float32 each, which add
-        up over all ranks; and sums of losses and targets of each source, [2, sources] float64.
+        This rank's terms of the means `loss` and, if there is one, `z_loss`, [] float32 each; and sums of losses and
+        targets of each source, [2, sources] float64.
     """
     loss = torch.zeros((), device=run.mesh.device)
-    squares = torch.zeros_like(loss) if run.config.training.z_loss else None  # of what the z-loss is the mean of
+    squares = torch.zeros_like(loss) if run.config.training.z_loss else None  # sum of the z-loss's terms
     by_source = torch.zeros(2, n_sources, dtype=torch.float64, device=run.mesh.device)
     for batch, share in zip(batches, shares, strict=True):
         if run.routers is not None:
             run.routers.begin(share, _of_rank(batch.is_counted, run.mesh))
         logits = run.model(batch.tokens, sequences=batch.sequences)  # [M, V/tp]
-        if run.mesh.tp_size == 1:  # tensor parallelism has its own look at the head
+        if run.mesh.tp_size == 1:  # with tensor parallelism the plan checks the head
             require_whole(logits.shape, [len(batch.targets), run.dims.vocab_size], run.model, run.config.model)
         if batch.sources is None:
             part = run.loss(logits, batch.targets, squares=squares) / targets
@@ -133,7 +132,7 @@ def _forward_backward(
             own = torch.zeros_like(batch.sources, dtype=torch.float32)
             part = run.loss(logits, batch.targets, own, squares) / targets
             by_source += _by_source(own, batch, n_sources)
-        del logits  # the largest tensor alive: backward frees it as soon as it can
+        del logits  # the largest tensor: backward can free it early
         part.backward()
         loss += part.detach()
     means = {"loss": loss} if squares is None else {"loss": loss, "z_loss": squares / targets}
@@ -141,7 +140,7 @@ def _forward_backward(
 
 
 def _of_rank(is_counted: Tensor | None, mesh: Mesh) -> Tensor | None:
-    """Return what is of this rank's tokens between layers, [M/tp]: tensor-parallel ranks have runs of them."""
+    """Return this rank's part, [M/tp]: between layers each tensor-parallel rank has a run of tokens."""
     return None if is_counted is None else is_counted.chunk(mesh.tp_size)[mesh.tp.get_local_rank()]
 
 
@@ -149,21 +148,13 @@ def _by_source(losses: Tensor, batch: "Batch", n_sources: int) -> Tensor:
     """Sum the losses of sequences, [B], and their targets by the source of each: [2, sources] float64."""
     assert batch.sources is not None  # noqa: S101
     targets = (batch.targets != IGNORE_INDEX).view(len(losses), -1).sum(1)
-    is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # no scatter: exact repeats
+    is_of = batch.sources[None] == torch.arange(n_sources, device=losses.device)[:, None]  # a scatter's order varies
     return (torch.stack((losses.double(), targets.double()))[:, None] * is_of).sum(2)
 
 
 @torch.no_grad()
 def validation_loss(run: "Run", batches: "Iterable[Batch]") -> Tensor:
-    """Sum the loss over batches that every rank holds equally many of.
-
-    Args:
-        run: the built run.
-        batches: this rank's.
-
-    Returns:
-        [2] float64 on the device: summed loss and number of targets, over all ranks.
-    """
+    """Return [2] float64 on the device: summed loss and number of targets over all ranks, with as many batches each."""
     totals = torch.zeros(2, dtype=torch.float64, device=run.mesh.device)
     for batch in batches:
         totals[0] += run.loss(run.model(batch.tokens, sequences=batch.sequences), batch.targets)

@@ -1,17 +1,15 @@
-"""Stopping together: a signal sets a flag, the step shares it, and all ranks save and leave after the same step.
+"""Stop all ranks after the same step: a signal sets a flag, which the step's reduction shares.
 
-Before the steps there is nothing to save, and a signal ends the process: by a KeyboardInterrupt, so that what was begun
-is cleared away. It needs Python's interpreter, which a process that waits for other ranks in native code gets back when
-they come, or never. A thread therefore sees the signal too, and ends the process if nobody takes the interrupt up.
+Before the steps there is nothing to save, and a signal raises KeyboardInterrupt, so that cleanup runs. A process that
+waits for other ranks in native code may never handle it; a thread, which sees the signal too, then ends the process.
 
-In the steps the handler does nothing but note the signal and say so. The next step carries it, and is read while one
-more runs, so that a step at hand is followed by two at most. It may arrive at one rank or at all of them, in a step, in
-validation or while compiling; the flag travels with the step's own reduction, so that no rank waits for another that
-has left. A rank that waits for data still being made does not wait until they come: it takes part with padding in a
-step that no rank keeps (`loop.py`), and learns of a signal to another one by `tell_others`.
+During steps the handler notes the signal and reports it. The next step carries the flag, and is read while one more
+runs: at most two steps follow the current one. The signal may arrive at any ranks, in a step, in validation or while
+compiling. A rank that waits for data that is still being made learns of another's signal by `tell_others`, and takes
+part with padding in a step that no rank keeps (`feed.py`).
 
-One request may arrive more than once: Slurm signals every process of a job, and torchrun passes on what it receives.
-The end of the launcher is a request as SIGTERM is, for nobody else would make one.
+One request may arrive several times: Slurm signals every process of a job, and torchrun passes signals on. The end of
+the launcher counts as SIGTERM.
 """
 
 import contextlib
@@ -33,24 +31,23 @@ _LAUNCHER_GONE = "the end of its launcher (job.stop_with_launcher)"
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT and SIGUSR1 from when it is entered until it is closed.
+    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP from when it is entered until it is closed.
 
-    Before `begin_steps` a signal raises KeyboardInterrupt with its number; from then on it is `received`, and a second
+    Before `begin_steps` a signal raises KeyboardInterrupt with its number; afterwards it is `received`, and a second
     request ends the process at once.
 
     Args:
-        saves: whether a checkpoint is saved before the run stops; that is what the user is told.
-        last_words: called before the process is ended at once: for a signal that its main thread did not take up, or
-            for a second request. `received` then has that signal's name.
-        launcher: whose end is taken for a SIGTERM; None: no matter.
+        saves: whether a checkpoint is saved before the run stops, for the message.
+        last_words: called before the process is ended at once, with the signal's name in `received`.
+        launcher: whose end counts as SIGTERM; None: nobody's.
     """
 
     def __init__(self, saves: bool, last_words: Callable[[], object], launcher: Launcher | None = None) -> None:
         self._does = "will save and stop" if saves else "will stop without saving (checkpoint.enable = false)"
         self._last_words = last_words
         self._launcher, self._launcher_is_gone = launcher, False
-        self.tell_others: Callable[[], object] = lambda: None  # called in the steps, whatever the main thread does
-        self.received: str | None = None  # name of the first signal, or what it was sent for
+        self.tell_others: Callable[[], object] = lambda: None  # called by a thread
+        self.received: str | None = None  # name of the first signal, or its reason
         self.is_in_steps = False
         self._before: dict[int, object] = {}
         self._taken_up = threading.Event()
@@ -74,11 +71,11 @@ class StopSignals:
         self.close()
 
     def begin_steps(self) -> None:
-        """From now on a signal waits for the step at hand."""
+        """Let signals from now on wait for the current step."""
         self.is_in_steps = True
 
     def close(self) -> None:
-        """Let signals do what they did before."""
+        """Restore the earlier handlers."""
         global _entered
         _entered = None
         if self._watcher is not None:
@@ -97,16 +94,16 @@ class StopSignals:
 
     @property
     def of_another(self) -> str:
-        """Say what stopped the run where this rank received nothing, or did not look for its launcher in time."""
+        """Name what stopped the run if this rank received no signal: its launcher's end, or another rank's signal."""
         return _LAUNCHER_GONE if self._launcher and self._launcher.is_gone() else "a signal to another rank"
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Return the numbers of the signals that it notes."""
+        """Return the numbers of the signals that are noted."""
         return frozenset(self._before)
 
     def forget(self) -> None:
-        """Stop noting signals in a process that was forked off: signals to it are its own."""
+        """Stop noting signals in a forked child, which has its own."""
         signal.set_wakeup_fd(-1)
         self._restore()
 
@@ -123,7 +120,7 @@ class StopSignals:
                     os.write(2, f"{self.received}: {effect}; {again}\n".encode())
 
     def _watch(self) -> None:
-        """Read the numbers of signals, which come here whatever the main thread does, and end what does not stop."""
+        """Read signals; end the process at once if the main thread does not stop or a request is repeated."""
         first: float | None = None
         while (number := self._next()) != _CLOSED:
             if number not in self._before:
@@ -140,7 +137,7 @@ class StopSignals:
                 os._exit(128 + number)
 
     def _next(self) -> int:
-        """Wait for the next signal, and send one if the launcher is gone."""
+        """Wait for the next signal; send SIGTERM if the launcher is gone."""
         while self._launcher and not self.received and not select.select([self._numbers], [], [], _LOOK_S)[0]:
             if self._launcher.is_gone():
                 self._launcher_is_gone, self._launcher = True, None
@@ -155,7 +152,7 @@ _entered: StopSignals | None = None
 
 
 def _hold() -> None:
-    """Before a fork: a signal to the child waits until it has handlers of its own."""
+    """Block signals before a fork, until the child has its own handlers."""
     if _entered is not None:
         signal.pthread_sigmask(signal.SIG_BLOCK, _entered.numbers)
 

@@ -1,4 +1,4 @@
-"""Say in a few lines what a run is before its first step, and after its last what came of it and what comes next."""
+"""Describe a run in a few lines before its first step; after its last, its result and the next commands."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from titanlite.checkpoint.publish import complete_steps
 from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE
 from titanlite.data.corpus import Corpus
+from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs
 from titanlite.data.stages import StageTable
 from titanlite.data.windows import order_in_words
@@ -23,38 +24,39 @@ from titanlite.parallel.mesh import Mesh
 from titanlite.parallel.process_group import ranks_of_a_host
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.training.build import Run
-from titanlite.training.report import Position
+from titanlite.training.report import epoch
 from titanlite.training.schedule import change_of_rate, learning_rate
 
 _WIDTH = 7  # of the words in front
 
 
-def first_lines(run: Run, sources: Mapping[str, Corpus], position: Position, folder: RunFolder) -> list[str]:
-    """Say what is trained, on what, where, and who records it.
+def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start: int, folder: RunFolder) -> list[str]:
+    """Say what is trained, on which data and ranks, and where it is recorded.
 
     Args:
         run: as it was built.
         sources: the training data, by name.
-        position: where training begins.
+        mixture: of these sources.
+        start: the last step done.
         folder: of the run.
     """
     config = run.config
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
-    steps, at, table = config.training.steps, position, position.table
-    ahead = [table.row(step) for step in sorted({at.start + 1, *table.first_steps}) if at.start < step <= steps]
+    steps, table = config.training.steps, mixture.table
+    ahead = [table.row(step) for step in sorted({start + 1, *table.first_steps}) if start < step <= steps]
     each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in ahead or table.rows[-1:])
     has = "more, which are counted as they are tokenized"
     if all(source.is_whole for source in sources.values()):
-        has = f"{sum(source.tokens for source in sources.values()):,}: {epochs(at.epoch(max(at.start, steps)))}"
+        has = f"{sum(source.tokens for source in sources.values()):,}: {epochs(epoch(mixture, max(start, steps)))}"
     has = f"data.source has {has}" if len(sources) == 1 and "" in sources else f"the sources of the mixture have {has}"
-    all_steps = f"{at.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
+    all_steps = f"{table.tokens(steps):,} in {steps:,} steps of {', then '.join(each)}"
     used = f", of which a token uses {run.n_active:,}" if run.n_active < run.n_elements else ""
     lines = [
         _line("model", f"{name}, {run.n_elements:,} parameters{used}"),
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
         _line("tokens", f"{all_steps}; {has}"),
-        *(_line("source", text) for text in _of_mixture(position)),
-        *(_line("order", text) for text in _order_in_summary(config, table, at.start)),
+        *(_line("source", text) for text in _of_mixture(mixture)),
+        *(_line("order", text) for text in _order_in_summary(config, table, start)),
         _line("folder", str(folder.path)),
         _line("wandb", _where_wandb_records(config, folder)),
     ]
@@ -65,17 +67,17 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], position: Position, fol
 
 
 def _order_in_summary(config: Config, table: StageTable, start: int) -> list[str]:
-    """Say how sources are shuffled, if not as a whole."""
+    """Describe the window within which sources are shuffled, if there is one."""
     window, next_step = config.data.shuffle_window, min(start + 1, table.steps)
     return [order_in_words(window, table.unit_len, table.row(next_step).asked.tokens_per_step)] if window else []
 
 
-def _of_mixture(position: Position) -> list[str]:
-    """Say of each source of a mixture what the run takes of it."""
-    mixture, steps = position.mixture, position.table.steps
+def _of_mixture(mixture: Mixture) -> list[str]:
+    """Give each source's share of the run's tokens, and its epochs."""
+    steps = mixture.table.steps
     if SOLE in mixture.units:
         return []
-    tokens, total = mixture.tokens(steps), max(1, position.tokens(steps))
+    tokens, total = mixture.tokens(steps), max(1, mixture.table.tokens(steps))
     return [
         f"{name}: {tokens[name] / total:.2%} of the tokens" + (f", {epochs(n)}" if n == n else "")
         for name, n in mixture.epochs(steps).items()
@@ -83,17 +85,17 @@ def _of_mixture(position: Position) -> list[str]:
 
 
 def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can_export: bool) -> list[str]:
-    """Say how long a start took, the lowest losses of the run, and the commands for what comes next.
+    """Say how long a start took, the lowest losses of the run, and the commands that may follow.
 
     Args:
         config: of the run.
-        folder: of it.
+        folder: of the run.
         last: the last step done.
         seconds: since this start began.
-        can_export: whether there is such a model of transformers.
+        can_export: whether transformers has the architecture.
     """
     rows: list[dict[str, Any]] = []
-    with suppress(OSError, RunError):  # who has damaged it has been told, or is at the next start
+    with suppress(OSError, RunError):  # a damaged file is reported elsewhere, or at the next start
         rows = read_metrics(folder.metrics)
     lines = [_line("took", f"{duration(seconds)} to step {last:,} of {config.training.steps:,}")]
     losses = [metric for metric in METRICS.values() if metric.loss_of]
@@ -119,7 +121,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _pasteable(*words: str) -> str:
-    """Write a command in lines that a terminal takes together, so that the console has none to fold."""
+    """Break a command into lines that can be pasted, so that the console need not fold it."""
     lines, room = [""], WIDTH - _WIDTH - len("   \\ ")
     for word in map(shlex.quote, words):
         if lines[-1] and len(lines[-1]) + len(word) >= room:
@@ -130,7 +132,7 @@ def _pasteable(*words: str) -> str:
 
 
 def _mesh_in_words(mesh: Mesh, world: int) -> str:
-    """Say on how many of what the run is, and how it is split over them."""
+    """Name the devices of the run, their number, and how it is split over them."""
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU process"
     is_several = world > 1 and mesh.device.type != "cuda"
     axes = {"replicas": mesh.replicas, "FSDP": mesh.dp_size // mesh.replicas, "tensor parallel": mesh.tp_size}
@@ -142,7 +144,7 @@ def _mesh_in_words(mesh: Mesh, world: int) -> str:
 
 
 def _where_wandb_records(config: Config, folder: RunFolder) -> str:
-    """Say where Weights & Biases records, or what has the metrics where it does not."""
+    """Say where Weights & Biases records; without it, which file has the metrics."""
     metrics = config.metrics
     group = f", group {metrics.wandb_group}" if metrics.wandb_group else ""
     return {
@@ -153,13 +155,13 @@ def _where_wandb_records(config: Config, folder: RunFolder) -> str:
 
 
 def _lowest(rows: Sequence[dict[str, Any]], key: str) -> str:
-    """Give the lowest number of a column and its step; nothing where there is none."""
+    """Return the lowest number of a column and its step, "" if there is none."""
     found = [(row[key], row["step"]) for row in rows if row.get(key) is not None]
     return "{:.4f} at step {:,}".format(*min(found)) if found else ""
 
 
 def _resume(config: Config, folder: RunFolder, last: int) -> str:
-    """Give the command that goes on; of a run with all its steps, for as many again."""
+    """Return the command that resumes the run; after its last step, for as many again."""
     world = dist.get_world_size()
     more = [] if last < config.training.steps else ["--training.steps", str(2 * config.training.steps)]
     if more and config.training.tokens:

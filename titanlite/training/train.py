@@ -1,4 +1,4 @@
-"""Everything around the steps: data, processes, the run, its folder; then the loop, and how it ended."""
+"""Open all that a run needs (data, processes, model, files, watchdog), run the loop, and report its end."""
 
 import os
 from contextlib import ExitStack
@@ -46,7 +46,7 @@ from titanlite.training.evaluation import open_evaluation
 from titanlite.training.feed import Feed
 from titanlite.training.loop import Loop
 from titanlite.training.out_of_memory import explained, foreseen, measure
-from titanlite.training.report import Position, Report
+from titanlite.training.report import Report
 from titanlite.training.schedule import change_of_rate
 from titanlite.training.session import Session
 from titanlite.training.stages import add_stages, require_same_steps
@@ -66,14 +66,14 @@ def train(
     Args:
         asked: the run, checked.
         folder: claimed by rank 0.
-        notices: what the checks and claiming it had to say.
-        warnings: what of it the user may want to change.
+        notices: from the checks.
+        warnings: from the checks.
         launcher: whose end ends the run; None: nobody's.
 
     Raises:
-        TitanliteError: what the user can mend, the same on every rank.
+        TitanliteError: the user can fix it; the same on every rank.
     """
-    with folder.write_errors_explained(), ExitStack() as cleanup:  # also where closing what failed fails again
+    with folder.write_errors_explained(), ExitStack() as cleanup:  # `close` after an error may raise it again
         rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
         console = Console(rank, local_rank, asked.config.training.steps, folder.logs)
         cleanup.callback(console.close)
@@ -81,14 +81,14 @@ def train(
             console.notice(notice)
         for warning in warnings:
             console.warning(warning)
-        with Session(asked, folder, console, launcher) as session:  # an end is said before the cleanup, which may hang
+        with Session(asked, folder, console, launcher) as session:  # reports the end before the cleanup, which may hang
             cleanup.enter_context(session.stop)
             with folder.write_errors_explained():
                 _train_in_session(session, cleanup)
 
 
 def _train_in_session(session: Session, cleanup: ExitStack) -> None:
-    """Make ready, train, and say how it ended; whatever is opened is closed by `cleanup`."""
+    """Open, train, and report the end; `cleanup` closes."""
     asked, folder, console, status = session.asked, session.folder, session.console, session.status
     config = asked.config
 
@@ -96,7 +96,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     data = open_data(asked, progress=session.local_rank == 0)
     cleanup.callback(data.close)
     device = start_process_group(config.comm)
-    # After a failure the connections stay until the process ends: the others wait, and it can say what failed.
+    # After a failure connections remain open until this process ends, so that it can report first.
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
     require_same_data(data)
 
@@ -110,8 +110,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     assert per_step is not None  # noqa: S101  # the config is checked
     restored = restore(run, checkpoints, console, per_step)
     start, state = restored.step, restored.state
-    now, corpora = data.identity, data.fingerprints
-    if text := other_text(restored.folder, state, corpora, now["tokenizer"], config.job.strict, now["inputs"]):
+    now, strict = data.identity, config.job.strict
+    if text := other_text(restored.folder, state, now["corpora"], now["tokenizer"], strict, now["inputs"]):
         console.warning(text)
 
     # What it reads.
@@ -122,23 +122,23 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     new = {name: n for name, n in batches.mixture.units.items() if data.keys.get(name) not in asked.inputs.tokens}
     for text in many_epochs(config, table, new) if session.rank == 0 else ():
         console.warning(text)
-    cleanup.callback(data.stop_waiting)  # before: its thread may wait
+    cleanup.callback(data.stop_waiting)  # runs before `batches.close`, whose thread may wait
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
     add_stages(run.receipt, config, batches.mixture, start)
     evaluation = open_evaluation(asked, run)
 
-    # Who is told of it.
-    position = Position(start, batches.mixture, world)
+    # Its observers.
     observers = _open_observers(session, run, restored, table, cleanup)
     status.progress(start)
     console.measure_by(table.tokens)
-    report = Report(config, position, token_flops_of(run.model, run.dims), device, console, observers)
+    flops = token_flops_of(run.model, run.dims)
+    report = Report(config, batches.mixture, world, flops, device, console, observers)
     report.skipped_in_a_row = state.skipped_in_a_row
     if session.rank == 0:
-        for line in (*first_lines(run, data.train, position, folder), *table.notes):
+        for line in (*first_lines(run, data.train, batches.mixture, start, folder), *table.notes):
             console.notice(line)
 
-    # What watches it, and the steps.
+    # Watchdog, profiler and checkpoints; then the steps.
     shared_wait = _shared_wait(session) if data.growing and world > 1 else None
     watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
     profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
@@ -168,9 +168,9 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         folder=folder,
         identity_of_data=data.identity,
     )
-    # Not earlier: what waits for a disk or for other hosts must end at the first signal, and has nothing to save.
+    # Until here a signal ends the process at once: it may wait for a disk or other hosts, and has nothing to save.
     session.stop.begin_steps()
-    cleanup.callback(session.stop.close)  # before what else is closed, which has nothing to save either
+    cleanup.callback(session.stop.close)  # runs first: the cleanup has nothing to save either
     with explained(lambda: run.memory, run.save_list, device):
         for measure in loop.measures(start) if state.validation_due else ():
             measure(start)
@@ -179,7 +179,7 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
 
 
 def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
-    """Build the run, and warn of what is seen before its first step."""
+    """Build the run, with its warnings."""
 
     def memory() -> MemoryModel:
         largest, world, host = largest_stage(asked.config), dist.get_world_size(), ranks_of_a_host()
@@ -197,9 +197,9 @@ def _build(asked: CheckedRun, device: torch.device, console: Console) -> Run:
 def _open_observers(
     session: Session, run: Run, restored: Start, table: StageTable, cleanup: ExitStack
 ) -> list[Observer]:
-    """Open what is told of the run: the console, and on rank 0 its status, files and pages, which `cleanup` closes.
+    """Return the observers: console and status; on rank 0 also files, wandb and TensorBoard, which `cleanup` closes.
 
-    If rank 0 cannot use a file, every rank learns of it.
+    If rank 0 cannot open a file, every rank raises.
     """
     config, folder, console, start = session.asked.config, session.folder, session.console, restored.step
     observers: list[Observer] = [console, session.status]
@@ -214,7 +214,7 @@ def _open_observers(
             add(metrics := MetricsFile(folder.metrics, start, restored.state.validation_due))
             if run.routers is not None:
                 add(ExpertsFile(folder.experts, start, config.training.steps))
-            # A start that has nothing to train leaves the config that the run was trained with.
+            # A start that has nothing to train keeps the config that the run was trained with.
             if start < last_step(config) or not folder.config.exists():
                 if restored.is_branch:
                     remember_branch(config.checkpoint.initial_load_path, folder.path, start)
@@ -224,7 +224,7 @@ def _open_observers(
             return metrics
 
     def add_pages() -> None:
-        """Show the rows of metrics in Weights & Biases and TensorBoard, if the config says so."""
+        """Open Weights & Biases and TensorBoard as the config says."""
         facts = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device)
         if config.metrics.wandb != "off":
             tags = tags_of(config, facts)
@@ -239,7 +239,7 @@ def _open_observers(
     for metrics in opened:
         if metrics.earlier is not None:
             console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
-        # Rows are on disk before the checkpoint that counts on them: somebody, or the disk, has lost these.
+        # Rows are on disk before their checkpoint, so these were lost afterwards.
         if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
             console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
         was = restored.state.learning_rate
@@ -253,7 +253,7 @@ def _open_observers(
 
 
 def _profiled(run: Run) -> ProfiledRun:
-    """Return what a profile says of a run besides its trace."""
+    """Return the facts of a run that a profile needs besides its trace."""
     axes = {name: run.mesh.all[name].get_group() for name in ("dp_replicate", "dp_shard", "tp")}
     if run.mesh.context is not None:
         axes["cp"] = run.mesh.context.get_group()
@@ -275,14 +275,14 @@ def _profiled(run: Run) -> ProfiledRun:
 
 
 def _shared_wait(session: Session) -> SharedWait:
-    """Return what tells ranks of each other's waits, and of signals while they wait."""
+    """Make the channel by which ranks learn of each other's waits, and of signals while they wait."""
     shared_wait = SharedWait(dist.distributed_c10d._get_default_store())
     session.stop.tell_others = shared_wait.stop
     return shared_wait
 
 
 def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
-    """Watch this rank; of several, all say where they are before one is ended."""
+    """Make this rank's watchdog; with several ranks, all report where they are before one is ended."""
     world = dist.get_world_size()
     stall_report = StallReport(dist.distributed_c10d._get_default_store(), session.rank, world) if world > 1 else None
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"

@@ -27,7 +27,7 @@ from titanlite.observe.metric_table import METRICS, Metric
 from titanlite.observe.metrics import MetricsFile, read_metrics
 from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_of
 from titanlite.observe.tensorboard import TensorBoardFile
-from titanlite.training.report import InFlight, Moment, Outcome, Position, Report
+from titanlite.training.report import InFlight, Moment, Outcome, Report
 from titanlite.training.routers import Routers, SeenRouting
 from titanlite.training.step import NONE
 
@@ -60,8 +60,7 @@ def report(folder: Path, log_freq: int, samples_before: int, start: int) -> Iter
         asked = stage_table(config, 1).rows[0].asked
         rows = [StageRow(0, 0, 0, asked), StageRow(start, samples_before, samples_before * S, asked)]
         table = stage_table(config, 1, Past(start, samples_before, tuple(rows), S))
-        position = Position(start, Mixture(table, {"": EPOCH}), WORLD)
-        yield Report(config, position, OF_TOKEN, CPU, console, [console, metrics])
+        yield Report(config, Mixture(table, {"": EPOCH}), WORLD, OF_TOKEN, CPU, console, [console, metrics])
 
 
 def outcome(step: int, seconds: float, wait: float, attended: float = ATTENDED) -> Outcome:
