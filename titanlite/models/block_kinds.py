@@ -1,5 +1,7 @@
-"""Tell which blocks of a model are alike, so that one can be looked at for all."""
+"""Find blocks of a model that are alike, of which one can stand for all."""
 
+import copy
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,6 +19,13 @@ def kind_of(block: nn.Module) -> str:
         plain = {k: _described(v) for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
         seen.append((name, id(type(module)), shapes, buffers, hooks, plain))
     return repr(seen)
+
+
+def with_blocks(model: nn.Module, blocks: Iterable[nn.Module]) -> nn.Module:
+    """Return a shallow copy of a model with other blocks."""
+    other = copy.copy(model)
+    other._modules = {**model._modules, "layers": nn.ModuleList(blocks)}
+    return other
 
 
 def _described(value: object) -> str:

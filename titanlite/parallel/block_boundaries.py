@@ -1,7 +1,7 @@
-"""Watch the tensors where the blocks of a model begin and end, and compare those of two computations.
+"""Compare two computations of a model at the boundaries of its blocks.
 
-`BoundaryRecord` takes down what the whole model computes, `BoundaryComparison` holds a rank's part of the same model to
-it. After each boundary the part goes on with the exact tensor, and in backward with its exact gradient.
+`BoundaryRecord` records the tensors of the whole model, `BoundaryComparison` compares a rank's part with them. After
+each boundary the part goes on with the exact tensor, and in backward with its exact gradient.
 """
 
 import math
@@ -21,12 +21,12 @@ AROUND = "around the blocks"
 
 
 class OtherCallsError(Exception):
-    """On a rank blocks are called otherwise than in one process."""
+    """A rank calls blocks in another order than one process does."""
 
 
 @dataclass
 class _BoundaryTensor:
-    """A tensor of the whole model where a block begins or ends."""
+    """A tensor of the whole model at a boundary."""
 
     name: str
     value: Tensor
@@ -40,7 +40,7 @@ class BoundaryRecord:
         self.tensors: list[_BoundaryTensor] = []
 
     def meet(self, part: str, part_of_gradient: str, name: str, x: Tensor) -> Tensor:
-        """Take down a tensor, and later its gradient."""
+        """Record a tensor, and later its gradient."""
         known = _BoundaryTensor(name, x.detach())
         self.tensors.append(known)
 
@@ -52,14 +52,14 @@ class BoundaryRecord:
 
 
 class BoundaryComparison:
-    """How far off what this rank computes is from its part of what the whole model computed.
+    """Compares the tensors of this rank with its parts of the whole model's.
 
     Args:
         record: of the whole model.
         mesh: with the rank's tensor-parallel group.
 
     Attributes:
-        errors: the relative difference by part of the model and tensor; infinite if it has another shape.
+        errors: the relative difference by (part of the model, tensor); infinite for another shape.
     """
 
     def __init__(self, record: BoundaryRecord, mesh: Mesh) -> None:
@@ -67,11 +67,11 @@ class BoundaryComparison:
         self._left, self._mesh = iter(record.tensors), mesh
 
     def meet(self, part: str, part_of_gradient: str, name: str, x: Tensor) -> Tensor:
-        """Compare a tensor, and later its gradient, and go on with the exact ones.
+        """Compare a tensor, and later its gradient; return the exact one, whose gradient will be exact, too.
 
         Args:
             part: of the model, that computes the tensor.
-            part_of_gradient: that computes its gradient.
+            part_of_gradient: of the model, that computes its gradient.
             name: of the tensor, in words.
             x: this rank's part of it.
 
@@ -92,7 +92,7 @@ class BoundaryComparison:
         return _Boundary.apply(x, exact, compared)
 
     def hold_gradient(self, part: str, name: str, own: Tensor, whole: Tensor) -> Tensor:
-        """Compare a gradient, and return the exact one; of a tensor that each rank has whole, the rank's term of it."""
+        """Compare a gradient, of a whole tensor its sum over ranks; return the exact one, or this rank's term."""
         name = f"the gradient of {name}"
         if own.shape != whole.shape:
             exact = self._hold(part, name, own, whole)
@@ -103,7 +103,7 @@ class BoundaryComparison:
         return own
 
     def part(self, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """Return this rank's part of a tensor, which is found by the part's shape; None if there is no such part."""
+        """Return this rank's part of a tensor by the part's shape; None if there is no such part."""
         split = [d for d, n in enumerate(whole.shape) if len(shape) == whole.ndim and shape[d] != n]
         parts = whole.tensor_split(self._mesh.tp_size, split[0]) if split else [whole] * self._mesh.tp_size
         own = parts[self._mesh.tp.get_local_rank()]
@@ -118,14 +118,9 @@ class BoundaryComparison:
 
 
 def watch(block: nn.Module, name: str, boundaries: BoundaryRecord | BoundaryComparison) -> None:
-    """Let a block show what it is given and what it returns.
+    """Replace a block's `forward` by one whose arguments and results `boundaries` meet.
 
-    A call like an earlier one, whose result was like its tokens, passes the tokens on: the block was compared then.
-
-    Args:
-        block: gets another `forward`.
-        name: of the block.
-        boundaries: meet the tensors, and give those to go on with.
+    A later call with the same shapes returns its tokens, if the first result had their shape: it was compared then.
     """
     forward: Callable[..., Any] = block.forward
     passing: set[object] = set()
@@ -149,7 +144,7 @@ def watch(block: nn.Module, name: str, boundaries: BoundaryRecord | BoundaryComp
 
 
 class _Boundary(torch.autograd.Function):
-    """Go on with another tensor in forward, and with another gradient in backward."""
+    """Replaces a tensor in forward, and its gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, instead: Tensor, of_gradient: Callable[[Tensor], Tensor]) -> Tensor:
@@ -162,7 +157,7 @@ class _Boundary(torch.autograd.Function):
 
 
 def _relative_error(own: Tensor, exact: Tensor, whole: Tensor) -> float:
-    """Return the root mean square of a difference, relative to that of the whole tensor; NaN where it is infinite."""
+    """Return the root mean square of the difference over the whole tensor's; NaN if it is infinite."""
     equal = (own == exact) | (own.isnan() & exact.isnan())  # infinite ones, too, as in a mask
     if bool(equal.all()):
         return 0.0

@@ -1,4 +1,4 @@
-"""Calls of torch's operators: their arguments by name, and which of them draw random numbers."""
+"""Name the arguments of calls of torch's operators, and find calls that draw random numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,13 +8,7 @@ from torch.fx import Node
 
 
 def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a call draws random numbers: dropout does not with a probability of 0, or out of training.
-
-    Args:
-        op: an operator of torch's, with its overload; anything else draws none.
-        args: its arguments.
-        kwargs: those by name.
-    """
+    """Return whether a call draws random numbers: dropout does not with a probability of 0, or out of training."""
     if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     given = arguments(op, args, kwargs)
@@ -22,19 +16,13 @@ def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def arguments(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a call's arguments by name, defaults included.
-
-    Args:
-        op: the operator.
-        args: as it is called.
-        kwargs: those by name.
-    """
+    """Return a call's arguments by name, with defaults."""
     schema = {a.name: a.default_value if a.has_default_value() else None for a in op._schema.arguments}
     return schema | dict(zip(schema, args, strict=False)) | dict(kwargs)
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """Give those of a call in a graph: of an operator by name, of a function of Python's by number."""
+    """Return the arguments of a call in a graph: of an operator by name, of a Python function by number."""
     if isinstance(node.target, torch._ops.OpOverload):
         return arguments(node.target, node.args, node.kwargs)
     return {str(i): value for i, value in enumerate(node.args)} | node.kwargs

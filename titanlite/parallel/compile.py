@@ -8,31 +8,22 @@ from titanlite.receipt import Entry, Skipped
 
 
 def apply_compile(model: nn.Module) -> None:
-    """Compile each block in place.
-
-    Args:
-        model: has `layers`.
-    """
+    """Compile each block of `model.layers` in place."""
     from torch._dynamo import config  # slow to import
 
-    # A block of a model file of one's own that computes with a number of its own has graphs of its own, in training and
-    # in validation. torch would make eight of all blocks and end the run at the ninth.
+    # torch recompiles a frame at most 8 times, then raises. Blocks of a user's file that compute with different numbers
+    # need a graph each, in training and in validation.
     graphs = 8 + 2 * len(model.layers)  # type: ignore[arg-type]
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
-    # Each rank would warn in four lines that save-lists must not meet in-place ops; our blocks have none.
+    # Each rank would warn that save-lists must not meet in-place ops; our blocks have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for block in model.layers:  # type: ignore[union-attr]
         block.compile(fullgraph=True, dynamic=False)
 
 
 def compile_entry(model: nn.Module, requested: bool) -> Entry:
-    """The receipt's entry, once blocks have run: the environment can turn the compiler off.
-
-    Args:
-        model: has `layers`.
-        requested: `compile.enable`.
-    """
+    """Return the receipt's entry after a step: the environment can turn the compiler off."""
     if not requested:
         return Entry("compile", False, "off", count=0)
     from torch._dynamo.utils import counters  # slow to import

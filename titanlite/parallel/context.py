@@ -1,8 +1,7 @@
-"""Context parallelism: ranks of a group have the same samples, and each a part of their tokens.
+"""Context parallelism: ranks of a group have the same samples, and a part of their tokens each.
 
-Only attention sees other tokens, and asks for their keys itself (`kernels/context_attention.py`); so a model's layers
-stay as they are. The parts are made with the batches (`data/context_split.py`). To weights these ranks are further
-data-parallel ones.
+Attention gathers the other tokens' keys itself (`kernels/context_attention.py`); all other layers are unchanged. The
+parts are made with the batches (`data/context_split.py`). To weights these ranks are data-parallel ones.
 """
 
 from collections.abc import Sequence
@@ -21,35 +20,20 @@ from titanlite.receipt import Entry
 
 
 def token_group(mesh: Mesh, windows: Sequence[int]) -> ContextGroup | None:
-    """Return the ranks that share the tokens of a sequence out; None if each has whole sequences.
-
-    Args:
-        mesh: of the run.
-        windows: of the layers of the model; 0: none.
-    """
+    """Return the ranks that share a sequence's tokens, None if each has whole sequences; `windows` are the layers'."""
     group = mesh.context_group
     return group and ContextGroup(group.name, group.size, group.rank, tuple(sorted({0, *windows})))
 
 
 def balance_over_sharers(model: nn.Module, sharers: Group | None) -> None:
-    """Let routers balance the tokens of all ranks that have some of a micro-batch.
-
-    Args:
-        model: the run's, after tensor parallelism.
-        sharers: these ranks, or None if this one has all tokens.
-    """
+    """Let routers balance the tokens of all ranks that share a micro-batch; None: this rank has all tokens."""
     for module in model.modules():
         if isinstance(module, MixtureOfExperts):
             module.group = sharers
 
 
 def context_entry(model: nn.Module, config: Config) -> Entry:
-    """Return the receipt's entry of context parallelism, once a step was taken.
-
-    Args:
-        model: the run's.
-        config: of the run.
-    """
+    """Return the receipt's entry of context parallelism, after a step."""
     ranks, layers = config.parallelism.context_parallel_degree, len(windows_of(model))
     tokens, seq_len = tokens_of_rank(config), config.training.seq_len
     load = load_of_split(documents_of_samples(ranks * tokens, seq_len), seq_len, ranks, ())
@@ -61,5 +45,5 @@ def context_entry(model: nn.Module, config: Config) -> Entry:
         "keys travel by": "all-to-all: those of documents that a rank has tokens of",
     }
     if not set(windows_of(model)) <= exchanged.keys():
-        layers = 0  # a model file of one's own has not passed its sequences on
+        layers = 0  # a user's model has not passed its sequences on
     return Entry("context_parallel", ranks, applied, count=layers, key="parallelism.context_parallel_degree")

@@ -1,4 +1,4 @@
-"""FSDP by copy engines: blocks are gathered and their gradients exchanged without a kernel that takes SMs."""
+"""FSDP by copy engines: gather blocks and exchange their gradients without kernels that occupy SMs."""
 
 import math
 from collections.abc import Sequence
@@ -9,47 +9,44 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGather, DefaultReduceScatter, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titanlite.kernels.collectives import all_gather, named_group, reduce_scatter
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.products import FSDP_GATHER
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.param_group import param_group
 from titanlite.receipt import Entry, Skipped
 
 if TYPE_CHECKING:
     from titanlite.kernels.device import shard_exchange
 
 
-def no_copy_engines(mesh: Mesh) -> str | None:
-    """Return why copy engines cannot gather and reduce parameters over a mesh, or None; a collective of all ranks.
+def param_group(unit: FSDPModule) -> FSDPParamGroup | None:
+    """Return the weights of a unit, which FSDP gathers together; None if it has none."""
+    return unit._get_fsdp_state()._fsdp_param_group
 
-    If nothing else is in the way, the ranks try to share memory, which the system may not allow.
+
+def no_copy_engines(mesh: Mesh) -> str | None:
+    """Return why copy engines cannot gather and reduce parameters over a mesh, the same on all ranks, or None.
+
+    Collective: the ranks try to share memory, which the system of one host may not allow.
     """
     if not mesh.built_for.is_gpu:
         return "there are none without GPUs"
-    return _first_reason(no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=2, device=mesh.built_for))
-
-
-def _first_reason(why: str | None) -> str | None:
-    """The first rank's reason, gathered from all ranks, whose hosts may differ; None if none has one."""
+    why = no_shared_memory(shard_group(mesh), FSDP_GATHER, n_slots=2, device=mesh.built_for)
     gathered: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, why)
     return next(filter(None, gathered), None)
 
 
 def shard_group(mesh: Mesh) -> str:
-    """The name of the group of ranks that share each parameter."""
+    """Return the name of the group of ranks that share each parameter."""
     return mesh.fsdp.get_group(mesh.fsdp.ndim - 1).group_name
 
 
 class _NamedExchange:
-    """The exchange of a device that is only named: torch's collectives, which move as many bytes.
-
-    Args:
-        mesh: the mesh.
-    """
+    """The exchange of a device that is only named: torch's collectives, which move as many bytes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._device, self._group = mesh.device, named_group(shard_group(mesh))
@@ -65,11 +62,7 @@ class _NamedExchange:
 
 
 def exchanges(mesh: Mesh) -> tuple[Any, Any]:
-    """Return what gathers and what reduces shards by copy engines.
-
-    Args:
-        mesh: the mesh.
-    """
+    """Return the exchanges that gather and that reduce shards."""
     if mesh.built_for.is_named:
         return _NamedExchange(mesh), _NamedExchange(mesh)
     from titanlite.kernels.device import shard_exchange
@@ -78,33 +71,24 @@ def exchanges(mesh: Mesh) -> tuple[Any, Any]:
 
 
 class PushedAllGather(AllGather):
-    """FSDP's, by copy engines.
-
-    Args:
-        exchange: of the ranks.
-    """
+    """FSDP's all-gather, by copy engines."""
 
     def __init__(self, exchange: "shard_exchange.AllGather") -> None:
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the output, of which the input is this rank's place."""
+        """Allocate the output, of which this rank's input is a part."""
         return self._exchange.buffer(math.prod(size), dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """Fill the other ranks' places."""
+        """Write the input to the other ranks' outputs."""
         self._exchange(input_tensor)
 
 
 class PushedReduceScatter(ReduceScatter):
-    """FSDP's, by copy engines, with sums in float32 whatever dtype gradients travel in.
-
-    Args:
-        exchange: of the ranks.
-        memory: where inputs and sums lie.
-    """
+    """FSDP's reduce-scatter, by copy engines, with sums in float32; `memory` allocates inputs and sums."""
 
     def __init__(self, exchange: "shard_exchange.ReduceScatter", memory: DefaultReduceScatter) -> None:
         self.exchange = exchange
@@ -112,7 +96,7 @@ class PushedReduceScatter(ReduceScatter):
         self._is_sum = True
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input and for the sum, in turn."""
+        """Allocate the input and the sum, in turn."""
         self._is_sum = not self._is_sum
         return self._memory.allocate(size, dtype=torch.float32 if self._is_sum else dtype, device=device)
 
@@ -124,20 +108,20 @@ class PushedReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Sum up."""
+        """Sum over ranks."""
         self.exchange(input_tensor, output_tensor)
 
 
 def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Entry:
-    """The receipt's entry: how many blocks are gathered by copy engines; gradients are then reduced by them, too.
+    """Return the receipt's entry: how many blocks copy engines gather and reduce.
 
     Args:
         model: after FSDP.
         is_asked: whether the config insists on them.
-        why: what stands in the way, if anything does.
+        why: of `no_copy_engines`.
     """
     units = [m for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
-    groups = [group for group in map(param_group, units) if group is not None]  # else it has no weights
+    groups = [group for group in map(param_group, units) if group is not None]
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)
     reason = "" if count == len(groups) else why or "not applied"
     applied: dict[str, object] = {"blocks": count, "by NCCL, because": reason} if reason else {"blocks": count}
@@ -149,7 +133,7 @@ def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Ent
 
 
 def _has_sharded_experts(block: nn.Module) -> bool:
-    """Check that some experts are a unit of their own, which several ranks split."""
+    """Return whether some experts are a unit of their own over several ranks."""
     weights = [m.w13 for m in block.modules() if isinstance(m, MixtureOfExperts)]
     groups = [param_group(weight) for weight in weights if isinstance(weight, FSDPModule)]
     return any(group is not None and group.mesh_info.mesh.size(-1) > 1 for group in groups)

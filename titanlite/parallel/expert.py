@@ -1,9 +1,9 @@
-"""Expert parallelism: each rank of a group has some of the experts of every layer, whole, and gets all tokens for them.
+"""Expert parallelism: each rank of a group has some experts of every layer, whole, and gets all tokens for them.
 
-A group is a run of neighbours among the ranks that shard each parameter, with those of tensor-parallel groups, which
-have tokens of their own here. The weights of experts are DTensors over it, by rows, which are in order of the experts;
-FSDP splits what a rank has over the ranks of other groups, as units of their own (`fsdp.py`). All else of the model is
-sharded as it is without: over all ranks.
+A group is a run of neighbours among the ranks that shard parameters, tensor-parallel ranks included, which have their
+own tokens here. Weights of experts are DTensors over it, by rows, which are in order of the experts; FSDP splits a
+rank's experts over the ranks of other groups, as units of their own (`fsdp.py`). The rest of the model is sharded over
+all ranks.
 """
 
 from torch import nn
@@ -21,15 +21,15 @@ KEY = "parallelism.expert_parallel_degree"
 
 
 def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExperts]:
-    """Find the mixtures of experts of a model, by name.
+    """Return the mixtures of experts of a model by name.
 
     Args:
         model: any.
-        degree: ranks that share the experts of each out; 1: tensor-parallel ranks send their tokens to all of them.
+        degree: ranks that share the experts of each; 1: each tensor-parallel rank has all experts.
 
     Raises:
-        ShardingError: there is none to share out, a layer has a number of experts that the ranks do not divide, or
-            computes in a way of its own.
+        ShardingError: there are none to share, their number is not divisible by the ranks, or a user's class computes
+            otherwise.
     """
     fix, one = "expert_parallel_degree = 1", "tensor_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
@@ -56,18 +56,15 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
-    """Share the experts of each layer out over the ranks of an expert group, in place.
+    """Share the experts of each layer over the ranks of an expert group, in place; return the receipt's entry.
 
     Args:
         model: on the meta device, not sharded yet.
         mesh: has expert groups.
         tokens: of a rank's micro-batch.
 
-    Returns:
-        The receipt's entry.
-
     Raises:
-        ShardingError: the model has no experts, or a layer has a number of them that the ranks do not divide.
+        ShardingError: see `experts_to_share`.
     """
     group = mesh.expert_group
     assert mesh.experts is not None  # noqa: S101

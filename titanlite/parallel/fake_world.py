@@ -1,11 +1,11 @@
-"""A world of processes that are not there: this one takes any rank of any number, and its tensors have no memory.
+"""A fake world: this process is any rank of any number, and its tensors have no memory.
 
-torch's fake process group returns at once from a collective; fake tensors have shapes alone. What torch asks of ranks
-with tensors, their coordinates in a mesh, is asked of real ones; and what all ranks are to say, they say as this one.
-A process that has a process group keeps it, and is a rank of it again afterwards.
+Collectives of torch's fake process group return at once; fake tensors have only shapes. Coordinates in a mesh, which
+torch computes with tensors, use real ones; objects that are gathered from ranks are copies of this rank's. A process
+that has a process group keeps it, and is a rank of it again afterwards.
 
-torch keeps by mesh what it has worked out of placements, with the names of the mesh's groups, which are gone with their
-world. So the meshes of each fake world are equal to none of another: torch compares them by thread, too.
+torch caches by mesh, and its entries have names of groups that end with their world. So meshes of a fake world must not
+equal another's: torch compares them by thread, too, and each world has a thread number of its own.
 """
 
 from collections import Counter
@@ -29,12 +29,7 @@ _numbers = count(-1, -1)  # that no thread has
 
 @contextmanager
 def fake_world(rank: int, world: int) -> Generator[None]:
-    """Be one rank of a world, within a context.
-
-    Args:
-        rank: this one.
-        world: number of processes.
-    """
+    """Be one rank of a world of processes, within a context."""
     places = [(DeviceMesh, "__init__"), (DeviceMesh, "get_coordinate"), (dist, "all_gather_object")]
     before = [(of, name, getattr(of, name)) for of, name in places]
     served, threads = flash_attention_4.serve(()), torch.get_num_threads()
@@ -61,7 +56,7 @@ def fake_world(rank: int, world: int) -> Generator[None]:
 
 @contextmanager
 def _process_group(rank: int, world: int) -> Generator[None]:
-    """Make a fake process group the default one; its groups have numbers that no other has, and are gone afterwards."""
+    """Make a fake process group the default one within a context; destroy its groups afterwards."""
     torchs = dist.distributed_c10d
     real, known, made = torchs.GroupMember.WORLD, {*torchs._world.pg_names}, torchs._world.group_count
     torchs._update_default_pg(None)

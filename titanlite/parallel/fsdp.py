@@ -24,59 +24,42 @@ from titanlite.float8.weight import local_data
 from titanlite.kernels.chunk_cat import chunk_cat
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Embedding
-from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, exchanges
+from titanlite.parallel.copy_engines import PushedAllGather, PushedReduceScatter, exchanges, param_group
 from titanlite.parallel.mesh import Mesh
-from titanlite.parallel.param_group import param_group
 from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEmbedding
 
 
 @dataclass(frozen=True)
 class FSDPUnit:
-    """Modules whose weights FSDP gathers together.
+    """Modules whose weights FSDP gathers together."""
 
-    Attributes:
-        modules: these; of the model itself, what no other unit has.
-        mesh: the ranks that its weights are split over; the last axis shards, one before it replicates.
-        reshards: whether gathered weights are freed after forward.
-        is_read_backward: whether backward needs them, gathered again if they were freed.
-        is_block: whether it is one of `layers`, which copy engines may gather.
-        read_by: the module whose forward reads the weights, where it calls none of `modules`: FSDP's hooks are there.
-    """
-
-    modules: tuple[nn.Module, ...]
-    mesh: DeviceMesh
-    reshards: bool
-    is_read_backward: bool = True
-    is_block: bool = False
-    read_by: nn.Module | None = None
+    modules: tuple[nn.Module, ...]  # the model itself has the weights of no other unit
+    mesh: DeviceMesh  # that its weights are split over; the last axis shards, one before it replicates
+    reshards: bool  # whether gathered weights are freed after forward
+    is_read_backward: bool = True  # whether backward needs them, gathered again if they were freed
+    is_block: bool = False  # whether it is one of `layers`, which copy engines may gather
+    read_by: nn.Module | None = None  # reads the weights without calling `modules`, and has FSDP's hooks
 
 
 def frees_after_forward(config: Config, shards: int) -> tuple[bool, bool]:
-    """Return whether gathered blocks are freed after forward, and whether the head is, or an embedding tied to it.
+    """Return whether gathered weights are freed after forward: (of blocks, of the head or an embedding tied to it).
 
-    What is not sharded need not be freed: gathering it is a copy.
-
-    Args:
-        config: `parallelism.fsdp_reshard_after_forward`.
-        shards: ranks over which FSDP splits each weight.
+    By default weights on a single shard are not freed: gathering them is a copy.
     """
     reshard = config.parallelism.fsdp_reshard_after_forward
     return reshard == "always" or (reshard == "default" and shards > 1), reshard == "always"
 
 
 def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
-    """Each block, the embedding and the head are a unit; of tied ones, all but the blocks is.
+    """Return the units in FSDP's order, the model last: each block, embedding and head; tied, these are the model's.
 
-    An embedding is gathered for forward alone, unless it is tied to the head, of the user's class, or hooked. Experts
-    that are shared out are units of their own, over their own ranks, and freed when their block is.
+    An embedding is gathered for forward alone, unless it is tied to the head, of a user's class, or hooked. Experts
+    that ranks share out are units of their own, over their own ranks, and freed with their block.
 
     Args:
         model: has `tok_embeddings`, `layers`, `norm` and `output`; not sharded yet.
         config: `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
-
-    Returns:
-        The units in the order in which FSDP wants them: the model is the last.
     """
     on = mesh.fsdp
     frees_blocks, frees_ends = frees_after_forward(config, on.size(-1))
@@ -90,7 +73,7 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
 
 
 def _expert_units(model: nn.Module, mesh: Mesh, reshards: bool) -> list[FSDPUnit]:
-    """The experts of each block together, and those outside of blocks, if ranks share them out."""
+    """Return a unit of the experts of each block, and of experts outside of blocks, if ranks share them out."""
     if mesh.experts is None:
         return []
     units, seen = [], set[nn.Module]()
@@ -109,19 +92,19 @@ def apply_fsdp(
     """Shard each unit of `fsdp_units`, in place.
 
     Args:
-        model: has `tok_embeddings`, `layers`, `norm` and `output`.
+        model: see `fsdp_units`.
         config: `training.mixed_precision_*`, `parallelism.fsdp_reshard_after_forward`.
         mesh: the mesh.
-        follow: whether gradients are to take what activations leave: `MemoryModel.gradients_follow`. Not where more
-            than one micro-step adds to them, nor where they are reduced in another dtype than that of the masters.
-        by_copy_engines: whether these gather and reduce blocks. `no_copy_engines` says whether they can.
+        follow: whether gradients take memory that activations leave, see `MemoryModel.gradients_follow`: only with one
+            micro-step, and a reduction in the masters' dtype.
+        by_copy_engines: whether copy engines gather and reduce blocks, see `no_copy_engines`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=getattr(torch, config.training.mixed_precision_param),
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
-        cast_forward_inputs=False,  # the rotary table stays float32; activations have the dtype of the embedding
+        cast_forward_inputs=False,  # the rotary table is float32; activations have the dtype of the embedding
     )
-    # By copy engines gradients travel as they are; the sum is in float32 all the same.
+    # Copy engines send gradients as they are, and sum in float32.
     pushed = replace(policy, reduce_dtype=policy.param_dtype) if by_copy_engines else policy
     units = fsdp_units(model, config, mesh)  # all, before FSDP's hooks
     for unit in units:
@@ -130,7 +113,7 @@ def apply_fsdp(
         fully_shard(together, mesh=unit.mesh, reshard_after_forward=unit.reshards, mp_policy=how)
         if not unit.is_read_backward:
             unit.modules[0].set_unshard_in_backward(False)  # type: ignore[operator]
-        if unit.read_by is not None:  # whose own hooks come later, and run around these
+        if unit.read_by is not None:  # its own hooks are registered later, and run around these
             state = unit.modules[0]._get_fsdp_state()  # type: ignore[operator]
             unit.read_by.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
             unit.read_by.register_forward_hook(state._post_forward)
@@ -153,7 +136,7 @@ def apply_fsdp(
 
 
 def _prefetch_experts(model: nn.Module, units: list[FSDPUnit]) -> None:
-    """Gather the experts of a block while backward is in the block behind it: by itself FSDP gathers one unit ahead."""
+    """Gather a block's experts while backward is in the next block; by default FSDP gathers only one unit ahead."""
     experts = {unit.read_by: unit.modules[0] for unit in units if unit.read_by is not None}
     last = model.output if isinstance(model.output, FSDPModule) else model
     for block, behind in pairwise((*model.layers, last)):  # type: ignore[misc]
@@ -162,23 +145,23 @@ def _prefetch_experts(model: nn.Module, units: list[FSDPUnit]) -> None:
 
 
 def _looks_up(embedding: nn.Module) -> bool:
-    """Check that backward reads no row of an embedding's table. A user's own may multiply by its weight."""
+    """Return whether an embedding only looks up rows, so that backward does not need its table."""
     ours = type(embedding) in (Embedding, SequenceParallelEmbedding, VocabParallelEmbedding)
     return ours and "forward" not in vars(embedding) and not embedding._forward_hooks
 
 
 class _ReduceScatter(DefaultReduceScatter):
-    """FSDP's, with its sum in memory of the compute stream: it is a gradient, and takes what activations leave.
+    """FSDP's, with its sum in memory of the compute stream: the sum is the gradient, where activations were.
 
-    Safe without a record of the streams that reduce: they have waited for all that the compute stream was to do when
-    the sum is allocated, and the compute stream waits for the last of them before the optimizer's step, after which the
-    sum is freed. A sum that is added to a gradient, or cast, would be freed before it is read.
+    Safe without `record_stream`: the reducing streams have waited for the compute stream when the sum is allocated, and
+    the compute stream waits for them before the optimizer's step, after which the sum is freed. A sum that is added to
+    a gradient, or cast, would be freed before it is read.
     """
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """FSDP asks for the input, and on its own stream for the sum."""
+        """Allocate the input, or on FSDP's stream the sum."""
         is_cuda, settings = device.type == "cuda", cast(Any, torch.utils.deterministic)
-        # Deterministic kernels would fill it, on this stream, while FSDP's writes the sum.
+        # Deterministic mode would fill it on this stream, while FSDP's stream writes the sum.
         fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
         with torch.cuda.stream(torch.cuda.default_stream(device)) if is_cuda else nullcontext():
             memory = torch.empty(*size, dtype=dtype, device=device)
@@ -187,19 +170,13 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    """Make the units of a model ready for the first step, once its weights have memory.
+    """Prepare the units of a model for the first step, once its weights have memory; call once after `apply_fsdp`.
 
-    Each is gathered and freed, when FSDP moves shards that need padding. Gathered weights are plain tensors from now
-    on, of a tensor-parallel layer this rank's part: DTensors are unwrapped and wrapped at each call of a compiled
-    block, which is time of the host (docs/performance.md). A single data-parallel rank has nobody to reduce gradients
-    with: a hook of each gathered weight hands its gradient to the master, so that FSDP finds none. They are in memory
-    of the compute stream then, and come one by one, as activations are freed. What copy engines reduce has its memory
-    and its kernels from now on.
-
-    Args:
-        model: from `apply_fsdp`; this is called once.
-        config: `training.mixed_precision_reduce`.
-        mesh: the mesh.
+    Each unit is gathered and freed once, which makes FSDP move shards that need padding. Gathered weights become plain
+    tensors, under tensor parallelism this rank's part: unwrapping DTensors at each call of a compiled block takes time
+    of the host (docs/performance.md). On a single data-parallel rank a hook of each gathered weight gives its gradient
+    to the master, so that FSDP finds none: gradients are then in memory of the compute stream, and come one by one, as
+    activations are freed. Reductions by copy engines get their memory and kernels.
     """
     dtype, done = getattr(torch, config.training.mixed_precision_reduce), set()
     for unit in model.modules():
@@ -227,13 +204,13 @@ def finalize(model: nn.Module, config: Config, mesh: Mesh) -> None:
 
 
 def units_of(block: nn.Module) -> list[FSDPModule]:
-    """Return a block, and the experts in it that are a unit of their own: one of the modules of each."""
+    """Return one module of each FSDP unit in a block: itself, and experts that are a unit of their own."""
     found = {m._get_fsdp_state(): m for m in block.modules() if isinstance(m, FSDPModule)}
     return list(found.values())
 
 
 def dtype_of_reduction(block: nn.Module) -> str:
-    """Name what gradients of a gathered block are rounded to on their way to their masters."""
+    """Name the dtype to which gradients of a gathered block are rounded on their way to their masters."""
     dtypes = set[object]()
     for group in filter(None, map(param_group, units_of(block))):
         weights = [param.unsharded_param for param in group.fsdp_params]
@@ -242,13 +219,13 @@ def dtype_of_reduction(block: nn.Module) -> str:
             dtypes |= {hook.args[0] for hook in hooks} if len(hooks) == len(weights) else {"not all"}
         elif isinstance(group._reduce_scatter_comm, PushedReduceScatter):
             dtypes.add(torch.float32)
-        else:  # FSDP keeps no dtype of the reduction where it is that of the gradients
+        else:  # FSDP keeps None where the reduction has the dtype of the gradients
             dtypes.add(group._reduce_dtype or group.fsdp_params[0].param_dtype or group._orig_dtype)
     return ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
 
 
 def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn.Parameter) -> None:
-    """Add the gradient of a gathered weight to that of its master, rounded as it would be on its way to other ranks."""
+    """Add a gathered weight's gradient to its master's, rounded as a reduction over ranks would round it."""
     grad, weight.grad = weight.grad, None
     assert grad is not None  # noqa: S101
     if dtype.itemsize < grad.itemsize:
@@ -256,20 +233,20 @@ def _accumulate_into_master(dtype: torch.dtype, master: nn.Parameter, weight: nn
     if master.grad is not None:
         local_data(master.grad).add_(grad)
         return
-    own = torch.empty(grad.shape, dtype=master.dtype, device=grad.device)  # autograd's may be another weight's, too
+    own = torch.empty(grad.shape, dtype=master.dtype, device=grad.device)  # autograd may share `grad`'s memory
     chunk_cat([grad], 1, own.view(1, -1))
     master.grad = DTensor(own, master._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
 def _fsdp_chunk_cat(tensors: list[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
-    """In the place of torch's `fsdp::chunk_cat`, for whatever uses FSDP in this process."""
+    """Replace torch's `fsdp::chunk_cat`, for every use of FSDP in this process."""
     if dim == 0 and len(out) == num_chunks and out.is_contiguous() and out.is_floating_point():
         chunk_cat(tensors, num_chunks, out)
-    else:  # not what FSDP does with the gradients of our models
+    else:  # never for our models
         torch._chunk_cat(tensors, dim, num_chunks, out=out)
 
 
-_FSDP_OPERATORS = torch.library.Library("fsdp", "IMPL")  # ours as long as it lives
-with warnings.catch_warnings():  # torch's C++ says so once in a process, for whichever operator comes first
+_FSDP_OPERATORS = torch.library.Library("fsdp", "IMPL")  # the replacement lives as long as this object
+with warnings.catch_warnings():  # torch's C++ warns once in a process
     warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered kernel", category=UserWarning)
     _FSDP_OPERATORS.impl("chunk_cat", _fsdp_chunk_cat, "CUDA", allow_override=True)

@@ -1,8 +1,7 @@
-"""Initial weights that depend on the seed alone, never on the layout; and buffers, which the model computes.
+"""Initial weights that depend on the seed, never on the layout; and buffers, which the model computes.
 
-Each part of each parameter has a generator of its own, seeded with the run's seed and the part's name. Every rank draws
-the whole part on its device and keeps its slice. That draws more numbers than needed, at memory speed: the largest
-model, 405B, takes about a second on one GPU, and no seed checkpoint has to be written, moved and loaded.
+Each part of a parameter has a generator of its own, seeded with the run's seed and the part's name. Every rank draws
+whole parts on its device and keeps its slices: 405B takes about a second on one GPU, and needs no seed checkpoint.
 """
 
 import hashlib
@@ -18,13 +17,10 @@ from titanlite.models.layers import Embedding, LayerNorm, Projection, RMSNorm
 
 
 def fill_buffers(model: nn.Module) -> None:
-    """Let a model compute its buffers, and see that it does: what it leaves out would be whatever memory held before.
-
-    Args:
-        model: just materialised.
+    """Let a model that was just materialised compute its buffers, and check that it fills all of them.
 
     Raises:
-        ConfigError: a buffer is not filled; of one-byte numbers, which have none to spare, it cannot be seen.
+        ConfigError: a buffer still has its mark; buffers of one-byte dtypes, which have no number to spare, pass.
     """
     for buffer in model.buffers():
         if (mark := _mark(buffer.dtype)) is not None:
@@ -39,7 +35,7 @@ def fill_buffers(model: nn.Module) -> None:
 
 
 def _mark(dtype: torch.dtype) -> float | None:
-    """A number that no buffer means to hold."""
+    """Return a number that no buffer of a dtype holds on purpose; None of one-byte dtypes."""
     if dtype.itemsize == 1:
         return None
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
@@ -52,12 +48,7 @@ def _holds(x: Tensor, mark: float | None) -> bool:
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """Fill every parameter of a materialised, sharded model.
-
-    Args:
-        model: its parameters may be DTensors.
-        seed: `training.seed`.
-    """
+    """Fill every parameter of a materialised, sharded model from `training.seed`."""
     done: set[int] = set()  # tied weights are drawn once
     for name, module in model.named_modules():
         for own, parameter in module._parameters.items():
@@ -70,13 +61,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def nudge(parameters: Mapping[str, Tensor], seed: int, rounding: float) -> None:
-    """Move each weight up or down by a share of itself, the same under every layout.
-
-    Args:
-        parameters: by name; may be DTensors.
-        seed: `training.nudge`.
-        rounding: the share.
-    """
+    """Move each weight up or down by a share of itself, the same under every layout; the seed is `training.nudge`."""
     for name, parameter in parameters.items():
         with torch.no_grad():
             local = local_data(parameter)  # type: ignore[arg-type]
@@ -85,14 +70,14 @@ def nudge(parameters: Mapping[str, Tensor], seed: int, rounding: float) -> None:
 
 
 def _draw(name: str, own: str, module: nn.Module, shape: torch.Size, device: torch.device, seed: int) -> Tensor:
-    """The whole parameter `own` of the module `name`, float32."""
+    """Draw the whole parameter `own` of the module `name`, float32."""
     if own == "bias" and isinstance(module, LayerNorm | Projection):
         return torch.zeros(shape, device=device)
     if isinstance(module, RMSNorm | LayerNorm):
         return torch.ones(shape, device=device)
     if isinstance(module, Embedding):
         return _normal(name, shape, module.std, device, seed)
-    assert isinstance(module, Projection)  # noqa: S101  # `models/own_model.py` has refused all others
+    assert isinstance(module, Projection)  # noqa: S101  # `models/own_model.py` refuses other classes
     parent, _, _ = name.rpartition(".")
     rows = {part: (module.groups * n, shape[1]) for part, n in module.parts.items()}
     return module.fuse({p: _normal(f"{parent}.{p}", size, module.std, device, seed) for p, size in rows.items()})
@@ -105,15 +90,12 @@ def _normal(name: str, shape: tuple[int, ...], std: float, device: torch.device,
 
 
 def local_slice(full: Tensor, parameter: Tensor, place: Sequence[int] | None = None) -> Tensor:
-    """A rank's part of a whole tensor that is laid out like `parameter`.
+    """Return a rank's part of a whole tensor that is laid out like `parameter`, a view.
 
     Args:
-        full: the shape of `parameter`.
+        full: of the shape of `parameter`.
         parameter: a plain tensor or a DTensor.
-        place: of the rank in the mesh of the parameter; None: this one's.
-
-    Returns:
-        A view of `full`.
+        place: coordinates of the rank in the parameter's mesh; None: this rank's.
     """
     if not isinstance(parameter, DTensor):
         return full

@@ -1,9 +1,8 @@
-"""Find what blocks of a model file of one's own keep for their next call, in buffers and in numbers of theirs.
+"""Find checkpointed blocks of a user's model that write buffers or attributes in forward.
 
-A save-list computes the forward of a block again in backward. Where that forward writes a buffer or counts its calls,
-it begins from other values then, and leaves others: gradients are those of another function, in silence. So a run
-looks after its first step whether a block under checkpointing has written something, by the version that torch counts
-for each tensor, compiled or not.
+A save-list computes a block's forward again in backward. If that forward writes a buffer or counts its calls, it begins
+from other values then, and gradients are silently wrong. So a run checks after its first step whether a checkpointed
+block has written something, by the version that torch counts for each tensor, compiled or not.
 """
 
 from collections.abc import Sequence
@@ -15,19 +14,11 @@ from titanlite.models.experts import MixtureOfExperts
 
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 _OF_A_MIXTURE = ("bias", "share", "counts", "sums")
-"""The trainer writes two of them between forwards, and the counts are not repeated by recomputation."""
+"""The trainer writes `bias` and `share` between forwards; recomputation does not repeat counts and sums."""
 
 
 def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
-    """Everything that tells whether a block has kept something.
-
-    Args:
-        model: has `layers`; its buffers are filled.
-        blocks: numbers of those to look at.
-
-    Returns:
-        Name → a buffer's identity and version, or the value of a number that is an attribute.
-    """
+    """Return name → a buffer's identity and version, or the value of a number that is an attribute, of some blocks."""
     state: dict[str, object] = {}
     for n in blocks:
         for name, module in model.layers[n].named_modules(prefix=f"layers.{n}"):  # type: ignore[index]
@@ -41,11 +32,11 @@ def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
 
 
 def written(before: dict[str, object], after: dict[str, object], file: str) -> RecipeError | None:
-    """The error for what blocks have written in their forward, if they have.
+    """Return the error if a checkpointed block changed a buffer or attribute in forward, else None.
 
     Args:
-        before: of `state_of`, in front of a step.
-        after: of it, behind the step.
+        before: `state_of` before a step.
+        after: the same after the step.
         file: the model's, for the message.
     """
     changed = [name for name, value in before.items() if after.get(name) != value]

@@ -1,16 +1,16 @@
 """The device mesh: which rank holds which slice.
 
-Three axes, always all three, a degree of one included, so that there is one code path for every layout:
+Three axes, also with a degree of one, so that there is one code path for every layout:
 
     dp_replicate   replicas of the sharded model (HSDP); gradients are all-reduced over it
     dp_shard       FSDP: parameters, gradients and optimizer state are split over it
     tp             each layer is split over it; innermost, so that its ranks are neighbours on one host
 
-Ranks that share the tokens of a sequence out (context parallelism) are neighbours among `dp_shard`: to weights, their
-gradients and all else but attention and the data they are further data-parallel ranks.
+Ranks that share a sequence's tokens (context parallelism) are neighbours in `dp_shard`: except to attention and data,
+they are data-parallel ranks.
 
-The weights of experts that are shared out over ranks have a mesh of the same processes of their own. Ranks of a
-tensor-parallel group have other tokens each, and are further ranks to it:
+Weights of experts that ranks share out have their own mesh of the same processes. Tensor-parallel ranks, which have
+different tokens there, are separate ranks of it:
 
     dp_replicate, dp_shard · tp / ep, ep
 """
@@ -39,60 +39,56 @@ class Mesh:
     dp_rank: int
     tp_size: int
     replicas: int
-    experts: DeviceMesh | None = None  # 3-D; None: there are none, or FSDP splits them as all else
-    context: DeviceMesh | None = None  # 1-D, the ranks that share the tokens of a sequence out; None: each has them all
-    sharers: DeviceMesh | None = None  # 1-D, these and the tensor-parallel ranks of each
+    experts: DeviceMesh | None = None  # 3-D; None: no experts, or FSDP splits them as other weights
+    context: DeviceMesh | None = None  # 1-D, the ranks that share a sequence's tokens; None: each has whole sequences
+    sharers: DeviceMesh | None = None  # 1-D, context-parallel ranks and their tensor-parallel ranks
 
     @property
     def device(self) -> torch.device:
-        """Give the place of this process's tensors."""
+        """Return the device of this process's tensors."""
         return self.built_for.of_tensors
 
     @property
     def context_group(self) -> Group | None:
-        """Give the ranks that share the tokens of a sequence out, or None if each has whole sequences."""
+        """Return the ranks that share a sequence's tokens, None if each has whole sequences."""
         return None if self.context is None else _ranks_of(self.context)
 
     @property
     def micro_batch_group(self) -> Group | None:
-        """Give the ranks that have parts of the same micro-batch's tokens, or None if this one has them all."""
+        """Return the ranks that share a micro-batch's tokens, None if this rank has all of them."""
         return self.tp_group if self.sharers is None else _ranks_of(self.sharers)
 
     @property
     def data_size(self) -> int:
-        """Count the ranks, or groups of context-parallel ones, that have samples of their own."""
+        """Count the ranks, or groups of context-parallel ranks, that have samples of their own."""
         return self.dp_size // (1 if self.context is None else self.context.size())
 
     @property
     def data_rank(self) -> int:
-        """Give the number of the one that this rank is, or is in."""
+        """Return the number of this rank, or of its group, among `data_size`."""
         return self.dp_rank * self.data_size // self.dp_size
 
     @property
     def expert_group(self) -> Group | None:
-        """The ranks that the experts of a layer are shared out over, or None if each has all."""
+        """Return the ranks that share the experts of a layer, None if each has all."""
         if self.experts is None or self.experts["ep"].size() == 1:
             return None
         return _ranks_of(self.experts["ep"])
 
     @property
     def expert_shards(self) -> DeviceMesh:
-        """The ranks that FSDP splits the experts of a rank over: 1-D, or 2-D with replicas."""
+        """Return the mesh over which FSDP splits a rank's experts: 1-D, or 2-D with replicas."""
         assert self.experts is not None  # noqa: S101
         return self.experts["dp_replicate", "dp_shard"] if self.replicas > 1 else self.experts["dp_shard"]
 
     @property
     def tp_group(self) -> Group | None:
-        """The ranks that share each layer, or None if layers are whole."""
+        """Return the ranks that share each layer, None if layers are whole."""
         return None if self.tp_size == 1 else _ranks_of(self.tp)
 
 
 def place_of_each_rank(mesh: DeviceMesh) -> list[list[int]]:
-    """Return the coordinates of each rank of the job in its mesh of these dimensions.
-
-    Args:
-        mesh: of this rank, a part of a mesh of all of them.
-    """
+    """Return the coordinates of each rank of the job in its own submesh of these dimensions."""
     root, names = mesh._get_root_mesh(), mesh.mesh_dim_names or ()
     axes = [(root.mesh_dim_names or ()).index(name) for name in names]
     at = [(root.mesh == rank).nonzero()[0].tolist() for rank in range(root.size())]
@@ -100,17 +96,12 @@ def place_of_each_rank(mesh: DeviceMesh) -> list[list[int]]:
 
 
 def _ranks_of(mesh: DeviceMesh) -> Group:
-    """Return the ranks of a mesh of one dimension."""
+    """Return the ranks of a 1-D mesh."""
     return Group(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
 
 
 def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
-    """The receipt's entry of the layout.
-
-    Args:
-        config: degrees, as asked for.
-        mesh: what they came to.
-    """
+    """Return the receipt's entry of the layout."""
     requested = [
         config.data_parallel_replicate_degree,
         config.data_parallel_shard_degree,
@@ -128,15 +119,12 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
 
 
 def build_mesh(config: Parallelism, device: Device, has_experts: bool = False) -> Mesh:
-    """Arrange all processes of the job.
+    """Arrange all processes of the default group.
 
     Args:
         config: degrees, already checked against the number of processes.
-        device: that is built for.
+        device: to build for.
         has_experts: whether the model has mixtures of experts.
-
-    Returns:
-        The mesh; the default process group must exist.
     """
     replicas, tp = config.data_parallel_replicate_degree, config.tensor_parallel_degree
     shards = dist.get_world_size() // (replicas * tp)

@@ -1,19 +1,16 @@
-"""Compare a model that is split over tensor-parallel ranks with the whole one, before the first step.
+"""Compare a user's model that is split over tensor-parallel ranks with the whole one, before the first step.
 
-The sharding plan says what each layer does; what a user's own code between layers does on a rank's part is for that
-code to say. A size read off a tensor, a mean over features that are split, a backward of one's own: on a part each may
-compute something else, and the run would train another model in silence. So the model is computed here in both ways, on
-the real ranks, with random weights and tokens and forward and backward: one block of each kind, and what the model does
-around its blocks.
+The sharding plan covers layers; a user's code between layers may compute something else on a rank's part: by a size
+read off a tensor, a mean over features that are split, a backward of its own. The run would train another model in
+silence. So the model is computed here in both ways, forward and backward, on the real ranks, with random weights and
+tokens: one block of each kind, and the code around the blocks.
 
-Each part is compared by itself. Where a block begins and ends, the split model goes on with the exact tensor of the
-whole one, and in backward with its exact gradient, so that a difference belongs to the part in which it arose.
+Each part is compared by itself: at the boundaries of blocks the split model goes on with the whole one's exact tensors
+and gradients, so that a difference belongs to the part in which it arose.
 
-Every rank computes the whole by itself, for it needs all of it to compare. That is one block's parameters, their
-gradients and its activations; where they do not fit, nothing is compared, and the receipt says so.
-
-What random numbers a model draws is compared with the rest: all ranks of a group draw the same ones, so dropout of what
-is whole passes, and dropout of what is split does not.
+Every rank computes the whole by itself: one block's parameters, gradients and activations. Where they do not fit,
+nothing is compared, and the receipt says so. All ranks of a group draw the same random numbers, so dropout of whole
+tensors passes, and dropout of split ones does not.
 """
 
 import copy
@@ -33,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import Config
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.models.block_kinds import kind_of
+from titanlite.models.block_kinds import kind_of, with_blocks
 from titanlite.models.mistakes import refused
 from titanlite.observe.memory import restart_peak
 from titanlite.parallel.block_boundaries import AROUND, BoundaryComparison, BoundaryRecord, OtherCallsError, watch
@@ -49,20 +46,20 @@ _FIX = (
 
 
 def require_parity(model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh, config: Config) -> Entry:
-    """Refuse a model of the user's own that computes something else when it is split.
+    """Refuse a user's model that computes something else when it is split.
 
     Args:
-        model: on the meta device, whole; it stays as it is.
-        layers: what its layers do on a rank, from `plan_layers`.
+        model: on the meta device, whole; it is not changed.
+        layers: from `plan_layers`.
         mesh: with more than one tensor-parallel rank.
         config: of the run.
 
     Returns:
-        What was compared, for the receipt; without `job.strict`, what differs, too.
+        The receipt's entry; without `job.strict` with the differences.
 
     Raises:
-        ShardingError: a tensor differs by more than rounding may do, and `job.strict` is set; or the model's code
-            raises an exception on a rank's part. Each block, tensor and rank is in the message, the same on all ranks.
+        ShardingError: a tensor differs by more than rounding, and `job.strict` is set; or the model's code raises an
+            exception on a rank's part. The message has each block, tensor and rank, and is the same on all ranks.
     """
     tokens = config.training.local_batch_size * config.training.seq_len
     compared = _compare(model, layers, mesh, tokens, getattr(torch, config.training.mixed_precision_param))
@@ -80,8 +77,8 @@ def require_parity(model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh
 def _compare(
     model: nn.Module, layers: Mapping[str, LayerPlan], mesh: Mesh, tokens: int, dtype: torch.dtype
 ) -> tuple[int, list[Problem]] | None:
-    """Return how many tensors were compared and what differs, the same on all ranks; None for lack of memory."""
-    assert mesh.tp_group is not None  # noqa: S101  # there is something to compare
+    """Return (number of tensors, differences), the same on all ranks; None for lack of memory."""
+    assert mesh.tp_group is not None  # noqa: S101
     model, blocks = _of_representatives(model, layers)
     devices = [mesh.device] if mesh.device.type == "cuda" else []
     with torch.random.fork_rng(devices), set_stance("force_eager"):
@@ -111,25 +108,21 @@ def _compare(
 
 
 def _bound(eps: float, longest: int) -> float:
-    """Return how far apart two computations of the same may be, relative to the size of the result.
+    """Return how far two computations may be apart by rounding, relative to the size of the result.
 
-    Each operator rounds its result, which errs by at most eps/2 of it. A block is a chain of some 64 of them, forward
-    and backward, and errors that are independent add in squares: sqrt(64) · eps/2 = 4 eps. Partial sums are rounded
-    once more, which is less. Sums are formed in float32 at least, in another order: of n terms that errs by
-    sqrt(n) · eps/2 of float32. Both computations err, and what follows a rounding may amplify it: by 2.
+    An operator's result errs by at most eps/2 of itself. A block is a chain of some 64 operators, forward and backward,
+    whose independent errors add in squares: sqrt(64) · eps/2 = 4 eps. Sums of n terms are formed in float32 at least,
+    in another order: sqrt(n) · eps/2 of float32. Both computations err, and later operators may amplify errors: by 2.
     """
     return 2 * (4 * eps + longest**0.5 * torch.finfo(torch.float32).eps / 2)
 
 
 class _Eps(TorchDispatchMode):
-    """The coarsest rounding of what is computed: a model's code may cast to a dtype of its own.
-
-    On GPUs tensor cores may round the factors of float32 products to TF32, whose eps is 2^-10.
-    """
+    """Records the coarsest eps of what is computed: code may cast, and GPUs may round float32 factors to TF32."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.eps = 2.0**-10 if device.type == "cuda" else 0.0
+        self.eps = 2.0**-10 if device.type == "cuda" else 0.0  # of TF32
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -140,33 +133,31 @@ class _Eps(TorchDispatchMode):
 
 
 def _of_representatives(model: nn.Module, layers: Mapping[str, LayerPlan]) -> tuple[nn.Module, list[str]]:
-    """Return a copy in which the first block of a kind stands for all, and the names of those first ones."""
+    """Return a copy in which the first block of a kind is in all their places, and the names of these first ones."""
     first: dict[object, tuple[int, nn.Module]] = {}
     chosen: list[nn.Module] = []
     for n, block in enumerate(model.layers):  # type: ignore[arg-type]
         prefix = f"layers.{n}."
         below = {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}
         chosen.append(first.setdefault((kind_of(block), repr(below)), (n, block))[1])
-    other = copy.copy(model)
-    other._modules = {**model._modules, "layers": nn.ModuleList(chosen)}
-    return copy.deepcopy(other), [f"layers.{n}" for n, _ in first.values()]
+    return copy.deepcopy(with_blocks(model, chosen)), [f"layers.{n}" for n, _ in first.values()]
 
 
 @dataclass
 class _Whole:
-    """The whole model once it is computed: its parameters have gradients, and `eps` is its coarsest rounding."""
+    """The results of the whole model."""
 
-    parameters: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]  # with gradients
     logits_gradient: Tensor
     tokens: Tensor
     record: BoundaryRecord
-    eps: float
+    eps: float  # of its coarsest rounding
 
 
 def _whole_on_all_ranks(
     model: nn.Module, blocks: list[str], mesh: Mesh, tokens: int, dtype: torch.dtype
 ) -> _Whole | None:
-    """Compute the whole in float32, in which less is rounding, or else in the step's dtype; None for lack of memory."""
+    """Compute the whole in float32, or if that raises in the step's dtype; None for lack of memory."""
     error: Exception | None = None
     for each in dict.fromkeys((torch.float32, dtype)):
         for parameter in model.parameters():
@@ -174,7 +165,7 @@ def _whole_on_all_ranks(
         whole = error = None
         try:
             whole = _compute_whole(model, blocks, tokens, mesh.device)
-        except Exception as caught:  # a kernel of the user's for bfloat16, say, or no memory
+        except Exception as caught:  # a user's kernel for bfloat16 alone, or no memory
             error = caught
         if all(_of_all_ranks(whole is not None, mesh)):
             return whole
@@ -184,7 +175,7 @@ def _whole_on_all_ranks(
 
 
 def _materialise(model: nn.Module, values: Mapping[Any, Tensor], device: torch.device) -> nn.Module:
-    """Return a copy of a model on the meta device with values of its parameters, and its buffers filled."""
+    """Return a copy of a meta model with these values of its parameters, and filled buffers."""
     made: dict[int, Tensor] = {id(p): nn.Parameter(v.clone()) for p, v in values.items()}
     made |= {id(buffer): torch.empty_like(buffer, device=device) for buffer in model.buffers()}
     copied = copy.deepcopy(model, made)
@@ -193,7 +184,7 @@ def _materialise(model: nn.Module, values: Mapping[Any, Tensor], device: torch.d
 
 
 def _compute_whole(model: nn.Module, blocks: list[str], tokens: int, device: torch.device) -> _Whole:
-    """Compute forward and backward with random weights, whose size keeps that of what they multiply."""
+    """Compute forward and backward with random weights of a size that keeps activations' size."""
     seed, values = torch.Generator(device).manual_seed(0), {}
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, device=device, generator=seed)
@@ -213,7 +204,7 @@ def _compute_whole(model: nn.Module, blocks: list[str], tokens: int, device: tor
 def _compute_split(
     model: nn.Module, blocks: list[str], whole: _Whole, comparison: BoundaryComparison, file: str
 ) -> None:
-    """Compute forward and backward on this rank's part, and compare on the way; refuse code that raises."""
+    """Compute and compare forward and backward of this rank's part; refuse code that raises."""
     want = "code that runs on the part of each tensor that a rank has, as it does on the whole"
     with refused(file, want, _FIX, kind=ShardingError):
         try:
@@ -228,7 +219,7 @@ def _compute_split(
 def _logits(
     model: nn.Module, blocks: list[str], tokens: Tensor, boundaries: BoundaryRecord | BoundaryComparison
 ) -> Tensor:
-    torch.manual_seed(0)  # on every rank, and for both, what a model draws is the same
+    torch.manual_seed(0)  # the same random numbers on every rank, and in both computations
     for name in blocks:
         watch(model.get_submodule(name), name, boundaries)
     logits: Tensor = model(tokens)
@@ -243,7 +234,7 @@ def _of_all_ranks(value: Any, mesh: Mesh) -> list[Any]:
 
 
 def _problems(of_ranks: list[dict[tuple[str, str], float]], bound: float) -> list[Problem]:
-    """Name the first tensor of each part that differs: what is computed later differs for the same reason."""
+    """Name the first tensor of each part that differs; later ones differ for the same reason."""
     wrong: dict[str, list[tuple[str, dict[int, float]]]] = {}
     for part, name in dict.fromkeys(key for errors in of_ranks for key in errors):
         errors = {rank: own.get((part, name), 0.0) for rank, own in enumerate(of_ranks)}

@@ -14,7 +14,7 @@ _NO_LIMIT = timedelta(days=365)  # that all of them can count
 
 
 def choose_device() -> torch.device:
-    """Give this process's device, which from now on is torch's current one: a GPU of its own where there are any.
+    """Return this process's device, a GPU of its own if there are any, and make it torch's current one.
 
     Raises:
         ConfigError: this host has GPUs, but fewer than processes.
@@ -35,18 +35,12 @@ def choose_device() -> torch.device:
 
 
 def start_process_group(config: Comm) -> torch.device:
-    """Join the job's process group, over NCCL with a GPU for each process and over gloo without.
+    """Join the job's process group and return this process's device.
 
-    Objects and small host-side collectives always go over gloo, so that they work without a GPU and beside one.
-
-    Args:
-        config: `comm.init_timeout_seconds`.
-
-    Returns:
-        This process's device.
+    It is over NCCL with a GPU for each process and over gloo without; CPU tensors and objects always go over gloo.
 
     Raises:
-        ConfigError: this host has GPUs, but fewer than processes.
+        ConfigError: see `choose_device`.
     """
     timeout, device = timedelta(seconds=config.init_timeout_seconds), choose_device()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -58,14 +52,14 @@ def start_process_group(config: Comm) -> torch.device:
 
 
 def ranks_of_a_host() -> int | None:
-    """Return how many of the job's processes each host has, or None if all are on one."""
+    """Return how many of the job's processes each host has, None if all are on one."""
     world = dist.get_world_size()
     of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     return of_host if of_host < world else None
 
 
 def leave_limits_to_watchdog() -> None:
-    """From now on no collective of any group ends the run by its own clock, which goes on while a job is suspended."""
+    """Remove the timeouts of all groups, which would also count the time in which a job is suspended."""
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.14
     for group in dist.distributed_c10d._world.pg_map:
         set_timeout(_NO_LIMIT, group)

@@ -1,8 +1,4 @@
-"""Sum the gradients of parameters that every tensor-parallel rank holds whole and uses for its own tokens.
-
-All of them in float32 with one collective per step, after FSDP has reduced them over the data-parallel ranks, instead
-of one small all-reduce per norm.
-"""
+"""Sum the gradients of parameters that every tensor-parallel rank holds whole and uses for its own tokens."""
 
 import torch
 import torch.distributed as dist
@@ -13,10 +9,10 @@ from titanlite.kernels.collectives import Group
 
 
 def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:
-    """Sum the gradients of parameters that are whole on every tensor-parallel rank; one collective for all of them.
+    """Sum gradients of whole parameters over tensor-parallel ranks, in float32 and one collective per step.
 
     Args:
-        parameters: all parameters of the model, with gradients.
+        parameters: all of the model, with gradients that FSDP has reduced.
         group: the tensor-parallel ranks, or None.
     """
     grads = [p.grad.to_local() for p in parameters if is_replicated(p) and isinstance(p.grad, DTensor)]
@@ -28,7 +24,7 @@ def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | N
 
 
 def is_replicated(parameter: Tensor) -> bool:
-    """Check that every tensor-parallel rank holds this parameter whole."""
+    """Return whether every tensor-parallel rank holds this parameter whole."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()

@@ -16,7 +16,7 @@ Nothing is ever computed on a DTensor inside a block: its implicit redistributio
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,13 +43,13 @@ _FUSED_LINEAR = FusedLinear()
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The part that one module with parameters takes on a tensor-parallel rank.
+    """The plan of one module with parameters on a tensor-parallel rank.
 
     Attributes:
         placements: of its parameters, by their names in the module.
-        gathers: the tokens of its input, before it computes; backward sums and scatters their gradient.
-        scatters: the tokens of its output, after it has summed it over the ranks; backward gathers their gradient.
-        takes_rows: of its input, which is whole.
+        gathers: gathers tokens before it computes; backward reduces and scatters their gradient.
+        scatters: reduces and scatters tokens after it has computed; backward gathers their gradient.
+        takes_rows: takes this rank's tokens of a whole input.
     """
 
     placements: Mapping[str, Placement]
@@ -59,7 +59,7 @@ class LayerPlan:
 
 
 def _rank_part(weight: Any) -> Any:
-    """This rank's part of a tensor-parallel parameter; None where there is no parameter, as no bias."""
+    """Return this rank's part of a tensor-parallel parameter; of a bias that is None, None."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
@@ -68,8 +68,8 @@ class ParallelLinear(Linear):
 
     Attributes:
         group: the ranks.
-        split_operands: of its matmul, where it stands beside its collective: this rank has a part of each.
-        asynchronous: whether its collectives are to be fused into its matmuls.
+        split_operands: operands of its unfused matmul of which this rank has a part.
+        asynchronous: whether to fuse its collectives into its matmuls.
     """
 
     group: Group
@@ -83,7 +83,7 @@ class ParallelLinear(Linear):
 
     @property
     def fused(self) -> FusedMatmul | None:
-        """Return what fuses its collectives with its matmuls, if they are to be fused."""
+        """Return the operators that fuse its collectives with its matmuls, or None."""
         if not self.asynchronous or self.unfused is not None:
             return None
         return _FUSED_LINEAR if self.matmul is F.linear else self.matmul.fused  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ class SequenceParallelRMSNorm(RMSNorm):
     """An `RMSNorm` over this rank's tokens or heads."""
 
     def scale(self) -> Tensor:
-        """[D]."""
+        """Return the scale [D]."""
         return _rank_part(self.weight)
 
 
@@ -128,7 +128,7 @@ class SequenceParallelLayerNorm(LayerNorm):
 
 
 class SequenceParallelEmbedding(Embedding):
-    """An `Embedding` that every rank holds whole and looks its own tokens up in, as that of positions."""
+    """An `Embedding` that every rank holds whole and looks its own tokens up in, as for positions."""
 
     group: Group
 
@@ -158,7 +158,7 @@ class ReplicatedLinear(Linear):
     split_operands: ClassVar[tuple[str, ...]] = ("input", "grad_output")
 
     def forward(self, x: Tensor) -> Tensor:
-        """[M/tp, K] → [M/tp, N], or [M, K/tp] → [M, N/tp] of heads: whatever this rank has."""
+        """[M/tp, K] → [M/tp, N], or of heads [M, K/tp] → [M, N/tp]."""
         return add_bias(linear(x, _rank_part(self.weight), matmul=self.matmul), _rank_part(self.bias))
 
 
@@ -170,34 +170,29 @@ class SequenceParallelRouter(Router):
         return router_logits(x, _rank_part(self.weight))
 
 
+_LAYERS: dict[tuple[type[nn.Module], bool, bool, bool], type[nn.Module]] = {  # gathers, scatters, takes_rows
+    (RMSNorm, False, False, False): SequenceParallelRMSNorm,
+    (LayerNorm, False, False, False): SequenceParallelLayerNorm,
+    (Router, False, False, False): SequenceParallelRouter,
+    (Embedding, False, True, False): VocabParallelEmbedding,
+    (Embedding, False, False, True): SequenceParallelEmbedding,
+    (Linear, True, False, False): ColumnParallelLinear,
+    (Linear, False, True, False): RowParallelLinear,
+    (Linear, False, False, False): ReplicatedLinear,
+}
+
+
 def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
-    """The layer that does what the plan says, or None."""
-    if not runs_forward_of(module, type(module)):  # the object's own would run in place of the layer's
+    """Return the layer that does what the plan says; None for a user's class or forward, which computes otherwise."""
+    if not runs_forward_of(module, type(module)):
         return None
-    wanted = plan.gathers, plan.scatters, plan.takes_rows
-    if type(module) is RMSNorm:  # not a class of the user's that is derived from it: it computes something else
-        layers: dict[tuple[bool, bool, bool], type[nn.Module]] = {(False, False, False): SequenceParallelRMSNorm}
-    elif type(module) is Router:
-        layers = {(False, False, False): SequenceParallelRouter}
-    elif type(module) is LayerNorm:
-        layers = {(False, False, False): SequenceParallelLayerNorm}
-    elif type(module) is Embedding:
-        layers = {(False, True, False): VocabParallelEmbedding, (False, False, True): SequenceParallelEmbedding}
-    elif type(module) is Linear:
-        layers = {
-            (True, False, False): ColumnParallelLinear,
-            (False, True, False): RowParallelLinear,
-            (False, False, False): ReplicatedLinear,
-        }
-    else:
-        return None
-    return layers.get(wanted)
+    return _LAYERS.get((type(module), plan.gathers, plan.scatters, plan.takes_rows))
 
 
 def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, LayerPlan], mesh: DeviceMesh, group: Group, asynchronous: bool = False
 ) -> Entry:
-    """Split every layer of a model over the tensor-parallel ranks, in place.
+    """Make each layer of a model a tensor-parallel one, in place.
 
     Args:
         model: on the meta device; its layers are those of `titanlite.models.layers`.
@@ -210,40 +205,13 @@ def apply_tensor_parallel(
         The receipt's entry: which layers are split.
 
     Raises:
-        ShardingError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so; or
-            ranks have made different plans.
+        ShardingError: a layer has parameters that the plan does not place, or there is no layer for its plan; or ranks
+            have made different plans.
     """
     _require_one_plan(plan, mesh)
-    split_layers(model, plan, group, asynchronous, lambda x, placement: distribute_tensor(x, mesh, [placement]))
-    layers = [name for name, module in model.named_modules() if isinstance(module, Linear | Embedding)]
-    why = "annotated to be replicated on every rank"
-    whole = tuple(Skipped(name, why) for name in layers if plan[name].placements["weight"].is_replicate())
-    split, key = len(layers) - len(whole), "parallelism.tensor_parallel_degree"
-    return Entry("tensor_parallel", mesh.size(), {"layers": split}, count=split, skipped=whole, key=key)
-
-
-def split_layers(
-    model: nn.Module,
-    plan: Mapping[str, LayerPlan],
-    group: Group,
-    asynchronous: bool,
-    part: Callable[[Tensor, Placement], Tensor],
-) -> None:
-    """Make each layer of a model a tensor-parallel one, in place.
-
-    Args:
-        model: as `apply_tensor_parallel` takes it.
-        plan: likewise.
-        group: the ranks.
-        asynchronous: fuse the collectives of linear layers into their matmuls.
-        part: gives what this rank has of a parameter.
-
-    Raises:
-        ShardingError: a layer has parameters that the plan does not place or that no tensor-parallel layer holds so.
-    """
-    placed: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one parameter
+    placed: dict[nn.Parameter, nn.Parameter] = {}  # tied weights remain one parameter
     mixtures = [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
-    of_experts = {part for mixture in mixtures for part in (mixture.w13, mixture.w2)}  # of which others know
+    of_experts = {part for mixture in mixtures for part in (mixture.w13, mixture.w2)}  # see `expert.py`
     for mixture in mixtures:
         mixture.group = group
     for name, module in model.named_modules():
@@ -258,19 +226,21 @@ def split_layers(
             raise ShardingError(describe("tensor parallelism", [problem]))
         for own, parameter in parameters.items():
             if parameter not in placed:
-                placed[parameter] = nn.Parameter(part(parameter.data, layer.placements[own]))
+                placed[parameter] = nn.Parameter(distribute_tensor(parameter.data, mesh, [layer.placements[own]]))
             setattr(module, own, placed[parameter])
-        module.__class__ = parallel  # as FSDP2 does: the module object, its name and its attributes stay
+        module.__class__ = parallel  # as FSDP2 does: the module object keeps its name and attributes
         module.group = group  # type: ignore[assignment]
         if isinstance(module, ParallelLinear):
             module.asynchronous = asynchronous
+    layers = [name for name, module in model.named_modules() if isinstance(module, Linear | Embedding)]
+    why = "annotated to be replicated on every rank"
+    whole = tuple(Skipped(name, why) for name in layers if plan[name].placements["weight"].is_replicate())
+    split, key = len(layers) - len(whole), "parallelism.tensor_parallel_degree"
+    return Entry("tensor_parallel", mesh.size(), {"layers": split}, count=split, skipped=whole, key=key)
 
 
 def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
-    """The receipt's entry of layers that were to be fused with their collectives, once they have run.
-
-    On GPUs it has the operators that were, as a shape may stand in the way.
-    """
+    """Return the receipt's entry of asynchronous layers after a step; on GPUs by operator and shape."""
     skipped = [
         Skipped(name, "no matmul: an embedding looks tokens up")
         for name, module in model.named_modules()
@@ -287,7 +257,7 @@ def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
         fused = sum(each.values())
         applied = {"layers": count, "fused": fused, "plain": lowered.total() - fused, "lowering": "fused kernels"}
         applied["each"] = each
-        count = len(each)  # shapes, as what was missed
+        count = len(each)  # shapes, as `missed` has
     for op, shapes, why, expected in lowered:
         if why:
             (skipped if expected else missed).append(Skipped(f"{op} {shapes}", why))
@@ -296,7 +266,7 @@ def fused_layers_entry(model: nn.Module, device: Device) -> Entry:
 
 
 def _require_one_plan(plan: Mapping[str, LayerPlan], mesh: DeviceMesh) -> None:
-    """Raise, on all ranks, if they are about to split the model differently: they would wait for each other."""
+    """Raise ShardingError on all ranks if their plans differ: they would wait for each other."""
     mine = hashlib.sha256(repr(sorted(plan.items())).encode()).hexdigest()
     plans: list[str] = [""] * mesh.size()
     dist.all_gather_object(plans, mine, group=mesh.get_group())
