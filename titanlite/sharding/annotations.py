@@ -1,12 +1,11 @@
-"""Read what a person says of a model's sharding: which dim of which tensor is split on which mesh axis.
+"""Read a model's annotations: which dim of which tensor is split on which mesh axis.
 
     "layers.*.attention.wqkv.weight": "tp:0"     a parameter or buffer, by name
     "@tok_embeddings": "tp:0"                    what a module returns
     "tokens": "dp:0"                             an input of the model
     "*.router.weight": "replicate"               whole on all ranks; on purpose
 
-Patterns are those of fnmatch. Two axes are "dp:0 tp:1". An axis that is not named is whole: an annotated tensor is
-exactly as its annotation says.
+Patterns are those of fnmatch. Two axes are "dp:0 tp:1". On an axis that is not named the tensor is whole.
 """
 
 import difflib
@@ -25,33 +24,24 @@ from titanlite.sharding.plan import REPLICATE, Placements
 
 
 class Pinned(NamedTuple):
-    """An annotated tensor.
-
-    Attributes:
-        placements: one per axis.
-        text: the annotation, as it was written.
-        is_activation: whether it is what a module returns, or an input; else it is a parameter or buffer.
-    """
+    """The annotation of a tensor."""
 
     placements: Placements
-    text: str
-    is_activation: bool
+    text: str  # as it was written
+    is_activation: bool  # of a module's result or an input; else of a parameter or buffer
 
 
 def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -> dict[Node, Pinned]:
-    """Find the tensors that annotations name.
+    """Return the annotated tensors.
 
     Args:
         graph: the model.
         annotations: pattern → placement.
         axes: size of each mesh axis, by name.
 
-    Returns:
-        The annotated tensors.
-
     Raises:
-        ShardingError: an annotation is malformed, names nothing, contradicts another one, or a dim is not divisible;
-            all problems are in the message.
+        ShardingError: an annotation is malformed, names nothing or contradicts another, or a dim is not divisible; all
+            problems are in the message.
     """
     problems: list[Problem] = []
     pinned: dict[Node, Pinned] = {}
@@ -87,7 +77,7 @@ def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -
 def _placements(
     name: str, pattern: str, text: str, shape: tuple[int, ...], axes: Mapping[str, int], problems: list[Problem]
 ) -> Placements | None:
-    """Read one annotation for one tensor; None, and problems, if it cannot be so placed."""
+    """Read one annotation for one tensor; None, with problems, if it is impossible."""
     count = len(problems)
     parts = [] if text == "replicate" else [part.partition(":") for part in text.split()]
     numbers = {axis: int(n) for axis, _, n in parts if axis in axes and re.fullmatch(r"-?\d+", n)}
@@ -109,19 +99,12 @@ def _placements(
 
 
 def _largest_divisor(size: int, at_most: int) -> int:
-    """The most ranks, at most so many, that a dim divides by."""
+    """Return the largest divisor of a dim's size up to a limit."""
     return next(n for n in range(at_most, 0, -1) if size % n == 0)
 
 
 def annotations_of(model: nn.Module) -> Mapping[str, str]:
-    """Return what a model's file says of its sharding.
-
-    Args:
-        model: may have `sharding`.
-
-    Raises:
-        ShardingError: it has not.
-    """
+    """Return the annotations of a model, its attribute `sharding`; raise ShardingError without one."""
     annotations: Mapping[str, str] | None = getattr(model, "sharding", None)
     if annotations is None:
         want = f"annotations, as a class attribute `sharding` of {type(model).__name__}: which weights are split"

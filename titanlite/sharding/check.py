@@ -1,8 +1,8 @@
 """Refuse a plan that does what no annotation asks for.
 
-Three things make a plan slow or large in silence, and each is an error here: a collective that is no reduction of a
-partial sum and no gather in front of a sharded matmul; a matmul weight that every rank holds whole although nobody said
-so; and a partial sum that is all-reduced although nobody said that its consumers want it whole.
+Three things would make a plan slow or large in silence, and are errors: a collective that neither reduces a partial sum
+nor gathers before a sharded matmul; a matmul weight that is whole on every rank without an annotation; a partial sum
+that is all-reduced without an annotation of its consumers.
 """
 
 import math
@@ -23,20 +23,17 @@ from titanlite.sharding.rules import is_weight_of
 
 
 def refuse_unasked(graph: Graph, plan: Plan, selection: Selection, sizes: Mapping[str, int]) -> None:
-    """Refuse a plan that does what no annotation asks for.
+    """Raise ShardingError, with every problem, if a plan does what no annotation asks for.
 
     Args:
         graph: the model.
-        plan: of it.
-        selection: its rules.
+        plan: of the model.
+        selection: the rules of the plan.
         sizes: the model's dimensions by name, for messages.
-
-    Raises:
-        ShardingError: every problem is in the message.
     """
     nodes = {name: node for node, name in graph.names.items()}
     unasked = [c for c in plan.collectives if not c.asked and c.direction == "forward"]
-    # A shard that a reshape breaks leaves all that follows undecided; what else is wrong may be nothing but that.
+    # A shard that a reshape breaks leaves what follows undecided, and may be the cause of all other problems.
     broken = [c for c in unasked if c.consumers and nodes[c.consumers[0]].target in RESHAPES]
     problems = [_unasked(nodes, plan, c, sizes) for c in _one_of_each(broken or unasked)]
     if not problems:
@@ -46,7 +43,7 @@ def refuse_unasked(graph: Graph, plan: Plan, selection: Selection, sizes: Mappin
 
 
 def _one_of_each(collectives: list[Collective]) -> list[Collective]:
-    """The first of those that differ only in the number of their layer."""
+    """Keep the first of collectives that differ only in the number of their layer."""
     found: dict[object, Collective] = {}
     for c in collectives:
         found.setdefault((re.sub(r"_?\d+", "", f"{c.tensor} {c.module}"), c.axis, c.shape, c.source, c.target), c)
@@ -71,7 +68,7 @@ def _unasked(nodes: Mapping[str, Node], plan: Plan, collective: Collective, size
     else:
         want = f"one placement of the tensors that {user.name} ({user.target}) computes with"
     chains = [plan.why(collective.tensor, axis)]
-    if user.target not in RESHAPES:  # what it is computed with, or for, was placed by another annotation
+    if user.target not in RESHAPES:  # another annotation placed the operator's other tensors
         others = [n for n in (*tensor_inputs(user), user) if n is not nodes[collective.tensor]]
         ways = [plan.why(name, axis) for name, n in nodes.items() if n in others]
         chains += [way for way in ways if way[-1].startswith("annotation") and way[-1] != chains[0][-1]][:1]
@@ -96,7 +93,7 @@ def _shortened(chain: list[str]) -> list[str]:
 def _divisible(
     before: tuple[int, ...], after: tuple[int, ...], dim: int, axis: str, size: int, sizes: Mapping[str, int]
 ) -> str:
-    """The degree that a reshape allows, in the words of the model's dimensions."""
+    """Name the degree that a reshape allows, with the model's dimensions."""
     outer = moved_shards(before, after, 1)
     if dim not in outer:
         return ""
@@ -108,7 +105,7 @@ def _divisible(
 
 
 def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
-    """Matrices that are whole on every rank and on every axis, and not annotated."""
+    """Find matrices that are whole on every rank and axis, and not annotated."""
     problems: dict[str, Problem] = {}
     for parameter, name in graph.names.items():
         if parameter not in graph.parameters:
@@ -128,7 +125,7 @@ def _unsharded_weights(graph: Graph, plan: Plan) -> list[Problem]:
 
 
 def _matmuls(parameter: Node) -> list[Node]:
-    """The matmuls and look-ups that a parameter is the matrix of, through casts and views."""
+    """Return the matmuls and look-ups whose matrix is a parameter, through casts and views."""
     found: list[Node] = []
     left = [parameter]
     while left:
@@ -143,7 +140,7 @@ def _matmuls(parameter: Node) -> list[Node]:
 
 
 def _undecided_sums(graph: Graph, plan: Plan, selection: Selection) -> list[Problem]:
-    """Partial sums that are made whole only because nothing says what their consumers want."""
+    """Find partial sums that are made whole although no annotation places their consumers."""
     problems: dict[str, Problem] = {}
     for node in graph.operators:
         placed = plan.tensors[graph.names[node]]

@@ -1,13 +1,12 @@
-"""Select the rule that each operator runs by, and the collectives that follow.
+"""Select a rule for each operator, and derive the collectives, from known placements.
 
-The placements are known. An operator takes the rule that moves the fewest bytes from where its inputs are and to where
-its output is wanted; a sharded parameter is never moved. What has to be moved becomes a `Move`, one for all consumers
-that need the same.
+An operator takes the rule that moves the fewest bytes of its inputs and output; a sharded parameter is never moved. A
+tensor that has to be moved has one `Move` for all consumers that need the same.
 
-The gradient of a tensor is placed as the tensor is, with one exception. An operator that computes parts from an input
-that is whole gives it a partial gradient. It is summed where the tensor enters those operators, once for all of them
-(the f of Megatron-LM, Shoeybi et al. 2019, section 3); for what is computed of weights alone, at the weight itself, so
-that all such gradients can be summed together, once a step.
+The gradient of a tensor is placed as the tensor is, with one exception: an operator that computes parts from a whole
+input gives it a partial gradient. It is summed where the tensor enters such operators, once for all of them (the f of
+Megatron-LM, Shoeybi et al. 2019, section 3); for tensors computed from weights alone, at the weight, so that all such
+gradients are summed together, once a step.
 """
 
 from collections import defaultdict
@@ -26,38 +25,26 @@ from titanlite.sharding.propagate import Propagation
 from titanlite.sharding.rules import is_weight_of
 from titanlite.sharding.sent_bytes import sent_bytes
 
-_LATENCY = 2_000_000
-"""The cost of a collective before its first byte, in bytes: about 10 µs at 200 GB/s. Without it two cheap moves would
-be preferred to one."""
+_LATENCY = 2_000_000  # of a collective, in bytes: 10 µs at 200 GB/s; without it two cheap moves would beat one
 
 
 class Hop(NamedTuple):
-    """One step of a move, on one axis.
-
-    Attributes:
-        axis: its number.
-        source: placement before.
-        target: placement after.
-        forward: the collective, or None for one that is free.
-        backward: that of the gradient.
-        gradient: placement of the gradient that comes back.
-        shape: of the whole on this axis, as one rank of the other axes has it.
-    """
+    """One step of a move, on one axis."""
 
     axis: int
     source: Placement
     target: Placement
-    forward: Kind | None
-    backward: Kind | None
-    gradient: Placement
-    shape: tuple[int, ...]
+    forward: Kind | None  # the collective; None: it needs none
+    backward: Kind | None  # the gradient's collective
+    gradient: Placement  # of the gradient that comes back
+    shape: tuple[int, ...]  # of the whole on this axis, on one rank of the other axes
 
 
 _Pass = tuple[Literal["forward", "backward"], Kind | None, Placement, Placement]
 
 
 def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator[Hop]:
-    """The steps of a move, in the order in which they are taken: first what makes whole, then what splits.
+    """Yield the steps of a move in order: gathers and reductions before splits.
 
     Args:
         move: of a tensor.
@@ -75,7 +62,7 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
     left = [a for a in range(len(sizes)) if at[a] != move.target[a] or move.partial_gradient[a]]
     left.sort(key=lambda axis: isinstance(move.target[axis], Shard))
     while left:
-        # A dim that another axis still splits is not free: parts of parts would be in another order.
+        # A dim that another axis still splits must wait: parts of parts would be in another order.
         free = [a for a in left if not any(isinstance(p, Shard) and p == move.target[a] for p in at)]
         if free:
             yield hop(free[0], move.target[free[0]], move.partial_gradient[free[0]])
@@ -85,14 +72,14 @@ def hops(move: Move, shape: tuple[int, ...], sizes: tuple[int, ...]) -> Iterator
 
 
 def _gradient_placement(placement: Placement, is_partial: bool) -> Placement:
-    """Place the gradient of a tensor: split as the tensor is, whole for one that is whole or a partial sum."""
+    """Return the placement of a tensor's gradient: its shard; else partial if `is_partial`, or whole."""
     if isinstance(placement, Shard):
         return placement
     return PARTIAL if is_partial else REPLICATE
 
 
 def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tuple[Kind | None, Kind | None]:
-    """The collectives of one hop, forward and backward."""
+    """Return the collectives of one hop, forward and backward."""
     if isinstance(source, Partial):
         return ("reduce_scatter", "all_gather") if isinstance(target, Shard) else ("all_reduce", None)
     if isinstance(source, Shard):
@@ -105,16 +92,13 @@ def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tupl
 
 
 class Selection:
-    """Rules and moves of a graph whose placements are known.
-
-    Args:
-        propagation: has run.
+    """The rules and moves of a graph, after propagation.
 
     Attributes:
         rules: operator → one rule per axis.
         steps: by name of the operator's tensor.
-        gradients: by name, moves of parameters and inputs whose gradient is a partial sum.
-        consumers: of each move, with the position of the tensor among their inputs.
+        gradients: moves of parameters and inputs whose gradient is a partial sum, by name.
+        consumers: of each move: (operator, position of the tensor among its inputs).
     """
 
     def __init__(self, propagation: Propagation) -> None:
@@ -128,11 +112,11 @@ class Selection:
         self._place()
 
     def placements(self, node: Node) -> Placements:
-        """Return where a tensor is."""
+        """Return a tensor's placements."""
         return tuple(self._known.placement(node, axis) for axis in self._axes)
 
     def _choose(self, node: Node) -> tuple[Rule, ...]:
-        """One rule per axis; a dim of a tensor is on one axis only."""
+        """Choose one rule per axis; a dim of a tensor is split on one axis only."""
         sources = tensor_inputs(node)
         has_several = isinstance(node.meta["val"], tuple | list)
         chosen: list[Rule] = []
@@ -152,9 +136,9 @@ class Selection:
         return tuple(chosen)
 
     def _cost(self, node: Node, sources: list[Node], rule: Rule, axis: str, final: Placement) -> tuple[float, int]:
-        """Bytes on the wire, and then hops.
+        """Return (bytes sent, number of hops), to be minimised.
 
-        Sums of partial gradients are left out: they would make ranks repeat each other's work where weights are large.
+        Sums of partial gradients do not count: for large weights they would make ranks repeat each other's work.
         """
         bytes_moved, n_hops = 0.0, 0
         partial = _makes_partial_gradients(rule)
@@ -173,7 +157,7 @@ class Selection:
         return bytes_moved, n_hops
 
     def _place(self) -> None:
-        """Make the moves, last operator first, so that it is known what comes back of each tensor's gradient."""
+        """Make the moves, last operator first, so that the gradients that come back are known."""
         names, count = self.graph.names, range(len(self._axes))
         # Consumers of a tensor and, per axis, whether the gradient that they give it is a partial sum.
         given: dict[Node, list[tuple[Node, int, tuple[bool, ...]]]] = defaultdict(list)
@@ -181,7 +165,7 @@ class Selection:
         inputs: dict[Node, list[Move | None]] = {}
         for node in [*reversed(self.graph.operators), *(n for n in names if n.op == "placeholder")]:
             placed = self.placements(node)
-            # What is computed of weights alone hands a partial gradient on, if all that comes back is partial.
+            # A tensor that is computed from weights alone hands a partial gradient on, if all its gradients are.
             of_weights = node in self.graph.of_weights and node in self.graph.trained
             handed_on = tuple(
                 of_weights
@@ -216,7 +200,7 @@ class Selection:
             self.steps[names[node]] = Step(tuple(m for m in inputs[node] if m), computed, output)
 
     def collectives(self) -> list[Collective]:
-        """All of one forward and one backward, in the order of the tensors that they move."""
+        """Return all collectives of one forward and one backward, in order of their tensors."""
         nodes = {name: node for node, name in self.graph.names.items()}
         after: dict[Node, list[Move]] = defaultdict(list)
         for move in self.consumers:
@@ -260,7 +244,7 @@ class Selection:
                 )
 
     def _statistics(self, node: Node) -> Iterator[Collective]:
-        """Yield what the ranks exchange inside an operator."""
+        """Yield the exchange of statistics inside an operator."""
         for axis, rule in zip(self._axes, self.rules[node], strict=True):
             if rule.statistics:
                 size = self._known.axes[axis]
@@ -271,14 +255,14 @@ class Selection:
                 yield Collective("all_gather", axis, name, module, shape, "float32", sent, "forward", *places)
 
     def _boundary(self, node: Node, consumers: list[Node]) -> str:
-        """The innermost module that holds all consumers, or, without any, the one that computes or holds the tensor."""
+        """Return the innermost module of all consumers; without any, the tensor's."""
         if not consumers:
             return self.graph.home(node)
         common = [m for m in modules_of(consumers[0]) if all(m in modules_of(other) for other in consumers)]
         return (common or [""])[-1]
 
     def _is_asked(self, node: Node, hop: Hop, consumers: list[tuple[Node, int]]) -> bool:
-        """Return whether an annotation asks for it; a tensor's own move ends at a partial sum or at an annotation."""
+        """Return whether an annotation asks for a collective: see `Collective.asked`."""
         if hop.forward is None or isinstance(hop.source, Partial):
             return True
         if not consumers:
@@ -290,7 +274,7 @@ class Selection:
 
 
 def _makes_partial_gradients(rule: Rule) -> bool:
-    """Return whether an input that is whole gets a partial gradient: something else in the operator is a part."""
+    """Return whether a whole input gets a partial gradient: the operator has another tensor that is not whole."""
     return any(not p.is_replicate() for p in (*rule.inputs, rule.output))
 
 

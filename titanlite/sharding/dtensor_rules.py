@@ -1,11 +1,10 @@
-"""DTensor's own sharding rules, asked for one operator and mesh axis.
+"""DTensor's sharding rules of one operator on one mesh axis.
 
-Every combination of whole and sharded inputs is put to DTensor's sharding propagator, without any process group; those
-that it would run as they are, without moving an input first, are rules. Partial inputs are never asked for: in a plan
-partial sums are resolved where they arise.
+DTensor's sharding propagator is asked about every combination of whole and sharded inputs, without a process group;
+combinations that it would run without moving an input are rules. Inputs are never partial: a plan resolves partial sums
+where they arise.
 
-No other file asks DTensor's sharding propagator, which is private.
-What is relied on, and compared with known answers by `self_test`:
+The propagator is private, and used by no other file. `self_test` compares with known answers:
 
     DTensor._op_dispatcher.sharding_propagator      .propagate_op_sharding_non_cached(OpSchema) → OutputSharding
     …op_strategy_funcs, op_single_dim_strategy_funcs   whether DTensor has a rule at all
@@ -35,16 +34,12 @@ Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[Rule]:
-    """Give all ways in which DTensor runs an operator on one mesh axis without communication.
+    """Return the rules with a sharded input by which DTensor runs an operator without communication.
 
     Args:
         op: the operator.
-        args: its arguments, tensors on the meta device.
-        kwargs: likewise.
+        args, kwargs: its arguments; tensors are on the meta device.
         size: ranks along the axis.
-
-    Returns:
-        The rules with a sharded input; empty if DTensor knows nothing of the operator.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))
@@ -61,7 +56,7 @@ def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
         spec_args, spec_kwargs = pytree.tree_unflatten(specs, tree)
         try:
             result = propagator.propagate_op_sharding_non_cached(OpSchema(op, spec_args, spec_kwargs, info))
-        except Exception:  # DTensor refuses a combination with whatever error its rule ran into
+        except Exception:  # DTensor refuses a combination with any error
             continue
         wanted = result.redistribute_schema
         if wanted is not None:
@@ -74,26 +69,22 @@ def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 
 
 def knows(op: torch._ops.OpOverload) -> bool:
-    """Return whether DTensor has rules for an operator at all."""
+    """Return whether DTensor has rules for an operator."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = (propagator.op_strategy_funcs, getattr(propagator, "op_single_dim_strategy_funcs", {}))
     return any(op in table for table in tables)
 
 
 def self_test() -> list[str]:
-    """Compare the answers of the installed torch with known ones.
-
-    Returns:
-        What differs, in words; empty if this torch can be relied on.
-    """
+    """Return the differences between the installed torch's rules and known ones, in words."""
     x, y = (torch.empty(8, 4, device="meta") for _ in range(2))
     whole = Replicate()
     known: list[tuple[torch._ops.OpOverload, tuple[Any, ...], set[Rule]]] = [
-        # A list of tensors; sharded along the dim that they are joined along, they are not what DTensor would run.
+        # A list of tensors, which cannot be sharded along the dim of the concatenation.
         (aten.cat.default, ([x, y], 1), {((Shard(0), Shard(0)), (Shard(0),))}),
         # A reduced dim gives a partial sum.
         (aten.sum.dim_IntList, (x, [1]), {((Shard(0),), (Shard(0),)), ((Shard(1),), (Partial("sum"),))}),
-        # A dim that is cut into pieces cannot be sharded; several outputs.
+        # A dim that is split into pieces cannot be sharded; several outputs.
         (aten.split.Tensor, (x, 2, 1), {((Shard(0),), (Shard(0), Shard(0)))}),
         (aten.mm.default, (x, y.t()), {
             ((Shard(0), whole), (Shard(0),)),
@@ -115,7 +106,7 @@ def _mesh(size: int) -> DeviceMesh:
 
 
 def _choices(tensor: Tensor, size: int) -> list[Placement]:
-    """Whole, or any dim in equal parts."""
+    """Return whole, and a shard of each dim that divides."""
     return [Replicate(), *(Shard(d) for d, n in enumerate(tensor.shape) if n > 1 and n % size == 0)]
 
 

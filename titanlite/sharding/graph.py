@@ -1,7 +1,7 @@
-"""A model as a graph of operators, exported on the meta device and not decomposed.
+"""Export a model as a graph of operators, on the meta device and not decomposed.
 
-Two rewrites make every later step simpler: a linear layer with a bias becomes a product and a sum, because a bias may
-only be added once partial sums are reduced; and tied parameters become one tensor.
+A linear layer with a bias becomes a product and a sum, as a bias is added after partial sums are reduced; tied
+parameters become one tensor.
 """
 
 import contextlib
@@ -37,34 +37,21 @@ _NO_RESULT = {
 
 @dataclass
 class Graph:
-    """The operators of a model and the tensors that go in.
+    """The operators of a model and its tensors."""
 
-    Attributes:
-        fx: the graph; every node that is a tensor has `meta["val"]` on the meta device.
-        names: of its tensors; parameters and buffers have their names in the model.
-        parameters: nodes of parameters.
-        inputs: nodes of the model's inputs, in order.
-        operators: nodes that compute tensors, in order.
-        outputs: nodes that the model returns.
-        trained: nodes that a gradient reaches.
-        of_weights: nodes that are computed of nothing but parameters and constants.
-        aliases: other names of parameters that are tied.
-        calls: per module call, by its name in the model, the node that it ends with.
-    """
-
-    fx: fx.Graph
-    names: dict[Node, str]
+    fx: fx.Graph  # every node that is a tensor has `meta["val"]` on the meta device
+    names: dict[Node, str]  # of tensors; parameters and buffers have their names in the model
     parameters: set[Node]
-    inputs: list[Node]
-    operators: list[Node]
-    outputs: list[Node]
-    trained: set[Node]
-    of_weights: set[Node]
-    aliases: dict[str, Node]
-    calls: dict[str, Node]
+    inputs: list[Node]  # of the model, in order
+    operators: list[Node]  # nodes that compute tensors, in order
+    outputs: list[Node]  # that the model returns
+    trained: set[Node]  # that a gradient reaches
+    of_weights: set[Node]  # computed from parameters and constants alone
+    aliases: dict[str, Node]  # other names of tied parameters
+    calls: dict[str, Node]  # the last node of each module call, by the module's name
 
     def home(self, node: Node) -> str:
-        """The innermost module that computes or holds a tensor, or ""."""
+        """Return the innermost module that computes or holds a tensor, or ""."""
         if node.op == "placeholder":
             return self.names[node].rpartition(".")[0]
         return (modules_of(node) or [""])[-1]
@@ -75,17 +62,13 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
 
     Args:
         model: parameters on the meta device, in the dtypes that the step computes in.
-        inputs: example inputs on the meta device; their shapes are the whole batch of one micro-step, and
-            `requires_grad` says which of them need a gradient.
-        stack_traces: say of each node where it came from, in `meta["stack_trace"]`; that is a third of an export.
-
-    Returns:
-        Its graph.
+        inputs: on the meta device, with the shapes of a micro-step's whole batch; those that require a gradient get it.
+        stack_traces: record each node's lines in `meta["stack_trace"]`, which takes a third of an export.
 
     Raises:
-        ShardingError: a model of the user's own raises an exception, or depends on what its tensors hold.
+        ShardingError: a user's model raises an exception, or depends on the values of its tensors.
     """
-    said = io.StringIO()  # of an exception torch prints the whole graph so far
+    said = io.StringIO()  # with an exception torch prints the whole graph
     planned = _torch_config(stack_traces), _Constants(), contextlib.redirect_stderr(said), mixtures_as_operators(model)
     with contextlib.ExitStack() as stack:
         for each in planned:
@@ -150,7 +133,7 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
 
 
 def _is_fixed(node: Node) -> bool:
-    """Return whether an operator's outputs are tensors whose shapes do not depend on values of other tensors."""
+    """Return whether the shapes of an operator's outputs do not depend on values of tensors."""
     if isinstance(node.target, HigherOrderOperator):
         return False
     outputs = node.meta["val"] if isinstance(node.meta["val"], tuple | list) else [node.meta["val"]]
@@ -172,27 +155,21 @@ def _not_fixed(node: Node, file: str) -> ShardingError:
 
 
 class Line(NamedTuple):
-    """Hold a line of a file."""
+    """A line of a file."""
 
     number: int
     code: str
 
 
 def forward_line(node: Node, file: str) -> Line | None:
-    """Give the innermost line of a file's `forward`s that an operator comes from.
-
-    Args:
-        node: of a graph with stack traces.
-        file: as it was imported.
-    """
+    """Return the innermost line of a file, by its absolute path, that an operator with a stack trace comes from."""
     frames = re.findall(r'File "(.*)", line (\d+), in .*\n +(.*)', node.meta.get("stack_trace") or "")
     return next((Line(int(number), code) for path, number, code in reversed(frames) if path == file), None)
 
 
 @contextlib.contextmanager
 def _torch_config(stack_traces: bool) -> Iterator[None]:
-    """Stack traces if they are read; torch 2.11 finds them all the same. Without torch's log: what it says of an
-    exception, with tracebacks of its own, is said by the exception."""
+    """Emit stack traces only if they are read (torch 2.11 always does); silence torch's log of exceptions."""
     config: Any = torch.fx.config
     before, disabled = getattr(config, "do_not_emit_stack_traces", False), logging.root.manager.disable
     config.do_not_emit_stack_traces = not stack_traces
@@ -205,7 +182,7 @@ def _torch_config(stack_traces: bool) -> Iterator[None]:
 
 
 class _Constants(TorchFunctionMode):
-    """Makes tensors of numbers on the CPU and moves them: on the meta device they would hold nothing."""
+    """Makes tensors of numbers on the CPU and moves them: on the meta device they would have no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -238,12 +215,12 @@ def tensor_inputs(node: Node) -> list[Node]:
 
 
 def modules_of(node: Node) -> list[str]:
-    """Names of the module calls that a node is in, outermost first, without the model itself."""
+    """Return the names of the module calls around a node, outermost first, without the model itself."""
     return [name for name, _ in (node.meta.get("nn_module_stack") or {}).values() if name]
 
 
 def is_item(node: Node) -> bool:
-    """Return whether a node only picks one of several tensors of another."""
+    """Return whether a node picks one of another's tensors."""
     return node.target is operator.getitem
 
 

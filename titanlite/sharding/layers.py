@@ -1,17 +1,16 @@
-"""Derive what each layer of a model does under its sharding plan: how its parameters lie, and its collectives.
+"""Derive the plan of each layer from a model's sharding plan: placements of its parameters, and its collectives.
 
-The trainer runs a model's own code on local tensors, so a collective can only stand at the boundary of a layer that
-holds a parameter (`parallel/tensor.py` has those layers). Each move of the plan is given to the layer that makes it;
-a move that no layer can make is an error, for the plan says that without it the numbers are wrong.
+The trainer runs a model's code on local tensors, so a collective can only be at the boundary of a layer that holds a
+parameter (`parallel/tensor.py`). Each move of the plan is assigned to such a layer; one that no layer can make is an
+error, as numbers would be wrong without it.
 
     gathers      a linear layer whose output features are split: its tokens are gathered before
     scatters     a linear layer whose input features are split, or an embedding whose rows are: its partial sums are
                  reduced and its tokens scattered after
     takes_rows   an embedding of whole indices that computes this rank's tokens only
 
-All else is computed where it lies. What is computed of inputs and buffers alone is whole on every rank.
-
-Of blocks that are alike two are planned, and stand for the others (`representative_blocks.py`).
+Tensors computed from inputs and buffers alone are whole on every rank. Of blocks that are alike two are planned, and
+stand for the others (`representative_blocks.py`).
 """
 
 import copy
@@ -43,20 +42,19 @@ _TOKENS = Shard(0)
 def planned_layers(
     graph: Graph, annotations: Mapping[str, str], ranks: int, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan a graph, and give every move of the plan to the layer that makes it.
+    """Plan a graph, and assign its moves to layers.
 
     Args:
         graph: the model, from token ids to logits.
-        annotations: which dim of which tensor is split.
-        ranks: tensor-parallel ones.
+        annotations: see `annotations.py`.
+        ranks: tensor-parallel ranks.
         sizes: the model's dimensions by name, for messages.
 
     Returns:
-        The plan; and module name → what it does, for each module that holds a parameter in use.
+        The plan; and the plans of modules that hold a parameter in use, by name.
 
     Raises:
-        ShardingError: there is no plan, or no layer can make a move; all problems of the first such kind are in the
-            message.
+        ShardingError: there is no plan, or no layer for a move; all problems of the first such kind are in the message.
     """
     plan, selection = derive(graph, {"tp": ranks}, annotations)
     refuse_unasked(graph, plan, selection, sizes)
@@ -70,18 +68,17 @@ def plan_layers(
     dtype: torch.dtype | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> PlannedLayers:
-    """Plan a model from its annotations, and say what each of its layers does.
+    """Plan a model and each of its layers from its annotations.
 
     Args:
         model: on the meta device; has `sharding` and `layers`, and takes [M] int64 token ids.
         tokens: M of a micro-step.
-        ranks: tensor-parallel ones.
-        dtype: that the step computes in; None: that of the parameters.
+        ranks: tensor-parallel ranks.
+        dtype: that the step computes in; None: the parameters'.
         sizes: the model's dimensions by name, for messages.
 
     Raises:
-        ShardingError: there is no plan, or none that layers can carry out; all problems of the first such kind are in
-            the message.
+        ShardingError: as `planned_layers`, with changes of annotations that would help.
     """
     fewer, stand_for = representative_blocks(model)
     if fewer is not model:
@@ -90,7 +87,7 @@ def plan_layers(
         except ShardingError:
             if not is_own(model):
                 raise
-            planned = None  # its code may name blocks by their numbers
+            planned = None  # a user's code may name blocks by their numbers
         if planned:
             return planned
     plan, layers = _planned(model, tokens, ranks, dtype, sizes or {})
@@ -100,7 +97,7 @@ def plan_layers(
 def _planned(
     model: nn.Module, tokens: int, ranks: int, dtype: torch.dtype | None, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan all blocks of a model; where there is no plan, say which annotation would make one."""
+    """Plan all blocks of a model; if there is no plan, add to the error which annotation would make one."""
     annotations, graph = annotations_of(model), _exported(model, tokens, dtype)
     try:
         return planned_layers(graph, annotations, ranks, sizes)
@@ -114,14 +111,14 @@ def _planned(
 
 
 def _exported(model: nn.Module, tokens: int, dtype: torch.dtype | None) -> Graph:
-    copied = copy.deepcopy(model)  # the masters stay as they are, and the model's code may keep what it computes
+    copied = copy.deepcopy(model)  # the masters must not change, and the model's code may keep tensors
     for parameter in copied.parameters() if dtype is not None else ():
         parameter.data = parameter.data.to(dtype)
     return export(copied, [torch.empty(tokens, dtype=torch.long, device="meta")])
 
 
 def _whole(graph: Graph) -> set[Node]:
-    """Inputs, buffers and constants, and what is computed of nothing else: every rank has all of it."""
+    """Return inputs, buffers and constants, and nodes computed from these alone: all are whole on every rank."""
     whole = {node for node in graph.names if node.op == "placeholder" and node not in graph.parameters}
     for node in graph.operators:
         if all(source in whole for source in tensor_inputs(node)):
@@ -130,7 +127,7 @@ def _whole(graph: Graph) -> set[Node]:
 
 
 class _Layers:
-    """The layers of one plan while its moves are given out."""
+    """The layers of one plan while its moves are assigned."""
 
     def __init__(self, graph: Graph, plan: Plan, selection: Selection) -> None:
         self.graph, self.plan, self.selection = graph, plan, selection
@@ -161,7 +158,7 @@ class _Layers:
         return self.layers
 
     def _enter(self, node: Node) -> None:
-        """Give the moves that an operator's inputs need to layers."""
+        """Assign the moves of an operator's inputs."""
         step = self.plan.steps[self.graph.names[node]]
         for i, (source, move) in enumerate(zip(tensor_inputs(node), step.inputs, strict=True)):
             at = REPLICATE if source in self.whole else move.source[0]
@@ -188,7 +185,7 @@ class _Layers:
                 self._refuse(self._name(source), seen, _MOVES, "annotate another dim, or tensor_parallel_degree = 1")
 
     def _leave(self, node: Node) -> None:
-        """Give the move of what an operator computes to a layer."""
+        """Assign the move of an operator's result."""
         name = self.graph.names[node]
         step = self.plan.steps[name]
         computed, final = step.computed[0], step.output.target[0]
@@ -205,7 +202,7 @@ class _Layers:
             self._refuse(self._name(node), seen, _MOVES, '"@module" = "tp:0" for the module that returns it')
 
     def _gradients(self) -> None:
-        """A weight that is whole has a gradient that is a partial sum: the trainer adds up all of those."""
+        """Refuse a whole weight without a partial gradient: the trainer sums the gradients of all whole weights."""
         for node, name in self.graph.names.items():
             if node not in self.graph.parameters or node not in self.graph.trained:
                 continue
@@ -217,7 +214,7 @@ class _Layers:
                 self._refuse(name, "whole, and so is its gradient", want, f'"{name}" = "tp:0"')
 
     def _returned(self) -> None:
-        """The loss takes logits that are split by vocabulary."""
+        """Refuse logits that are not split by vocabulary, as the loss takes them."""
         for node in self.graph.outputs:
             placed = self.plan.tensors[self.graph.names[node]].placements[0]
             if placed != Shard(1):
@@ -227,7 +224,7 @@ class _Layers:
                 )
 
     def _layer(self, node: Node) -> str | None:
-        """The module that runs an operator on a parameter of its own as the matrix, or None."""
+        """Return the module that runs an operator with its own parameter as the matrix, or None."""
         home = self.graph.home(node)
         own = {self.graph.aliases.get(f"{home}.{name}") for name in self.layers.get(home, LayerPlan({})).placements}
         for i, source in enumerate(tensor_inputs(node)):

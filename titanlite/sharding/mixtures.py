@@ -1,7 +1,6 @@
-"""A mixture of experts as one operator of a plan: each rank routes and sends its own tokens.
+"""Plan a mixture of experts as one operator: each rank routes and sends its own tokens.
 
-The weights of experts are not in it: how ranks share them out, and add up their gradients, is no matter of tensor
-parallelism (`parallel/expert.py`).
+The weights of experts are not part of it: `parallel/expert.py` shares them out.
 """
 
 import contextlib
@@ -18,22 +17,13 @@ from titanlite.models.layers import runs_forward_of
 
 @operator("planned_mixture", None, splits=(Split((0, None), 0),))
 def planned_mixture(x: Tensor, router: Tensor) -> Tensor:
-    """Return memory of the shape of a mixture's result, [M, D], for a graph that is planned and never run.
-
-    Args:
-        x: [M, D].
-        router: [E, D], its weight.
-    """
+    """Return a tensor like `x` [M, D], for a graph that is never run; `router` [E, D] is the weight."""
     return torch.empty_like(x)
 
 
 @contextlib.contextmanager
 def mixtures_as_operators(model: nn.Module) -> Iterator[None]:
-    """Let each mixture of a model be one operator, but for one that computes in a way of its own.
-
-    Args:
-        model: on the meta device; it is as before afterwards.
-    """
+    """Make each mixture of a model one operator within a context, except a user's class that computes otherwise."""
     found = (m for m in model.modules() if isinstance(m, MixtureOfExperts))
     layers = [m for m in found if runs_forward_of(m, MixtureOfExperts)]
     for layer in layers:

@@ -1,11 +1,11 @@
-"""Sharding rules of torch's operators that DTensor has no rules of, or others for dims of length 1 or uneven parts.
+"""Sharding rules of torch's operators for which DTensor has none, or others for dims of length 1 or uneven parts.
 
-DTensor has none of operators that are not decomposed. A rule says: with inputs so placed, the same operator on each
-rank's parts computes the output so placed. That everything may be whole is said for all operators in `rules.py`.
-Rules of titanlite's own operators stand beside their definitions (`kernels/operators.py`).
+DTensor has none for operators that are not decomposed. By a rule, the operator on each rank's parts of its inputs
+computes a part of its output. The rule that all is whole is in `rules.py`; titanlite's own operators have their rules
+beside their definitions (`kernels/operators.py`).
 
-Random numbers that are made from nothing are placed by what consumes them; ranks make the whole and keep their parts,
-or draw from streams of their own. Whole ones, and dropout of a whole tensor, need one stream for all ranks.
+Random tensors made from nothing are placed by their consumers. Whole ones, and dropout of a whole tensor, need the same
+random numbers on all ranks.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,18 +24,11 @@ aten = torch.ops.aten
 
 
 class Rule(NamedTuple):
-    """One way to run an operator.
+    """One way to run an operator."""
 
-    Attributes:
-        inputs: placement of each tensor among its arguments.
-        output: of what it computes, of all its tensors if several.
-        statistics: float32 numbers per row of the input that the ranks exchange inside the operator; 0 but for a
-            cross-entropy over a sharded vocabulary.
-    """
-
-    inputs: tuple[Placement, ...]
-    output: Placement
-    statistics: int = 0
+    inputs: tuple[Placement, ...]  # of each tensor among its arguments
+    output: Placement  # of all its results
+    statistics: int = 0  # float32 numbers per row that ranks exchange inside a cross-entropy over a sharded vocabulary
 
 
 _Own = Callable[..., Iterable[Rule]]
@@ -93,12 +86,12 @@ _FACTORIES = {
 def own_rules(
     op: torch._ops.OpOverload, inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], size: int
 ) -> Iterable[Rule] | None:
-    """Give the rules of an operator but for the one with everything whole; None if there are none here.
+    """Return the rules of an operator except that all is whole; None if there are none here.
 
     Args:
         op: the operator.
         inputs: the tensors among its arguments.
-        out: what it computes; of several tensors the first.
+        out: its result; of several the first.
         arguments: all of them, by name.
         size: ranks along the axis.
     """
@@ -127,7 +120,7 @@ def _rules_for(*targets: object) -> Callable[[_Own], _Own]:
 
 
 def _elementwise_rules(inputs: list[Tensor], out: Tensor) -> Iterable[Rule]:
-    """Each dim of the output, with all inputs that have it; a dim of length 1 is whole on every rank."""
+    """Split each dim of the output, and of all inputs that have it; a dim of length 1 is whole on every rank."""
     for dim in range(out.ndim):
         if out.shape[dim] == 1:
             continue
@@ -144,7 +137,7 @@ def _reshape_rules(inputs: list[Tensor], out: Tensor, _: dict[str, Any], size: i
 
 
 def _einsum_rules(left: str, right: str, out: str) -> Iterable[Rule]:
-    """A letter of the output is split in all tensors that have it; a letter that is summed over gives a partial sum."""
+    """Split each letter in all tensors that have it; a contracted letter gives a partial sum."""
     for letter in dict.fromkeys(left + right):
         places = [Shard(t.index(letter)) if letter in t else REPLICATE for t in (left, right)]
         yield Rule((places[0], places[1]), Shard(out.index(letter)) if letter in out else PARTIAL)
@@ -169,7 +162,7 @@ def _matmul_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rul
     letters = []
     for tensor, ends in ((left, "mk"), (right, "kn")):
         own = batch[len(batch) - (tensor.ndim - 2) :]
-        # A batch dim of length 1 is broadcast: upper case is a letter of its own, which the output does not have.
+        # A batch dim of length 1 is broadcast: it gets an upper-case letter, which the output does not have.
         sizes = tensor.shape[: tensor.ndim - 2]
         letters.append("".join(c if n > 1 else c.upper() for c, n in zip(own, sizes, strict=True)) + ends)
     for rule in _einsum_rules(letters[0], letters[1], batch + "mn"):
@@ -191,7 +184,7 @@ def _norm_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _:
 
 @_rules_for(aten.softmax.int, aten.log_softmax.int, aten.chunk.default, aten.cumsum.default)
 def _other_dims_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    """Operators that work along one dim and leave the others as they are."""
+    """Split every dim except the one that the operator works along."""
     worked = arguments["dim"] % out.ndim
     return [Rule((Shard(d),), Shard(d)) for d in range(out.ndim) if d != worked]
 
@@ -204,7 +197,7 @@ def _pad_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: 
 
 @_rules_for(aten.scaled_dot_product_attention.default)
 def _attention_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    """[B, H, S, E] queries, [B, K, S, E] keys and values: over B, and over heads where H and K both divide."""
+    """Split [B, H, S, E] queries and [B, K, S, E] keys and values over B, and over heads if H and K divide."""
     mask = inputs[3:]
     if arguments.get("dropout_p"):
         return
@@ -216,7 +209,7 @@ def _attention_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any
 
 @_rules_for(aten.embedding.default)
 def _embedding_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[Rule]:
-    """A rank that holds some rows gives zeros for all others, so their sum is the result."""
+    """Split the table's rows (other ranks' rows give zeros: a partial sum), its columns, or the indices."""
     yield Rule((Shard(0), REPLICATE), PARTIAL)
     yield Rule((Shard(1), REPLICATE), Shard(out.ndim - 1))
     for dim in range(inputs[1].ndim):
@@ -225,7 +218,7 @@ def _embedding_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[
 
 @_rules_for(aten.cross_entropy_loss.default)
 def _cross_entropy_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    """Logits [M, V] and targets [M]: over V with two statistics per token, over M where losses are summed or kept."""
+    """Split logits [M, V] over V with two statistics per token, or with targets [M] over M unless it is a mean."""
     logits, targets, *weight = inputs
     if weight or targets.is_floating_point() or logits.ndim != 2:
         return

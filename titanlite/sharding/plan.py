@@ -21,7 +21,7 @@ Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 
 def placement_text(placement: Placement) -> str:
-    """A placement in a few letters: R, S(0), P."""
+    """Write a placement as R, S(0) or P."""
     if isinstance(placement, Shard):
         return f"S({placement.dim})"
     return "R" if placement.is_replicate() else "P"
@@ -29,47 +29,27 @@ def placement_text(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class PlacementOrigin:
-    """The reason why a tensor has its placement on one axis.
+    """The reason for a tensor's placement on one axis."""
 
-    Attributes:
-        reason: in words: "annotation", "forward", "backward", "inferred" (a weight that follows an activation), or
-            "default" (nothing reached it; it is whole).
-        source: the tensor that it came from; for an annotation, its text; for a default, empty.
-    """
-
+    # "inferred": a weight that follows an activation; "default": nothing reached the tensor, which is whole
     reason: Literal["annotation", "forward", "backward", "inferred", "default"]
-    source: str = ""
+    source: str = ""  # the tensor that it came from, or the annotation's text
 
 
 @dataclass(frozen=True)
 class PlacedTensor:
-    """A tensor of the plan.
+    """A tensor of the plan."""
 
-    Attributes:
-        name: of a parameter or buffer, its name in the model; of any other tensor, that of its node in the graph.
-        module: the innermost module that computes it, or holds it.
-        shape: of the whole tensor.
-        dtype: as "bfloat16".
-        placements: one per axis.
-        origins: one per axis.
-    """
-
-    name: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: str  # of a parameter or buffer in the model; of another tensor, its node's in the graph
+    module: str  # the innermost one that computes or holds it
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: str  # as "bfloat16"
     placements: Placements
-    origins: tuple[PlacementOrigin, ...]
+    origins: tuple[PlacementOrigin, ...]  # one per axis
 
 
 def local_shape(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of one rank's part of a tensor.
-
-    Args:
-        shape: of the whole tensor.
-        placements: one per axis.
-        sizes: ranks along each axis.
-    """
+    """Return the shape of one rank's part of a tensor; `sizes` are the ranks along each axis."""
     local = list(shape)
     for placement, size in zip(placements, sizes, strict=True):
         if isinstance(placement, Shard):
@@ -79,108 +59,61 @@ def local_shape(shape: tuple[int, ...], placements: Placements, sizes: tuple[int
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a step.
-
-    Attributes:
-        kind: what it does.
-        axis: of the mesh.
-        tensor: what it moves; in backward, the gradient of that tensor.
-        module: whose boundary it stands at.
-        shape: of the tensor before it is scattered or after it is gathered, as one rank of the other axes sees it.
-        dtype: as "bfloat16".
-        wire_bytes: sent by each rank, in the fewest steps that a ring takes.
-        direction: of the pass that it belongs to.
-        source: placement before, and `target` after, of what is moved.
-        target: see above.
-        consumers: what needs the result; empty if the tensor itself is so placed.
-        asked: whether an annotation asks for it: a reduction of a partial sum, a gather in front of a matmul whose
-            weight is sharded, and their counterparts in backward. Anything else is a mistake of the annotations.
-    """
+    """One collective of a step."""
 
     kind: Kind
     axis: str
-    tensor: str
-    module: str
-    shape: tuple[int, ...]
-    dtype: str
-    wire_bytes: int
+    tensor: str  # that is moved; in backward, its gradient is
+    module: str  # at whose boundary it is
+    shape: tuple[int, ...]  # before it is scattered or after it is gathered, on one rank of the other axes
+    dtype: str  # as "bfloat16"
+    wire_bytes: int  # sent by each rank, in the fewest steps that a ring takes
     direction: Literal["forward", "backward"]
-    source: Placement
-    target: Placement
-    consumers: tuple[str, ...] = ()
-    asked: bool = True
+    source: Placement  # before
+    target: Placement  # after
+    consumers: tuple[str, ...] = ()  # that need the result; none if the tensor itself has the target placement
+    asked: bool = (
+        True  # by an annotation: a reduction of a partial sum, a gather before a sharded matmul, or backward's
+    )
 
 
 @dataclass(frozen=True)
 class Move:
-    """The way of a tensor from where it is to where it is needed, one axis after the other.
+    """The change of a tensor's placements, one axis after another."""
 
-    Attributes:
-        tensor: name of the tensor.
-        source: its placements.
-        target: those needed.
-        partial_gradient: per axis, whether the gradient that comes back is a partial sum, for a target that is whole.
-    """
-
-    tensor: str
+    tensor: str  # its name
     source: Placements
     target: Placements
-    partial_gradient: tuple[bool, ...]
+    partial_gradient: tuple[bool, ...]  # per axis, whether the gradient of a whole target is a partial sum
 
 
 @dataclass(frozen=True)
 class Step:
-    """The placements with which one operator of the graph runs.
+    """The placements with which one operator of the graph runs."""
 
-    Attributes:
-        inputs: one per tensor among its arguments, in order; moves of the same tensor that are equal are one.
-        computed: placements of what it computes from them.
-        output: the move from those to the placements of its tensor.
-    """
-
-    inputs: tuple[Move, ...]
-    computed: Placements
-    output: Move
+    inputs: tuple[Move, ...]  # one per tensor among its arguments, in order; equal moves of a tensor are one object
+    computed: Placements  # of its result
+    output: Move  # from these to the placements of its tensor
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A sharding plan.
+    """A sharding plan."""
 
-    Attributes:
-        axes: size of each mesh axis, by name.
-        tensors: by name, in the order in which they are computed.
-        collectives: of one forward and one backward, in that order; gradients of parameters once.
-        steps: by name of the tensor that the operator computes.
-        gradients: parameters and inputs whose gradient is a partial sum, as moves to themselves.
-    """
-
-    axes: Mapping[str, int]
-    tensors: Mapping[str, PlacedTensor]
-    collectives: tuple[Collective, ...]
-    steps: Mapping[str, Step] = field(repr=False)
-    gradients: Mapping[str, Move] = field(repr=False)
+    axes: Mapping[str, int]  # size of each mesh axis, by name
+    tensors: Mapping[str, PlacedTensor]  # by name, in the order in which they are computed
+    collectives: tuple[Collective, ...]  # of one forward and one backward, in order; gradients of parameters once
+    steps: Mapping[str, Step] = field(repr=False)  # by name of the tensor that the operator computes
+    gradients: Mapping[str, Move] = field(repr=False)  # of parameters and inputs whose gradient is a partial sum
 
     def shown(self, tensor: str) -> str:
-        """A tensor as a person finds it, with its shape: by its module, where it has no name in the model.
-
-        Args:
-            tensor: its name.
-        """
+        """Name a tensor with its module, if it is not named after it, and its shape."""
         placed = self.tensors[tensor]
         named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
         return f"{named} [{', '.join(map(str, placed.shape))}]"
 
     def why(self, tensor: str, axis: str) -> list[str]:
-        """The chain from a tensor back to the annotation that placed it.
-
-        Args:
-            tensor: its name.
-            axis: of the mesh.
-
-        Returns:
-            One line per link: the tensor itself first, the annotation last.
-        """
+        """Return the chain from a tensor to the annotation that placed it on an axis, one line per link."""
         index, lines = list(self.axes).index(axis), []
         while True:
             placed = self.tensors[tensor]
@@ -194,7 +127,7 @@ class Plan:
             tensor = origin.source
 
     def as_dict(self) -> dict[str, Any]:
-        """All that the plan says, in JSON's types."""
+        """Return the plan in JSON's types."""
         tensors = [
             {
                 **vars(t),

@@ -1,9 +1,8 @@
-"""Placements spread from annotated tensors to all others, forward and backward, until nothing changes.
+"""Spread placements from annotated tensors to all others, forward and backward, until nothing changes.
 
-Three rounds. In the first only weights are sources, in the second annotated activations and inputs join: a weight says
-how its layer computes, an activation what happens between layers; together in one round, the tokens of a
-sequence-parallel residual stream would flood the heads of attention. The third spreads "replicate", which changes no
-placement, only what is known of it: whether somebody decided it.
+There are three rounds. In the first only weights are sources; in the second annotated activations and inputs join. In
+one round, the token shards of a sequence-parallel residual stream would flood the heads of attention. The third spreads
+"replicate", which changes no placement, but records that an annotation decided it.
 
 A placement is set once and never changed, so the rounds end, and
 
@@ -12,8 +11,8 @@ A placement is set once and never changed, so the rounds end, and
   others the input that is split on most axes; then the inputs in order;
 - an axis is on one dim of a tensor, and a dim that has an axis takes no second one.
 
-Partial sums are not spread. A matmul over a sharded dim gives its output no placement, so that the output can still be
-given a shard by what consumes it: that, and not a special case, makes a reduce-scatter of an all-reduce.
+Partial sums are not spread. A matmul over a sharded dim gives its output no placement, so that a consumer may give it a
+shard: this makes a reduce-scatter of an all-reduce, without a special case.
 """
 
 from collections.abc import Mapping
@@ -34,7 +33,7 @@ WEIGHTS, ACTIVATIONS, REPLICATED = range(3)
 
 @dataclass(frozen=True)
 class PlacementDecision:
-    """A placement, where it came from, and the round from which on it is a source."""
+    """A placement, its origin, and the round from which it is a source."""
 
     placement: Placement
     origin: PlacementOrigin
@@ -81,18 +80,18 @@ class Propagation:
         self._spread_replicate()
 
     def placement(self, node: Node, axis: str) -> Placement:
-        """Return the placement of a tensor; it is replicated if nothing decided."""
+        """Return the placement of a tensor, replicated by default."""
         known = self.decided[node].get(axis)
         return known.placement if known else REPLICATE
 
     def _shard(self, node: Node, axis: str) -> Shard | None:
-        """Return the shard that a tensor offers as a source in this round."""
+        """Return the shard of a tensor that is a source in this round."""
         known = self.decided[node].get(axis)
         visible = known and known.since <= self._round and isinstance(known.placement, Shard)
         return known.placement if visible else None  # type: ignore[return-value,union-attr]
 
     def _decide(self, node: Node, axis: str, placement: Placement, origin: PlacementOrigin) -> bool:
-        """Give a tensor a shard, unless it has one on this axis or this dim, or cannot have it."""
+        """Give a tensor a shard, unless it has a placement on the axis, a shard of the dim, or cannot have it."""
         known = self.decided[node]
         if axis in known or any(other.placement == placement for other in known.values()):
             return False
@@ -102,13 +101,13 @@ class Propagation:
         return True
 
     def _is_possible(self, node: Node, axis: str, placement: Placement) -> bool:
-        """Return whether a placement is legal for the tensor: an operator of several outputs needs a rule for it."""
+        """Return whether a tensor can have a placement; of several outputs a rule must have it."""
         if isinstance(node.meta["val"], tuple | list):
             return any(rule.output == placement for rule in self.rules[node][axis])
         return not isinstance(placement, Shard) or value(node).shape[placement.dim] % self.axes[axis] == 0
 
     def _references(self, node: Node) -> list[int]:
-        """Positions of an operator's inputs, in the order in which they are asked."""
+        """Return the positions of an operator's inputs in order of precedence."""
         sources = self._inputs[node]
         if node.target in MATMULS:
             return [1, 0, *range(2, len(sources))]
@@ -116,7 +115,7 @@ class Propagation:
         return sorted(range(len(sources)), key=lambda i: -axes[i])
 
     def _misplaced(self, node: Node, axis: str, rule: Rule) -> int:
-        """Count the decided inputs that would have to be moved; parameters cannot be."""
+        """Count the inputs that a rule would move; 1000 for a sharded parameter, which cannot be moved."""
         count = 0
         for source, needed in zip(self._inputs[node], rule.inputs, strict=True):
             known = self.decided[source].get(axis)
@@ -127,7 +126,7 @@ class Propagation:
         return count
 
     def _best(self, node: Node, axis: str, rules: list[Rule]) -> Rule | None:
-        """Return the rule that moves the fewest inputs and no parameter."""
+        """Return the rule that moves the fewest inputs and no sharded parameter."""
         counts = [self._misplaced(node, axis, rule) for rule in rules]
         return rules[counts.index(min(counts))] if counts and min(counts) < 1000 else None
 
@@ -146,7 +145,7 @@ class Propagation:
                     rule = self._best(node, axis, [r for r in fitting if isinstance(r.output, Shard)])
                     if rule:
                         changed |= self._decide(node, axis, rule.output, origin)
-                for rule in fitting:  # a weight whose input is split along the dim that is summed over
+                for rule in fitting:  # a weight whose input is split along the contracted dim
                     if isinstance(rule.output, Partial):
                         changed |= self._infer(node, axis, rule, sources[i])
         return changed
@@ -176,7 +175,7 @@ class Propagation:
         return changed
 
     def _spread_replicate(self) -> None:
-        """Follow activations that are annotated as whole to all undecided ones that they are computed with."""
+        """Mark undecided tensors that are computed with an activation that is annotated as whole."""
         for axis in self.axes:
             left = [
                 node

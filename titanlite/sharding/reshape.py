@@ -1,8 +1,8 @@
 """Follow a shard through a reshape of its tensor.
 
-A reshape is cut into the smallest groups of dims that hold the same elements: [2, 3, 64] → [6, 16, 4] is 2·3 → 6 and
-64 → 16·4. Within a group equal contiguous parts stay equal contiguous parts only along the outermost dim, so a shard
-moves from the outermost dim that went in to the outermost that comes out. Dims of length 1 hold nothing.
+A reshape consists of the smallest groups of dims with the same elements: [2, 3, 64] → [6, 16, 4] is 2·3 → 6 and
+64 → 16·4. Within a group a shard survives only on the outermost dim, and moves to the outermost dim of the result. Dims
+of length 1 are in no group.
 """
 
 from collections.abc import Sequence
@@ -10,19 +10,14 @@ from typing import NamedTuple
 
 
 class DimGroup(NamedTuple):
-    """Dims that are reshaped into each other, outermost first, those of length 1 left out."""
+    """Dims that are reshaped into each other, outermost first."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
 
 
 def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
-    """Cut a reshape into its independent parts.
-
-    Args:
-        before: the shape that goes in, without zeros.
-        after: the shape that comes out, of as many elements.
-    """
+    """Split a reshape, of a shape without zeros, into its groups."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     found: list[DimGroup] = []
@@ -41,16 +36,7 @@ def groups(before: Sequence[int], after: Sequence[int]) -> list[DimGroup]:
 
 
 def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict[int, int]:
-    """Return which dims can be sharded before a reshape, and where the shards are after it.
-
-    Args:
-        before: the shape that goes in.
-        after: the shape that comes out.
-        size: parts; both dims must divide by it.
-
-    Returns:
-        Dim before → dim after.
-    """
+    """Return the dims that can be sharded in `size` parts before a reshape → the dims of these shards after it."""
     if 0 in before:
         return {}
     pairs = {group.before[0]: group.after[0] for group in groups(before, after)}
@@ -58,17 +44,7 @@ def moved_shards(before: Sequence[int], after: Sequence[int], size: int) -> dict
 
 
 def lost_shard_reason(before: Sequence[int], after: Sequence[int], dim: int, size: int) -> str:
-    """Say why a shard of one dim does not survive a reshape.
-
-    Args:
-        before: the shape that goes in.
-        after: the shape that comes out.
-        dim: the sharded dim.
-        size: parts.
-
-    Returns:
-        A clause about the dims, to follow "the reshape".
-    """
+    """Return why a shard of one dim, in `size` parts, does not survive a reshape: a clause after "the reshape"."""
     group = next(g for g in groups(before, after) if dim in g.before)
     if dim != group.before[0]:
         outer = group.before[0]

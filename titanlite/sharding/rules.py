@@ -1,9 +1,7 @@
-"""List the placements that an operator can compute with, on one mesh axis, without communication.
+"""List the placements with which an operator can run on one mesh axis without communication.
 
-A rule says: with inputs so placed, the same operator on each rank's parts computes the output so placed. All operators
-have the rule "everything whole". For those that have no other in `op_rules.py`, DTensor is asked.
-
-A partial sum never goes into an operator: it is resolved where it arises.
+All operators have the rule that everything is whole. Operators without others in `op_rules.py` have DTensor's. Partial
+sums are never inputs: they are resolved where they arise.
 """
 
 import functools
@@ -28,17 +26,10 @@ aten = torch.ops.aten
 
 
 def rules_of(node: Node, size: int) -> list[Rule]:
-    """Give the rules of one operator.
-
-    Args:
-        node: in a graph.
-        size: ranks along the axis.
-
-    Returns:
-        The rules, the one with everything whole first. Every sharded dim divides by `size`.
+    """Return the rules of one operator, "everything whole" first; every sharded dim divides by `size` ranks.
 
     Raises:
-        ShardingError: nothing is known of the operator.
+        ShardingError: there is no rule, or the operator writes a tensor.
     """
     if is_item(node):
         of = value(node)
@@ -70,7 +61,7 @@ def _rules(node: Node, size: int) -> list[Rule]:
 
 
 def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor], size: int) -> list[Rule]:
-    """Only rules whose sharded dims divide, each once."""
+    """Keep rules whose sharded dims divide, each once."""
 
     def divides(placement: Placement, tensor: Tensor) -> bool:
         return not isinstance(placement, Shard) or tensor.shape[placement.dim] % size == 0
@@ -85,7 +76,7 @@ def _checked(found: Iterable[Rule], inputs: list[Tensor], outputs: list[Tensor],
 
 
 def _dtensor_rules(node: Node, op: torch._ops.OpOverload, size: int) -> list[Rule]:
-    """Ask DTensor for its rules, for operators whose outputs are all placed alike."""
+    """Return DTensor's rules with the same placement of all outputs."""
     _require_known_rules()
     found = []
     for inputs, outputs in dtensor_rules.rules(op, *map_arg((node.args, node.kwargs), value), size):
@@ -121,17 +112,12 @@ def _same(tensor: Tensor) -> list[Rule]:
 
 
 def is_weight_of(node: Node, position: int) -> bool:
-    """Return whether a tensor input is the matrix that a matmul multiplies by, or the table of an embedding.
-
-    Args:
-        node: the operator.
-        position: among its tensor inputs.
-    """
+    """Return whether the tensor input at a position is a matmul's right operand, or an embedding's table."""
     return (node.target in MATMULS and position == 1) or (node.target is aten.embedding.default and position == 0)
 
 
 def _key(argument: Any) -> Any:
-    """Return what rules depend on: shape, strides and dtype of a tensor, all else as it is."""
+    """Return the cache key of an argument: shape, strides and dtype of a tensor, the repr of others."""
     if isinstance(argument, Node):
         tensor = value(argument)
         return tuple(tensor.shape), tensor.stride(), tensor.dtype

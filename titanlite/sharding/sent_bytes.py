@@ -4,13 +4,7 @@ import math
 
 
 def sent_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
-    """Return how many bytes each rank sends in the fewest steps that a ring takes.
-
-    Args:
-        kind: of collective.
-        whole_bytes: of the whole tensor.
-        ranks: that take part.
-    """
+    """Return how many bytes of the whole tensor's each rank sends in the fewest steps that a ring takes."""
     share = {
         "all_gather": (ranks - 1) / ranks,
         "reduce_scatter": (ranks - 1) / ranks,

@@ -1,6 +1,6 @@
-"""Make of a model what one rank of a run has of it: of a run whose ranks are there, and of one that is only planned.
+"""Reduce a model to one rank's part: tensor parallelism → context parallelism → experts → float8.
 
-tensor parallelism by the sharding plan → context parallelism → experts shared out → float8
+The ranks may be fake ones of a run that is only planned.
 """
 
 import functools
@@ -29,30 +29,14 @@ _plans: dict[object, Mapping[str, LayerPlan]] = {}
 
 
 def sharding_plan(config: Config, dims: ModelDims) -> PlannedLayers:
-    """Derive the tensor-parallel plan of a run's model, of one micro-step; once in a process.
-
-    Args:
-        config: checked.
-        dims: the model's dimensions.
-
-    Raises:
-        ShardingError: there is none.
-    """
+    """Derive the tensor-parallel plan of a run's model, once in a process; raise ShardingError if there is none."""
     training, t = config.training, config.parallelism.tensor_parallel_degree
-    tokens = training.local_batch_size * training.seq_len  # whole samples: what layers do is the same for parts of them
+    tokens = training.local_batch_size * training.seq_len  # whole samples; the plan is the same for parts of them
     return _derived_plan(config.model, dims, training.seq_len, tokens, t, training.mixed_precision_param)
 
 
 def plan_of_any_degree(config: Config, dims: ModelDims) -> Mapping[str, LayerPlan]:
-    """Return the plan of each layer, which is the same for all degrees that a model can be split by.
-
-    Args:
-        config: checked.
-        dims: the model's dimensions.
-
-    Raises:
-        ShardingError: there is none.
-    """
+    """Return a plan of each layer: it is the same for all possible degrees; raise ShardingError if there is none."""
     if (config.model, dims) not in _plans:
         sharding_plan(config, dims)
     return _plans[config.model, dims]
@@ -73,15 +57,15 @@ def split_model(
     plan: Mapping[str, LayerPlan],
     receipt: Receipt,
 ) -> Conversion | None:
-    """Leave this rank's part of each layer of a model, in place, with the recipe's arithmetic.
+    """Reduce each layer of a model to this rank's part, in place, and convert it to float8.
 
     Args:
         model: on the meta device, whole.
-        config: checked, of the largest stage.
-        float8: arithmetic of the linear layers, or None.
+        config: of the largest stage.
+        float8: the recipe, or None.
         mesh: of the run.
         plan: of each layer under tensor parallelism.
-        receipt: gets what was done.
+        receipt: gets entries.
 
     Returns:
         The outcome of float8.

@@ -1,8 +1,7 @@
-"""Find the annotation at fault where there is no plan: change each one alone, and see whether a plan follows.
+"""Find the annotation at fault where there is no plan: change each one alone, and try.
 
-A placement that cannot be shows itself far from the annotation that is wrong, often in a layer that is right. So what
-would help is not guessed from there: each annotation is left out, or says another thing, each matrix without one is
-given one, and what makes a plan is said. It takes a few seconds, of a run that does not begin.
+An impossible placement often shows far from the wrong annotation. So each annotation is left out or changed, each
+matrix without one is given one, and changes that make a plan are suggested. It takes some seconds of a run that fails.
 """
 
 import re
@@ -17,15 +16,12 @@ _CHOICES = ("tp:0", "tp:1", "replicate", None)
 def suggest_annotation(
     graphs: Sequence[Graph], annotations: Mapping[str, str], plan: Callable[[Graph, Mapping[str, str]], object]
 ) -> str:
-    """Say which changes of one annotation make a plan.
+    """Return lines that name the changes of one annotation that make a plan; "" if there are none.
 
     Args:
-        graphs: of a model, small ones first; a plan is one of all of them.
+        graphs: of a model, small ones first; all must have a plan.
         annotations: that make none.
         plan: makes a plan of a graph or raises ShardingError.
-
-    Returns:
-        Lines to follow the error's; empty if no change of one annotation makes a plan.
     """
 
     def makes_one(changed: Mapping[str, str]) -> bool:
