@@ -1,7 +1,7 @@
 """Float8 products with scales by block: cuBLASLt's on Hopper, their definition elsewhere.
 
-A tensor is read once and quantised both ways, along its rows and along those of its transpose: scales never lie along a
-sum. What forward keeps of its input are the bytes that backward will multiply.
+A tensor is read once and quantised along its rows and along its columns, so that scales never lie along a sum. Forward
+keeps the input's bytes that backward multiplies.
 """
 
 from typing import Any
@@ -19,11 +19,7 @@ Either = Cast | Tensor
 
 
 class BlockScaledFloat8:
-    """The matmuls of a recipe with scales by block.
-
-    Args:
-        recipe: the arithmetic; see `scope.is_by_blocks`.
-    """
+    """The matmuls of a recipe with scales by block; see `scope.is_by_blocks`."""
 
     def __init__(self, recipe: Float8Recipe) -> None:
         self.recipe = recipe
@@ -36,7 +32,7 @@ class BlockScaledFloat8:
 def _cast_both_ways(
     x: Tensor, of: Granularity, of_transpose: Granularity, dtype: str, recipe: Float8Recipe, after: Tensor | None = None
 ) -> tuple[Either, Either]:
-    """Cast a matrix [R, C] as the left operand of a product over columns, and its transpose as that over rows."""
+    """Cast a matrix [R, C] for a product that contracts columns, and its transpose for one that contracts rows."""
     rows, rows_transposed = (BLOCKS[each][0] if each in BLOCKS else 0 for each in (of, of_transpose))
     if not rows and not rows_transposed:
         return x, x.t()
@@ -54,7 +50,7 @@ def _multiply_casts(left: Either, right: Either, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right.t())
 
 
-@torch._dynamo.allow_in_graph  # what it is given beside tensors is no business of Dynamo's
+@torch._dynamo.allow_in_graph  # Dynamo cannot trace arguments that are no tensors
 class _BlockScaledMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:

@@ -1,4 +1,4 @@
-"""Cast a matrix to float8 as a recipe says: which numbers share a scale, and how it is rounded.
+"""Cast a matrix to float8 as a recipe says: which numbers share a scale, and how scales are rounded.
 
 Casts are torchao's to the bit where torchao has the recipe (`tests/unit/float8/test_emulated.py`).
 
@@ -29,11 +29,11 @@ class Cast(NamedTuple):
 
 
 class AmaxGroups(NamedTuple):
-    """The ranks over which each operand's maximum is reduced, for one scale of the whole; None: what is here is all."""
+    """The ranks over which each operand's maximum is reduced; None: this rank has the whole operand."""
 
-    input: Group | None = None  # of a layer's products
-    weight: Group | None = None  # see `input`
-    grad_output: Group | None = None  # see `input`
+    input: Group | None = None
+    weight: Group | None = None
+    grad_output: Group | None = None
 
 
 ALL_HERE = AmaxGroups()
@@ -44,14 +44,14 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
 
     Args:
         x: [R, C], any floating dtype. R and C are multiples of a block.
-        of: what has a scale of its own; not "none".
+        of: the unit that has a scale; not "none".
         dtype: "e4m3" or "e5m2".
         rounding: of the scales: "exact" or "pow2_floor", as `scale_of` has them.
-        over: the ranks that hold the other parts, where one scale is for all of them; only with "tensor".
+        over: the ranks that hold the other parts of a matrix with one scale; only with "tensor".
 
     Returns:
-        The matrix, its bytes laid out as `x`. NaN makes NaN of all that shares its scale, and so does infinity, with
-        exact scales once bytes are multiplied by `scale_inv`.
+        The matrix, its bytes laid out as `x`. NaN and infinity make NaN of all numbers with the same scale; infinity
+        with exact scales only once bytes are multiplied by `scale_inv`.
 
     Source:
         torchao.float8.float8_utils.
@@ -67,7 +67,7 @@ def cast(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | No
 
 
 def _amax_of(x: Tensor, of: Granularity, over: Group | None) -> Tensor:
-    """Return the greatest size of each row, [R, 1], or of all there is, [], here or on all ranks."""
+    """Return the maximum of each row, [R, 1], or of the matrix, [], on this rank or all."""
     if of == "row":
         return x.abs().amax(-1, keepdim=True)
     return x.abs().amax() if over is None else all_reduce(x.abs().amax(), "max", over)

@@ -1,16 +1,14 @@
-"""Float8 recipes (`recipes/float8/*.toml`) applied to a model: each linear layer's three matmuls become `matmul.py`'s.
+"""Apply a float8 recipe (`recipes/float8/*.toml`) to a model: replace the matmuls of linear layers by `matmul.py`'s.
 
-Layers work on local tensors, so under tensor parallelism every scale is that of this rank's part: exact for each
-product, and no reduction of maxima is needed. A recipe with `reduce_amax` asks for the bits of one device, and reduces
-the maximum of every operand of which a rank has a part. A fused projection is one operand: under tensorwise scaling
-its parts (`wq`, `wk`, `wv`) share a scale.
+Layers work on local tensors: under tensor parallelism every scale is this rank's, which is exact for its product and
+needs no reduction. A recipe with `reduce_amax` gives the bits of one device, and reduces the maximum of every operand
+that is split. A fused projection is one operand: under tensorwise scaling `wq`, `wk` and `wv` share a scale.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -40,14 +38,6 @@ from titanlite.models.layers import Linear, Projection
 from titanlite.models.llama3 import FeedForward
 
 
-class Maximum(NamedTuple):
-    """A maximum that is reduced over the tensor-parallel ranks: an all-reduce of one number."""
-
-    operand: str  # "input", "weight" or "grad_output"
-    direction: str  # "forward" or "backward", the pass that casts it
-    layer: str  # whose product it is for
-
-
 @dataclass(frozen=True)
 class Conversion:
     """The outcome of a conversion, layer by layer."""
@@ -55,17 +45,17 @@ class Conversion:
     lowering: Lowering
     converted: tuple[str, ...]
     skipped: dict[str, str]  # name → why
-    joined: tuple[str, ...] = ()  # feed-forwards whose inside exists in float8 alone
-    tied: tuple[str, ...] = ()  # converted, but gathered as what else their weight is for needs it
-    maxima: tuple[Maximum, ...] = ()  # reduced in a micro-step, once more where forward is computed again
-    gathered: Mapping[str, int] = field(default_factory=dict[str, int])  # in float8, from so many ranks by FSDP
+    joined: tuple[str, ...] = ()  # feed-forwards whose intermediates exist in float8 alone
+    tied: tuple[str, ...] = ()  # converted, but gathered in high precision, which the embedding needs
+    maxima: tuple[str, ...] = ()  # operands whose maximum tensor-parallel ranks reduce in a micro-step, of all layers
+    gathered: Mapping[str, int] = field(default_factory=dict[str, int])  # name → ranks from which FSDP gathers float8
 
 
 class Float8FeedForward(FeedForward):
-    """A `FeedForward` whose inside exists in float8 alone."""
+    """A `FeedForward` whose intermediates exist in float8 alone."""
 
     group: Group | None  # the tensor-parallel ranks, or None
-    recipe: Float8Recipe  # the arithmetic
+    recipe: Float8Recipe
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [M/tp, D] to [M/tp, D]."""
@@ -82,23 +72,20 @@ def apply_float8(
     shards: int,
     expert_shards: int | None = None,
 ) -> Conversion:
-    """Give each eligible linear layer the recipe's arithmetic, in place.
+    """Convert each eligible linear layer to a recipe, in place.
 
     Args:
         model: after tensor parallelism, before FSDP.
         recipe: the arithmetic.
-        filter_fqns: layers whose name contains one of these are left alone.
-        device: to train on; decides about the lowering.
-        tokens: M, the tokens a layer sees per micro-step.
+        filter_fqns: layers whose name contains one of these are skipped.
+        device: to train on, on which the lowering depends.
+        tokens: M of a micro-step.
         shards: ranks over which FSDP splits each weight.
-        expert_shards: ranks over which it splits those of experts; None: the same.
-
-    Returns:
-        What became of each linear layer.
+        expert_shards: ranks over which it splits weights of experts; None: the same.
 
     Raises:
-        RecipeError: a filter matches no layer, a layer has a forward of its own, or FSDP is to gather float8 and a
-            weight's rows cannot be split equally.
+        RecipeError: a filter matches no layer, a layer has a forward of a user's class, or FSDP is to gather float8 and
+            a weight's rows cannot be split equally.
     """
     matmul = Float8Matmul(recipe, device)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
@@ -107,7 +94,7 @@ def apply_float8(
     require_matches(filter_fqns, [*linears, *(part for parts in of_experts.values() for part in parts)])
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied, of_their_own = [], {}, dict[str, int](), [], []
-    own = {ALL_HERE: matmul}  # by what of a layer's operands is split over which ranks
+    own = {ALL_HERE: matmul}  # by the ranks over which a layer's operands are split
     for name, module in linears.items():
         weight = local_data(module.weight)
         if why := left_alone(name, weight.shape, tokens, recipe, filter_fqns):
@@ -122,7 +109,7 @@ def apply_float8(
             converted.append(name)
             if recipe.fsdp_all_gather != "float8" or matmul.unfused is not None:
                 continue
-            if uses[module.weight] > 1:  # also the embedding's: another parameter here would untie the two
+            if uses[module.weight] > 1:  # tied to the embedding: another parameter would untie the two
                 tied.append(name)
                 continue
             rows[name] = len(weight)
@@ -131,7 +118,7 @@ def apply_float8(
     for name, projections in of_experts.items():
         why = _experts_left_alone(projections, tokens, recipe, filter_fqns)
         compute = mixtures[name].compute
-        if compute is not experts and not isinstance(compute, ParallelExperts):  # of a model file's own
+        if compute is not experts and not isinstance(compute, ParallelExperts):  # a user's
             why = "experts that have an arithmetic of their own multiply in training.mixed_precision_param"
         if why:
             skipped |= dict.fromkeys(projections, why)
@@ -152,14 +139,14 @@ def apply_float8(
     gathered = {name: (name in in_experts and expert_shards) or shards for name in rows}
     require_equal_shards(rows, gathered)
     joined = tuple(name for name, module in model.named_modules() if _joins(module, recipe, matmul))
-    maxima = tuple(m for name in converted if name in linears for m in _maxima(name, linears[name], name in rows))
+    maxima = tuple(m for name in converted if name in linears for m in _maxima(linears[name], name in rows))
     return Conversion(matmul.lowering, tuple(converted), skipped, joined, tuple(tied), maxima, gathered)
 
 
 def _experts_left_alone(
     projections: Mapping[str, Projection], tokens: int, recipe: Float8Recipe, filter_fqns: tuple[str, ...]
 ) -> str | None:
-    """Return why the experts of a layer are not converted, both projections or none, or None."""
+    """Return why the experts of a layer are not converted, or None; both projections are converted, or none."""
     if why := obstacle_of_experts(recipe):
         return why
     found = (left_alone(name, p.weight.shape, tokens, recipe, filter_fqns) for name, p in projections.items())
@@ -167,29 +154,28 @@ def _experts_left_alone(
 
 
 def _has_own_forward(module: Linear) -> bool:
-    """Check that what a layer computes is written in a model file, and not in titanlite."""
+    """Return whether a layer's forward or matmul is a user's, not titanlite's."""
     owner = next(c for c in type(module).__mro__ if "forward" in vars(c))
     own_matmul = module.matmul is not F.linear and not isinstance(module.matmul, Float8Matmul)
     return own_matmul or "forward" in vars(module) or not owner.__module__.startswith("titanlite.")
 
 
-def _maxima(name: str, layer: Linear, is_gathered: bool) -> Iterator[Maximum]:
-    """Yield the maxima that a converted layer reduces: all operands', with a collective inside its products."""
+def _maxima(layer: Linear, is_gathered: bool) -> Iterator[str]:
+    """Yield the operands whose maximum a converted layer reduces: all if its products have a collective inside."""
     matmul: Float8Matmul = layer.matmul  # type: ignore[assignment]
     if not matmul.recipe.reduce_amax or getattr(layer, "group", None) is None:
         return
     is_fused, is_emulated = getattr(layer, "fused", None) is not None, matmul.lowering.name == "emulated"
-    again = MATMULS["grad_weight"] if is_emulated else ()  # which the others make of the same bytes
-    for direction, operands in (("forward", MATMULS["output"]), ("backward", (*MATMULS["grad_input"], *again))):
-        for operand in operands:
-            if operand == "weight" and is_gathered:
-                continue  # cast before, by a scale of the whole: `precompute_scales`
-            if is_fused or getattr(matmul.over, operand) is not None:
-                yield Maximum(operand, direction, name)
+    again = MATMULS["grad_weight"] if is_emulated else ()  # other lowerings use the same bytes again
+    for operand in (*MATMULS["output"], *MATMULS["grad_input"], *again):
+        if operand == "weight" and is_gathered:
+            continue  # `precompute_scales` has done it
+        if is_fused or getattr(matmul.over, operand) is not None:
+            yield operand
 
 
 def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> bool:
-    """Join the products of a feed-forward in place if both are titanlite's own, and return whether they are."""
+    """Join the products of a feed-forward in place, if both are titanlite's own; return whether it was joined."""
     if type(module) is not FeedForward or matmul.unfused is not None:
         return False
     layers = module.w13, module.w2
@@ -197,10 +183,10 @@ def _joins(module: nn.Module, recipe: Float8Recipe, matmul: Float8Matmul) -> boo
         return False  # left in high precision, or with collectives of its own
     group = getattr(module.w13, "group", None)
     if any(layer.bias is not None or layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
-        return False  # of a model file's own
+        return False  # a user's
     if not joins_feed_forward(recipe, group is not None):
         return False
-    module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the module, its name and parameters stay
+    module.__class__ = Float8FeedForward  # as for tensor-parallel layers: the object keeps its name and parameters
     module.group, module.recipe = group, recipe  # type: ignore[assignment]
     return True
 
@@ -213,15 +199,15 @@ def _gathered_in_float8(weight: nn.Parameter, recipe: Float8Recipe, over: Group 
 
 
 def precompute_scales(parameters: list[nn.Parameter], mesh: DeviceMesh) -> None:
-    """Scale every weight that FSDP gathers in float8 and scales as a whole; call after each update.
+    """Compute the scale of every weight that FSDP gathers in float8 with one scale; call after each update.
 
     Without it each gather would reduce its own maximum first.
 
     Args:
-        parameters: all parameters of the model.
-        mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
+        parameters: all of the model.
+        mesh: of FSDP; its last axis shards weights.
     """
-    # The very tensor that FSDP gathers: of a parameter, `to_local` returns a view from torch 2.13 on.
+    # The tensor that FSDP gathers: from torch 2.13 on `to_local` of a parameter returns a view.
     locals_ = [p._local_tensor for p in parameters if isinstance(p, DTensor)]
     shards = [shard for shard in locals_ if isinstance(shard, WeightShard) and not shard.how.by_row]
     if shards:

@@ -1,8 +1,8 @@
-"""The definition of every float8 recipe in plain torch: products of the numbers that the bytes of `cast.py` stand for.
+"""The definition of every float8 recipe in plain torch: products of dequantised casts.
 
-It runs on any device; the other lowerings are tested against it. Results are torchao's emulation's to the bit where
-torchao has the recipe (`tests/unit/float8/test_emulated.py`), except for one thing: bytes are multiplied by the inverse
-of their scale, as tensor cores do it, where torchao's emulation divides them by the scale.
+It runs on any device; other lowerings are tested against it. Where torchao has the recipe, results equal its
+emulation's to the bit (`tests/unit/float8/test_emulated.py`), except that bytes are multiplied by the inverse scale, as
+on tensor cores, where torchao divides by the scale.
 
 Each operand is cast for each of its two products, so that scales never lie along the sum:
 
@@ -27,12 +27,7 @@ def multiply(left: Cast, right: Cast, dtype: torch.dtype) -> Tensor:
 
 
 class EmulatedFloat8:
-    """The matmul `x @ weight.T` as a recipe defines it, forward and backward.
-
-    Args:
-        recipe: the arithmetic.
-        over: the ranks that hold the rest of its operands.
-    """
+    """The matmul `x @ weight.T` as a recipe defines it, forward and backward; `over` as of `Float8Matmul`."""
 
     def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
         self.recipe, self.over = recipe, over
@@ -42,7 +37,7 @@ class EmulatedFloat8:
         return _Matmul.apply(x, weight, self.recipe, self.over)  # type: ignore[no-any-return]
 
 
-@torch._dynamo.allow_in_graph  # what it is given beside tensors is no business of Dynamo's
+@torch._dynamo.allow_in_graph  # Dynamo cannot trace arguments that are no tensors
 class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:

@@ -1,8 +1,8 @@
 """The experts of a layer in float8 by row: each tensor is cast once, and tokens travel to their experts as bytes.
 
 As in `fused.py`, no scale lies along a sum. A weight's gradient contracts the rows of an expert, so both operands are
-transposed; the scales of one's rows go to the narrower one, whose bytes are cast again. Transposed, the rows of an
-expert begin at multiples of 16 (`kernels/aligned_rows.py`), and are fetched from tokens where they are tokens.
+transposed; the narrower one is multiplied by both's scales and cast again. In the transposed operands the rows of an
+expert begin at multiples of 16 (`kernels/aligned_rows.py`).
 """
 
 from typing import Any, NamedTuple
@@ -23,11 +23,11 @@ from titanlite.kernels.token_exchange import Dispatch, Routing
 
 
 class Float8Experts:
-    """The experts of a recipe whose scales are powers of two by row; called as `kernels.experts.experts`.
+    """The experts of a recipe with powers of two as scales of rows; called as `kernels.experts.experts`.
 
     Args:
         recipe: the arithmetic.
-        group: as of `kernels.experts.ParallelExperts`, where ranks share experts out.
+        group: see `kernels.experts.ParallelExperts`.
     """
 
     def __init__(self, recipe: Float8Recipe, group: Group | None = None) -> None:
@@ -41,13 +41,13 @@ class Float8Experts:
 
 
 class _Side(NamedTuple):
-    """An operand of a weight's gradient: bytes [n, width] with a scale each, and which row or token each place has."""
+    """An operand of a weight's gradient."""
 
-    cast: Cast
-    sources: Tensor
+    cast: Cast  # [n, width], with scales of rows
+    sources: Tensor  # [P], the row of each place of the aligned operand
 
     def factors(self) -> Tensor:
-        """The inverse scale of each place, [P, 1]."""
+        """Return the inverse scale of each place, [P, 1]."""
         return self.cast.scale_inv[self.sources.clamp(min=0)]
 
 
@@ -123,14 +123,14 @@ def _by_expert(weight: Tensor, E: int, recipe: Float8Recipe) -> Cast:
 
 
 def _transposed(weight: Tensor, E: int, recipe: Float8Recipe, after: Tensor) -> Cast:
-    """Cast the transpose of [E·N, K], [E, K, N], with a scale for each of K that all experts share, [1, K]."""
+    """Cast the transpose of [E·N, K] to [E, K, N], with scales [1, K] that all experts share."""
     c = _straight(weight, recipe)
     qdata, scale_inv = cast_transpose(*c, True, DTYPES[recipe.weight.dtype], True, after)
     return Cast(qdata.unflatten(1, (E, -1)).transpose(0, 1), scale_inv.t())
 
 
 def _gradient(grad: _Side, x: _Side, begins: Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of a weight, [E·N, K]; of the two the narrower is cast again, with both's scales."""
+    """Return the gradient of a weight, [E·N, K]; the narrower operand is cast again, with both's scales."""
     of_grad = grad.cast.qdata.shape[1] <= x.cast.qdata.shape[1]
     narrow, wide = (grad, x) if of_grad else (x, grad)
     operand = recipe.grad_output if of_grad else recipe.input

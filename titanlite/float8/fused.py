@@ -1,17 +1,16 @@
-"""Float8 products by titanlite's own kernels: of a layer by itself, and with its collectives fused.
+"""Float8 products by titanlite's own kernels, with or without a fused collective.
 
-Each tensor is quantised once, by row or as a whole; backward reuses the same float8 bytes. The weight-gradient GEMM
-contracts over tokens, so both operands must be transposed, and their scales by row lie along its sum. There the scales
-go to the narrower operand, whose bytes are cast again, now by column; the wider one is only transposed. With `d`, `e`
-the bytes and `s`, `t` the inverse scales of rows,
+Each tensor is quantised once, by row or as a whole; backward uses the same float8 bytes. The weight's gradient
+contracts tokens: both operands are transposed, and scales of rows would lie along the sum. So the narrower operand is
+multiplied by both's scales and cast again, by column; the wider one is only transposed. With `d`, `e` the bytes and
+`s`, `t` the inverse scales of rows,
 
     Σ_m (s_m · d_mn) · (t_m · e_mk)  =  Σ_m d_mn · (s_m · t_m · e_mk)
 
-Scales by row are powers of two, so the second cast loses nothing but what is too small for it.
+Scales of rows are powers of two, so the second cast loses only numbers that are too small for it.
 
-Under tensor parallelism a tensor that is gathered is cast first, on the rank that has it: float8 bytes travel, with a
-scale for each row, or one for each rank ("tensor" of a recipe is then this rank's part). No scale is reduced over the
-ranks, unless the recipe says `reduce_amax`: then all ranks' bytes have one scale.
+Under tensor parallelism a rank casts its part before it is gathered: float8 bytes travel, with a scale for each row or
+for each rank's part. With `reduce_amax` all ranks' bytes have one scale.
 """
 
 from typing import Any, NamedTuple
@@ -32,13 +31,11 @@ from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 
 
 class FusedFloat8:
-    """The matmuls of a recipe for a layer by itself, and for the two kinds of tensor-parallel layer.
-
-    The latter as `titanlite.kernels.linear.FusedMatmul`.
+    """The matmuls of a recipe: plain, and as `titanlite.kernels.linear.FusedMatmul` with a collective.
 
     Args:
         recipe: the arithmetic; see `scope.obstacle`.
-        over: the ranks that hold the rest of the operands of a layer by itself.
+        over: of plain products, as of `Float8Matmul`.
     """
 
     def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
@@ -57,20 +54,20 @@ class FusedFloat8:
         return _Scattered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def _all_over(self, group: Group) -> AmaxGroups:
-        """Return the groups with a collective inside: what is gathered is cast before, on the rank that has it."""
+        """Return the groups of products with a collective: operands are cast in parts, before they are gathered."""
         return AmaxGroups(group, group, group) if self.recipe.reduce_amax else ALL_HERE
 
 
 def _cast_contiguous(x: Tensor, of: Granularity, dtype: str, recipe: Float8Recipe, over: Group | None) -> Cast:
-    """Cast a matrix; its bytes are contiguous."""
+    """Cast a matrix to contiguous bytes."""
     qdata, scale_inv = cast(x, of, dtype, recipe.scale_rounding, over)
     return Cast(qdata.contiguous(), scale_inv)
 
 
 def _cast_weight(weight: Tensor, how: "_TokenProduct", recipe: Float8Recipe, factor: Tensor) -> Cast:
-    """Cast a weight [N, K], or its transpose [K, N], by its rows; it may come in float8, as FSDP has gathered it.
+    """Cast a weight [N, K], which FSDP may have gathered in float8, or its transpose [K, N], by rows.
 
-    It is transposed once there is the `factor` that it will be multiplied with.
+    It is transposed only once `factor`, the product's other operand, exists.
     """
     dtype, pow2, by_row = recipe.weight.dtype, recipe.scale_rounding == "pow2_floor", how.weight_of == "row"
     if isinstance(weight, GatheredWeight):
@@ -97,7 +94,7 @@ def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe
 
     Args:
         grad: [M, N].
-        x: [M, K]. One of the two may be in high precision: it is then the one that is cast by column.
+        x: [M, K]. One of the two may be in high precision: it is then cast by column.
         recipe: the arithmetic.
         dtype: of the result.
     """
@@ -119,18 +116,18 @@ def _cast_again(x: Cast | Tensor, by: Tensor, of: Granularity, dtype: str, pow2:
 
 
 class _TokenProduct(NamedTuple):
-    """One of the two products that move tokens: of a tensor with the weight, or with its transpose."""
+    """The product of a tensor of tokens with the weight, or with its transpose."""
 
-    of: Granularity  # what of the tensor has a scale of its own
-    over: Group | None  # the ranks that hold the rest of what has one scale
+    of: Granularity  # of the tensor's scales
+    over: Group | None  # the ranks that hold the other parts of a tensor with one scale
     dtype: str  # that the tensor is cast to
-    weight_of: Granularity  # what of the weight has a scale of its own
-    weight_over: Group | None  # as `over`
+    weight_of: Granularity
+    weight_over: Group | None
     transposed: bool  # whether the weight is
-    fast: bool  # whether sums are left to the tensor cores
+    fast: bool  # whether tensor cores accumulate alone
 
     def cast(self, x: Tensor, recipe: Float8Recipe) -> Cast:
-        """Cast the tensor; its bytes are contiguous."""
+        """Cast the tensor to contiguous bytes."""
         return _cast_contiguous(x, self.of, self.dtype, recipe, self.over)
 
 
@@ -147,7 +144,7 @@ def _grad_input(recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> _TokenProd
 def _gathered_product(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _TokenProduct, dtype: torch.dtype
 ) -> tuple[Cast, Tensor]:
-    """Gather x [M/tp, K] to [M, K], and return it with its product with the weight."""
+    """Gather x [M/tp, K]; return it, [M, K], and its product with the weight."""
     w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
     if group is None:
         return x, scaled_matmul(x.qdata, w.t(), x.scale_inv, _columns(w_scale_inv), dtype, how.fast)
@@ -169,7 +166,7 @@ def _gathered_product(
 def _scattered_product(
     x: Cast, weight: Tensor, group: Group | None, recipe: Float8Recipe, how: _TokenProduct, dtype: torch.dtype
 ) -> Tensor:
-    """Multiply x [M, K] with the weight, and return this rank's part [M/tp, N] of the sum over the ranks."""
+    """Multiply x [M, K] by the weight; return this rank's part [M/tp, N] of the sum over ranks."""
     w, w_scale_inv = _cast_weight(weight, how, recipe, x.qdata)
     if group is None:
         return scaled_matmul(x.qdata, w.t(), x.scale_inv, _columns(w_scale_inv), dtype, how.fast)
@@ -186,22 +183,19 @@ def _scattered_product(
 
 
 def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe: Float8Recipe) -> Tensor:
-    """Return `swiglu(x @ w13.T) @ w2.T`, of which what lies between the products exists in float8 alone.
+    """Return `swiglu(x @ w13.T) @ w2.T` [M/tp, D], whose intermediates exist in float8 alone.
 
     Args:
         x: [M/tp, D].
         w13: [2F/tp, D], blocks of 128 rows of gate and up in turn.
         w2: [D, F/tp].
-        group: the ranks that tokens are gathered from and scattered to, or None.
+        group: the ranks from which tokens are gathered, or None.
         recipe: the arithmetic; see `scope.joins_feed_forward`.
-
-    Returns:
-        [M/tp, D].
     """
     return _FeedForward.apply(x, w13, w2, group, recipe)  # type: ignore[no-any-return]
 
 
-@torch._dynamo.allow_in_graph  # weights may be in float8, whose insides Dynamo does not see
+@torch._dynamo.allow_in_graph  # Dynamo cannot trace a weight in float8
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -263,7 +257,7 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (qdata, scale_inv, a, w13, w2), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
         how, forward = _grad_input(recipe), _output(recipe)
-        # Nothing stands before it in a block, that a compiler could join its cast to.
+        # The cast is first in the block's backward: the compiler could join it to nothing.
         cast_grad = Cast(*cast_rows(grad, DTYPES[how.dtype])) if how.of == "row" else how.cast(grad, recipe)
         g, d_h = _gathered_product(cast_grad, w2, group, recipe, how, grad.dtype)
         dtypes, pow2 = (DTYPES[how.dtype], DTYPES[forward.dtype]), recipe.scale_rounding == "pow2_floor"

@@ -1,9 +1,8 @@
-"""The matmul `x @ weight.T` in float8, forward and backward, by the lowering that a device has for a recipe.
+"""The matmul `x @ weight.T` in float8, forward and backward, by the lowering of a recipe on a device.
 
-`emulated.py` defines the recipes. titanlite's own products (`fused.py`) carry out whatever they can. Scales by
-block are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); what is left, as a matmul in high precision, is
-translated field by field for torchao. Where a device has no such matmul, the same casts are multiplied in float32: the
-same numbers, none of the speed.
+`emulated.py` defines the recipes. titanlite's own products (`fused.py`) run all recipes that they can. Scales by block
+are cuBLASLt's (`titanlite.kernels.block_scaled_matmul`); the rest, as a matmul in high precision, is torchao's. Where a
+device has no such matmul, the same casts are multiplied in float32: the same numbers, without the speed.
 """
 
 from typing import NamedTuple
@@ -22,25 +21,14 @@ from titanlite.kernels.linear import Matmul
 
 
 class Lowering(NamedTuple):
-    """The implementation of a recipe's matmuls on a device.
+    """The implementation of a recipe's matmuls on a device."""
 
-    Attributes:
-        name: "fused", titanlite's own products; "definition", the same on a CPU; "block scaled", by cuBLASLt;
-            "torchao"; or "emulated".
-        why: not titanlite's own products, or None. If emulated: why the device does not multiply so.
-    """
-
-    name: str
-    why: str | None
+    name: str  # "fused", titanlite's own; "definition", the same on a CPU; "block scaled", "torchao" or "emulated"
+    why: str | None  # it is not titanlite's own; if emulated, why the device has none
 
 
 def lowering_of(recipe: Float8Recipe, device: Device) -> Lowering:
-    """Choose the implementation of a recipe: the first that can carry it out.
-
-    Args:
-        recipe: the arithmetic.
-        device: to train on.
-    """
+    """Choose the implementation of a recipe on a device: the first that can run it."""
     unfused = obstacle(recipe)
     if unfused is None and not device.is_gpu:
         return Lowering("definition", None)
@@ -69,15 +57,13 @@ class Float8Matmul:
 
     Args:
         recipe: the arithmetic.
-        device: that is built for.
-        over: the ranks that hold the rest of the operands, for a recipe with `reduce_amax`.
+        device: to build for.
+        over: the ranks that hold the other parts of operands, for a recipe with `reduce_amax`.
 
     Attributes:
-        recipe: as given.
-        over: as given.
-        lowering: who carries it out.
-        fused: the same with a collective in it.
-        unfused: why there is no such thing, or None: the lowering is then titanlite's own products.
+        lowering: the implementation.
+        fused: the same with a collective.
+        unfused: why `fused` cannot run; None: the lowering is titanlite's own.
     """
 
     def __init__(self, recipe: Float8Recipe, device: Device, over: AmaxGroups = ALL_HERE) -> None:
@@ -88,7 +74,7 @@ class Float8Matmul:
         elif self.lowering.name == "torchao":
             self.function = torchao_matmul(recipe)
         else:
-            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # there by definition
+            multiplies = self.lowering.name == "block scaled" or not device.is_gpu  # by the definition on a CPU
             by_blocks = multiplies and is_by_blocks(recipe)
             self.function = BlockScaledFloat8(recipe) if by_blocks else EmulatedFloat8(recipe, over)
             self.unfused = self.unfused or "is emulated on this GPU"
@@ -99,11 +85,7 @@ class Float8Matmul:
 
 
 def torchao_matmul(recipe: Float8Recipe) -> Matmul:
-    """Return a recipe's matmul as torchao carries it out on tensor cores.
-
-    Args:
-        recipe: the arithmetic; without scales by block.
-    """
+    """Return torchao's matmul of a recipe without scales by block, on tensor cores."""
     from torchao.float8.float8_linear import matmul_with_hp_or_float8_args  # slow to import: only if asked for
     from torchao.float8.float8_training_tensor import LinearMMConfig, ScaledMMConfig
 
@@ -114,14 +96,7 @@ def torchao_matmul(recipe: Float8Recipe) -> Matmul:
 
 
 def torchao_config(recipe: Float8Recipe):
-    """Translate a recipe, field by field.
-
-    Args:
-        recipe: the arithmetic; without scales by block.
-
-    Returns:
-        A `torchao.float8.Float8LinearConfig`.
-    """
+    """Translate a recipe without scales by block to a `torchao.float8.Float8LinearConfig`."""
     from torchao.float8.config import CastConfig, Float8GemmConfig, Float8LinearConfig, ScalingGranularity, ScalingType
 
     granularities = {"tensor": ScalingGranularity.TENSORWISE, "row": ScalingGranularity.AXISWISE}

@@ -1,12 +1,11 @@
-"""Measurements of float8 in each layer of a model in training: what it clamps, what it loses, how exact products are.
+"""Measure float8 in each layer of a model in training: saturated and flushed numbers, and noise of products.
 
-One more forward pass looks at it, without gradients and without the compiler. In it each converted layer multiplies as
-it always does and once more in high precision, with its collectives beside its matmul, so that the operands of each
-rank's product are at hand; a feed-forward whose inside exists in float8 alone is two layers again for that. Nothing is
-left behind, and when nobody looks nothing is there.
+An additional forward pass runs without gradients and compiler. In it each converted layer multiplies in float8 and once
+more in high precision, with its collectives unfused, so that the operands are known; a joined feed-forward is two
+layers. Afterwards the model is as before.
 
-All is of the layer's output; gradients have no forward pass. A cast that scales by its own maxima never clamps: numbers
-are beyond the range where a scale is not of the tensor that it is applied to.
+Only the forward product is measured. A cast with its own maxima never saturates: numbers are beyond the range only
+where a scale is of another tensor.
 """
 
 import math
@@ -33,17 +32,17 @@ _ALL = slice(None)  # rows
 
 
 class _Look:
-    """A layer's matmul in its place, which notes what becomes of its operands and result.
+    """Replaces a layer's matmul by one that measures its operands and result.
 
     Args:
         matmul: the layer's own.
         parameter: its weight, sharded.
         mesh: of FSDP.
-        is_counted: [M] bool, the tokens whose rows are looked at; None: all. Of a layer with other rows all are.
+        is_counted: [M] bool, the tokens that are measured; None: all. Layers with other rows measure all.
 
     Attributes:
-        sums: [8] float64, over all calls: of input and of weight how many numbers are beyond the range, became zero,
-            and are; power of the exact result and of the noise.
+        sums: [8] float64, over all calls: numbers of the input that saturate, that are flushed, and all; the same of
+            the weight; power of the exact result and of the noise.
     """
 
     def __init__(
@@ -71,12 +70,12 @@ class _Look:
 
 
 def _operand(x: Tensor, of: Granularity, dtype: str, rounding: str, over: Group | None) -> Cast:
-    """Cast, unless FSDP has gathered a weight in float8."""
+    """Cast an operand, unless FSDP has gathered it in float8."""
     return Cast(x.qdata, x.scale_inv) if isinstance(x, GatheredWeight) else cast(x, of, dtype, rounding, over)
 
 
 def _count(x: Tensor, cast: Cast, rows: Tensor | slice = _ALL) -> tuple[Tensor, Tensor, Tensor]:
-    """Count numbers of some rows that round to beyond the range, that become zero though they are not, and all."""
+    """Count numbers of some rows: those that round beyond the range, nonzero ones that become zero, and all."""
     info = torch.finfo(cast.qdata.dtype)
     step = info.eps * 2 ** math.floor(math.log2(info.max))  # between the two largest numbers
     scaled = x.abs() / dequantise(torch.ones_like(x), cast.scale_inv)
@@ -86,13 +85,13 @@ def _count(x: Tensor, cast: Cast, rows: Tensor | slice = _ALL) -> tuple[Tensor, 
 
 
 def _gather_weight(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
-    """Gather a weight that FSDP gathers in float8 in high precision: [N, K], of this tensor-parallel rank."""
+    """Gather a sharded weight in high precision: this tensor-parallel rank's [N, K]."""
     group = mesh.get_group(mesh.ndim - 1)
     return all_gather(local_data(parameter), Group(group.group_name, group.size(), group.rank()))
 
 
 def measurable(model: nn.Module) -> dict[str, Linear]:
-    """Return the layers of a model whose output is a product in float8, by name."""
+    """Return the layers whose output is a product in float8, by name."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     return {
         name: layer
@@ -103,7 +102,7 @@ def measurable(model: nn.Module) -> dict[str, Linear]:
 
 @contextmanager
 def _looking(model: nn.Module, mesh: DeviceMesh, is_counted: Tensor | None) -> Iterator[dict[str, _Look]]:
-    """Replace each layer's matmul, and compiled code by the modules themselves; put all back at the end."""
+    """Replace each layer's matmul, and compiled code by modules, within a context."""
     layers = measurable(model)
     matmuls = {name: layer.matmul for name, layer in layers.items()}
     compiled = {module: module._compiled_call_impl for module in model.modules() if module._compiled_call_impl}
@@ -131,32 +130,32 @@ def _looking(model: nn.Module, mesh: DeviceMesh, is_counted: Tensor | None) -> I
 def float8_numerics(
     model: nn.Module, tokens: Tensor, mesh: DeviceMesh, sequences: Sequences, is_counted: Tensor | None = None
 ) -> dict[str, float]:
-    """Run a model forward and measure each layer whose output is a float8 product.
+    """Run a model forward and measure each layer whose output is a float8 product; collective.
 
     Args:
-        model: as it trains; each rank calls this.
+        model: as it trains.
         tokens: [M] int64, this rank's.
-        mesh: the FSDP mesh; its last axis is the one that weights are sharded over.
-        sequences: that the tokens are.
+        mesh: of FSDP; its last axis shards weights.
+        sequences: of the tokens.
         is_counted: [M] bool, the tokens that count (`data/document_starts.py`); None: all.
 
     Returns:
-        Of each layer, over all ranks: `float8_input_saturated.<layer>` and `float8_weight_saturated.<layer>`, the share
-        of numbers beyond the range of their dtype; `float8_input_flushed.<layer>` and `float8_weight_flushed.<layer>`,
-        the share that became zero; `float8_output_sqnr_db.<layer>`, signal to noise of the product in decibels, against
-        that of the uncast operands in the compute dtype.
+        Of each layer, over all ranks: `float8_{input,weight}_saturated.<layer>`, the share of numbers beyond the range
+        of their dtype; `float8_{input,weight}_flushed.<layer>`, the share that became zero;
+        `float8_output_sqnr_db.<layer>`, signal to noise of the product in decibels, against the product of the uncast
+        operands in the compute dtype.
     """
     with _looking(model, mesh, is_counted) as looks:
         if not looks:
             return {}
-        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # for what dropout draws in training
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # dropout must draw the same afterwards
             model(tokens, sequences=sequences)
     totals = torch.stack([look.sums for look in looks.values()])  # [layers, 8]
     dist.all_reduce(totals)
     found: dict[str, float] = {}
     for name, sums in zip(looks, totals.tolist(), strict=True):
         if not sums[2]:
-            continue  # no call in this model's forward, or no token that counts
+            continue  # forward does not call it, or no token counts
         for what, (saturated, flushed, n) in (("input", sums[:3]), ("weight", sums[3:6])):
             found[f"float8_{what}_saturated.{name}"] = saturated / n
             found[f"float8_{what}_flushed.{name}"] = flushed / n

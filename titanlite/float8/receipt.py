@@ -1,4 +1,4 @@
-"""The receipt of float8: which layers compute in it, and what each of the others is left out for."""
+"""The receipt's entry of float8: converted layers, and why others are not."""
 
 from torch import nn
 
@@ -12,17 +12,7 @@ from titanlite.receipt import Entry, Skipped
 
 
 def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, config: Config, device: Device) -> Entry:
-    """The receipt's entry of a conversion.
-
-    A definition is all that CPUs have; on a GPU it is no gain in speed, and missed.
-
-    Args:
-        model: converted.
-        done: what `apply_float8` returned.
-        recipe: the arithmetic.
-        config: `float8.recipe` and `float8.filter_fqns`.
-        device: to train on.
-    """
+    """Return the receipt's entry of a conversion; on a GPU an emulated layer is missed."""
     cost, missed = emulation_cost(done, device), list[Skipped]()
     applied: dict[str, object] = {"layers": len(done.converted), "lowering": cost or done.lowering.name}
     if cost:
@@ -31,7 +21,7 @@ def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, confi
     odd = odd_sizes(done.skipped, config.float8.filter_fqns)
     missed += [Skipped(name, why) for name, why in odd.items()]
     if fused := sum(_is_fused(model, name) for name in done.converted):
-        applied["one operator with their collectives"] = fused  # by titanlite's own arithmetic, not by the lowering
+        applied["one operator with their collectives"] = fused
     if done.joined:
         applied["feed-forwards in float8 throughout"] = len(done.joined)
     if done.maxima:
@@ -51,27 +41,27 @@ def float8_entry(model: nn.Module, done: Conversion, recipe: Float8Recipe, confi
 
 
 def _routers(model: nn.Module) -> dict[str, str]:
-    """Say of routers why no recipe is for them."""
+    """Return why routers are not converted, by name."""
     routers = (name for name, module in model.named_modules() if isinstance(module, Router))
     return dict.fromkeys(routers, "a router's logits are of float32")
 
 
 def emulation_cost(done: Conversion, device: Device) -> str | None:
-    """Say that a GPU emulates the recipe, and why; None on a CPU, and where kernels run."""
+    """Return that a GPU emulates the recipe, and why; None on a CPU, and with kernels."""
     is_emulated = done.lowering.name == "emulated" and device.is_gpu
     return f"emulated: slower than bf16; {done.lowering.why}" if is_emulated else None
 
 
 def _fsdp_gathers(done: Conversion, recipe: Float8Recipe) -> str:
-    """Describe what FSDP gathers."""
+    """Describe in which precision FSDP gathers."""
     if recipe.fsdp_all_gather != "float8":
         return recipe.fsdp_all_gather
     if done.lowering.why is not None:
         return f"high_precision: {done.lowering.name} products take no weights in float8"
     gathered, whole = "float8", sum(ranks == 1 for ranks in done.gathered.values())
-    if whole and whole == len(done.gathered):  # FSDP casts, and has nobody to gather from
+    if whole and whole == len(done.gathered):
         gathered = "nothing: each rank has its weights whole, and casts them once"
-    elif whole:  # experts are split over other ranks than all else
+    elif whole:  # experts are split over other ranks
         gathered = f"float8 of {len(done.gathered) - whole} layers; {whole} each rank has whole, and casts once"
     if done.tied:
         gathered += f"; high_precision of {', '.join(done.tied)}, whose weight the embedding has too"
@@ -79,7 +69,7 @@ def _fsdp_gathers(done: Conversion, recipe: Float8Recipe) -> str:
 
 
 def _arithmetic(model: nn.Module, name: str, done: Conversion) -> str:
-    """Say what runs in place of a linear layer."""
+    """Describe the arithmetic of a converted layer."""
     parts = [done.lowering.name]
     if _is_fused(model, name):
         parts.append("one operator with its collectives")

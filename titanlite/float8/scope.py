@@ -1,4 +1,4 @@
-"""Tell from a recipe alone, without torch, whether titanlite's own float8 products carry it out, and what they keep."""
+"""Decide without torch which recipes titanlite's own float8 products can run, and which layers are converted."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,11 +11,7 @@ from titanlite.errors import Problem, RecipeError, describe
 
 
 def obstacle(recipe: Float8Recipe) -> str | None:
-    """Return why titanlite's own products cannot carry a recipe out, or None.
-
-    Args:
-        recipe: the arithmetic.
-    """
+    """Return why titanlite's own products cannot run a recipe, or None."""
     if recipe.has_blocks:
         return "has scales by block, which no fused kernel takes"
     if not recipe.all_in_float8:
@@ -29,56 +25,40 @@ def obstacle(recipe: Float8Recipe) -> str | None:
 
 
 def obstacle_of_experts(recipe: Float8Recipe) -> str | None:
-    """Return why experts cannot be computed by a recipe, or None.
-
-    Args:
-        recipe: the arithmetic.
-    """
+    """Return why experts cannot be computed by a recipe, or None."""
     if obstacle(recipe) is not None or set(recipe.granularities) != {"row"}:
         return "experts have scales by row alone, which are powers of two, in all products"
     return None
 
 
 def is_by_blocks(recipe: Float8Recipe) -> bool:
-    """Return whether all scales of a recipe are by block: forward then keeps its input's bytes, not the input.
-
-    Args:
-        recipe: the arithmetic.
-    """
+    """Return whether all scales of a recipe are by block: then forward keeps its input's bytes, not the input."""
     return set(recipe.granularities) <= {"1x128", "128x128", "none"}
 
 
 def is_cast_from_bytes(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Return whether the weight's gradient is made of bytes alone: ranks' scales of a gathered tensor may differ.
+    """Return whether the weight's gradient uses bytes alone: ranks' scales of a gathered tensor may differ.
 
     Args:
-        recipe: the arithmetic; see `obstacle`.
+        recipe: without an `obstacle`.
         parallel: whether a collective is part of the product.
     """
     return not parallel or recipe.scale_rounding == "pow2_floor" or recipe.reduce_amax
 
 
 def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
-    """Return whether a feed-forward can go without what lies between its products in high precision.
-
-    Args:
-        recipe: the arithmetic; see `obstacle`.
-        parallel: whether collectives are part of its products.
-    """
-    if recipe.reduce_amax:  # what gates and casts in one pass has the maximum of its rank alone; one device is to
-        return False  # have the same bits
+    """Return whether a feed-forward needs no intermediates in high precision; arguments as of `is_cast_from_bytes`."""
+    if recipe.reduce_amax:  # the kernel that gates and casts in one pass has only its rank's maximum
+        return False
     return is_cast_from_bytes(recipe, parallel) and recipe.input.output == recipe.grad_output.grad_input
 
 
 def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> None:
-    """Refuse weights that FSDP cannot gather in float8: it pads what it gathers itself, but not what a weight casts.
+    """Raise RecipeError if rows of a weight do not divide by FSDP's shards: it does not pad bytes that a weight casts.
 
     Args:
-        rows: of each such weight, on one tensor-parallel rank. Blocks are alike: a layer of several is said once.
+        rows: of each weight that is gathered in float8, on one tensor-parallel rank.
         shards: ranks over which FSDP splits each of them.
-
-    Raises:
-        RecipeError: some do not divide; ranks would send unequal parts.
     """
     alike = {re.sub(r"^layers\.\d+\.", "", name): (n, shards[name]) for name, n in rows.items()}
     if uneven := [(name, n, over) for name, (n, over) in alike.items() if n % over]:
@@ -91,15 +71,12 @@ def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> 
 
 
 def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: Origin | None = None) -> None:
-    """Refuse filters that leave no layer alone: what they were meant for would be converted.
+    """Raise RecipeError if a filter is part of no layer's name: the layer that it was meant for would be converted.
 
     Args:
         filter_fqns: `float8.filter_fqns`.
         layers: names of all linear layers of the model.
-        origin: where the config came from, if that is known.
-
-    Raises:
-        RecipeError: a filter is part of no name.
+        origin: of the config, if it is known.
     """
     problems, last_names = Problems(origin or Origin("config")), list(dict.fromkeys(n.split(".")[-1] for n in layers))
     for unused in (f for f in filter_fqns if not any(f in name for name in layers)):
@@ -111,12 +88,7 @@ def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: O
 
 
 def odd_sizes(skipped: Mapping[str, str], filter_fqns: Sequence[str]) -> dict[str, str]:
-    """Give the layers whose sizes keep them out of float8 although the user's own filters do not.
-
-    Args:
-        skipped: layers that are not converted, and why.
-        filter_fqns: `float8.filter_fqns`; where it is the default, nobody has said which layers are to be converted.
-    """
+    """Return the skipped layers, with reasons, that the user's filters would convert; none with the default filters."""
     if tuple(filter_fqns) == Float8().filter_fqns:
         return {}
     return {name: why for name, why in skipped.items() if not any(f in name for f in filter_fqns)}
@@ -130,9 +102,9 @@ def left_alone(
     Args:
         name: of the layer.
         shape: of its weight [N, K], on one tensor-parallel rank.
-        tokens: M, the tokens it sees per micro-step.
+        tokens: M of a micro-step.
         recipe: the arithmetic.
-        filter_fqns: layers whose name contains one of these are left alone.
+        filter_fqns: see `apply_float8`.
     """
     if matches := [f for f in filter_fqns if f in name]:
         return f"float8.filter_fqns has {matches[0]!r}"

@@ -1,7 +1,7 @@
 """Weights that FSDP gathers in float8: each rank casts its shard, then bytes and scales travel.
 
-A shard is made of whole rows, so its rows' scales are its own affair; a scale of the whole tensor is agreed on once
-after each update (`titanlite.float8.convert.precompute_scales`).
+A shard has whole rows, and computes their scales itself; one scale of the whole tensor is computed after each update
+(`titanlite.float8.convert.precompute_scales`).
 """
 
 import functools
@@ -34,13 +34,13 @@ _STILL_A_SHARD = {
     _aten.split.Tensor,
     _aten.view.default,
 }
-"""Operators by which FSDP shards, and pads, a tensor on its way to the tensor that it keeps."""
+"""Operators by which FSDP shards and pads a parameter."""
 
 _THE_SAME_WEIGHT = {_aten.alias.default, _aten.as_strided.default, _aten.detach.default, _aten.view.default}
 
 
 class GatheredWeight(Tensor):
-    """A weight [N, K] that FSDP has gathered in float8; it shows the dtype of the numbers that it stands for."""
+    """A weight [N, K] that FSDP has gathered in float8; its dtype is that of the dequantised weight."""
 
     qdata: Tensor  # [N, K] float8
     scale_inv: Tensor  # [N, 1] or [] float32
@@ -75,18 +75,18 @@ class Casting(NamedTuple):
     """The cast of a weight."""
 
     dtype: torch.dtype  # float8
-    by_row: bool  # whether each row has a scale of its own; one for the whole weight otherwise
-    pow2: bool  # whether scales are powers of two; those of rows always are
-    over: Group | None = None  # the tensor-parallel ranks, if the scale of the whole is for the parts of all of them
+    by_row: bool  # whether each row has a scale; else the whole weight has one
+    pow2: bool  # whether scales are powers of two; scales of rows always are
+    over: Group | None = None  # the tensor-parallel ranks, if all of their parts have one scale
 
 
 class WeightShard(Tensor):
     """A rank's rows of a weight in high precision, cast before they are gathered.
 
     Attributes:
-        master: [n, K], the values that the optimizer updates.
-        how: they are cast.
-        scale, scale_inv: [] float32: of the whole weight, set after each update; None if rows have their own.
+        master: [n, K], which the optimizer updates.
+        how: the cast.
+        scale, scale_inv: [] float32, of the whole weight, set after each update; None with scales of rows.
     """
 
     master: Tensor
@@ -128,10 +128,10 @@ class WeightShard(Tensor):
         return pytree.tree_map_only(Tensor, lambda master: cls(master, first.how), out)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Cast, and return what is to be gathered, and what is known without."""
+        """Cast; return the tensors to be gathered, and a scale that need not be."""
         if self.how.by_row:
             qdata, scale_inv = cast_rows(self.master, self.how.dtype)
-            # A single rank gathers nothing, and FSDP takes one tensor of each of its weights.
+            # On a single rank FSDP takes only one tensor of each weight.
             return ((qdata,), scale_inv) if _is_single_rank(mesh) else ((qdata, scale_inv), None)
         if self.scale is None:
             agree_on_scales([self], mesh)
@@ -140,7 +140,7 @@ class WeightShard(Tensor):
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], scale_inv: Tensor | None, dtype: torch.dtype, *, out: Any = None
     ):
-        """Make the whole weight of what was gathered; with `out`, which lies over the same memory, renew its scale."""
+        """Make the whole weight of gathered tensors; with `out`, which has the same memory, renew its scale."""
         if scale_inv is None:
             qdata, scale_inv = gathered
         else:
@@ -151,13 +151,13 @@ class WeightShard(Tensor):
         return GatheredWeight(qdata, scale_inv, dtype), gathered
 
 
-# FSDP asks for it at each gather, and Python would make it anew.
+# FSDP reads it at each gather, and Python would compute it each time.
 WeightShard.fsdp_pre_all_gather.__signature__ = inspect.signature(WeightShard.fsdp_pre_all_gather)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def _is_single_rank(mesh: DeviceMesh) -> bool:
-    """Check that weights are sharded over one rank, once: a mesh is slow to answer."""
+    """Return whether weights are sharded over one rank; cached, as `size` of a mesh is slow."""
     return mesh.size(mesh.ndim - 1) == 1
 
 
@@ -168,15 +168,7 @@ def local_data(parameter: Tensor) -> Tensor:
 
 
 def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
-    """View a local shard as a DTensor with the layout of a parameter.
-
-    Args:
-        local: this rank's shard.
-        parameter: plain or DTensor, of the same local shape.
-
-    Returns:
-        A DTensor that shares the memory of `local`, or `local` itself if the parameter is plain.
-    """
+    """View a local shard as a DTensor with the layout of a parameter; return it as it is if the parameter is plain."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -191,11 +183,11 @@ def as_laid_out(local: Tensor, parameter: nn.Parameter) -> Tensor:
 
 @torch.no_grad()
 def agree_on_scales(shards: list[WeightShard], mesh: DeviceMesh) -> None:
-    """Scale weights as a whole, with one reduction for all; one more if they are split over tensor-parallel ranks too.
+    """Compute one scale for each weight, with one reduction for all of them, or two with `Casting.over`.
 
     Args:
-        shards: those of different weights, cast alike.
-        mesh: its last axis is the one that weights are sharded over.
+        shards: of different weights, with the same `Casting`.
+        mesh: of FSDP; its last axis shards weights.
     """
     amax = torch.stack(torch._foreach_norm([shard.master for shard in shards], ord=float("inf")))
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=mesh.get_group(mesh.ndim - 1))

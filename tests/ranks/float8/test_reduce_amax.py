@@ -185,7 +185,7 @@ def a_layer(
     found = ran(layer, seen, x, grad)
     nodes = [n for graph in (graphs.forward, graphs.backward) for n in graph.graph.nodes]  # type: ignore[union-attr]
     reduced = [n for n in nodes if str(n.target) == "_c10d_functional.all_reduce.default"]
-    assert len(reduced) == sum(maximum.operand != "weight" for maximum in done.maxima)
+    assert len(reduced) == sum(operand != "weight" for operand in done.maxima)
     return found
 
 
