@@ -1,11 +1,11 @@
-"""The operations that blocks consist of, but for elementwise ones, and the classes of them that rules name."""
+"""The operations of blocks, except elementwise ones, and the classes that rules name."""
 
 ATTENTION = "aten._scaled_dot_product_cudnn_attention.default"  # the first of those that torch chooses among
 PIECE_ATTENTION = "titanlite.attention.default"
 CONTEXT_ATTENTION = "titanlite.context_attention.default"
 CONTEXT_ATTENTION_GRAD = "titanlite.context_attention_grad.default"  # of backward
 OWN_ATTENTION = (PIECE_ATTENTION, CONTEXT_ATTENTION)
-"""For which torch does not choose a kernel; the last two arguments are the tokens of a sample, and the window."""
+"""titanlite's attention; the last two arguments are the tokens of a sample, and the window."""
 MATMUL = "aten.mm.default"
 SCALED_MATMUL = "titanlite.scaled_matmul.default"
 BLOCK_SCALED_MATMUL = "titanlite.block_scaled_matmul.default"
@@ -48,34 +48,34 @@ CLASSES: dict[str, tuple[str, ...]] = {
         *(COUNT_CHOICES, "titanlite.count_routing.default"),
     ),
 }
-"""The operations behind each class that a rule can name: statistics are the mean squares of norms and the maxima behind
-float8 scales, those of all ranks too; a cast is one to float8; dispatch gives rows of experts their tokens, among ranks
-too, and sends results back. What is not listed here is recomputed unless it is named itself."""
+"""The operations of each class. Statistics are mean squares of norms and maxima for float8 scales, also over ranks; a
+cast is one to float8; dispatch sends tokens to experts and results back, also among ranks. Operations that are not
+listed are recomputed unless a rule names them."""
 
 ALWAYS_KEPT = "route"
-"""The class that is kept whatever a list says: where tokens go is decided once, and counted once."""
+"""The class that is always kept: tokens are routed, and counted, once."""
 
 WIDER = {"experts": "matmul"}
-"""Classes whose operations a rule for another class is for, too: the first rule that names either decides."""
+"""Classes that a rule for a wider class includes: the first rule that names either decides."""
 
 EXCHANGES = (GATHER_FROM_RANKS, *TO_OWNERS)
-"""Collectives of expert parallelism: tokens to experts, and rows to the owners of tokens."""
+"""Collectives of expert parallelism: tokens to experts, rows to the owners of tokens."""
 
 MAKE_ROWS = (
     *(GROUPED_MATMUL, SCALED_GROUPED_MATMUL, GATHER_ROWS, EXPERT_GATE_CAST),
     *(f"titanlite.{name}.default" for name in ("expert_gate", "expert_gate_grad", "expert_gate_grad_cast")),
 )
-"""Operations whose results are rows of experts: beside them gradients of weights by token, of other length."""
+"""Operations whose results are rows of experts."""
 
 GRADIENTS_OF_EXPERTS = ("titanlite.grouped_weight_gradient.default", "titanlite.scaled_grouped_gradient.default")
-"""Products of backward alone, which no rule is for: of rows, [R, N] and [R, K], and of what is transposed."""
+"""Products of backward, for which there are no rules: of rows, [R, N] and [R, K], and of transposed operands."""
 
 FUSED = {GATHER_MATMUL: ("communication", "matmul"), MATMUL_SCATTER: ("matmul", "communication")}
-"""Operations that are two in one, in the order in which they run. Rules see both, and the whole is kept if one of both
-is: but not for what was gathered, which without fusion is kept by itself, and not the product with it."""
+"""Fused operations as two, in the order in which they run. Rules see both. The whole is kept if either is, except that
+a kept gather does not keep the product."""
 
 CLASS_OF = {op: name for name, ops in CLASSES.items() for op in ops}
 """The class of each operation that is in one."""
 
 OPERATIONS = (*CLASS_OF, *FUSED)
-"""All that are known."""
+"""All known operations."""

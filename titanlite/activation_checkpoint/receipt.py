@@ -1,4 +1,4 @@
-"""Say in the receipt what a save-list did: how often each rule matched, and what it keeps."""
+"""The receipt's entry of a save-list: matches of each rule, and the bytes that it keeps."""
 
 from collections.abc import Sequence
 
@@ -11,20 +11,19 @@ from titanlite.receipt import Entry, Skipped
 def save_list_entry(
     use: SaveListUse, save_list: SaveList, requested: str, chosen: dict[str, object], held: Sequence[float] | None
 ) -> Entry:
-    """The receipt's entry of a save-list, once blocks have run.
+    """Return the receipt's entry of a save-list, after a step.
 
     Args:
-        use: what was seen of it.
+        use: the counts.
         save_list: the list.
         requested: `activation_checkpoint.recipe`.
-        chosen: what there is to say of a list that was chosen; empty of one that was named.
-        held: predicted bytes that each rule keeps of a block that it is for, on this rank in a micro-step; None: not
-            known.
+        chosen: facts about a list that was chosen; empty if it was named.
+        held: predicted bytes that each rule keeps of a block, on this rank in a micro-step; None: not known.
     """
     rules, unmatched = rule_labels(use.rules), use.unmatched()
     applied = {
         **chosen,
-        "blocks": use.blocks,
+        "blocks": len(use.checkpointed),
         "matches": {rule: use.matches[i] for i, rule in enumerate(rules)},
     }
     if rules:
@@ -34,14 +33,14 @@ def save_list_entry(
         "activation_checkpoint",
         requested,
         applied,
-        count=len(rules) - len(unmatched) if rules else 1,  # what rules do not say, `default` says
+        count=len(rules) - len(unmatched) if rules else 1,  # `default` alone
         missed=tuple(Skipped(rules[i], f"matched no operation{_line_of_rule(save_list, i)}") for i in unmatched),
         key="activation_checkpoint.recipe",
     )
 
 
 def rule_labels(rules: Sequence[SaveRule]) -> list[str]:
-    """Rules in words; those that another has said before, as may be without `job.strict`, with their numbers."""
+    """Return rules in words; repeated ones, which `job.strict` refuses, with their numbers."""
     words = [rule_in_words(rule) + (f", blocks {rule.layers}" if rule.layers != ":" else "") for rule in rules]
     return [f"{rule} (rule {i})" if rule in words[: i - 1] else rule for i, rule in enumerate(words, 1)]
 

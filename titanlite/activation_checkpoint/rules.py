@@ -1,11 +1,11 @@
-"""Find the rule of a save-list that decides about an operation: the first that matches.
+"""Find the rule of a save-list that decides about an operation: the first that matches. Needs no torch.
 
-The rules are applied twice: to the operations that run (`apply.py`), and to those of a traced block, which gives the
-cost of each rule (`forecast/activation_cost.py`). Nothing here needs torch.
+The rules are applied to operations that run (`apply.py`), and to a traced block for the cost of each rule
+(`forecast/activation_cost.py`).
 
-An operation belongs to a linear layer by its place: what comes before a matmul (a norm's statistics, a gather, a cast)
-prepares that layer's input; a reduce-scatter, or results of experts that are sent back, end the layer of the last
-matmul. So a rule for `wqkv` holds whatever arithmetic the layer runs in.
+An operation belongs to a linear layer by its place: operations before a matmul (a norm's statistics, a gather, a cast)
+to its layer, a reduce-scatter, or results of experts that are sent back, to the last matmul's. So a rule for `wqkv`
+does not depend on the layer's arithmetic.
 """
 
 import json
@@ -20,30 +20,19 @@ from titanlite.config.problems import Problems, nearest_layer
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError
 
-BLOCK = "block"
-"""The name of a rule for whole blocks: they run without checkpointing, as all do where a list saves everything."""
-
-ENDS = (ops.SCATTER, ops.TO_OWNERS[0])
-"""Operations that end the layer of the last matmul."""
+BLOCK = "block"  # the `op` of a rule for whole blocks, which run without checkpointing
+ENDS = (ops.SCATTER, ops.TO_OWNERS[0])  # operations that belong to the last matmul's layer
 
 Action = Literal["save", "recompute"]
 
 
 class Decision(NamedTuple):
-    """The fate of the result of an operation.
-
-    Attributes:
-        action: "save" or "recompute".
-        rules: numbers of the rules that matched: none if the default decided, two at most, for an operation that is
-            two in one.
-        by: the one of them that decided, or None.
-        layer: the linear layer that the operation belongs to, "" for attention.
-    """
+    """The decision about an operation's result."""
 
     action: Action
-    rules: tuple[int, ...]
-    by: int | None
-    layer: str
+    rules: tuple[int, ...]  # numbers of the rules that matched: none for the default, up to two of a fused operation
+    by: int | None  # the rule that decided
+    layer: str  # the linear layer that the operation belongs to, "" for attention
 
 
 class BlockRules:
@@ -67,21 +56,20 @@ class BlockRules:
 
         Args:
             op: as torch spells it, "aten.mm.default".
-            is_view: it moves no data.
-            to_float8: its result is float8.
+            is_view: whether it moves no data.
+            to_float8: whether its result is float8.
 
         Raises:
-            RecipeError: attention is kept, or would be if another kernel ran, but not a matmul that its q, k and v
-                come from.
+            RecipeError: attention is kept, or would be with another kernel, but not a matmul of its q, k and v.
         """
         if CLASS_OF.get(op) == ALWAYS_KEPT:
             named = self._first(op, ALWAYS_KEPT, "")
             return Decision("save", () if named is None else (named,), named, "")
-        default: Action = "recompute" if is_view else self._save_list.default  # a view would keep what it views
+        default: Action = "recompute" if is_view else self._save_list.default  # a view would keep its base
         classes = FUSED.get(op) or (self._class(op, to_float8),)
         layer = self._layer(self._matmuls - (op in ENDS)) if classes[0] not in (None, "attention") else ""
-        found = [self._first(op, name, layer) for name in reversed(classes)]  # what is the result first
-        if classes == (None,) and op in CLASS_OF:  # made of a weight, which rules never keep, whatever they name
+        found = [self._first(op, name, layer) for name in reversed(classes)]  # the result's class first
+        if classes == (None,) and op in CLASS_OF:  # made of a weight, which rules never keep
             found = [i for i in found if i is None or self._save_list.rules[i].action == "recompute"] or [None]
         says = [(rule, default if rule is None else self._action(rule)) for rule in found]
         decisive = says[:1] if op == ops.GATHER_MATMUL else says
@@ -98,7 +86,7 @@ class BlockRules:
         return Decision(action, rules, next((rule for rule, of_rule in decisive if of_rule == action), None), layer)
 
     def _class(self, op: str, to_float8: bool) -> str | None:
-        """The class of an operation, or None: a layer's activation is cast first, the next cast is its weight's."""
+        """Return the class of an operation, or None: a layer's first cast is its input's, the next its weight's."""
         if op == ops.CAST and not to_float8:
             return None
         name = CLASS_OF.get(op)
@@ -114,7 +102,7 @@ class BlockRules:
         return self._layers[matmul % len(self._layers)]
 
     def _first(self, op: str, name: str | None, layer: str) -> int | None:
-        """The first rule that matches an operation of that class, or None."""
+        """Return the first rule that matches an operation, or None."""
         for i, rule in enumerate(self._save_list.rules):
             is_for = i in self._active and rule.op in (op, name, WIDER.get(name or ""))
             if is_for and (not rule.module or is_named(layer, rule.module)):
@@ -122,25 +110,25 @@ class BlockRules:
         return None
 
     def _action(self, i: int) -> Action:
-        """Return what a rule says of the next operation that it matches."""
+        """Return a rule's action for the next operation that it matches."""
         self._matched[i] += 1
         return self._says(i)
 
     def _says(self, i: int) -> Action:
-        """Return what a rule says of the operation that it matched last; before the first, of that."""
+        """Return a rule's action for the operation that it matched last, or will match first."""
         rule = self._save_list.rules[i]
         if max(self._matched[i] - 1, 0) % rule.every == 0:
             return rule.action
         return "recompute" if rule.action == "save" else "save"
 
     def _keep_attention(self) -> list[int | None]:
-        """Rules, None for the default, that keep attention by one kernel or another: torch chooses on a device."""
+        """Return rules, None for the default, that keep attention with any kernel: torch chooses on a device."""
         found = dict.fromkeys(self._first(op, "attention", "") for op in CLASSES["attention"])
         says = {i: self._save_list.default if i is None else self._says(i) for i in found}
         return [i for i in found if says[i] == "save"]
 
     def _other_bits(self, rule: int | None, recomputed: list[str]) -> RecipeError:
-        """The error for statistics that may belong to other q, k and v than those that backward will see."""
+        """Return the error for softmax statistics of other q, k and v than backward recomputes."""
         listed = self._save_list
         where, saw = ("default", "save") if rule is None else (f"rules[{rule}].op", listed.rules[rule].op)
         names = [layer.rpartition(".")[2] for layer in recomputed]
@@ -155,49 +143,35 @@ class BlockRules:
 
 
 def rule_in_words(rule: SaveRule) -> str:
-    """Give a rule in words, without its `layers`: "save matmul wqkv w13, every 2"."""
+    """Write a rule in words, without its `layers`: "save matmul wqkv w13, every 2"."""
     words = " ".join((rule.action, rule.op, *rule.module))
     return words + (f", every {rule.every}" if rule.every > 1 else "")
 
 
 def kernels(save_list: SaveList) -> list[str]:
-    """Give the kernels of attention to whole samples that a list names; one of them if it names none.
-
-    Args:
-        save_list: the list.
-    """
+    """Return the attention kernels for whole samples that a list names, or one of them."""
     named = {rule.op for rule in save_list.rules}
     return [op for op in CLASSES["attention"] if op in named and op != ops.CONTEXT_ATTENTION] or [ops.ATTENTION]
 
 
 def is_whole(save_list: SaveList, active: frozenset[int]) -> bool:
-    """Check whether a block runs without checkpointing.
-
-    Args:
-        save_list: the list.
-        active: numbers of the rules that are for the block.
-    """
+    """Return whether a block with these active rules runs without checkpointing."""
     if any(save_list.rules[i].op == BLOCK for i in active):
         return True
     return save_list.default == "save" and not save_list.rules
 
 
 def is_named(layer: str, patterns: Sequence[str]) -> bool:
-    """Check if one of a rule's modules, as "wo", "attention.wo" or "feed_forward.*", is the end of a layer's name.
-
-    Args:
-        layer: dotted name of a linear layer within its block.
-        patterns: shell patterns.
-    """
+    """Return whether a pattern, as "wo", "attention.wo" or "feed_forward.*", matches the end of a layer's name."""
     return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
 
 
 def add_mistakes(save_list: SaveList, layers: Sequence[str] | None, problems: Problems) -> None:
-    """Say which modules that a list names are no linear layers of a block, and which rules would route tokens anew.
+    """Add a problem for each module of a list that is no linear layer, and each rule that would route tokens again.
 
     Args:
         save_list: the list.
-        layers: dotted names of the block's linear layers; None: they are not known.
+        layers: dotted names of the block's linear layers; None: not known.
         problems: gets them.
     """
     last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers or ()))

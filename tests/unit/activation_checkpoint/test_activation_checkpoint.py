@@ -181,7 +181,7 @@ def test_whole_blocks_are_left_alone(compiled):
     """The other block computes all again; what is left alone is counted."""
     ops, use, gradients = backward_ops(save_list(SaveRule("block", "save", layers="1:")), compiled)
     assert ops == {"wqkv": 1, "attention": 1, "wo": 1, "w13": 1}
-    assert use.blocks == 1
+    assert use.checkpointed == [0]
     assert use.matches == {0: 1}
     for got, truth in zip(gradients, without_a_list(), strict=True):
         assert (got - truth).abs().max() <= 1e-5 * truth.abs().max()
@@ -208,7 +208,7 @@ def test_a_shipped_list_goes_with_every_architecture(name, architecture):
     check_matches(shipped, run, strict=True)
     with torch.device("meta"):
         use = apply_activation_checkpoint(model_class(config.model)(dims, S), shipped)
-    assert use.blocks == (0 if name == "none" else 6)
+    assert len(use.checkpointed) == (0 if name == "none" else 6)
     llama = recipes.model_dims(Config(model=Model(flavor="debug")))
     of_llama = traced_run(replace(config, model=Model()), replace(llama, n_layers=6), None)
     kept = [[p.matches for p in rule_costs(of, shipped) if p.rule.op == "matmul"] for of in (run, of_llama)]
@@ -338,7 +338,7 @@ def test_an_operator_by_its_name_keeps_q_k_v_where_it_is_what_runs(recipe, runs)
             done = apply_float8(model, float8, ("output",), CPU, tokens, shards=1)
             assert len(done.converted) == 4 * LAYERS
         if op == runs:
-            assert apply_activation_checkpoint(model, listed).blocks == LAYERS
+            assert len(apply_activation_checkpoint(model, listed).checkpointed) == LAYERS
         else:
             with pytest.raises(RecipeError, match="wqkv would be recomputed"):
                 apply_activation_checkpoint(model, listed)
