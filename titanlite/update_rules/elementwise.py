@@ -1,4 +1,4 @@
-"""The base of an update rule of a user's own: of each number of a parameter by itself, so right on any shard."""
+"""The base of a user's update rule, which updates each number of a parameter by itself, on any shard."""
 
 from abc import ABC, abstractmethod
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 class ElementwiseRule(ABC):
-    """An update rule: a parameter moves against a direction, which the rule finds for each of its numbers.
+    """An update rule: a parameter moves against a direction, which the rule computes for each number.
 
-    A subclass says what it keeps, and which keys a group of a recipe has, with their types and defaults:
+    A subclass declares its state, and the keys of a recipe's groups with types and defaults:
 
         class SignOfMean(ElementwiseRule):
             state = ("mean",)
@@ -22,24 +22,21 @@ class ElementwiseRule(ABC):
 
         parameter ← (1 - lr · weight_decay) parameter - lr · direction
 
-    The rest is the optimizer's: clipping, steps that are left out, the state's dtype, shards and checkpoints.
-
-    Attributes:
-        state: names of what is kept, each a number for each of a parameter's; zeros at first.
+    The optimizer does the rest: clipping, skipped steps, the state's dtype, shards and checkpoints.
     """
 
-    state: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()  # names; each has a number for each number of a parameter, zero at first
 
     @abstractmethod
     def update(self, gradient: Tensor, parameter: Tensor, state: dict[str, Tensor], updates: Tensor) -> Tensor:
         """Return the direction, and change the state.
 
         Args:
-            gradient: [n] float32, clipped; n numbers of any one parameter.
-            parameter: [n] float32, to be read alone.
+            gradient: [n] float32, clipped: n numbers of one parameter.
+            parameter: [n] float32, read-only.
             state: [n] float32 each, by name; changed in place or replaced.
-            updates: [] float32, how many there have been, this one included.
+            updates: [] float32, the number of updates, with this one.
 
         Returns:
-            [n] float32. It and the state of a number may depend on nothing of the others, and on no random number.
+            [n] float32. Direction and state of a number depend neither on other numbers nor on random ones.
         """

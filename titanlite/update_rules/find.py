@@ -1,4 +1,4 @@
-"""Import the update rules of a user's own file, and try each on a few numbers before a run trains with it."""
+"""Import the update rules of a user's file, and try each on a few numbers before a run trains with it."""
 
 import hashlib
 import inspect
@@ -21,20 +21,13 @@ from titanlite.models.find import imported
 from titanlite.models.mistakes import of_function, refused
 from titanlite.update_rules.elementwise import ElementwiseRule
 
-_N = 96  # numbers that a rule is tried on, as a whole and in pieces
+_N = 96  # numbers on which a rule is tried, as a whole and in pieces
 _PIECES = (1, 40, 55)
-_ROUNDING = 1e-4  # of what a piece gives and the whole: kernels may round otherwise at the end of a vector
+_ROUNDING = 1e-4  # between pieces and the whole: kernels may round otherwise at the end of a vector
 
 
 def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
-    """Import a file, and say what its rules keep and which keys they have.
-
-    Args:
-        file: `optimizer.file`, which exists.
-        origin: where the key was given.
-
-    Returns:
-        By the name of the class.
+    """Import `optimizer.file`, which exists, and return its rules by class name.
 
     Raises:
         ConfigError: the file cannot be imported or has no rule; the name of a rule, of its state or of a key is taken;
@@ -58,15 +51,15 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
 
 
 def _keys(kind: type[ElementwiseRule]) -> dict[str, type[Value]]:
-    """Return what a class says with a type that TOML has: the keys of its groups, and their types."""
+    """Return the keys of a class's groups: public attributes annotated with a type that TOML has."""
     types: dict[object, type[Value]] = {of: of for of in (float, int, bool, str)}
-    types |= {of.__name__: of for of in types.values()}  # as `from __future__ import annotations` leaves them
+    types |= {of.__name__: of for of in types.values()}  # as with `from __future__ import annotations`
     said = {name: hint for each in reversed(kind.__mro__) for name, hint in inspect.get_annotations(each).items()}
     return {name: types[hint] for name, hint in said.items() if hint in types and name[0] != "_"}
 
 
 def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> Value | None:
-    """Return the default of a key, an int as a float where the key is one; None: of another type, or not finite."""
+    """Return the default of a key, an int as a float if the key's type is; None for another type, or not finite."""
     value = getattr(kind, name, None)
     if of is float and isinstance(value, (float, int)) and not isinstance(value, bool):
         with suppress(OverflowError):  # an int may be too large
@@ -75,7 +68,7 @@ def _default_of_key(kind: type[ElementwiseRule], name: str, of: type[Value]) -> 
 
 
 def _mistakes(rule: OwnRule) -> Iterator[Problem]:
-    """Yield a problem for each name that means something else already, and each default that a key cannot have."""
+    """Yield a problem for each name that is taken, and each default that a key cannot have."""
     for key, of in _keys(rule.kind).items():
         if key not in rule.keys:
             want = f"a default that is {'a finite number' if of is float else f'of type {of.__name__}'}"
@@ -98,22 +91,14 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
 
 
 def _line_of_class(rule: OwnRule) -> int | None:
-    """Return the line of a rule's class; None where the source has none, as of one that a call of `type` made."""
+    """Return the line of a rule's class; None if the source has none, as with `type(…)`."""
     with suppress(OSError, TypeError):
         return inspect.getsourcelines(rule.kind)[1]
     return None
 
 
 def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:
-    """Make a rule of the user's own with the keys of a group.
-
-    Args:
-        rule: of the user's file.
-        keys: that a group gives.
-
-    Raises:
-        ConfigError: the class cannot be made, or has no method `update`.
-    """
+    """Make a user's rule with the keys of a group; raise ConfigError if its class cannot be made or has no `update`."""
     want = f"{rule.name}() to make the rule: what a group says is in its attributes when update is called"
     with refused(rule.file, want, "write update in the class, and no __init__", rule.kind):
         made: ElementwiseRule = rule.kind()
@@ -122,14 +107,11 @@ def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:
 
 
 def try_rules(rules: Iterable[tuple[OwnRule, Mapping[str, Value]]]) -> None:
-    """Refuse rules that cannot be carried out on shards, or not on all that may come.
-
-    Args:
-        rules: each with the keys of a group.
+    """Try rules, each with the keys of a group.
 
     Raises:
-        ConfigError: as `own_rule` says; or an update raises, returns or keeps something else than one number for each,
-            changes the parameter, is not finite, or depends on other numbers of the parameter.
+        ConfigError: see `own_rule`; or an update raises, returns or keeps anything but one number for each, changes the
+            parameter, is not finite, or depends on other numbers of the parameter.
     """
     for rule, keys in rules:
         made = own_rule(rule, keys)
@@ -147,11 +129,11 @@ def try_rules(rules: Iterable[tuple[OwnRule, Mapping[str, Value]]]) -> None:
 
 
 def _after_two_steps(rule: OwnRule, made: ElementwiseRule, device: str, sizes: tuple[int, ...]) -> dict[str, Tensor]:
-    """Update some numbers twice, in pieces of the given sizes; return the directions and the state of all."""
+    """Update some numbers twice, in pieces of these sizes; return directions and final state, concatenated."""
     found = dict[str, list[Tensor]]()
     parameters, *gradients = torch.randn(3, _N, generator=torch.Generator().manual_seed(0))
     for tensor in (parameters, *gradients):
-        tensor[::7] = 0.0  # as those of a token that no text has had
+        tensor[::7] = 0.0  # as of tokens that have not occurred
     kept = [{name: torch.zeros(n, device=device) for name in rule.state} for n in sizes]
     called = f"{rule.name}.update(gradient, parameter, state, updates)"
     for step, gradient in enumerate(gradients, start=1):
@@ -172,7 +154,7 @@ def _after_two_steps(rule: OwnRule, made: ElementwiseRule, device: str, sizes: t
 
 
 def _require_a_number_for_each(rule: OwnRule, n: int, direction: object, state: Mapping[str, object]) -> None:
-    """Refuse what is not of the gradient's shape, and other state than the class says."""
+    """Refuse a direction or state that is not of the gradient's shape, and state that the class does not declare."""
 
     def seen(x: object) -> str:
         return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
@@ -190,11 +172,7 @@ def _refusal(rule: OwnRule, saw: str, want: str, fix: str) -> ConfigError:
 
 
 def bytes_of_update(rule: OwnRule) -> int:
-    """Count the bytes that an update itself reads and writes for each number, operation by operation.
-
-    Args:
-        rule: of the user's own file; it has the defaults of its keys.
-    """
+    """Count the bytes that an update reads and writes for each number, with the defaults of its keys, by operation."""
     made = own_rule(rule, {})
     gradient, parameter, *kept = torch.empty(2 + len(rule.state), _N, device="meta").unbind()
     state = dict(zip(rule.state, kept, strict=True))
@@ -204,7 +182,7 @@ def bytes_of_update(rule: OwnRule) -> int:
 
 
 class _Moved(TorchDispatchMode):
-    """Adds up the bytes of what operations take and return, but for views."""
+    """Adds up the bytes of operations' arguments and results, except views'."""
 
     total = 0
 
