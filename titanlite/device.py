@@ -1,7 +1,7 @@
 """The device that a run is built for: this process's own, or one that is only named, as for a forecast.
 
-What decides a lowering, an attention kernel, copy engines or symmetric memory asks it, and not the tensors: those of a
-device that is only named are fake ones of a CPU, with shapes and no memory.
+Lowerings, attention kernels, copy engines and symmetric memory are chosen by it, and not by tensors: a named device has
+fake ones of a CPU, with shapes and no memory.
 """
 
 import platform
@@ -16,30 +16,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 
 @dataclass(frozen=True, eq=False)
 class Device:
-    """A device that a run is built for.
+    """A device that a run is built for."""
 
-    Attributes:
-        of_tensors: where this process's tensors are.
-        name: as torch has it, "NVIDIA H100 80GB HBM3"; of a CPU the machine's architecture.
-        capability: compute capability of a GPU; None: it is a CPU.
-        fake: makes the tensors of a device that is only named; None: it is this process's own.
-        host: GPUs of one host, where peers cannot be asked.
-    """
-
-    of_tensors: torch.device
-    name: str
-    capability: tuple[int, int] | None = None
-    fake: FakeTensorMode | None = None
-    host: int = 8
+    of_tensors: torch.device  # of this process
+    name: str  # torch's, as "NVIDIA H100 80GB HBM3"; of a CPU the machine's architecture
+    capability: tuple[int, int] | None = None  # of a GPU
+    fake: FakeTensorMode | None = None  # makes the tensors of a device that is only named
+    host: int = 8  # GPUs of one host, of a device that is only named
 
     @property
     def is_gpu(self) -> bool:
-        """Return whether it is a GPU, be it only a named one."""
+        """Return whether it is a GPU, named or not."""
         return self.capability is not None
 
     @property
     def is_named(self) -> bool:
-        """Return whether it is only named: nothing is computed, and no peer can be asked."""
+        """Return whether it is only named: nothing is computed, and there are no peers."""
         return self.fake is not None
 
     def tensors(self) -> AbstractContextManager[object]:
@@ -47,11 +39,7 @@ class Device:
         return self.fake or nullcontext()
 
     def obstacle_between(self, ranks: list[int]) -> str | None:
-        """Return why GPUs that are only named cannot read each other's memory, or None.
-
-        Args:
-            ranks: of the group, by their numbers in the job, of which each host has `host` in succession.
-        """
+        """Return why named GPUs of these ranks cannot share memory, or None; a host has successive ranks."""
         if self.capability != (9, 0):
             return f"compute capability {'.'.join(map(str, self.capability or (0, 0)))}, not 9.0, on rank 0"
         return "ranks on several hosts" if len({rank // self.host for rank in ranks}) > 1 else None
@@ -59,23 +47,14 @@ class Device:
 
 @cache
 def device_of(process: torch.device) -> Device:
-    """Return a process's own device.
-
-    Args:
-        process: where its tensors are.
-    """
+    """Return the device of a process whose tensors are there."""
     if process.type != "cuda":
         return Device(process, platform.machine())
     return Device(process, torch.cuda.get_device_name(process), torch.cuda.get_device_capability(process))
 
 
 def named_device(gpu: str | None = None, host: int = 8) -> Device:
-    """Return a device to build for that need not be there; its tensors have no memory.
-
-    Args:
-        gpu: as in "h100"; None: a CPU.
-        host: GPUs of one host.
-    """
+    """Return a named device: a GPU, as "h100", with so many of them on a host, or a CPU."""
     of_tensors, fake = torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True)
     if gpu is None:
         return Device(of_tensors, "CPU", fake=fake, host=host)
@@ -86,9 +65,9 @@ CPU = device_of(torch.device("cpu"))
 """A process without a GPU, on this machine."""
 
 host_tensors = unset_fake_temporarily
-"""Within this context tensors are of the host and have numbers, as tables must that the host reads."""
+"""A context in which tensors have numbers on the host, as for tables that the host reads."""
 
 
 def has_memory(x: Tensor) -> bool:
-    """Return whether a tensor has numbers: those of a device that is only named have none."""
+    """Return whether a tensor has numbers, unlike a named device's."""
     return not isinstance(x, FakeTensor)

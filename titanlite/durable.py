@@ -1,7 +1,7 @@
-"""Write files whole in a folder that outlives the process, keep old ones under another name, and check it beforehand.
+"""Write files whole in folders that outlive the process, keep earlier ones, and check folders beforehand.
 
-A text file is as it was or as it is to be, whenever a crash comes, and never in between. Whoever else may write to the
-folder can put a link, a pipe or a device in a file's place: none is followed, written to or waited for.
+After a crash a text file has its old content or its new one. Another user of the folder may put a link, a pipe or a
+device in a file's place: none is followed, written to or waited for.
 """
 
 import errno
@@ -19,34 +19,20 @@ _KINDS = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a sock
 
 
 def open_plain(path: Path, flags: int) -> int:
-    """Open a plain file.
-
-    Returns:
-        Its descriptor.
-
-    Raises:
-        OSError: something else is in its place.
-    """
+    """Return the descriptor of a plain file; raise OSError if anything else is in its place."""
     require_plain(path)
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def append_plain(path: Path) -> TextIO:
-    """Open a plain text file to add lines to it, each of which is at once the operating system's; made if need be.
-
-    Raises:
-        OSError: as `open_plain` says.
-    """
+    """Open or make a plain text file, line-buffered, to append to it; raise OSError as `open_plain`."""
     lines = open_plain(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    # What is told may have half a surrogate pair, which has no UTF-8.
+    # A text may have half a surrogate pair, which has no UTF-8.
     return open(lines, "a", buffering=1, encoding="utf-8", errors="backslashreplace")
 
 
 def is_at(path: Path, file: int) -> bool:
-    """Return whether a path is still that of an open file: nobody has removed, moved or replaced it.
-
-    So it is as long as nothing else is known: a network's file system may fail for a while.
-    """
+    """Return whether a path still leads to an open file; also if that is unknown, as a network's disk may fail."""
     try:
         found = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -56,30 +42,26 @@ def is_at(path: Path, file: int) -> bool:
     try:
         return os.path.samestat(found, os.fstat(file))
     except OSError as e:
-        return e.errno != errno.ESTALE  # there is a file, and its server no longer has this one
+        return e.errno != errno.ESTALE  # the server no longer has the open file
 
 
 def read_plain(path: Path) -> bytes:
-    """Read a plain file.
-
-    Raises:
-        OSError: as `open_plain` says.
-    """
+    """Read a plain file; raise OSError as `open_plain`."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) -> None:
-    """Write a text file, in the place of an old one if there is one, and wait until it is on disk.
+    """Write or replace a text file, and wait until it is on disk.
 
     Args:
         path: the file; its folder exists.
         text: all of it.
-        by: who writes, where others may write the same file at the same time.
+        by: a name for the writer, if others may write the same file at the same time.
         on_disk: whether to wait.
 
     Raises:
-        OSError: something else than a plain file is where it is written first, or it cannot be written.
+        OSError: it cannot be written, or its temporary file is not a plain one.
     """
     beside = path.with_name(f"{path.name}{by}.tmp")
     require_plain(beside)
@@ -93,11 +75,7 @@ def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) 
 
 
 def require_plain(path: Path) -> None:
-    """Raise where something else than a plain file is in a file's place; that nothing is there is right.
-
-    Raises:
-        OSError: as `open_plain` says.
-    """
+    """Raise OSError if anything but a plain file, or nothing, is at a path."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -110,44 +88,35 @@ def require_plain(path: Path) -> None:
 
 
 def earlier(*paths: Path) -> list[Path]:
-    """Name what files were before: `metrics.earlier-1.jsonl`, or `-2` and so on: the first number free for all."""
+    """Return names for earlier versions of files, as `metrics.earlier-1.jsonl`, with the first number free for all."""
     numbered = ([path.with_name(f"{path.stem}.earlier-{n}{path.suffix}") for path in paths] for n in itertools.count(1))
     return next(names for names in numbered if not any(map(os.path.lexists, names)))
 
 
 def require_reachable(path: str | Path) -> None:
-    """Check that this user may know what is at a path: what is in another user's folder seems not to be there.
-
-    Raises:
-        PermissionError: it may not.
-    """
+    """Raise PermissionError if this user may not look at a path: it would seem not to exist."""
     try:
         os.stat(path)
     except PermissionError:
         raise
-    except (OSError, ValueError):  # it is not there, or no path, as who looks for it says
+    except (OSError, ValueError):  # it does not exist, or is no path: the caller reports it
         return
 
 
 def disk_space_in(folder: Path) -> tuple[str, str]:
-    """Say what is free on the disk of a folder, and what makes more of it: a disk may have bytes and no inode left.
-
-    Returns:
-        As "3.1 GiB are free", and as "make room".
-    """
+    """Return (what is free on a folder's disk, as "3.1 GiB are free"; the fix, as "make room" or to free inodes)."""
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     free, disk = byte_size(shutil.disk_usage(there).free), os.statvfs(there)
-    if disk.f_files and not disk.f_favail:  # some file systems have no fixed number of them
+    if disk.f_files and not disk.f_favail:  # some file systems have no fixed number of inodes
         return f"{free} are free, but no inode for another file", "delete files of whatever size"
     return f"{free} are free", "make room"
 
 
 def require_writable(folder: Path) -> None:
-    """Raise what making a file in a folder would raise, or the folder itself where it is not there; leave nothing.
+    """Raise the OSError of making a file in a folder, or the folder itself, without making it.
 
     Raises:
-        OSError: what is there is no folder, or nothing can be made in it: permissions, a read-only mount, or a link to
-            what is not there.
+        OSError: the path is no folder, a broken link, not writable, or on a read-only mount.
     """
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     number = 0
@@ -157,7 +126,7 @@ def require_writable(folder: Path) -> None:
         number = errno.ENOTDIR
     elif not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
         number = errno.EROFS if os.statvfs(there).f_flag & os.ST_RDONLY else errno.EACCES
-    elif not os.statvfs(there).f_blocks:  # on no disk, as /proc, of which nothing else says that it takes no folder
+    elif not os.statvfs(there).f_blocks:  # on no disk, as /proc, which refuses folders without any other sign
         try:
             os.rmdir(tempfile.mkdtemp(dir=there))
         except OSError as e:

@@ -1,10 +1,7 @@
-"""Every error that titanlite raises on purpose, and the shape of its message.
+"""The errors that titanlite raises on purpose, and their messages.
 
-A message has four parts, in this order: where, what was seen, what is wanted, and the one change that
-fixes it. `Problem` keeps the parts apart, so that a test can assert on a part and not on prose.
-
-What derives from `TitanliteError` is the user's to fix: the command line prints it without a traceback
-and exits with code 2. Anything else that escapes is a bug.
+A message has four parts: where, what was seen, what is wanted, and the change that fixes it (`Problem`). The user can
+fix a `TitanliteError`: the command line prints it without a traceback and exits with 2. Any other error is a bug.
 """
 
 import re
@@ -15,7 +12,7 @@ _LONGEST, _MOST = 2_000, 100  # characters of a part, and problems of a source, 
 
 
 class TitanliteError(Exception):
-    """Base of all errors raised on purpose. Its arguments are messages, as of `describe`: one for each source."""
+    """Base of all errors raised on purpose; its arguments are messages of `describe`, one for each source."""
 
     @classmethod
     def of(cls, source: str, where: str, saw: str, want: str, fix: str) -> Self:
@@ -35,7 +32,7 @@ class RecipeError(ConfigError):
 
 
 class ShardingError(ConfigError):
-    """Annotations, degrees and model do not make a sharding plan: it is impossible, or not fully said."""
+    """Annotations, degrees and model do not make a sharding plan."""
 
 
 class DataError(TitanliteError):
@@ -43,7 +40,7 @@ class DataError(TitanliteError):
 
 
 class NoMoreDataError(DataError):
-    """A source gives no more; what was read of it by then is right, and so are the weights."""
+    """A source has no more data; tokens read so far are right, and so are the weights."""
 
 
 class CheckpointError(TitanliteError):
@@ -63,7 +60,7 @@ class FolderLostError(TitanliteError):
 
 
 class StrictError(TitanliteError):
-    """Something that the config asked for was not applied, and `job.strict` is on."""
+    """A request of the config was not applied, and `job.strict` is on."""
 
 
 class Problem(NamedTuple):
@@ -86,12 +83,11 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that was probably meant, whatever its case; None if none is near.
+    """Return the choice that was probably meant, in any case; None if none is near.
 
-    Three letters with another, or without one, are still that word ("ful"); where more differs, or of two letters any
-    ("7B", "70B"), they are another, as a word with another number is ("llama4").
+    One letter of a short word may differ ("ful"), no letter of one with two ("7B", "70B"), and no number ("llama4").
     """
-    import difflib  # here, as the process beside each rank has no use for it
+    import difflib  # here, as the process beside each rank does not need it
 
     number = re.sub(r"\D", "", word)
     spelling = {c.lower(): c for c in choices if not number or re.sub(r"\D", "", c) in ("", number)}
@@ -100,18 +96,14 @@ def nearest(word: str, choices: Iterable[str]) -> str | None:
 
 
 class ErrorReport(str):
-    """The message about one source, which still knows its parts: reports of several checks become one."""
+    """The message about one source, with its parts, so that reports of several checks can be merged."""
 
     source: str
     problems: tuple[Problem, ...]
 
 
 def describe(source: str, problems: Sequence[Problem]) -> ErrorReport:
-    """Format all problems of one source as one message.
-
-    Returns:
-        A message of one headline and four parts per problem.
-    """
+    """Format the problems of one source: a headline, and four parts per problem."""
     noun = "problem" if len(problems) == 1 else "problems"
     body = "\n  ".join(str(p).replace("\n", "\n  ") for p in problems[:_MOST])
     if len(problems) > _MOST:

@@ -1,4 +1,4 @@
-"""End a process: one message for a mistake, the traceback for a bug, once for all ranks."""
+"""End a process: print one message for a mistake, the traceback for a bug, once for all ranks."""
 
 import contextlib
 import json
@@ -21,26 +21,25 @@ _TORCHRUN_CLOCK_S = 1.0  # it dates failures to the second
 
 
 def exit_code(action: Callable[[], int | None]) -> int:
-    """Do something and turn its end into an exit code.
+    """Run an action, print its error on stderr, and return an exit code.
 
-    Ranks mostly fail alike. Rank 0 speaks at once; any other waits, and is ended by the launcher in the meantime if
-    rank 0 failed too. A bug, and what failed on one rank alone, goes to torchrun's error file, so that it ends the log
-    in spite of the ranks that fail because this one is gone.
+    Ranks mostly fail alike. Rank 0 reports at once; others wait, and the launcher ends them meanwhile if rank 0 failed,
+    too. A bug, and an error of one rank alone, goes to torchrun's error file, so that it ends the log although other
+    ranks fail because this one is gone.
 
     Args:
-        action: what to do; until this process ends it leaves the connections to other ranks open.
+        action: leaves the connections to other ranks open.
 
     Returns:
-        What the action returns, 0 for None; 2 for a mistake that the user can mend, 1 for a bug, or 128 and the number
-        of the signal that interrupted it before training: 130 for Ctrl-C, 141 where nobody reads what it prints. The
-        message of the mistake, or the bug's traceback, is then on stderr.
+        The action's result, 0 for None; 2 for a TitanliteError, 1 for a bug; 128 and the number of the signal that
+        interrupted it before training: 130 for Ctrl-C, 141 if nobody reads its output.
     """
     guard_streams()
     try:
         return action() or 0
     except TitanliteError as error:
         return _tell_mistake(error)
-    except KeyboardInterrupt as interrupt:  # for any signal, whose number it then has
+    except KeyboardInterrupt as interrupt:  # of any signal, with its number
         return 128 + (interrupt.args or (signal.SIGINT,))[0]
     except Exception as bug:
         if isinstance(bug, BrokenPipeError) and bug.filename == OUTPUT:
@@ -55,11 +54,11 @@ def exit_code(action: Callable[[], int | None]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with that exit code; where a launcher started it, without taking the interpreter apart.
+    """End this process with an exit code; under a launcher without finalising the interpreter.
 
-    torch's process groups outlive `destroy_process_group`, and their threads the interpreter: now and then one of them
-    aborts a rank that has trained to the end. A library's thread that hangs would keep a failed rank from ending. A
-    process without peers has none of these, and may have tools that report when the interpreter ends.
+    Threads of torch's process groups outlive `destroy_process_group`, and sometimes abort a rank that has trained to
+    the end; a library's thread that hangs would keep a failed rank from ending. A process without peers has no such
+    threads, and may have tools that report when the interpreter ends.
     """
     settle_streams()
     if "RANK" not in os.environ:
@@ -68,7 +67,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _mistake(error: OSError) -> TitanliteError | None:
-    """Return what the user can mend of an operating system's refusal; None of a bug."""
+    """Return the error to show for an OSError that the user can fix; None for a bug."""
     why = error.strerror or str(error)
     if error.filename == OUTPUT:
         want, fix = "a terminal, a file or a pipe that takes what is printed", "print to a disk that has room"
@@ -82,7 +81,7 @@ def _mistake(error: OSError) -> TitanliteError | None:
 def _tell_mistake(error: TitanliteError) -> int:
     rank = int(os.environ.get("RANK", "0"))
     if rank:
-        # Local rank 0 goes before the others, so that a further host says it once.
+        # Local rank 0 is first, so that another host reports it once.
         time.sleep(_RANK_0_SPEAKS_S + (os.environ.get("LOCAL_RANK", "0") != "0"))
         _record(error)
     sys.stderr.write(f"[rank {rank}] {error}\n" if rank else f"{error}\n")
@@ -90,10 +89,10 @@ def _tell_mistake(error: TitanliteError) -> int:
 
 
 def _record(error: Exception) -> None:
-    """Tell torchrun, early enough to be dated before the failures that follow from this one.
+    """Write torchrun's error file, early enough to be dated before failures that follow from this one.
 
-    It may end this process meanwhile, because of another rank, and reads the file then: half of one would end it, too.
-    Where there is no room for the file, or a cleaner of old files has taken its folder, what follows on stderr must do.
+    It is replaced at once: torchrun may end this process meanwhile, and fails on half a file. Without room or folder
+    for it, the message on stderr must do.
     """
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file is None:

@@ -1,6 +1,6 @@
-"""Parse JSON that a user wrote, or that a crash may have damaged, and hold it against the types that it should have.
+"""Parse JSON that a user wrote or a crash may have damaged, and check its types.
 
-What a cache says of itself has a hash, so that a number that has changed is damage, too.
+The description of a cache has a hash, so that a changed number counts as damage, too.
 """
 
 import errno
@@ -14,15 +14,11 @@ from types import NoneType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
-"""The errors of code that takes a content for what it is not."""
+"""The errors of code that reads unexpected content."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return what a text says.
-
-    Raises:
-        ValueError: it is not JSON, not UTF-8, or so deeply nested that only damage or intent can have written it.
-    """
+    """Parse a text; raise ValueError if it is not JSON, not UTF-8, or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as e:
@@ -30,11 +26,11 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Return what a file says.
+    """Parse a file.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device, which a read may wait for.
-        ValueError: as `parse_json` says.
+        OSError: it cannot be read, or is a pipe or a device, which might block.
+        ValueError: see `parse_json`.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError(errno.EINVAL, "a pipe or a device", str(path))
@@ -42,7 +38,7 @@ def read_json(path: Path) -> Any:
 
 
 def with_hash(content: Mapping[str, Any], indent: int | None = None) -> str:
-    """Return JSON that `without_hash` can hold against its hash."""
+    """Return JSON with a hash, for `without_hash`."""
     return json.dumps({**content, "hash": _digest(content)}, indent=indent)
 
 
@@ -50,8 +46,8 @@ def without_hash(read: Any) -> dict[str, Any]:
     """Return the content that `with_hash` was given.
 
     Raises:
-        ValueError: it has changed.
-        KeyError: it has no hash.
+        ValueError: the content has changed.
+        KeyError: there is no hash.
         TypeError: it is no object.
     """
     content = {key: read[key] for key in read if key != "hash"}
@@ -65,15 +61,12 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def as_type(hint: Any, value: Any) -> Any:
-    """Build a value of a type from JSON, in which nothing is left out, added or converted.
+    """Build a value of a type from JSON, without conversion; raise one of `MALFORMED` if it does not fit exactly.
 
     Args:
-        hint: a dataclass, a mapping by names, a sequence, a tuple, one of these or None; float, which is finite, int of
-            64 bits, str or bool.
-        value: what the file says.
-
-    Raises:
-        Exception: one of `MALFORMED`, where it says something else.
+        hint: a dataclass, a mapping by names, a sequence or a tuple, or one of them or None; finite float, int of 64
+            bits, str or bool.
+        value: from the file.
     """
     args, origin = get_args(hint), get_origin(hint)
     if is_dataclass(hint):

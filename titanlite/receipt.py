@@ -1,12 +1,11 @@
-"""receipt.json: what the config asked for and what was done about it.
+"""receipt.json: the requests of a config, and how each was applied.
 
-Each feature gives one entry when it has been applied, and says how often it was (`count`), what it left out for a
-reason that is declared somewhere (a recipe, a filter, a committed tuning table: `skipped`), and what it should have
-covered and did not (`missed`). In the file both are under `skipped`, with their reasons; `enforce` is where they
-differ: something requested and applied nowhere, or a case that was missed, ends the run under `job.strict` and is a
-warning otherwise. Whether a reason counts as declared is for the feature to say, which alone knows its rules.
+Each feature adds one entry: in how many places it was applied (`count`), cases left out for a declared reason (a
+recipe, a filter, a committed tuning table: `skipped`), and eligible cases left out (`missed`). In the file both are
+under `skipped`, with reasons. A request that was applied nowhere, or missed a case, ends the run under `job.strict` and
+is a warning otherwise.
 
-Each rank has the same entries, so that all of them stop together; rank 0 writes the file.
+Each rank has the same entries, so that all stop together; rank 0 writes the file.
 """
 
 import json
@@ -19,8 +18,8 @@ from titanlite.durable import write_durably
 from titanlite.errors import Problem, StrictError, describe
 from titanlite.redact import redact_tree
 
-_SHOWN, _NAMED = 8, 3  # cases named in a message, and in a line of the console; the file has all
-_BLOCK = re.compile(r"^layers\.\d+(?=(\.\w+)+$)")  # of a module's name alone: a file may have a number in its name, too
+_SHOWN, _NAMED = 8, 3  # cases in a message, and in a line of the console; the file has all
+_BLOCK = re.compile(r"^layers\.\d+(?=(\.\w+)+$)")
 _NOT_REQUESTED = (None, False, 0, "", "none", "off", "disabled")
 
 
@@ -35,31 +34,19 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Entry:
-    """One feature's report.
+    """One feature's report."""
 
-    Attributes:
-        feature: its name in the file, as "float8".
-        requested: the value of the user's key, as in the config. None, False, 0, "", "none", "off" and "disabled" mean
-            that it was not asked for.
-        applied: what was done, as JSON: a number, a name, or a dict of details
-            (`{"layers": 224, "lowering": "torchao"}`).
-        count: in how many places it was done.
-        skipped: cases left out for a declared reason.
-        missed: eligible cases left out, with what stood in the way.
-        key: the dotted key of the config that asked for it, as "float8.recipe"; not given: `feature` is that key.
-    """
-
-    feature: str
-    requested: object
-    applied: object
+    feature: str  # its name in the file, as "float8"
+    requested: object  # value of the user's key; one of `_NOT_REQUESTED`: it was not asked for
+    applied: object  # as JSON: a number, a name, or details, as {"layers": 224, "lowering": "torchao"}
     _: KW_ONLY
-    count: int
-    skipped: Sequence[Skipped] = ()
-    missed: Sequence[Skipped] = ()
-    key: str = ""
+    count: int  # of places where it was applied
+    skipped: Sequence[Skipped] = ()  # for a declared reason
+    missed: Sequence[Skipped] = ()  # eligible cases
+    key: str = ""  # of the config, as "float8.recipe"; "": it is `feature`
 
     def summary(self) -> str:
-        """Say in one line what was applied, and what was not and why; each layer, rule and shape is in the file."""
+        """Return one line: what was applied, what was not, and why."""
         text = str(self.applied)
         if isinstance(self.applied, dict):
             totals = {name: value for name, value in self.applied.items() if not isinstance(value, dict)}
@@ -75,34 +62,34 @@ class Entry:
 
 
 class Receipt:
-    """Collects the features' reports, writes them, and holds them against what was asked for."""
+    """Collects the features' entries, writes them, and enforces them."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self._later: list[Callable[[], Entry]] = []
-        self._file: Path | None = None  # that was written
+        self._file: Path | None = None  # once it is written
 
     def add(self, entry: Entry) -> None:
-        """Add what a feature has done."""
+        """Add an entry."""
         self.entries.append(entry)
 
     def add_later(self, entry: Callable[[], Entry]) -> None:
-        """Add what a feature can say of itself when it has run: `complete` calls it."""
+        """Add an entry that `complete` makes after a step."""
         self._later.append(entry)
 
     def complete(self) -> None:
-        """Add the entries that were to come later, behind all that are there."""
+        """Make and append the later entries."""
         self.entries += [entry() for entry in self._later]
         self._later.clear()
 
     def replace(self, entry: Entry) -> None:
-        """Put an entry in the place of the one of its feature, in the file too if that is written."""
+        """Replace the entry of a feature, also in the file if it is written."""
         self.entries = [entry if there.feature == entry.feature else there for there in self.entries]
         if self._file is not None:
             self.write(self._file)
 
     def write(self, path: Path) -> None:
-        """Write the file, replacing it as a whole."""
+        """Write the file as a whole."""
         self._file = path
         rows = [
             {
@@ -116,15 +103,7 @@ class Receipt:
         write_durably(path, json.dumps(redact_tree(rows), indent=2) + "\n")
 
     def enforce(self, strict: bool, warn: Callable[[str], object]) -> None:
-        """Hold what was applied against what was requested.
-
-        Args:
-            strict: `job.strict`.
-            warn: called with the message, once, if something is wrong and `strict` is False.
-
-        Raises:
-            StrictError: `strict` is True, and a requested feature was applied nowhere or missed an eligible case.
-        """
+        """Raise StrictError if a request was applied nowhere or missed a case; without `job.strict` warn once."""
         problems = [problem for entry in self.entries if (problem := _problem(entry))]
         if not problems:
             return
@@ -140,7 +119,7 @@ def _few(names: list[str]) -> str:
 
 
 def _problem(entry: Entry) -> Problem | None:
-    """Return what is wrong with an entry, in the words of the user's key; None if nothing is."""
+    """Return the problem of an entry, in the words of the user's key, or None."""
     if entry.requested in _NOT_REQUESTED:
         return None
     if entry.count == 0:

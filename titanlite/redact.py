@@ -1,12 +1,10 @@
-"""Keep secrets out of what a run or a command says and records.
+"""Replace secrets by `***` in everything that a run or a command prints and writes.
 
-A secret is the value of an environment variable that is named like one, the user part of a URL, a token in a URL's
-query, or what a header `Authorization` says; and, on its own, the password of a URL that the environment holds, or the
-token in its place. Each is replaced by `***`. Most come with the text of other people's exceptions; so standard output
-and standard error redact whatever is written to them, a library's words and a traceback too, and every file of a run
-its text.
+Secrets are the values of environment variables that are named like one, the user part of a URL, a token in a URL's
+query, the value of a header `Authorization`, and the password, or token in its place, of a URL in the environment. Most
+come with exceptions of libraries; so standard output and standard error redact all text, and so do a run's files.
 
-Stacks that faulthandler prints, and what a library of C++ writes to a descriptor of its own accord, pass by.
+Not redacted: stacks of faulthandler, and text that C++ libraries write to a descriptor.
 """
 
 import json
@@ -18,8 +16,8 @@ from urllib.parse import quote, unquote
 
 STAR = "***"
 _SECRET_NAME = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PAT|CREDENTIALS?)$", re.IGNORECASE)
-_SHORTEST = 8  # shorter values are words, not secrets, and would be cut out of ordinary text
-_SHORTEST_TOKEN = 20  # of a user without a password, who is mostly a name that stands in paths, too
+_SHORTEST = 8  # shorter values are words of ordinary text
+_SHORTEST_TOKEN = 20  # of a user without a password; shorter ones are names
 # Up to the last @ of the authority. A secret key of S3 may hold slashes as it stands: where no @ comes before the first
 # of them, up to the first one behind, unless what looks like a password is a port, which a URL of S3 has not. A quote,
 # comma or bracket ends a URL that stands in a text.
@@ -48,7 +46,7 @@ _known: tuple[dict[bytes, bytes], list[str]] = ({}, [])  # an environment, and t
 
 
 def redact(text: str) -> str:
-    """Replace every secret in a text by `***`."""
+    """Redact every secret in a text."""
     if len(text) < _SHORTEST:
         return text
     for secret in _of_environment():
@@ -57,10 +55,7 @@ def redact(text: str) -> str:
 
 
 def redact_urls(text: str) -> str:
-    """Replace the user part of every URL in a text, and the tokens in its query, by `***`; whatever the environment is.
-
-    So a text that is read again, as a run's config is, compares with itself.
-    """
+    """Redact users and tokens of URLs in a text, in any environment: a text that is read again equals itself."""
     return _QUERY.sub(rf"\1{STAR}", _QUOTED_USER.sub(rf"\1{STAR}%40", _USER.sub(rf"\1{STAR}@", text)))
 
 
@@ -76,19 +71,19 @@ def redact_tree(value: Any, how: Callable[[str], str] = redact) -> Any:
 
 
 def _of_environment() -> list[str]:
-    """Return the secrets that environment variables hold, found anew when one has changed."""
+    """Return the secrets in environment variables, cached until one changes."""
     global _known
-    now = vars(os.environ)["_data"]  # as bytes: to compare what it decodes takes a hundred times as long
+    now = vars(os.environ)["_data"]  # as bytes, which compare a hundred times faster
     if _known[0] != now:
         _known = dict(now), _find_in_environment()
     return _known[1]
 
 
 def _find_in_environment() -> list[str]:
-    """Find the secrets of the environment as they stand and as a text may spell them, the longest first."""
+    """Find the secrets of the environment, also quoted and escaped, the longest first."""
     secrets: set[str] = set()
     for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file that has it
+        if _SECRET_NAME.search(name) and not (value.startswith("/") and os.path.exists(value)):  # a file's path
             secrets.add(value)
         for scheme, user, password in _ENVIRONMENT_URL.findall(value):
             if password:

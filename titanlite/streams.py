@@ -1,9 +1,8 @@
-"""Guard standard output and standard error: they tell no secret, and nobody else's text commands the terminal.
+"""Guard standard output and standard error: redact secrets, and escape control characters.
 
-Names of files, folders, keys and groups come from others, as the lines of a file do. What a terminal obeys in them is
-escaped as `repr` writes it, and so are the controls that show text in another order than it has; newlines and tabs are
-layout. Colours and bars, which are drawn on purpose, are written to `drawn`. Bars of other libraries (tqdm's) are known
-by their moves, with which they get to lines that are empty or their own, and to no other text of the stream.
+Names of files, keys and groups, and lines of files, come from others. Terminal controls in them are escaped as `repr`
+writes them, also those that reorder text; newlines and tabs remain. Colours and bars are written to `drawn`. Bars of
+other libraries (tqdm) are recognised by their cursor moves, which may reach only empty lines or their own.
 """
 
 import io
@@ -16,13 +15,13 @@ from typing import Any, TextIO
 from titanlite.redact import redact
 
 OUTPUT = "standard output"
-"""The file that an OSError of standard output names."""
+"""The file name in an OSError of standard output."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _MOVE = re.compile(r"\n+\Z|(?:\x1b\[A)+\Z|\r(?: *\r\Z)?(?=[^\n]*\Z)")  # alone, or before a line in a line's place
 
 
 class _Drawn:
-    """A stream as it is for who draws on it; secrets are kept out all the same."""
+    """A stream that redacts, and does not escape."""
 
     def __init__(self, stream: TextIO, write: Callable[[str], int]) -> None:
         self._stream, self.write = stream, write
@@ -32,22 +31,22 @@ class _Drawn:
 
 
 def escaped(text: str) -> str:
-    """Return a text without what a terminal obeys, except newlines and tabs."""
+    """Escape terminal controls in a text, except newlines and tabs."""
     return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def one_line(text: str) -> str:
-    """Return a name without what a terminal obeys."""
+    """Escape all terminal controls in a name."""
     return escaped(text).replace("\n", r"\n").replace("\t", r"\t")
 
 
 def drawn(stream: TextIO) -> Any:
-    """Return a guarded stream for colours and bars, whose texts the caller escapes; any other stream as it is."""
+    """Return a guarded stream's `drawn`, for colours and bars with escaped texts; any other stream as it is."""
     return getattr(stream, "drawn", stream)
 
 
 def guard_streams() -> None:
-    """Guard both streams; what was closed by who started this process, as cron does, takes everything."""
+    """Guard both streams; a closed one, as under cron, discards everything."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # another file would get the number
@@ -60,11 +59,11 @@ def guard_streams() -> None:
 
 
 def guard_stream(stream: TextIO, drops: bool = False) -> None:
-    """Have a stream redact and escape what is written to it from now on, by whom ever.
+    """Redact and escape everything that is written to a stream from now on.
 
     Args:
-        stream: an OSError of it names the file `OUTPUT`.
-        drops: take everything in place of an OSError, as where nobody else can be told.
+        stream: its OSError names the file `OUTPUT`.
+        drops: whether to discard everything after an OSError instead of raising it.
     """
     if "drawn" in vars(stream):
         return
@@ -101,12 +100,12 @@ def guard_stream(stream: TextIO, drops: bool = False) -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Let a stream take everything from now on, and what it holds that it could not write."""
+    """Discard everything that is written to a stream from now on, and its buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def settle_streams() -> None:
-    """Write what the streams hold, or drop it: the interpreter would try again, and end with a code of its own."""
+    """Flush the streams, or discard their buffers: the interpreter would try again, and change the exit code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

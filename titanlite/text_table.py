@@ -1,4 +1,4 @@
-"""Rows as text, for every table that a command prints, and text that is folded into the width of a terminal."""
+"""Write tables as text, and fold text into the width of a terminal."""
 
 import os
 import re
@@ -7,12 +7,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-_INDENT = "  "  # of a table's rows, by which they are known
-_FURTHER = 4 * " "  # of what of a row stands on further lines
+_INDENT = "  "  # of a table's rows, by which they are recognised
+_FURTHER = 4 * " "  # of a row's further lines
 
 
 def columns(*rows: Sequence[str]) -> str:
-    """Align rows, headings first: the first column to the left, others to the right if there is a number in them."""
+    """Align rows, headings first: the first column to the left, others to the right if they have numbers."""
     aligned = []
     for i, column in enumerate(zip(*rows, strict=True)):
         width, has_number = max(map(len, column)), i > 0 and any(cell[:1].isdigit() for cell in column)
@@ -21,21 +21,21 @@ def columns(*rows: Sequence[str]) -> str:
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal, or those that COLUMNS says; None if the output goes to no terminal."""
+    """Return COLUMNS, or the terminal's width; None if the output is no terminal."""
     if (said := os.environ.get("COLUMNS", "")).isdecimal() and int(said):
         return int(said)
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns or None
-    except (OSError, ValueError):  # of a pipe, or of what is no file
+    except (OSError, ValueError):  # a pipe, or no file
         return None
 
 
 def folded(text: str, width: int | None) -> str:
-    """Fold text into a width: paragraphs between words, tables between columns, all rows of one at the same places.
+    """Fold text into a width: paragraphs between words, tables between columns.
 
     Args:
-        text: paragraphs of a line each, and tables as of `columns`.
-        width: columns; None: as wide as it is.
+        text: paragraphs of one line each, and tables of `columns`.
+        width: in characters; None: unlimited.
     """
     if width is None:
         return text
@@ -53,7 +53,7 @@ def folded(text: str, width: int | None) -> str:
 
 
 def _folded_rows(rows: Sequence[str], width: int) -> Iterator[str]:
-    """Break rows between columns, which are what two blanks part in all of them."""
+    """Break rows between columns, at the same places; columns are separated by two blanks in all rows."""
     longest = max(map(len, rows))
     blank = "".join(" " if all(row[n : n + 1] in ("", " ") for row in rows) else "x" for n in range(longest))
     cells = [found.span() for found in re.finditer(r"x+(?: x+)*", blank)]
@@ -66,7 +66,7 @@ def _folded_rows(rows: Sequence[str], width: int) -> Iterator[str]:
     for row in rows:
         for n, band in enumerate(bands):
             indent, text = _FURTHER if n else _INDENT, row[band[0][0] : band[-1][1]].rstrip()
-            if len(indent + text) > width:  # one cell that is wider than all
+            if len(indent + text) > width:  # a cell wider than the terminal
                 yield from textwrap.wrap(
                     text,
                     width,

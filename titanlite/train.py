@@ -2,9 +2,8 @@
 
     torchrun --nproc-per-node 8 -m titanlite.train --config llama3_8b.toml --parallelism.tensor_parallel_degree 4
 
-In a checkout `train.py` is the same. Whatever can be wrong with the input is found before torch is imported, except for
-`optimizer.file`, so a mistake costs a second; in a model or rule file of one's own, before anything is written or
-prepared.
+In a checkout `train.py` is the same. Mistakes in keys and values are found before torch is imported, within a second,
+except in `optimizer.file`; those in a user's file, before anything is written or prepared.
 """
 
 import os
@@ -26,7 +25,7 @@ from titanlite.preflight.start import check_start, newest_state
 def main() -> None:
     """Check everything, claim the run's folder, train."""
     check_launcher()
-    launcher = Launcher()  # now: it may end while the rest is read
+    launcher = Launcher()  # at once: the launcher may end meanwhile
     world = int(os.environ.get("WORLD_SIZE", "1"))
     run = checked_run(sys.argv[1:], world)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -34,7 +33,7 @@ def main() -> None:
     if is_first:
         check_start(run.config, run.inputs)
     if run.config.model.file:
-        # It may touch CUDA when it is imported: on this process's GPU, not on everybody's first.
+        # Its import may touch CUDA, which must be on this process's GPU.
         from titanlite.parallel.process_group import choose_device
 
         choose_device()
@@ -52,7 +51,7 @@ def main() -> None:
     if is_first:
         notices += folder.claim(run.config)
         if run.config.checkpoint.enable:
-            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # now that nobody else writes there
+            step_to_resume(folder.checkpoints, run.config.checkpoint.resume)  # after the claim nobody else writes there
             lack = lack_of_disk_space(folder.checkpoints, run.config, foreseen.saved)
             warnings += [lack] if lack else []
         warnings += filter(None, [no_login(run.config), foreseen.warning])
