@@ -104,11 +104,15 @@ def mistake_of_model(error: BaseException, file: str, want: str, fix: str) -> Pr
 
 def of_function(function: Callable[..., Any], file: str, saw: str, want: str, fix: str) -> Problem:
     """Return the problem of a function or class, with its line if it is in the user's file."""
-    line = None
+    return Problem(function.__qualname__, saw, want, fix, line_of(function, file))
+
+
+def line_of(function: Callable[..., Any], file: str) -> int | None:
+    """Return the line of a function or class of a user's file; None of others, and without source, as by `type`."""
     if getattr(inspect.getmodule(function), "__file__", None) == os.path.abspath(file):
-        with suppress(OSError):  # made by `type` or `exec`
-            line = inspect.getsourcelines(function)[1]
-    return Problem(function.__qualname__, saw, want, fix, line)
+        with suppress(OSError, TypeError):
+            return inspect.getsourcelines(function)[1]
+    return None
 
 
 def blamed(error: BaseException, file: str, log: object, want: str) -> ConfigError | None:

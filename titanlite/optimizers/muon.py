@@ -122,6 +122,7 @@ class Muon:
         """
         if not self.buckets:
             return
+        self._begin(skip)
         shards = tensor_table("gradient", [grads[name] for name in self.locals])  # their memory may be another's now
         coming, going = self._collect(self._tables[0], shards, divisor, skip), None
         for tables, behind in zip(self._tables, (*self._tables[1:], None), strict=True):
@@ -134,6 +135,13 @@ class Muon:
             going = result
         if going is not None:
             self._apply(*going, lr, skip, norms, decay_factor)
+        self._end()
+
+    def _begin(self, skip: Tensor) -> None:
+        """Prepare a step."""
+
+    def _end(self) -> None:
+        """Finish a step."""
 
     def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
         """Update the momentum, and begin to send the owners what they orthogonalise."""

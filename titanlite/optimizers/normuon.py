@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.matrices import Matrix
-from titanlite.optimizers.group_norms import GroupNorms
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.optimizers.owners import Bucket
 from titanlite.parallel.mesh import Mesh
@@ -57,20 +56,11 @@ class NorMuon(Muon):
         self._rows = dict[Any, list[Tensor]]()  # by bucket: rows of own stacks, [B, R], among all parameters' rows
         super().__init__(parameters, mesh, matrices, rule, paces)
 
-    @torch.no_grad()
-    def step(
-        self,
-        grads: dict[str, Tensor],
-        lr: float,
-        divisor: Tensor,
-        skip: Tensor,
-        norms: GroupNorms | None = None,
-        decay_factor: float = 1.0,
-    ) -> None:
-        """See `Muon.step`."""
+    def _begin(self, skip: Tensor) -> None:
         self._skip = skip
         self._new.zero_()
-        super().step(grads, lr, divisor, skip, norms, decay_factor)
+
+    def _end(self) -> None:
         dist.all_reduce(self._new)  # each row has one owner: nothing is rounded
         self._moment.copy_(self._new)
 

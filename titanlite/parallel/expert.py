@@ -31,25 +31,17 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
         ShardingError: there are none to share, their number is not divisible by the ranks, or a user's class computes
             otherwise.
     """
-    fix, one = "expert_parallel_degree = 1", "tensor_parallel_degree = 1"
+    own, want, fix = "one of the model's own", "titanlite's, which ranks can share", "expert_parallel_degree = 1"
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
-    wrong = [
-        Problem(name, f"{layer.of.n_experts} experts", f"a multiple of {KEY} = {degree}", "another degree")
-        for name, layer in layers.items()
-        if layer.of.n_experts % degree
-    ]
-    wrong += [
-        Problem(f"{name}.compute", "one of the model's own", "titanlite's, which ranks can share", fix)
-        for name, layer in layers.items()
-        if degree > 1 and layer.compute is not experts
-    ]
-    wrong += [
-        Problem(f"{name}.forward", "one of the model's own", "titanlite's, which ranks can share", f"{fix}, {one}")
-        for name, layer in layers.items()
-        if not runs_forward_of(layer, MixtureOfExperts)
-    ]
-    if not layers and degree > 1:
-        wrong = [Problem(KEY, str(degree), "1: the model has no experts", "expert_parallel_degree = 1")]
+    wrong = [] if layers or degree == 1 else [Problem(KEY, str(degree), "1: the model has no experts", fix)]
+    for name, layer in layers.items():
+        if layer.of.n_experts % degree:
+            multiple = f"a multiple of {KEY} = {degree}"
+            wrong.append(Problem(name, f"{layer.of.n_experts} experts", multiple, "another degree"))
+        if degree > 1 and layer.compute is not experts:
+            wrong.append(Problem(f"{name}.compute", own, want, fix))
+        if not runs_forward_of(layer, MixtureOfExperts):
+            wrong.append(Problem(f"{name}.forward", own, want, f"{fix}, tensor_parallel_degree = 1"))
     if wrong:
         raise ShardingError(describe("expert parallelism", wrong))
     return layers

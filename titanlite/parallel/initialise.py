@@ -26,7 +26,7 @@ def fill_buffers(model: nn.Module) -> None:
         if (mark := _mark(buffer.dtype)) is not None:
             buffer.fill_(mark)
     model.fill_buffers()  # type: ignore[operator]
-    left = [name for name, x in model.named_buffers() if _holds(x, _mark(x.dtype))]
+    left = [name for name, x in model.named_buffers() if _has_mark(x)]
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         want = "values for every buffer: a tensor that two modules register is two, once it is off the meta device"
@@ -41,10 +41,9 @@ def _mark(dtype: torch.dtype) -> float | None:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
-def _holds(x: Tensor, mark: float | None) -> bool:
-    if mark is None:
-        return False
-    return bool((x.isnan() if x.is_floating_point() or x.is_complex() else x == mark).any())
+def _has_mark(x: Tensor) -> bool:
+    mark = _mark(x.dtype)
+    return mark is not None and bool((x.isnan() if mark != mark else x == mark).any())
 
 
 def initialise(model: nn.Module, seed: int) -> None:

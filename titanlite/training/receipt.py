@@ -4,6 +4,8 @@ The entries are read off the run: dtypes off real tensors, the attention back en
 shapes, memory off the allocator.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -111,14 +113,14 @@ def _dtypes(run: Run) -> Entry:
     block: nn.Module = run.model.layers[0]  # type: ignore[index,assignment]
     for unit in units_of(block):
         unit.unshard()
-    compute, reduction = _dtype_names(list(block.parameters())), dtype_of_reduction(block)
+    compute, reduction = dtype_names(block.parameters()), dtype_of_reduction(block)
     for unit in units_of(block):
         unit.reshard()
     found = {
-        "parameters": _dtype_names([local_data(p) for p in run.parameters]),
+        "parameters": dtype_names(map(local_data, run.parameters)),
         "compute": compute,
         "reduction": reduction,
-        "optimizer_state": _dtype_names(run.optimizer.state_tensors()),
+        "optimizer_state": dtype_names(run.optimizer.state_tensors()),
     }
     training, optimizer = run.config.training, run.config.optimizer
     wanted = {
@@ -137,8 +139,8 @@ def _dtypes(run: Run) -> Entry:
     return Entry("dtypes", requested, found, count=len(wanted) - len(missed), missed=missed, key=key)
 
 
-def _dtype_names(tensors: list[Tensor]) -> str:
-    """Name the dtypes, each once."""
+def dtype_names(tensors: Iterable[Tensor]) -> str:
+    """Name the dtypes of tensors, each once."""
     return ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in tensors}))
 
 

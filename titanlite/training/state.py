@@ -21,6 +21,7 @@ from titanlite.observe.console import Console
 from titanlite.parallel.initialise import nudge
 from titanlite.receipt import Entry
 from titanlite.training.build import Run
+from titanlite.training.receipt import dtype_names
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:
@@ -149,8 +150,7 @@ def _add_average(run: Run, step: int) -> None:
         return
     updates, decay, n = int(average.updates), run.config.optimizer.ema_decay, len(average.shards)
     begins = f"goes on after {updates:,} updates" if updates else f"begins at the weights of step {step}"
-    dtypes = sorted({str(shard.dtype).removeprefix("torch.") for shard in average.shards.values()})
-    applied = {"parameters": n, "dtype": ", ".join(dtypes), "decay": decay, "start": begins}
+    applied = {"parameters": n, "dtype": dtype_names(average.shards.values()), "decay": decay, "start": begins}
     run.receipt.add(Entry("weight_average", decay, applied, count=n, key="optimizer.ema_decay"))
 
 

@@ -18,7 +18,7 @@ from titanlite.config.problems import Origin, Problems
 from titanlite.config.recipe_schema import COMMON_KEYS, GROUP_OF_RULE, OwnRule, ParameterGroup, Value
 from titanlite.errors import ConfigError, Problem, describe
 from titanlite.models.find import imported
-from titanlite.models.mistakes import of_function, refused
+from titanlite.models.mistakes import line_of, of_function, refused
 from titanlite.update_rules.elementwise import ElementwiseRule
 
 _N = 96  # numbers on which a rule is tried, as a whole and in pieces
@@ -40,7 +40,7 @@ def rules_of_file(file: str, origin: Origin) -> dict[str, OwnRule]:
         defaults = {key: _default_of_key(kind, key, of) for key, of in _keys(kind).items()}
         keys = {key: value for key, value in defaults.items() if value is not None}
         found[kind.__name__] = OwnRule(kind.__name__, file, sha256, kind.state, keys, kind)
-    if wrong := [p._replace(line=_line_of_class(rule)) for rule in found.values() for p in _mistakes(rule)]:
+    if wrong := [p._replace(line=line_of(rule.kind, file)) for rule in found.values() for p in _mistakes(rule)]:
         raise ConfigError(describe(file, wrong))
     if not found:
         problems, want = Problems(origin), f"a class that derives from {ElementwiseRule.__name__}"
@@ -88,13 +88,6 @@ def _mistakes(rule: OwnRule) -> Iterator[Problem]:
             'state = ("momentum",); without state, leave it out',
         )
         yield Problem(f"{rule.name}.state", repr(state), want, fix)
-
-
-def _line_of_class(rule: OwnRule) -> int | None:
-    """Return the line of a rule's class; None if the source has none, as with `type(…)`."""
-    with suppress(OSError, TypeError):
-        return inspect.getsourcelines(rule.kind)[1]
-    return None
 
 
 def own_rule(rule: OwnRule, keys: Mapping[str, Value]) -> ElementwiseRule:
