@@ -3,8 +3,8 @@
 What differs between published mixtures is data (`config/recipe_schema.py`, `Experts`): the router's score, how many
 experts a token has, whether their weights sum to 1, experts that all tokens share.
 
-The weights of all experts are one matrix each, by rows: FSDP cuts it evenly over any number of ranks, and its parts
-keep their identity, as those of every projection do.
+The weights of all experts are stacked by rows: FSDP splits the matrix evenly over any number of ranks, and its parts
+keep their identity, as in every projection.
 
     w13  [E·2F, D]   of each expert in turn, w1 and w3 in blocks of 128 rows
     w2   [E·D, F]    of each expert in turn
@@ -39,7 +39,7 @@ class Router(Projection):
 
 
 class GroupedProjection(Projection):
-    """The weights of all experts of a layer, a `Projection` whose `groups` are those of all experts together."""
+    """The weights of all experts of a layer; `groups` counts the groups of all experts together."""
 
     def __init__(
         self, in_features: int, parts: dict[str, int], *, groups: int, n_experts: int, top_k: int, std: float

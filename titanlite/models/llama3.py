@@ -3,9 +3,9 @@
 Axes: M tokens of all sequences packed, S sequence length, D model width, F ffn width, H query heads, K key/value heads,
 R = H/K query heads per key/value head, E head width, V vocabulary. Activations between modules are [M, D].
 
-The file knows nothing of parallelism, float8 or checkpointing, but for five annotations that say where a
-tensor-parallel layout begins (`Llama3.sharding`; `titanlite/sharding` derives the rest). Head counts are read off the
-projections' widths, so that a rank that holds a part of the heads runs the same code.
+The file knows nothing of parallelism, float8 or checkpointing, except five annotations of a tensor-parallel layout
+(`Llama3.sharding`; `titanlite/sharding` derives the rest). Head counts are read off the projections' widths, so that a
+rank that holds a part of the heads runs the same code.
 
 Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.2.
 """

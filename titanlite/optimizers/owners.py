@@ -127,11 +127,15 @@ def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank:
     bucket = Bucket(stacks, own, Transfer(), Transfer(), Transfer(), Transfer())
     is_source = _sources(held, ranks // replicas)
     for other in range(ranks):
-        of_other = [i for i, stack in enumerate(stacks) if stack.owner == other]
-        as_holder = [_in_shard(i, stacks[i], held[rank][stacks[i].parameter]) for i in of_other]
+        as_holder, as_owner = list[RowRun](), list[RowRun]()
+        for i in (i for i, stack in enumerate(stacks) if stack.owner == other):
+            has = held[rank][stacks[i].parameter]
+            as_holder.append(RowRun(i, _rows_inside(stacks[i], has)[1] - has.first_row, 0, has.columns))
+        for i in own:
+            has = held[other][stacks[i].parameter]
+            as_owner.append(RowRun(i, _rows_inside(stacks[i], has)[0], has.first_column, has.columns))
         bucket.taken.add(as_holder)
         bucket.given.add(rows for rows in as_holder if is_source(rank, stacks[rows.stack]))
-        as_owner = [_in_stack(i, stacks[i], held[other][stacks[i].parameter]) for i in own]
         bucket.returned.add(as_owner)
         bucket.collected.add(rows for rows in as_owner if is_source(other, stacks[rows.stack]))
     return bucket
@@ -154,11 +158,3 @@ def _rows_inside(stack: Stack, has: Rectangle) -> tuple[Tensor, Tensor]:
     flat = stack.rows.flatten()
     places = ((flat >= has.first_row) & (flat < has.first_row + has.rows)).nonzero().squeeze(1)
     return places, flat[places]
-
-
-def _in_stack(i: int, stack: Stack, has: Rectangle) -> RowRun:
-    return RowRun(i, _rows_inside(stack, has)[0], has.first_column, has.columns)
-
-
-def _in_shard(i: int, stack: Stack, has: Rectangle) -> RowRun:
-    return RowRun(i, _rows_inside(stack, has)[1] - has.first_row, 0, has.columns)

@@ -1,4 +1,4 @@
-"""torch.compile, block by block: one graph serves every block, and FSDP's hooks stay outside."""
+"""torch.compile, block by block: one graph serves every block, and FSDP's hooks are outside of it."""
 
 import logging
 

@@ -33,7 +33,7 @@ from titanlite.parallel.tensor import SequenceParallelEmbedding, VocabParallelEm
 class FSDPUnit:
     """Modules whose weights FSDP gathers together."""
 
-    modules: tuple[nn.Module, ...]  # the model itself has the weights of no other unit
+    modules: tuple[nn.Module, ...]  # the model itself: for the weights that no other unit has
     mesh: DeviceMesh  # that its weights are split over; the last axis shards, one before it replicates
     reshards: bool  # whether gathered weights are freed after forward
     is_read_backward: bool = True  # whether backward needs them, gathered again if they were freed

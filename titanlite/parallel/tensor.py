@@ -10,9 +10,9 @@ Tokens are split over the ranks between the matmuls (sequence parallelism) and h
     router, experts               [M/tp, D], its weights as `expert.py` shares them out
 
 A norm's weight is whole on every rank but sees only that rank's tokens, so its gradient is a partial sum
-(`replicated_gradients.py`); so are a router's, and that of a bias that is added to scattered tokens.
+(`replicated_gradients.py`); so are gradients of a router, and of a bias that is added to scattered tokens.
 
-Nothing is ever computed on a DTensor inside a block: its implicit redistributions are what makes a step slow unseen.
+Nothing is computed on a DTensor inside a block: its implicit redistributions would make steps slow unseen.
 """
 
 import hashlib

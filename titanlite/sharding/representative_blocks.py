@@ -64,7 +64,8 @@ def for_all(
         stand_for: from `representative_blocks`.
     """
     kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
-    of_blocks = [_under(layers, f"layers.{place}.") for place in range(len(kinds))]
+    prefixes = [f"layers.{place}." for place in range(len(kinds))]
+    of_blocks = [{n.removeprefix(p): layer for n, layer in layers.items() if n.startswith(p)} for p in prefixes]
     if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
         return None
     others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
@@ -79,7 +80,3 @@ def for_all(
             for name, layer in planned.items()
         },
     )
-
-
-def _under(layers: Mapping[str, LayerPlan], prefix: str) -> dict[str, LayerPlan]:
-    return {name.removeprefix(prefix): layer for name, layer in layers.items() if name.startswith(prefix)}

@@ -33,7 +33,8 @@ def rules_of(node: Node, size: int) -> list[Rule]:
     """
     if is_item(node):
         of = value(node)
-        return _checked(_same(of), [of], [of], size)
+        places = [REPLICATE, *(Shard(d) for d in range(of.ndim))]
+        return _checked([Rule((place,), place) for place in places], [of], [of], size)
     target = node.target
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
     if writes and target is not aten.detach_.default:
@@ -104,11 +105,6 @@ def _require_known_rules() -> None:
             + "\n    ".join(wrong)
             + "\n    want: the rules of torch 2.11 to 2.14\n    fix:  install one of these versions"
         )
-
-
-def _same(tensor: Tensor) -> list[Rule]:
-    places = [REPLICATE, *(Shard(d) for d in range(tensor.ndim))]
-    return [Rule((place,), place) for place in places]
 
 
 def is_weight_of(node: Node, position: int) -> bool:

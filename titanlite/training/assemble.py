@@ -164,7 +164,8 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
             has a rule that matches nothing.
     """
     config, dims, float8 = asked.config, asked.dims, asked.float8
-    _try_own_rules(asked)
+    own = asked.optimizer.own_rules
+    try_rules((own[group.rule], group.own) for group in asked.optimizer.groups.values() if group.rule in own)
     model = build_model(config.model, dims, longest_seq_len(config))
     settings, counts = _find_what_is_named(asked, model), count_parameters(model)
     of_blocks = None  # a user's file may have other blocks than its recipe says
@@ -173,7 +174,8 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
             del model.layers._modules[str(n)]  # other blocks keep their names
         of_blocks = asked.save_list and [asked.save_list.active(dims.n_layers)[n] for n in blocks]
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts(model))
-    receipt.add(Entry("environment", None, _environment(device), count=1))
+    versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    receipt.add(Entry("environment", None, {**versions, "device": device.name}, count=1))
     if device.is_gpu:
         receipt.add(choose_attention(device, config, dims))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
@@ -204,13 +206,6 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
         check_matches(save_list, memory.run, config.job.strict)
     of_model = model, mesh, *counts, settings
     return Assembly(asked, *of_model, converted, memory, why, save_list, chosen, use, receipt, warnings)
-
-
-def _try_own_rules(asked: CheckedRun) -> None:
-    """Try the user's own rules that groups of the recipe have."""
-    own = asked.optimizer.own_rules
-    groups = [group for group in asked.optimizer.groups.values() if group.rule in own]
-    try_rules((own[group.rule], group.own) for group in groups)
 
 
 def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, UpdateSettings]:
@@ -262,16 +257,6 @@ def _check_converted(asked: CheckedRun, done: Conversion) -> None:
         fix = "async_tensor_parallel = false; job.strict = false trains with nothing fused"
         problems.add("parallelism.async_tensor_parallel", "true", want, fix, against="float8.recipe")
     problems.raise_all(RecipeError)
-
-
-def _environment(device: Device) -> dict[str, str]:
-    """Return versions and device."""
-    return {
-        "titanlite": titanlite.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device.name,
-    }
 
 
 def _choose_save_list(asked: CheckedRun, model: nn.Module, memory: MemoryModel, mesh: Mesh) -> Choice:

@@ -94,7 +94,8 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         checkpoints.check_shared()
         step = checkpoints.choose(asked.resume)
     run_folder = checkpoints.root.parent
-    branch = _branch_of_all(path, run_folder) if step is None and path else None
+    # Rank 0 looks for all: the newest checkpoint may change between ranks' looks.
+    branch = on_rank_0(lambda: branch_point(path, run_folder)) if step is None and path else None
     if step is None and branch is None:
         if n := take_first_weights(run):
             run.receipt.add(Entry("initial_weights", path, {"weights": n}, count=n, key=key))
@@ -159,8 +160,3 @@ def _add_fresh_state(run: Run, not_needed: str | None) -> None:
     if run.config.optimizer.fresh_state:
         applied = "state starts afresh" if not_needed is None else f"not needed: {not_needed}"
         run.receipt.add(Entry("optimizer.fresh_state", True, applied, count=1))
-
-
-def _branch_of_all(path: str, run: Path) -> tuple[Path, int] | None:
-    """Return `branch_point` of rank 0: the newest checkpoint may change between ranks' looks. Collective."""
-    return on_rank_0(lambda: branch_point(path, run))
