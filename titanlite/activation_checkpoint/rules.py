@@ -166,18 +166,13 @@ def is_named(layer: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(f".{layer}", f"*.{pattern}") for pattern in patterns)
 
 
-def add_mistakes(save_list: SaveList, layers: Sequence[str] | None, problems: Problems) -> None:
-    """Add a problem for each module of a list that is no linear layer, and each rule that would route tokens again.
-
-    Args:
-        save_list: the list.
-        layers: dotted names of the block's linear layers; None: not known.
-        problems: gets them.
-    """
-    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers or ()))
+def add_mistakes(save_list: SaveList, layers: Sequence[str], problems: Problems) -> None:
+    """Add a problem for each module that is no linear layer of a block, by its dotted name, and each rule that would
+    route tokens again."""
+    last_names = list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
     named = [(i, module) for i, rule in enumerate(save_list.rules) if not rule.optional for module in rule.module]
     for i, module in named:
-        if layers is not None and not any(is_named(layer, [module]) for layer in layers):
+        if not any(is_named(layer, [module]) for layer in layers):
             near = nearest_layer(module, last_names)
             fix = f'did you mean "{near}"?' if near else "remove it, or set optional = true"
             want = f"a linear layer of a block: {', '.join(last_names)}"

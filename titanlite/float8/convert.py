@@ -23,13 +23,7 @@ from titanlite.float8.cast import ALL_HERE, DTYPES, AmaxGroups
 from titanlite.float8.experts import Float8Experts
 from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul, Lowering
-from titanlite.float8.scope import (
-    joins_feed_forward,
-    left_alone,
-    obstacle_of_experts,
-    require_equal_shards,
-    require_matches,
-)
+from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle_of_experts, require_equal_shards
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.experts import ParallelExperts, experts
@@ -84,14 +78,13 @@ def apply_float8(
         expert_shards: ranks over which it splits weights of experts; None: the same.
 
     Raises:
-        RecipeError: a filter matches no layer, a layer has a forward of a user's class, or FSDP is to gather float8 and
-            a weight's rows cannot be split equally.
+        RecipeError: a layer has a forward of a user's class, or FSDP is to gather float8 and a weight's rows cannot be
+            split equally.
     """
     matmul = Float8Matmul(recipe, device)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     mixtures = {name: module for name, module in model.named_modules() if isinstance(module, MixtureOfExperts)}
     of_experts = {name: {f"{name}.{part}": getattr(m, part) for part in ("w13", "w2")} for name, m in mixtures.items()}
-    require_matches(filter_fqns, [*linears, *(part for parts in of_experts.values() for part in parts)])
     uses = Counter(p for module in model.modules() for p in module._parameters.values())
     converted, skipped, rows, tied, of_their_own = [], {}, dict[str, int](), [], []
     own = {ALL_HERE: matmul}  # by the ranks over which a layer's operands are split

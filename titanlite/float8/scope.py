@@ -70,15 +70,9 @@ def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> 
         raise RecipeError(describe("float8", [Problem("fsdp_all_gather", '"float8"', want, fix)]))
 
 
-def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: Origin | None = None) -> None:
-    """Raise RecipeError if a filter is part of no layer's name: the layer that it was meant for would be converted.
-
-    Args:
-        filter_fqns: `float8.filter_fqns`.
-        layers: names of all linear layers of the model.
-        origin: of the config, if it is known.
-    """
-    problems, last_names = Problems(origin or Origin("config")), list(dict.fromkeys(n.split(".")[-1] for n in layers))
+def require_matches(filter_fqns: Sequence[str], layers: Sequence[str], origin: Origin) -> None:
+    """Raise RecipeError if a filter is part of no layer's name: the layer that it was meant for would be converted."""
+    problems, last_names = Problems(origin), list(dict.fromkeys(n.split(".")[-1] for n in layers))
     for unused in (f for f in filter_fqns if not any(f in name for name in layers)):
         near = nearest_layer(unused, layers)
         want = f"part of the name of a linear layer: {', '.join(last_names)}, …"

@@ -15,6 +15,7 @@ from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked, take_steps, train
 from titanlite import recipes
+from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config, Float8, Training
 from titanlite.device import CPU, Device
@@ -23,6 +24,7 @@ from titanlite.float8.blocks import BlockScaledFloat8
 from titanlite.float8.convert import Conversion, apply_float8
 from titanlite.float8.matmul import Lowering
 from titanlite.float8.receipt import emulation_cost
+from titanlite.float8.scope import require_matches
 from titanlite.float8.weight import GatheredWeight, WeightShard, local_data
 from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
@@ -63,7 +65,7 @@ def test_filtered_layers_are_left_alone():
 
 def test_a_filter_that_matches_nothing_is_refused():
     with pytest.raises(RecipeError, match=r'float8.filter_fqns = "outptu"'):
-        convert(filter_fqns=("output", "outptu"))
+        require_matches(("output", "outptu"), (*ALL, "output"), Origin("config"))
 
 
 def test_layers_of_odd_size_are_left_alone():
