@@ -83,7 +83,7 @@ def _shown(text: str) -> str:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice that was probably meant, in any case; None if none is near.
+    """Return the choice that was probably meant, whatever its case; None if none is near.
 
     One letter of a short word may differ ("ful"), no letter of one with two ("7B", "70B"), and no number ("llama4").
     """

@@ -139,7 +139,9 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
             console.notice(line)
 
     # Watchdog, profiler and checkpoints; then the steps.
-    shared_wait = _shared_wait(session) if data.growing and world > 1 else None
+    shared_wait = SharedWait(dist.distributed_c10d._get_default_store()) if data.growing and world > 1 else None
+    if shared_wait is not None:
+        session.stop.tell_others = shared_wait.stop
     watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
     profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
     cleanup.enter_context(profiler)
@@ -272,13 +274,6 @@ def _profiled(run: Run) -> ProfiledRun:
         held={name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()},
         forecast=run.predicted.categories() if run.predicted is not None else {},
     )
-
-
-def _shared_wait(session: Session) -> SharedWait:
-    """Make the channel by which ranks learn of each other's waits, and of signals while they wait."""
-    shared_wait = SharedWait(dist.distributed_c10d._get_default_store())
-    session.stop.tell_others = shared_wait.stop
-    return shared_wait
 
 
 def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
