@@ -13,15 +13,16 @@ Source: Li et al. 2025, "NorMuon: Making Muon more efficient and scalable".
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.device import host_tensors
 from titanlite.models.matrices import Matrix
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
-from titanlite.optimizers.owners import Bucket
 from titanlite.parallel.mesh import Mesh
 
 _EPS = 1e-8  # ε; and the least norm that a matrix is divided by
@@ -42,19 +43,17 @@ class NorMuon(Muon):
         rule: MuonRule,
         paces: Mapping[str, Pace],
     ) -> None:
-        self._skip = torch.zeros((), device=mesh.device)
-        self._first_row, rows = dict[str, int](), 0
-        for name, parameter in parameters.items():
-            self._first_row[name] = rows
-            rows += len(parameter)
-        self._moment = torch.zeros(rows, dtype=rule.state_dtype, device=mesh.device)
-        exact = torch.promote_types(rule.dtype, torch.float32)
-        self._new = torch.zeros(rows, dtype=exact, device=mesh.device)  # of rows that this rank owns; others are 0
-        self.second_moment = {
-            name: self._moment.narrow(0, first, len(parameters[name])) for name, first in self._first_row.items()
-        }
-        self._rows = dict[Any, list[Tensor]]()  # by bucket: rows of own stacks, [B, R], among all parameters' rows
         super().__init__(parameters, mesh, matrices, rule, paces)
+        sizes, on = [len(parameter) for parameter in parameters.values()], mesh.device
+        first_row = dict(zip(parameters, accumulate(sizes, initial=0), strict=False))
+        exact = torch.promote_types(rule.dtype, torch.float32)
+        self._skip = torch.zeros((), device=on)
+        self._moment = torch.zeros(sum(sizes), dtype=rule.state_dtype, device=on)
+        self._new = torch.zeros(sum(sizes), dtype=exact, device=on)  # of rows that this rank owns; others are 0
+        self.second_moment = dict(zip(parameters, self._moment.split(sizes), strict=True))
+        own = {tables: [tables.bucket.stacks[i] for i in tables.bucket.own] for tables in self._tables}
+        with host_tensors():  # rows of own stacks, [B, R], among all parameters' rows
+            self._rows = {t: [(s.rows + first_row[s.parameter]).to(on) for s in stacks] for t, stacks in own.items()}
 
     def _begin(self, skip: Tensor) -> None:
         self._skip = skip
@@ -63,11 +62,6 @@ class NorMuon(Muon):
     def _end(self) -> None:
         dist.all_reduce(self._new)  # each row has one owner: nothing is rounded
         self._moment.copy_(self._new)
-
-    def _tables_of(self, bucket: Bucket, numbers: Mapping[str, int]) -> Any:
-        tables, own = super()._tables_of(bucket, numbers), [bucket.stacks[i] for i in bucket.own]
-        self._rows[tables] = [(stack.rows + self._first_row[stack.parameter]).to(self.mesh.device) for stack in own]
-        return tables
 
     def _orthogonalise(self, tables: Any, collected: Tensor) -> Tensor:
         whole = super()._orthogonalise(tables, collected)
