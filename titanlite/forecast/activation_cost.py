@@ -21,17 +21,12 @@ from titanlite.forecast.traced_run import TracedRun
 
 @dataclass(frozen=True)
 class Activation:
-    """The result of an operation that a save-list can name.
+    """The result of an operation that a save-list can name; what is not said here is as of `Operation`.
 
     Attributes:
-        op: that makes it, as torch spells it.
+        op: that makes it; of attention, the kernel's.
         layer: linear layer that it belongs to, "" for attention.
         bytes: that it holds.
-        flops: of computing it again.
-        moved: bytes that computing it again reads, writes, and receives from other ranks.
-        received: of these, those from other ranks.
-        in_float8: it multiplies float8.
-        call: the operation and the shapes of its arguments.
     """
 
     op: str
@@ -46,14 +41,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Cost:
-    """One activation under a save-list.
-
-    Attributes:
-        activation: what.
-        decision: what the list says.
-        held: bytes that stay until backward.
-        recomputed: whether backward computes it again.
-    """
+    """An activation under a save-list: the bytes held until backward, and whether backward computes it again."""
 
     activation: Activation
     decision: Decision
@@ -78,15 +66,12 @@ class BlockCost:
 
 @dataclass(frozen=True)
 class RuleCost:
-    """The cost of one rule, as a mean over the blocks that it is for, on one rank and for one micro-step.
+    """The cost of one rule on one rank in a micro-step.
 
     Attributes:
-        rule: the rule.
-        blocks: number of blocks that it is for.
+        blocks: number of blocks that it is for, over which the costs below are means.
         matches: operations that it decided about, in all blocks.
-        held: bytes that stay until backward.
-        flops: of computing what it decided about again.
-        moved: bytes that computing it again reads, writes and receives.
+        held: bytes kept until backward; of computing the same again, `flops`, and bytes `moved` as of `Operation`.
     """
 
     rule: SaveRule
@@ -108,8 +93,8 @@ def costs(
     """Apply a save-list to one block.
 
     Args:
-        block: its trace.
-        save_list: recomputes by default; `held_without_checkpointing` has what a block without rules holds.
+        block: the block.
+        save_list: recomputes by default; of a block without rules see `held_without_checkpointing`.
         active: numbers of the rules that are for this block.
         compiled: whether it is.
         kernel: that attends to whole samples on the device; None: the one that the list names.
@@ -151,7 +136,7 @@ def costs(
 
 
 def _reached(block: TracedBlock, saved: set[int]) -> tuple[set[int], set[int]]:
-    """Give the saved values that backward needs, and the numbers of the operations that it repeats for the others."""
+    """Return the saved values that backward needs, and the numbers of the operations that it repeats for the rest."""
     needed, repeated, left = set[int](), set[int](), list(block.wanted)
     while left:
         value = left.pop()
@@ -164,10 +149,10 @@ def _reached(block: TracedBlock, saved: set[int]) -> tuple[set[int], set[int]]:
 
 
 def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
-    """Give the bytes that a block without rules holds for backward, its input included where it is kept.
+    """Return the bytes that a block without rules holds for backward, its input included where that is kept.
 
-    Eager mode holds what autograd keeps. A compiler computes elementwise results again, if what needs them is joined to
-    them; what another operation reads must be in memory, and is kept.
+    Eager mode holds what autograd keeps. A compiler recomputes elementwise results whose readers it fuses with them; it
+    keeps what any other operation reads.
     """
     if not compiled:
         return block.saved
@@ -188,7 +173,7 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
             kept.add(value)
         elif value in made:
             left += forward[made[value]].reads
-    # Forward has no use for these, and backward has what they are made of: they are made there.
+    # Of no use to forward, and made of what backward has: the compiler moves them there.
     there = kept | block.given
     late = {
         value
@@ -199,7 +184,7 @@ def held_without_checkpointing(block: TracedBlock, compiled: bool) -> int:
 
 
 def no_cost_reasons(save_list: SaveList) -> list[Problem]:
-    """Say why what a list keeps has no price; nothing if it has one."""
+    """Return why a list has no price; nothing if it has one."""
     problems: list[Problem] = []
     if save_list.default == "save" and save_list.rules:
         want = '"recompute": what is kept without being named depends on the compiler, and has no price'
@@ -213,11 +198,11 @@ def no_cost_reasons(save_list: SaveList) -> list[Problem]:
 
 
 def block_costs(run: TracedRun, save_list: SaveList) -> list[BlockCost]:
-    """Give what each block of a run keeps and computes again under a save-list, in the order in which they run.
+    """Return what each block of a run keeps and computes again under a save-list, in the order in which they run.
 
     Raises:
-        RecipeError: the list keeps what it does not name, what is not known of blocks, or attention without its q, k
-            and v; it names a layer that blocks do not have; or the run's blocks could not be traced.
+        RecipeError: the list has no price, names a layer that blocks lack, or keeps attention without its q, k and v;
+            or the run could not be traced.
     """
     if run.no_trace_reason:
         raise RecipeError(describe("config", [run.no_trace_reason]))
@@ -243,12 +228,7 @@ def _block_cost(run: TracedRun, block: TracedBlock, save_list: SaveList, active:
 
 
 def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
-    """Give what each rule of a save-list keeps and costs, as a mean over the blocks that it is for.
-
-    Args:
-        run: of a rank.
-        save_list: one that `block_costs` takes.
-    """
+    """Return what each rule of a save-list that `block_costs` takes keeps and costs."""
     rules = save_list.rules
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
     kinds = Counter(zip(save_list.active(len(run.blocks)), map(id, run.blocks), strict=True))
@@ -274,15 +254,10 @@ def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
 
 
 def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
-    """Refuse a list of which a rule matches nothing, or that keeps attention without its q, k and v.
-
-    Args:
-        save_list: the list.
-        run: of a rank.
-        strict: refuse rules that match nothing (`job.strict`).
+    """Refuse a list that keeps attention without its q, k and v; if `strict`, also a rule that matches nothing.
 
     Raises:
-        RecipeError: there is such a rule, and it is not optional.
+        RecipeError: there is such a rule; one that matches nothing is not optional.
     """
     if run.no_trace_reason is not None:
         return
@@ -296,7 +271,7 @@ def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
 
 
 def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
-    """Give the rules that match something, with one kernel of attention or another."""
+    """Return the rules that match something, whichever kernel of attention runs."""
     found = set[int]()
     kinds = {
         (id(block), active): block for block, active in zip(run.blocks, save_list.active(len(run.blocks)), strict=True)

@@ -18,12 +18,12 @@ _SAMPLES = 256  # evenly spread: the standard error of a share is 0.03 at most
 
 @dataclass(frozen=True)
 class AttendedShare:
-    """The documents of some samples of a run.
+    """The lengths of documents in some samples of a run.
 
     Attributes:
-        seq_len: tokens of a sample (S).
+        seq_len: S.
         samples: how many were looked at.
-        mean: tokens of a document in them, or of its part there.
+        mean: tokens of a document, or of its part in a sample.
         lengths: [n] tokens of each; a token of padding is a document of its own.
     """
 
@@ -33,11 +33,7 @@ class AttendedShare:
     lengths: np.ndarray
 
     def of(self, window: int = 0) -> float:
-        """Return the share of causal attention that is within documents, of its FLOPs.
-
-        Args:
-            window: tokens that a layer attends back to; 0: all. It limits both.
-        """
+        """Return the share of causal attention's FLOPs within documents, of a layer with a window (0: none)."""
         return mean_attended([window], self.lengths) / mean_attended([window], np.array([self.seq_len]))
 
     def starts(self, tokens: int, batches: int) -> list[np.ndarray]:
@@ -45,7 +41,7 @@ class AttendedShare:
 
         Args:
             tokens: N, a multiple of S.
-            batches: how many, at most; fewer than one of the samples there are is filled up with them once more.
+            batches: how many at most; too few samples for one are repeated.
         """
         lengths = np.tile(self.lengths, -(-tokens // int(self.lengths.sum())))
         starts = np.repeat(lengths.cumsum() - lengths, lengths)
@@ -57,15 +53,12 @@ class AttendedShare:
 
 
 def attended_share(config: Config, table: StageTable, shards: Mapping[str, Corpus]) -> AttendedShare | None:
-    """Look at some samples of the sources of a run, of each as many as it has of the run; the seed makes no difference.
+    """Look at samples of each source, as many as its share of the run, whatever the seed; None if one is not prepared.
 
     Args:
         config: of the run.
         table: its stages.
-        shards: of the sources that are prepared, by the key of each.
-
-    Returns:
-        None if a source is not prepared, so that it is not known.
+        shards: of prepared sources, by key.
     """
     sources, seq_len = prepared_sources(config, shards, table.unit_len), config.training.seq_len
     if sources is None:

@@ -25,30 +25,24 @@ _EXPENSIVE = ("attention", "matmul", "communication", "experts", "dispatch")
 
 @dataclass(frozen=True)
 class RecomputeTimes:
-    """Seconds that it takes to compute parts of a block again.
-
-    Attributes:
-        activations: those of `expensive`.
-        elementwise: all the rest of a block, which every block that is not whole computes again.
-    """
+    """Seconds to compute parts of a block again: each of `expensive`, and the rest of a block that is not whole."""
 
     activations: Mapping[Activation, float]
     elementwise: float
 
     def seconds(self, block: BlockCost) -> float:
-        """Seconds of what a block computes again."""
+        """Return the seconds of what a block computes again."""
         parts = sum(self.activations.get(a, 0.0) for a in block.recomputed)
         return parts + (0.0 if block.whole else self.elementwise)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen save-list, and why.
+    """The chosen save-list.
 
     Attributes:
-        save_list: an ordinary one.
         peak: predicted, in bytes.
-        seconds: that backward takes to compute again what is not kept, in a micro-step.
+        seconds: of recomputation in a micro-step.
         prepared_s: that it took to time a block and to choose.
     """
 
@@ -73,17 +67,14 @@ class _Selection:
 
 
 def expensive(run: TracedRun) -> dict[SaveRule, list[Activation]]:
-    """List what of the blocks may be worth keeping, by the rule that keeps it.
+    """Return what may be worth keeping of the blocks, by the rule that keeps it.
 
     Statistics and casts are not: computing them again is part of the elementwise work, or of their matmul.
-
-    Args:
-        run: of a rank.
     """
     found: dict[SaveRule, list[Activation]] = {}
     kinds = {id(block): block for block in run.blocks}.values()
     for activation in dict.fromkeys(each for block in kinds for each in activations(block)):
-        # What is two in one is kept as a matmul: attention must have its q, k and v by a rule that says so.
+        # A fused operation is kept as a matmul: attention's q, k and v must be kept by a rule that says so.
         name = "matmul" if activation.op in FUSED else CLASS_OF[activation.op]
         if name in _EXPENSIVE:
             rule = SaveRule(name, "save", module=(activation.layer,) if activation.layer else ())
@@ -92,15 +83,10 @@ def expensive(run: TracedRun) -> dict[SaveRule, list[Activation]]:
 
 
 def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choice:
-    """Find the fastest list within a budget.
-
-    Args:
-        model: predicts the peak of the run.
-        times: measured.
-        budget_gib: GiB that the run may hold; a margin of them stays free.
+    """Find the fastest list whose predicted peak leaves a margin of a budget free.
 
     Raises:
-        ValueError: no list fits, which `overrides.check_budget` finds before anything is timed.
+        ValueError: no list fits, which `search.check_budget` finds before anything is timed.
     """
     n_layers = model.dims.n_layers
     selections = _selections(model.run, times)
@@ -124,7 +110,7 @@ def choose(model: MemoryModel, times: RecomputeTimes, budget_gib: float) -> Choi
 
 
 def _selections(run: TracedRun, times: RecomputeTimes) -> list[_Selection]:
-    """Selections that keep less than any that is as fast, in the order of what they keep."""
+    """Return the selections that no other beats in both bytes and time, in the order of what they keep."""
     rules = expensive(run)
     subsets = chain.from_iterable(combinations(rules, n) for n in range(len(rules) + 1))
     found = [selection for subset in subsets if (selection := _selection(subset, run, times))]
@@ -148,7 +134,7 @@ def _selection(rules: tuple[SaveRule, ...], run: TracedRun, times: RecomputeTime
 
 
 def _two_part_list(fewer: _Selection, more: _Selection, n: int, n_layers: int) -> SaveList:
-    """One list of two selections, the first for n blocks; whole blocks first, as rules for them must be."""
+    """Join two selections, the first for n blocks; rules for whole blocks must come first."""
     rules: list[SaveRule] = []
     for rule in dict.fromkeys([*more.rules, *fewer.rules]):
         first = 0 if rule in fewer.rules else n

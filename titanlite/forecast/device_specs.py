@@ -15,29 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """The measured rates of a GPU; the files of `devices/` have units and sources.
+    """The measured rates of a GPU.
 
-    Attributes:
-        device: that they were measured on.
-        device_gib: its memory.
-        matmul_alone: TFLOP/s in bf16, and `matmul_beside_collectives` where FSDP splits the weights.
-        float8_fast: TFLOP/s in float8, and `float8_split` where sums are promoted to float32 on the way.
-        grouped: TFLOP/s of the products of experts, of rows and of weights' gradients, by the rows of an expert in the
-            mean; `grouped_fast` and `grouped_split` in float8.
-        orthogonalise: TFLOP/s of orthogonalisation in 16 bits, half of symmetric products counted, by the shorter side.
-        attention_by: the library whose attention was measured.
-        attention: TFLOP/s of forward and backward, by the width of a head, in sequences of 8,192.
-        attention_long: over these, attention to all of 131,072 tokens.
-        attention_documents: the shares of these that attention within documents reaches, of what is attended.
-        attention_window: the same of attention to a window.
-        window: tokens of that.
-        memory: GB/s of elementwise work.
-        optimizer: GB/s.
-        tensor_parallel: GB/s that a rank receives of tokens.
-        exchange: the same among ranks that share experts out, on their way to experts and to the owners of tokens.
-        fsdp: GB/s that a rank receives of weights and gradients.
-        fused: a collective and its matmul in one operator, against the longer of the two.
-        host: GPUs that the rates of collectives hold for.
+    Attributes have their units, sources and meaning in `devices/h200.toml`. Pairs are of forward and backward, of rows
+    and gradients, or of the ways to experts and back; tables are by the width of a head, the rows of an expert in the
+    mean, or the shorter side of a matrix.
     """
 
     device: str
@@ -65,7 +47,7 @@ class Rates:
     host: int
 
     def attention_of(self, width: int, tokens: int) -> tuple[float, float]:
-        """Those of the narrowest heads that are as wide, or of the widest, to so many tokens: 8,192 at least."""
+        """Return TFLOP/s of attention to so many tokens, of the narrowest heads as wide as `width`, or the widest."""
         forward, backward = (
             rate * _by_size({8192: 1.0, 131072: longer}, max(tokens, 8192))
             for rate, longer in zip(_as_wide(self.attention, width), self.attention_long, strict=True)
@@ -73,13 +55,7 @@ class Rates:
         return forward, backward
 
     def grouped_of(self, rows: float, is_gradient: bool, fast: bool | None) -> float:
-        """Return TFLOP/s of a product of experts.
-
-        Args:
-            rows: of an expert in the mean.
-            is_gradient: of weights.
-            fast: sums of float8 are left to the tensor cores; None: not in float8.
-        """
+        """Return TFLOP/s of a product of experts with so many rows each; `fast` as of float8, None outside of it."""
         table = self.grouped if fast is None else self.grouped_fast if fast else self.grouped_split
         return _by_size({n: of[is_gradient] for n, of in table.items()}, max(rows, 1.0))
 
@@ -88,7 +64,7 @@ class Rates:
         return _by_size(self.orthogonalise, side)
 
     def documents_of(self, width: int) -> tuple[float, float]:
-        """The same of `attention_documents`."""
+        """Return the shares of `attention_of` that attention within documents reaches."""
         return _as_wide(self.attention_documents, width)
 
 
@@ -111,11 +87,7 @@ DEFAULT_DEVICE = "h200"
 
 
 def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
-    """Read the rates of a device.
-
-    Args:
-        device: one of `DEVICES`.
-    """
+    """Read the rates of one of `DEVICES`."""
     read = tomli.loads((_FOLDER / f"{device}.toml").read_text(encoding="utf-8"))
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
@@ -127,20 +99,12 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
 
 
 def no_rates_reason(memory: "MemoryModel") -> Problem | None:
-    """Why the rates are not those of a run, or None.
-
-    Args:
-        memory: of the run.
-    """
+    """Return why the rates do not hold for a run; None where they do."""
     config, dims, run = memory.config, memory.dims, memory.run
     if run.float8 is not None and run.float8.has_blocks:
         want = "a recipe whose scales are by tensor or row: there are no rates of another"
-        return Problem(
-            "float8.recipe",
-            f'"{config.float8.recipe}"',
-            want,
-            "measure it, layer by layer: scripts/bench/float8_layers.py",
-        )
+        fix = "measure it, layer by layer: scripts/bench/float8_layers.py"
+        return Problem("float8.recipe", f'"{config.float8.recipe}"', want, fix)
     if run.float8 is not None and run.float8.reduce_amax and run.tensor_parallel > 1:
         want = "a recipe without reduce_amax: there are no rates of reductions of one number"
         return Problem("float8.recipe", f'"{config.float8.recipe}"', want, "measure it")

@@ -21,7 +21,8 @@ Held against measured runs in `tests/unit/forecast/test_memory.py`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from titanlite.byte_size import GIB
 from titanlite.config.check import uses_copy_engines
@@ -30,10 +31,8 @@ from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
 from titanlite.forecast.update_work import SplitOver, UpdateWork
+from titanlite.kernels.cross_entropy import ROWS
 from titanlite.parallel.fsdp import frees_after_forward
-
-if TYPE_CHECKING:
-    from torch import nn
 
 HOLES = 0.2
 """Share of the gradients of blocks that they leave unused where they follow activations: holes too small for the next.
@@ -59,20 +58,16 @@ MARGIN = 0.015
 
 
 GPUS_OF_A_HOST = 8
-"""GPUs of hosts of which nothing is known: as many as rates are of."""
-
-
-EAGER_LOSS_TOKENS = 256
-"""`titanlite.kernels.cross_entropy.ROWS`, which needs torch."""
+"""GPUs of a host of which nothing is known: as many as the rates are of."""
 
 
 def usable(budget_gib: float) -> float:
-    """Give the bytes that a predicted peak may have, so that the measured one keeps to a budget."""
+    """Return the bytes that a predicted peak may have, so that the measured one keeps to a budget."""
     return budget_gib * GIB * (1 - MARGIN)
 
 
 def spans_hosts(config: Config, world: int, host: int) -> bool:
-    """Return whether the ranks that share the experts of a layer out, which are neighbours, are on several hosts."""
+    """Return whether expert-parallel ranks, which are neighbours, are on several hosts."""
     return world > host and host % config.parallelism.expert_parallel_degree != 0
 
 
@@ -81,15 +76,15 @@ class Memory:
     """Bytes of one rank at the peak.
 
     Attributes:
-        parameters: float32 masters, this rank's shard.
-        gradients: float32, of the same shard; where they follow activations, those that there are at the worst moment.
-        optimizer: its state: both moments of AdamW, the momentum of Muon; and an average of the weights.
-        gathered_weights: whole weights in the compute dtype at the worst moment, or the place that a head has left.
-        communication: FSDP's buffers on their way to and from other ranks.
+        parameters: this rank's shard in float32.
+        gradients: of the same shard in float32; where they follow activations, those there are at the worst moment.
+        optimizer: its state, and the average of the weights.
+        gathered_weights: in the compute dtype at the worst moment, or the place that a head has left.
+        communication: FSDP's buffers.
         activations: what the save-list keeps, in all blocks.
         logits: in the compute dtype; 0 if the worst moment is not in the head.
-        working_set: what else only the worst moment holds: casts, and gradients of the head, or what a block computes
-            again and its gradients.
+        working_set: of the worst moment alone: casts and gradients of the head, or recomputation and gradients of a
+            block.
         slack: of the allocator; with holes, where gradients follow activations.
     """
 
@@ -105,11 +100,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Return their sum."""
         return sum(self.categories().values())
 
     def categories(self) -> dict[str, int]:
-        """Give the bytes by category, with its name in words."""
+        """Return the bytes by category, with its name in words."""
         return {f.name.replace("_", " "): getattr(self, f.name) for f in fields(self)}
 
 
@@ -122,25 +117,22 @@ class MemoryModel:
         float8: arithmetic of the linear layers, or None.
         rules: how each parameter is updated.
         world: number of processes.
-        model: the trainer's, as `traced_run` takes it; None: it is made as the trainer would make it.
+        model: the trainer's; None: `traced_run` makes one.
         host: GPUs of one host; None: `GPUS_OF_A_HOST`.
 
     Attributes:
-        config, dims, float8, rules, world, host: as given; `run` is the rank's model, traced.
-        shards: ranks that FSDP splits each parameter over; `replicas` hold the same. The experts of a rank, where ranks
-            share them out, are split over `expert_shards`.
-        micro_steps: of a step.
-        block: elements of the largest block's weights on a rank, before FSDP splits them, without `experts` that are
-            shared out; `embedding` and `head` likewise, positions with the one and the final norm with the other;
-            `parameters` all of them, and `shard` what FSDP leaves of these.
+        run: the rank's model, traced.
+        shards: ranks that FSDP splits each parameter over, in `replicas` groups; `expert_shards` those of the experts
+            of an expert-parallel rank.
+        block: elements of the largest block on a rank before FSDP splits them, without its shared-out `experts`;
+            `embedding` with positions, `head` with the final norm; `parameters` of all, of which FSDP leaves `shard`.
         copy_engines: whether they gather and reduce blocks, as far as the config says.
-        gathered_block: bytes of a block's weights as FSDP gathers them; `gathered_experts` and `gathered_head`
-            likewise.
+        gathered_block: bytes as FSDP gathers them; `gathered_experts` and `gathered_head` likewise.
         alone: whether there is nobody to reduce gradients with.
         gradients_follow: whether gradients are made among activations, which are freed meanwhile: not where they are
             there already in the next micro-step, nor where their sum is widened on the stream that makes it.
-        blocks_stay: whether gathered blocks are held until backward, and an embedding that is a unit of its own.
-        ends_freed: whether the head is not, nor a tied embedding.
+        blocks_stay: whether gathered blocks, and an embedding with a unit of its own, are held until backward.
+        ends_freed: whether the head, or a tied embedding, is freed after forward.
         reduced: bytes of an element of a gradient on its way, in `reduced_block` of a block's.
         optimizer: what the update keeps, sends and computes.
     """
@@ -152,7 +144,7 @@ class MemoryModel:
         float8: Float8Recipe | None,
         rules: OptimizerRecipe,
         world: int,
-        model: "nn.Module | None" = None,
+        model: nn.Module | None = None,
         host: int | None = None,
     ) -> None:
         self.config, self.dims, self.float8, self.rules, self.world = config, dims, float8, rules, world
@@ -187,37 +179,27 @@ class MemoryModel:
 
     @property
     def experts_are_reduced(self) -> bool:
-        """True if other ranks have gradients of the same experts, where these are shared out."""
+        """Return whether other ranks have gradients of the same experts, where these are shared out."""
         return self.expert_shards * self.replicas > 1
 
     @property
     def symmetric_memory(self) -> int:
-        """Bytes that other ranks write into.
-
-        Copy engines push two gathered blocks and the gradients of one; tokens of experts arrive in memory of their own.
-        """
+        """Return the bytes that other ranks write into: two gathered blocks and the gradients of one, and tokens."""
         of_blocks = 2 * self.gathered_block + self.run.itemsize * self.block if self.copy_engines else 0
         received, ranks = max((block.most_exchanged for block in self.run.blocks), default=0), self.run.expert_parallel
         in_place = ranks > 1 and not self.run.exchange_by_nccl
         return of_blocks + (received * ranks // (ranks - 1) if in_place else 0)
 
     def peak_under(self, save_list: SaveList) -> Memory:
-        """Predict the peak.
-
-        Args:
-            save_list: what blocks keep.
+        """Predict the peak of a save-list.
 
         Raises:
-            RecipeError: it has no price, or nothing is known of the model's blocks.
+            RecipeError: as of `block_costs`.
         """
         return self.peak(block_costs(self.run, save_list))
 
     def peak(self, blocks: Sequence[BlockCost]) -> Memory:
-        """Predict the peak.
-
-        Args:
-            blocks: what each block keeps and computes again, in the order in which they run.
-        """
+        """Predict the peak, by what each block keeps and computes again, in the order in which they run."""
         shard, e, n = self.shard, self.run.itemsize, len(blocks)
         held, tied = sum(block.held for block in blocks), self.dims.tied_embeddings
         head, block = self.gathered_head, self.gathered_block + self.gathered_experts
@@ -226,7 +208,7 @@ class MemoryModel:
         of_head = 0 if tied else 4 * self.head // self.shards  # a tied gradient is whole once the embedding's is added
 
         def gradients(blocks_done: int) -> tuple[int, int]:
-            """And the holes between them."""
+            """Return the bytes of gradients after so many blocks of backward, and of the holes between them."""
             of_blocks = 4 * blocks_done * self.block // self.shards
             of_blocks += 4 * blocks_done * self.experts // self.expert_shards
             share = HOLES if self.alone else HOLES_OF_SHARDS
@@ -270,7 +252,7 @@ class MemoryModel:
         )
 
     def _gathering(self) -> int:
-        """FSDP's flat buffers: of the unit on its way with this rank's shard of it, and of the one before."""
+        """Return the bytes of FSDP's flat buffers: a unit under way, this rank's shard of it, and the unit before."""
         if self.shards == 1:
             return 0
         e, block = self.run.itemsize, 0 if self.copy_engines else self.gathered_block  # or in symmetric memory
@@ -282,9 +264,9 @@ class MemoryModel:
         return max(before + unit + unit // self.shards for before, unit in order) + experts
 
     def _reducing(self) -> int:
-        """Bytes of what is reduced and not yet a gradient: where gradients add up, or are reduced in another dtype.
+        """Return the bytes of reduced sums that are not yet gradients, where these add up or have another dtype.
 
-        Of replicas that are not sharded also a copy: FSDP divides, by 1, what it has not reduced among shards.
+        Replicas that are not sharded have a copy as well: FSDP divides, by 1, what it has not reduced among shards.
         """
         if self.alone:
             return 0
@@ -296,23 +278,23 @@ class MemoryModel:
 
     @property
     def logits(self) -> int:
-        """Bytes of a rank's logits, over which the loss writes their gradient; they are gone when blocks run."""
+        """Return the bytes of a rank's logits, which their gradient replaces; they are gone when blocks run."""
         return self.run.itemsize * self.run.tokens * self.dims.vocab_size // self.run.tensor_parallel
 
     def _loss(self) -> tuple[int, int]:
-        """The head's forward and backward: logits, and what else there is with them of norm, loss and gradients.
+        """Return the bytes of logits, and of what else the head's forward and backward have, which are not compiled.
 
-        The head is not compiled. Where a cast of its weight is the most of all, there are no logits yet.
+        Where a cast of its weight is the most of all, there are no logits yet.
         """
         assert self.run.head is not None  # noqa: S101
         forward, backward = self.run.head.peaks
         if forward > backward:
             return 0, forward
-        rows = min(self.run.tokens, EAGER_LOSS_TOKENS)
+        rows = min(self.run.tokens, ROWS)
         in_loss = 0 if self.run.compiled else 12 * rows * self.logits // self.run.itemsize // self.run.tokens
         return self.logits, max(backward - self.logits, self.run.head.saved + in_loss)
 
     def _in_block(self, n: int) -> int:
-        """Bytes that backward of a block has made at its widest, with the gradient that it is given."""
+        """Return the bytes that backward of a block has made at its widest, with the gradient that it is given."""
         block = self.run.blocks[n]
         return block.widest_compiled if self.run.compiled else block.widest

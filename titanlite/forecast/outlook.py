@@ -14,14 +14,13 @@ from titanlite.observe.peak_flops import mean_attended, token_flops_of, windows_
 
 @dataclass(frozen=True)
 class Outlook:
-    """How a run goes on.
+    """The speed and length of a run.
 
     Attributes:
         tokens_per_second: of each device.
-        mfu: share of the device's peak, as metrics.jsonl counts it.
+        mfu: as metrics.jsonl counts it.
         tokens_per_day: of all devices.
-        steps: of the run.
-        days: from its first step to its last one, without validation and saving.
+        days: without validation and saving.
     """
 
     tokens_per_second: float
@@ -32,20 +31,14 @@ class Outlook:
 
     @property
     def lasts(self) -> str:
-        """The time that the run takes, in words."""
+        """Return the time that the run takes, in words."""
         if self.days >= 1:
             return f"{self.days:,.1f} days"
         return f"{24 * self.days:,.1f} hours" if self.days >= 1 / 24 else f"{1440 * self.days:,.1f} minutes"
 
 
 def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None = None) -> float:
-    """Count the FLOPs of a training step, per token.
-
-    Args:
-        config: of the run.
-        dims: its model's dimensions.
-        attended: how much of causal attention documents leave; None: all of it.
-    """
+    """Count the FLOPs of a training step, per token; `attended` None: of plain causal attention."""
     seq_len = config.training.seq_len
     model = build_model(config.model, dims, seq_len)
     lengths = attended.lengths if attended else np.array([seq_len])
@@ -53,11 +46,11 @@ def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None 
 
 
 def outlook(config: Config, flops: float, world: int, tokens_per_second: float, peak: float) -> Outlook:
-    """Say how a run goes on.
+    """Predict how long a run takes.
 
     Args:
         config: of the run.
-        flops: as of `token_flops`.
+        flops: of `token_flops`.
         world: number of devices.
         tokens_per_second: of each.
         peak: FLOPs per second that MFU is relative to.

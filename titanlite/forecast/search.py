@@ -39,15 +39,11 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """The facts that all candidates of a search share.
+    """The facts that all candidates of a search share; not said here are those of `MemoryModel`.
 
     Attributes:
-        dims: of the model.
-        float8: arithmetic of the linear layers, or None.
-        rules: of the optimizer's recipe.
         rates: of the device; None: speeds are not predicted.
         attended: as of `StepTimeModel`.
-        host: GPUs of a host.
         of_device: whether a limit is a device's; False: `budget_gib`, which is of the peak alone.
     """
 
@@ -65,13 +61,10 @@ class Candidate:
     """A config that a run could have. Its memory and speed are predicted when they are asked for.
 
     Attributes:
-        setting: of the search.
-        world: number of processes.
         config: with a layout, a batch and a save-list.
         save_list: None: `auto` chooses it within the budget of `config`.
-        flag: that makes this config of that of another run, to paste behind a command.
-        beside: that run.
-        budget_gib: memory of the device; None: that of the rates, without `RESERVE_GIB`.
+        flag: that makes this config of the run `beside`, to paste behind a command.
+        budget_gib: memory of the device; None: the rates', without `RESERVE_GIB`.
     """
 
     setting: Setting
@@ -88,18 +81,14 @@ class Candidate:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """The memory model.
-
-        Raises:
-            ConfigError: no run can have the config.
-        """
+        """Predict memory; raise a `ConfigError` if no run can have the config."""
         of = self.setting
         check_config(self.config, of.dims, self.world)
         return MemoryModel(self.config, of.dims, of.float8, of.rules, self.world, host=of.host)
 
     @cached_property
     def time(self) -> StepTimeModel | None:
-        """The step time model; None where no rates are known."""
+        """Return the step time model; None where no rates are known."""
         rates = self.setting.rates
         if rates is None or no_rates_reason(self.memory) is not None:
             return None
@@ -107,7 +96,7 @@ class Candidate:
 
     @cached_property
     def _list(self) -> SaveList | None:
-        """The save-list, or by these rates that of `auto`; None where no rates are known."""
+        """Return the save-list, or the choice of `auto` by these rates; None where no rates are known."""
         budget = self.config.activation_checkpoint.budget_gib
         if self.save_list is None and self.time is not None and budget is not None:
             return choose(self.memory, self.time.times(), budget).save_list
@@ -115,7 +104,7 @@ class Candidate:
 
     @cached_property
     def peak(self) -> int:
-        """Predicted bytes of the peak; the budget of `auto`, which in a change may choose by other rates than these.
+        """Return the predicted bytes of the peak; of a change to `auto`, which chooses by a run's times, the budget.
 
         Raises:
             ConfigError: as of `memory`; or the save-list has no price.
@@ -126,22 +115,22 @@ class Candidate:
 
     @property
     def on_device(self) -> int:
-        """Bytes on a GPU at the peak, symmetric memory included."""
+        """Return the bytes on a GPU at the peak, symmetric memory included."""
         return self.peak + self.memory.symmetric_memory
 
     @property
     def needed(self) -> int:
-        """Bytes that are held against a limit."""
+        """Return the bytes that are held against a limit."""
         return self.on_device if self.setting.of_device else self.peak
 
     @property
     def frees(self) -> int:
-        """Bytes less than are needed without the flag."""
+        """Return the bytes that the flag saves."""
         return self.beside.needed - self.needed if self.beside else 0
 
     @cached_property
     def tokens_per_second(self) -> float:
-        """Predicted by GPU; 0: not known, also where copy engines come or go, as what they save is not."""
+        """Predict the speed of a GPU; 0: not known, also where copy engines come or go, as their gain is not known."""
         if self.time is None or self._list is None:
             return 0.0
         if self.beside is not None and self.beside.memory.copy_engines != self.memory.copy_engines:
@@ -157,22 +146,22 @@ class Candidate:
 
     @property
     def degree(self) -> int:
-        """Tensor-parallel ranks."""
+        """Return the tensor-parallel degree."""
         return self.config.parallelism.tensor_parallel_degree
 
     @property
     def experts_over(self) -> int:
-        """Expert-parallel ranks."""
+        """Return the expert-parallel degree."""
         return self.config.parallelism.expert_parallel_degree
 
     @property
     def at_a_time(self) -> int:
-        """Sequences of a micro-step."""
+        """Return the sequences of a micro-step."""
         return self.config.training.local_batch_size
 
     @property
     def recipe(self) -> str:
-        """Name of the save-list."""
+        """Return the name of the save-list."""
         return self.config.activation_checkpoint.recipe
 
     def changed(self, section: str, key: str, value: Any) -> "Candidate":
@@ -194,17 +183,14 @@ def optimizer_rules(config: Config) -> OptimizerRecipe:
     return recipes.load("optimizer", config.optimizer.recipe, config.job.recipe_dirs)
 
 
-# --- a new run ---------------------------------------------------------------------------------------------------
-
-
 def gpu_candidates(base: Candidate) -> list[Candidate]:
-    """List what a run could be on GPUs whose rates are known.
+    """Return what a new run could be on GPUs whose rates are known.
 
-    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch
-    and every shipped save-list, and with the list that `auto` would make.
+    Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch,
+    every shipped save-list, and the list that `auto` would make.
 
     Args:
-        base: without layout and save-list; its global batch is what is aimed at.
+        base: without layout and save-list; its global batch is aimed at.
     """
     layouts = list(_layouts_of(base, base.setting.host))
     for _, alike in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
@@ -214,7 +200,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
     fastest = max((c.tokens_per_second for found in named for c in found if c.fits), default=0.0)
     made: list[Candidate] = []
     for layout, found in zip(layouts, named, strict=True):
-        # Keeping everything is faster than any list: where even that is hardly faster, none is looked for.
+        # Keeping everything is faster than any list: no list is made where even that gains little.
         most = max((candidate.tokens_per_second for candidate in found), default=0.0)
         if any(candidate.fits for candidate in found) and most > _WORTH * fastest and base.setting.rates:
             of_device = base.setting.rates.device_gib - RESERVE_GIB - layout.memory.symmetric_memory / GIB
@@ -223,7 +209,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
 
 
 def candidates_of_layout(layout: Candidate) -> list[Candidate]:
-    """List what a run with a layout and a micro-batch could keep on GPUs whose rates are known."""
+    """Return a layout with each shipped save-list that has a price; nothing where no rates are known."""
     if layout.memory.run.no_trace_reason is not None or layout.time is None:
         return []
     lists = {name: recipes.load("activation_checkpoint", name) for name in recipes.names("activation_checkpoint")}
@@ -231,7 +217,7 @@ def candidates_of_layout(layout: Candidate) -> list[Candidate]:
 
 
 def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
-    """List what a run could be on a CPU, in the order in which they are preferred: no rates are known of it.
+    """Return what a new run could be on a CPU, of which no rates are known, the preferred first.
 
     Args:
         base: as of `gpu_candidates`.
@@ -247,10 +233,7 @@ def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
 
 
 def best(candidates: Sequence[Candidate]) -> Candidate | None:
-    """Choose the fastest candidate that fits; None if none does.
-
-    Of those within a percent, the one with fewer tensor-parallel ranks, and of these the one with the least memory.
-    """
+    """Choose the fastest candidate that fits; within a percent, by fewer tensor-parallel ranks, then by less memory."""
     fitting = [candidate for candidate in candidates if candidate.fits]
     named = [candidate for candidate in fitting if candidate.recipe != recipes.AUTO]
     if not named:
@@ -266,7 +249,7 @@ def best(candidates: Sequence[Candidate]) -> Candidate | None:
 
 
 def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], object]) -> Mapping[object, Candidate]:
-    """Give the fastest candidate that fits for each value of a property; the smallest one where none fits."""
+    """Return the fastest candidate that fits for each value of a property; the smallest where none fits."""
     found: dict[object, Candidate] = {}
     for candidate in sorted(candidates, key=lambda c: (c.fits, c.tokens_per_second if c.fits else -c.on_device)):
         found[key(candidate)] = candidate
@@ -274,7 +257,7 @@ def fastest_by(candidates: Sequence[Candidate], key: Callable[[Candidate], objec
 
 
 def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
-    """Give every layout and micro-batch that is possible, with the global batch nearest to the one that is wanted."""
+    """Yield every possible layout and micro-batch, with the global batch nearest to the wanted one."""
     config, wanted = base.config, base.config.training.global_batch_size or 1
     degrees = [(degree, 1) for degree in _DEGREES]
     degrees += [(1, experts) for experts in _DEGREES[1:]] if base.setting.dims.experts is not None else []
@@ -295,9 +278,6 @@ def _layouts_of(base: Candidate, most: int) -> Iterator[Candidate]:
                 yield possible
 
 
-# --- a run that does not fit -------------------------------------------------------------------------------------
-
-
 def changes_that_fit(
     model: MemoryModel,
     save_list: SaveList,
@@ -306,20 +286,17 @@ def changes_that_fit(
     rates: Rates | None = None,
     attended: AttendedShare | None = None,
 ) -> list[Candidate]:
-    """List changes with which a run would fit.
+    """Return up to three changes with which a run would fit: one of each kind before a second, two at once if need be.
 
-    Another save-list or layout does not change what is trained, a smaller batch may, so they come in this order; of
-    each kind, the fastest first, or else the one that keeps most. A change of layout also sets the global batch that
-    keeps the step what it was. Three at most, one of every kind before a second. If none is enough alone, two together.
-    Where rates are known, the three are sorted by speed, those that change what is trained last.
+    Kinds are another save-list, another layout (with the global batch of before), and a smaller batch, which may change
+    what is trained; of each, the fastest comes first, or else the one that keeps most. Where rates are known, the three
+    are sorted by speed, changes of what is trained last.
 
     Args:
         model: of the run.
         save_list: of the run; it has a price.
         limit: bytes of the peak and of symmetric memory.
-        of_device: whether it is a device's; False: `budget_gib`, which is of the peak alone.
-        rates: of the device, if the speed of each change is to be predicted.
-        attended: as of `StepTimeModel`.
+        of_device: as of `Setting`, with `rates` and `attended`.
     """
     setting = Setting(model.dims, model.float8, model.rules, rates, attended, model.host, of_device)
     run = Candidate(setting, model.world, model.config, save_list)
@@ -350,7 +327,7 @@ def changes_that_fit(
 
 
 def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:
-    """Double the processes until the run fits. Returns the flags, or None if a thousand times as many are not enough.
+    """Double the processes until the run fits; return the flags, or None if a thousand times as many are not enough.
 
     Args:
         model: of the run.
@@ -369,14 +346,10 @@ def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, an
 
 
 def check_budget(model: MemoryModel, origin: Origin) -> None:
-    """Refuse a budget that no save-list keeps to.
-
-    Args:
-        model: of the run.
-        origin: where each key was given.
+    """Refuse a budget that is exceeded even where everything is computed again.
 
     Raises:
-        ConfigError: the run would hold more although it computed everything again.
+        ConfigError: with the place of the key in `origin`.
     """
     budget = model.config.activation_checkpoint.budget_gib
     if budget is None:
@@ -407,13 +380,13 @@ def _is_possible(candidate: Candidate) -> bool:
 
 
 def _fastest_first(others: list[Candidate], unknown: float) -> list[Candidate]:
-    """Sort by speed, that of some `unknown`; those within a percent keep their order, as forecasts are not exact."""
+    """Sort by speed (`unknown` where it is not known); within a percent the order stays, as forecasts are not exact."""
     fastest = max((other.tokens_per_second or unknown for other in others), default=0.0) or 1.0
     return sorted(others, key=lambda other: -round(100 * (other.tokens_per_second or unknown) / fastest))
 
 
 def _with_less(run: Candidate) -> Iterator[Candidate]:
-    """A run that keeps nothing, of one sequence at a time, or both, and these in other layouts."""
+    """Yield the run with the list that keeps least, with one sequence at a time, with both, then in other layouts."""
     has_budget, is_many = run.config.activation_checkpoint.budget_gib is not None, run.at_a_time > 1
 
     def in_full(one: Candidate) -> Candidate:
@@ -428,7 +401,7 @@ def _with_less(run: Candidate) -> Iterator[Candidate]:
 
 
 def _save_lists(run: Candidate) -> Iterator[Candidate]:
-    """Every other list there is; where the list is chosen to keep to a budget, none."""
+    """Yield the run with every other save-list; none where the list is chosen within a budget."""
     if run.config.activation_checkpoint.budget_gib is not None:
         return
     for name in recipes.names("activation_checkpoint", run.config.job.recipe_dirs):
@@ -440,8 +413,8 @@ def _save_lists(run: Candidate) -> Iterator[Candidate]:
 
 
 def _layouts(run: Candidate, sequences: int | None) -> Iterator[Candidate]:
-    """NCCL for blocks; more ranks to a layer, or to a sequence, with as many sequences a step; fewer replicas; weights
-    that are freed; and experts shared out over more or fewer ranks."""
+    """Yield the run without copy engines, with more tensor- or context-parallel ranks and as many sequences a step,
+    with fewer replicas, with weights freed after forward, and with other expert-parallel degrees."""
     mesh = run.config.parallelism
 
     def with_degree(axis: str, degree: int) -> Candidate:
@@ -473,5 +446,5 @@ def _over_the_others(run: Candidate) -> Candidate:
 
 
 def _batches(run: Candidate) -> Iterator[Candidate]:
-    """Fewer sequences at a time."""
+    """Yield the run with fewer sequences at a time."""
     return (run.changed("training", "local_batch_size", n) for n in range(1, run.at_a_time))

@@ -20,13 +20,13 @@ Held against measured runs in `tests/unit/forecast/test_step_time.py`. Axes as i
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
 
 from titanlite.activation_checkpoint import operations as ops
 from titanlite.activation_checkpoint.operations import CLASSES, FUSED
-from titanlite.config.recipe_schema import Float8Recipe
 from titanlite.data.context_split import documents_of_samples, load_of_split
 from titanlite.forecast.activation_cost import Activation, BlockCost
 from titanlite.forecast.attended import AttendedShare
@@ -44,31 +44,16 @@ _MICRO_BATCHES = 4  # whose documents are looked at
 _PRODUCTS = (*CLASSES["matmul"], *_GROUPED)
 
 
-def token_bytes(tokens: int, width: int, itemsize: int, float8: Float8Recipe | None = None) -> int:
-    """Bytes of tokens [M, K] on their way.
-
-    Args:
-        tokens: M.
-        width: K.
-        itemsize: of an element in the compute dtype.
-        float8: the arithmetic, where they are gathered inside a float8 product: with a scale for each, or one for all.
-    """
-    if float8 is None:
-        return itemsize * tokens * width
-    return tokens * width + (0 if float8.reduce_amax else 4 * tokens)
-
-
 @dataclass(frozen=True)
 class Unit:
-    """Weights that FSDP gathers at once.
+    """The weights that FSDP gathers at once.
 
     Attributes:
         elements: on a tensor-parallel rank.
-        gathered_bytes: as they travel, with their scales in float8.
-        gathers: in a micro-step; the second is in backward.
-        reduced: bytes of an element of a gradient on its way to the rank that sums it; replicas add those sums.
+        gathered_bytes: as they travel, with the scales of float8.
+        gathers: in a micro-step.
+        reduced: bytes of an element of a gradient on its way to the rank that sums it; replicas add these sums.
         shards: ranks that split it.
-        block: number of the block that it belongs to, or None.
     """
 
     elements: int
@@ -76,31 +61,29 @@ class Unit:
     gathers: int
     reduced: int
     shards: int
-    block: int | None = None
 
 
-def units(memory: MemoryModel) -> list[Unit]:
-    """FSDP's units, in the order in which forward needs them: the embedding or all but the blocks, blocks, the head.
+def units(memory: MemoryModel) -> list[list[Unit]]:
+    """Return FSDP's units in the order of forward: the embedding or all but the blocks, those of each block, the head.
 
-    Experts that ranks share out are units of their own, behind their blocks.
-
-    Args:
-        memory: of the run.
+    Experts that ranks share out are a unit of their own, the second of their block.
     """
     run, ends_stay = memory.run, not memory.ends_freed
 
     def unit(size: UnitSize, stays: bool, shards: int = memory.shards) -> Unit:
         return Unit(size.elements, size.gathered + size.scales, 1 if stays else 2, memory.reduced, shards)
 
-    blocks: list[Unit] = []
-    for n, (size, experts) in enumerate(zip(run.block_units, run.expert_units, strict=True)):
-        blocks.append(replace(unit(size, memory.blocks_stay), reduced=memory.reduced_block, block=n))
-        if experts.elements:
-            blocks.append(replace(unit(experts, memory.blocks_stay, memory.expert_shards), block=n))
+    blocks = [
+        [
+            replace(unit(size, memory.blocks_stay), reduced=memory.reduced_block),
+            *([unit(experts, memory.blocks_stay, memory.expert_shards)] if experts.elements else []),
+        ]
+        for size, experts in zip(run.block_units, run.expert_units, strict=True)
+    ]
     if not run.output.elements:
-        return [unit(run.embedding, ends_stay), *blocks]
+        return [[unit(run.embedding, ends_stay)], *blocks]
     # An untied embedding is not read again in backward.
-    return [unit(run.embedding, True), *blocks, unit(run.output, ends_stay)]
+    return [[unit(run.embedding, True)], *blocks, [unit(run.output, ends_stay)]]
 
 
 @dataclass(frozen=True)
@@ -118,17 +101,17 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return their sum."""
         return sum(self.categories().values())
 
     def categories(self) -> dict[str, float]:
-        """Give the milliseconds by class."""
+        """Return the milliseconds by class."""
         return asdict(self)
 
 
 def _uneven_split(run: TracedRun, attended: AttendedShare | None) -> tuple[float, dict[int, float]]:
-    """Return the attention of the context-parallel rank that has most over the mean, and by window the share of all
-    keys that one gets or sends."""
+    """Return, for the busiest context-parallel rank, its attention over the mean, and by window the share of keys
+    that it gets or sends."""
     ranks, windows = run.context_parallel, sorted({0, *(window for block in run.blocks for window in block.windows)})
     if ranks == 1:
         return 1.0, {}
@@ -153,24 +136,20 @@ class StepTimeModel:
         self._busiest, self._keys_of_others = _uneven_split(memory.run, attended)
 
     def times(self) -> RecomputeTimes:
-        """Predict how long it takes to compute parts of a block again, for `choose_save_list.choose`."""
+        """Predict the seconds to compute parts of a block again, for `choose_save_list.choose`."""
         found = {a: self._seconds(a, forward=True) for listed in expensive(self.run).values() for a in listed}
         first = self.run.blocks[0]
         of_dispatch = sum(each.moved for each in first.forward if each.op in (ops.GATHER_ROWS, ops.SPREAD_ROWS))
         return RecomputeTimes(found, (first.elementwise[0] - of_dispatch) / self.rates.memory / _G)
 
     def step(self, blocks: Sequence[BlockCost]) -> StepTime:
-        """Predict the time of a step.
-
-        Args:
-            blocks: what each keeps and computes again, in the order in which they run.
-        """
+        """Predict the time of a step, by what each block keeps and computes again."""
         n, run, memory, rates = len(blocks), self.run, self.memory, self.rates
         assert run.head is not None  # noqa: S101
         times = self.times()
         by_kind = {id(block): self._work(block) for block in (*run.blocks, run.head)}
         work = [by_kind[id(block)] for block in (*run.blocks, run.head)]
-        of_embedding = token_bytes(run.tokens, memory.dims.dim, run.itemsize)
+        of_embedding = run.itemsize * run.tokens * memory.dims.dim
         tokens = self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
         elementwise = sum(sum(block.elementwise) for block in run.blocks) + 3 * memory.logits
         seconds = {
@@ -186,27 +165,23 @@ class StepTimeModel:
         return StepTime(**of_step, optimizer=self.update().total)
 
     def key_exchange(self, blocks: Sequence[BlockCost]) -> float:
-        """Predict the milliseconds of a step that exchanges of context-parallel ranks take, repeated ones too.
-
-        Args:
-            blocks: as of `step`.
-        """
+        """Predict the milliseconds of a step that context-parallel ranks take to exchange keys, repeats included."""
         forward = [each for block in self.run.blocks for each in block.forward]
         seconds = sum(self._key_exchange(each, way) for each in forward for way in (True, False))
         seconds += sum(self._key_exchange(each, forward=True) for block in blocks for each in block.recomputed)
         return 1e3 * self.memory.micro_steps * seconds
 
     def update(self) -> UpdateTime:
-        """Predict the time of the update, which is once a step."""
+        """Predict the time of the update of a step."""
         return update_time(self.memory.optimizer, self.rates)
 
     def tokens_per_second(self, time: StepTime) -> float:
-        """Tokens that a step of that time trains on in a second, by GPU."""
+        """Return the tokens a second and GPU of a step of this time."""
         tokens = self.run.tokens * self.memory.micro_steps / self.run.tensor_parallel
         return tokens / time.total * 1e3
 
     def _work(self, block: TracedBlock) -> tuple[float, float, float]:
-        """Seconds of matmuls, of attention, and of what collectives add to their matmuls."""
+        """Return the seconds of matmuls, of attention, and of what collectives add to their matmuls."""
         matmul = attention = tokens = 0.0
         for operations, forward in ((block.forward, True), (block.backward, False)):
             for each in operations:
@@ -223,7 +198,6 @@ class StepTimeModel:
         return matmul, attention, tokens
 
     def _seconds(self, each: Operation | Activation, forward: bool) -> float:
-        """Seconds of an operation."""
         if each.op in CLASSES["attention"]:
             computing = self._attended_flops(each) / self._attention_rates(each)[0] / _T
             return computing + self._key_exchange(each, forward=True)
@@ -241,10 +215,10 @@ class StepTimeModel:
         return wire if each.op in CLASSES["communication"] else self._product(each, forward)
 
     def _key_exchange(self, each: Operation | Activation, forward: bool) -> float:
-        """Seconds that a rank exchanges keys and values around attention, of the rank that gets or sends most.
+        """Return the seconds that the busiest rank exchanges keys and values around attention.
 
-        Those of all are zeros first, then the rank's own and those that came are copied in. Backward does this again,
-        hands the gradients of others' back, joins both gradients, and adds up what came in float32.
+        The whole keys are zeros first, into which the rank's own and others' are copied. Backward does this again,
+        sends others' gradients back, joins both gradients, and adds up what came in float32.
         """
         if each.op != ops.CONTEXT_ATTENTION:
             return 0.0
@@ -257,13 +231,13 @@ class StepTimeModel:
         return ((1 if forward else 2) * got / self.rates.tensor_parallel + moved / self.rates.memory) / _G
 
     def _attended_flops(self, each: Operation | Activation) -> float:
-        """FLOPs of attention, of the pairs of tokens that are in one document, of the rank that has most."""
+        """Return the busiest rank's FLOPs of attention within documents."""
         window = self._window(each)
         share = 1.0 if self.attended is None else self.attended.of(window)
         return each.flops * share * (1.0 if window else self._busiest)  # with a window all ranks have as much
 
     def _attention_rates(self, each: Operation | Activation) -> tuple[float, float]:
-        """TFLOP/s of forward and backward."""
+        """Return the TFLOP/s of forward and backward."""
         rates, width, is_whole = self.rates, self.memory.dims.head_width, self.attended is None
         tokens = self.memory.config.training.seq_len if is_whole else 0
         forward, backward = rates.attention_window if self._window(each) else rates.attention_of(width, tokens)
@@ -271,11 +245,10 @@ class StepTimeModel:
         return forward * shares[0], backward * shares[1]
 
     def _window(self, each: Operation | Activation) -> int:
-        """Tokens that attention sees; 0: all."""
         return each.call[1][-1] if each.op in ops.OWN_ATTENTION else 0
 
     def _product(self, each: Operation | Activation, forward: bool) -> float:
-        """Seconds of a product, alone."""
+        """Return the seconds of a product alone."""
         rates = self.rates
         if each.op in _GROUPED:
             return each.flops / self._grouped_rate(each) / _T
@@ -286,7 +259,7 @@ class StepTimeModel:
         return each.flops / rate / _T
 
     def _grouped_rate(self, each: Operation | Activation) -> float:
-        """TFLOP/s of a product of experts, whose groups are counted by their offsets."""
+        """Return the TFLOP/s of a product of experts, whose number its offsets tell."""
         args = each.call[1]
         (offsets,) = (shape for shape in args if isinstance(shape, Shape) and shape.dtype == torch.int32)
         by_column = each.op == ops.GRADIENTS_OF_EXPERTS[1]  # of transposed operands
@@ -295,22 +268,20 @@ class StepTimeModel:
         return self.rates.grouped_of(rows, each.op in ops.GRADIENTS_OF_EXPERTS, fast)
 
     def _on_the_wire(self, kind: str, whole: int) -> float:
-        """Seconds of a collective of tokens, of so many bytes."""
         return sent_bytes(kind, whole, self.run.tensor_parallel) / self.rates.tensor_parallel / _G
 
     def _copied(self) -> float:
-        """Bytes of casting shards, copying gathered weights out and gradients in, in a micro-step."""
+        """Return the bytes of casting shards, and of copying gathered weights out and gradients in, in a micro-step."""
         moved = (self.run.itemsize + self.memory.reduced) * self.memory.parameters
-        for unit in units(self.memory):
+        for unit in chain.from_iterable(units(self.memory)):
             cast = (4 * unit.elements + unit.gathered_bytes) / unit.shards
             moved += unit.gathers * (cast + (2 * unit.gathered_bytes if unit.shards > 1 else 0))
         return moved
 
     def _fsdp(self, n: int, compute: float) -> float:
-        """Seconds of FSDP's collectives that nothing hides, beside so many seconds of compute a block."""
+        """Return the seconds of FSDP's collectives that so many seconds of compute a block do not hide."""
         memory, rate = self.memory, self.rates.fsdp * _G
-        embedding, *others = units(memory)
-        block = [unit for unit in others if unit.block == 0]
+        (embedding,), block, *_ = units(memory)
 
         def gather(unit: Unit) -> float:
             return sent_bytes("all_gather", unit.gathered_bytes, unit.shards) / rate

@@ -33,7 +33,7 @@ _REPEATS = 5
 
 
 def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, device: torch.device) -> RecomputeTimes:
-    """Time the expensive operations of all kinds of blocks, and what else one block computes.
+    """Time the expensive operations of all kinds of blocks, and the rest of one block, each the median of five runs.
 
     Every rank calls it: collectives are among its parts.
 
@@ -42,9 +42,6 @@ def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, d
         run: of this rank.
         context: the ranks that share its tokens out, if they are several.
         device: where to run.
-
-    Returns:
-        Seconds; each the median of five.
     """
     sequences = context and sequences_of_samples(run.tokens * context.size, run.seq_len, context, device)
     listed = [activation for of_rule in expensive(run).values() for activation in of_rule]
@@ -71,7 +68,7 @@ def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, d
 def _operation(
     activation: Activation, expert_ranks: int, device: torch.device, sequences: Sequences | None
 ) -> Callable[[], object]:
-    """The operation on random operands; attention to whole samples by the kernel that attends here."""
+    """Return the operation on random operands; attention to whole samples is by the kernel of this device."""
     args, kwargs = operands(activation, expert_ranks, device, sequences)
     if activation.op in CLASSES["attention"] and activation.op not in ops.OWN_ATTENTION:
         attend, of = CausalAttention(), args[:3]
@@ -86,7 +83,7 @@ def operands(
 
     Args:
         activation: the operation.
-        expert_ranks: P, over which the experts of a layer are shared out: of P rows one is a token's.
+        expert_ranks: P, the expert-parallel ranks: of P rows one is a token's.
         device: of the tensors.
         sequences: of a context-parallel rank.
     """
@@ -106,12 +103,12 @@ def operands(
 
 
 def _is_places(argument: object, op: str) -> bool:
-    """Check that an argument has rows or slots, each once, and not choices of experts."""
+    """Return whether an argument has rows or slots, each once, and not choices of experts."""
     return _is_index(argument) and (argument.dim() == 1 or op not in ops.EXCHANGES)  # type: ignore[attr-defined]
 
 
 def _in_order(places: Tensor, expert_ranks: int) -> Tensor:
-    """Say that the first rows have one slot of P each, as many of each rank's tokens, and the others none."""
+    """Give the first rows one slot of P each, as many of each rank's tokens, and the others none."""
     every = torch.arange(places.numel(), dtype=places.dtype, device=places.device) * expert_ranks
     return torch.where(every < places.numel(), every, -1).view_as(places)
 
@@ -121,7 +118,6 @@ def _is_index(argument: object) -> bool:
 
 
 def _even_groups(offsets: Tensor, n_rows: int) -> Tensor:
-    """Say that all groups have as many rows, or nearly."""
     bounds = torch.arange(len(offsets), device=offsets.device) * n_rows // (len(offsets) - 1)
     return bounds.to(offsets.dtype)
 
@@ -146,7 +142,7 @@ def _random(shapes: Any, device: torch.device, sequences: Sequences | None = Non
 
 
 def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """A copy with weights of its own: plain tensors, as FSDP leaves them for compute."""
+    """Copy a block with weights of its own: plain tensors, as FSDP leaves them for compute."""
     memo: dict[int, object] = {}
     for parameter in block.parameters():
         local = torch.empty(local_data(parameter).shape, device=device, dtype=dtype).normal_(0, 0.02)
@@ -157,7 +153,7 @@ def _materialised(block: nn.Module, device: torch.device, dtype: torch.dtype) ->
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """The median of a few runs, after two that compile and choose."""
+    """Return the median time of a few runs, after two that compile and choose."""
     for _ in range(2):
         action()
     return statistics.median(_time_once(action, device) for _ in range(_REPEATS))

@@ -1,10 +1,8 @@
 """Trace a block: what it computes, forward and backward, read off one run of it on the meta device.
 
-A dispatch mode sees every operation below autograd, with the storages that it reads and makes. So it is known of any
-block, whatever its layers, its arithmetic and its collectives, what backward needs of forward, and what each result
-takes to be computed again. Nothing is compiled and nothing is allocated: a block takes a tenth of a second.
-
-What is kept and what is computed again under a save-list is in `activation_cost.py`.
+A dispatch mode sees every operation below autograd, with the storages that it reads and makes: so what backward needs
+of forward, and what recomputing each result costs, is known of any block. Nothing is compiled or allocated: a block
+takes a tenth of a second. What is kept and recomputed under a save-list is in `activation_cost.py`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +26,7 @@ from titanlite.models.experts import product_names
 from titanlite.models.layers import CausalAttention
 
 _FUSIBLE = {"_to_copy", "copy", "clone", "cat", "stack", "slice_backward", "select_backward", "split", "_softmax"}
-"""Operations that compilers fuse with its neighbours though torch does not tag it as elementwise."""
+"""Operations that compilers fuse with their neighbours though torch does not tag them as elementwise."""
 
 _IN_A_ROW = {"mean", "sum", "var_mean"}
 """Reductions whose result is used while the row is at hand."""
@@ -99,14 +97,14 @@ def trace(
 
 
 def _plain(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Give the tensors, or what those are made of that are wrappers."""
+    """Yield the tensors; of wrappers, the tensors inside."""
     for tensor in tensors:
         inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()  # type: ignore[attr-defined]
         yield from (getattr(tensor, name) for name in inner) if inner else (tensor,)
 
 
 class _End(torch.autograd.Function):
-    """The end of a result: its gradient is made when backward begins, in the place of the result."""
+    """Ends a result: its gradient is made when backward begins, in the place of the result."""
 
     @staticmethod
     def forward(ctx: Any, *outs: Tensor) -> Tensor:
@@ -160,7 +158,7 @@ class _Recorder(TorchDispatchMode):
         self._itemsize, self._experts = itemsize, experts
 
     def known(self, *tensors: Tensor) -> list[int]:
-        """Give the numbers of tensors' storages, new ones to those that have none."""
+        """Return the numbers of tensors' storages; a new storage gets the next."""
         found: list[int] = []
         for tensor in _plain(tensors):
             storage = tensor.untyped_storage()
@@ -172,7 +170,7 @@ class _Recorder(TorchDispatchMode):
         return list(dict.fromkeys(found))
 
     def alive(self) -> set[int]:
-        """Give the numbers of those storages that somebody holds."""
+        """Return the numbers of storages that somebody holds."""
         return {number for ref, number in self._numbers.values() if not ref.expired()}
 
     def begin_forward(self, apart: set[int]) -> None:
@@ -236,7 +234,6 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _count_live(self, results: Sequence[Tensor], inside: int) -> None:
-        """Take what is held at this moment for the most, if it is."""
         self._live.update(
             (number, ref) for ref, number in (self._numbers[t.untyped_storage()._cdata] for t in _plain(results))
         )
@@ -254,9 +251,9 @@ def _cost(
     itemsize: int,
     experts: ExpertRanks,
 ) -> tuple[int, int, int]:
-    """Give the FLOPs of an operation, the bytes that it reads, writes and receives, and those that it receives.
+    """Return the FLOPs of an operation, the bytes that it reads, writes and receives, and the bytes that it receives.
 
-    What is elementwise around statistics and casts is joined to them: they read their input as the block has it.
+    Elementwise work around statistics and casts is fused with them: they read their input as the block has it.
     """
     moved, expert_ranks = sum(t.nbytes for t in given) + sum(t.nbytes for t in results), experts.count
     if op in CLASSES["attention"]:
@@ -306,16 +303,16 @@ def _cost(
 
 
 def _memory_of_nccl(op: str, args: Any, experts: ExpertRanks) -> int:
-    """Give the bytes of rows that NCCL sends to owners, [P·M·K, D], and of as many that it brings."""
+    """Return the bytes of rows that NCCL sends to owners, [P·M·K, D], and of as many that it brings."""
     by_nccl = op in ops.TO_OWNERS and experts.by_nccl
     return 2 * experts.count * _rows_of_owner(*args) if by_nccl else 0
 
 
 def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:
-    """Give the bytes that attention with keys of other ranks has beside its results, of the rank that sees all keys.
+    """Return the bytes that attention with other ranks' keys has beside its results, of the rank that sees all keys.
 
-    With W bytes of whole keys and values: they are there, this rank's joined, and what came. In backward W twice, of
-    their gradients and of these joined, what is sent, and what came or its sums in float32.
+    Forward has the whole keys and values (W bytes), this rank's joined, and what came; backward twice W, the gradients
+    and these joined, what is sent, and what came or its sums in float32.
     """
     if op not in (ops.CONTEXT_ATTENTION, ops.CONTEXT_ATTENTION_GRAD):
         return 0
@@ -330,6 +327,6 @@ def _memory_of_keys(op: str, args: Any, results: Sequence[Tensor]) -> int:
 
 
 def _rows_of_owner(o: Tensor, slots: Tensor, choices: Tensor, beside: Tensor, *_: object) -> int:
-    """Give the bytes of the rows of a rank's tokens, [M·K, D], and of their weights' gradients if `beside` has them."""
+    """Return the bytes of the rows of a rank's tokens, [M·K, D], and of their weights' gradients in `beside`."""
     is_gradient = len(beside) > len(choices)
     return choices.numel() * (o.shape[1] * o.itemsize + (beside.itemsize if is_gradient else 0))

@@ -17,7 +17,7 @@ from titanlite.activation_checkpoint.operations import CLASS_OF, EXCHANGES, FUSE
 
 
 class Shape(NamedTuple):
-    """All of a tensor but its numbers."""
+    """The shape, strides and dtype of a tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -30,10 +30,9 @@ class Shape(NamedTuple):
 
 
 class ExpertRanks(NamedTuple):
-    """The ranks that share the experts of a layer out.
+    """The P = `count` expert-parallel ranks of a layer.
 
     Attributes:
-        count: P; 1: there are none.
         by_nccl: whether rows go to the owners of tokens by a collective, with a place for each slot from each rank, and
             not from memory to memory.
     """
@@ -50,16 +49,13 @@ class Operation:
         op: as torch spells it, "aten.mm.default".
         reads: numbers of the values that it reads.
         makes: numbers of the values that it makes, or changes.
-        is_fusible: a compiler joins it to its neighbours.
-        is_reduction: it gives fewer numbers than it reads.
+        is_fusible: a compiler fuses it with its neighbours.
+        is_reduction: it returns fewer numbers than it reads.
         of_tokens: it depends on what the block is given, and not on weights alone.
-        to_float8: its result is float8.
         in_float8: it reads float8.
-        flops: that it takes.
-        moved: bytes that it reads, writes, and receives from other ranks.
-        received: of these, those from other ranks.
+        moved: bytes that it reads, writes, and receives from other ranks; `received` is the last part.
         inside: bytes of memory that it has while it runs, beside what it reads and makes.
-        level: operations that are not fusible on the way to it: those of one level are joined, if they are fusible.
+        level: operations on the way to it that are not fusible; fusible operations of one level are fused.
         call: the operation and its arguments, of which tensors are shapes.
     """
 
@@ -85,20 +81,18 @@ class TracedBlock:
 
     Attributes:
         layers: names of its linear layers, as save-lists know them.
-        forward: operations in the order in which they run.
-        backward: likewise.
         sizes: bytes of each value, by its number.
-        seldom: of the values that are rows of experts among ranks that share these out, the places for one that is
-            used in the mean: kernels skip the others.
-        given: numbers of the values that are there before: weights, and what the block is given.
+        seldom: of values that are rows of experts, the places per row in use among expert-parallel ranks, in the mean:
+            kernels skip the others.
+        given: values that are there before: weights, and what the block is given.
         given_to: shapes of the block's arguments, positional and by name.
-        stream: numbers of what the block is given and has a gradient, which every checkpointed block keeps.
-        returned: numbers of the values that the block returns.
-        saved: bytes that autograd keeps if nothing is computed again, the input included.
-        n_repeated: operations of forward until all is made that autograd keeps: eager mode repeats no others.
+        stream: what the block is given and has a gradient, which every checkpointed block keeps.
+        returned: values that the block returns.
+        saved: bytes that autograd keeps without recomputation, the input included.
+        n_repeated: operations of forward until the last value that autograd keeps: eager mode repeats no others.
         windows: of its attentions, in tokens; 0: all.
-        peaks: most bytes in eager mode that are there at once beside weights, in forward and in backward.
-        widest: of the latter those that backward has made, with the gradient that it begins with.
+        peaks: most bytes at once in eager mode beside weights, in forward and in backward.
+        widest: of the latter, the bytes that backward has made, with the gradient that it begins with.
     """
 
     layers: tuple[str, ...]
@@ -118,22 +112,22 @@ class TracedBlock:
 
     @cached_property
     def makers(self) -> dict[int, int]:
-        """The number of the operation of forward that makes each value."""
+        """Return the number of the operation of forward that makes each value."""
         return {value: n for n, operation in enumerate(self.forward) for value in operation.makes}
 
     @cached_property
     def used_in_forward(self) -> set[int]:
-        """Values that operations of forward read, or that the block returns."""
+        """Return the values that operations of forward read, or that the block returns."""
         return {value for operation in self.forward for value in operation.reads}.union(self.returned)
 
     @cached_property
     def wanted(self) -> list[int]:
-        """Values that operations of a compiled backward read."""
+        """Return the values that operations of backward read."""
         return list(dict.fromkeys(value for operation in self.backward for value in operation.reads))
 
     @cached_property
     def widest_compiled(self) -> int:
-        """Most bytes that backward has made and not yet freed at once, if what is elementwise is joined to its readers.
+        """Return the most bytes that backward holds of its own at once, where fusible operations join their readers.
 
         What an operation has read last is still there while the next two run, as both products of a linear layer's
         gradients do: so it was measured.
@@ -162,7 +156,7 @@ class TracedBlock:
 
     @cached_property
     def elementwise(self) -> tuple[int, int]:
-        """Bytes that passes over memory move in forward and in backward, besides matmuls, attention and collectives."""
+        """Return the bytes that all but matmuls, attention and collectives move, in forward and in backward."""
         return self._elementwise(self.forward), self._elementwise(self.backward)
 
     def _elementwise(self, operations: Sequence[Operation]) -> int:
@@ -194,11 +188,11 @@ class TracedBlock:
         return total
 
     def _bytes_in_use(self, values: Iterable[int]) -> int:
-        """The bytes of some values, but for rows that are nobody's."""
+        """Return the bytes of some values, without rows that are not in use."""
         return sum(self.sizes[value] // self.seldom.get(value, 1) for value in values)
 
     def _sources(self, value: int) -> set[int]:
-        """Give the values that a value of forward is made of, for who reads it in backward; else the value alone."""
+        """Return what a compiled backward reads for a value of forward: what it is remade of, or the value alone."""
         if not self._is_remade(value):
             return {value}
         if value not in self._made_of:
@@ -211,20 +205,20 @@ class TracedBlock:
         return {}
 
     def _is_remade(self, value: int) -> bool:
-        """Check whether a compiler makes a value of forward once more in backward."""
+        """Return whether a compiler makes a value of forward once more in backward."""
         return value in self.makers and self.forward[self.makers[value]].is_fusible
 
     @cached_property
     def most_exchanged(self) -> int:
-        """Most bytes that a rank receives in one collective of expert parallelism."""
+        """Return the most bytes that a rank receives in one collective of expert parallelism."""
         operations = *self.forward, *self.backward
         return max((each.received for each in operations if each.op in EXCHANGES), default=0)
 
     @cached_property
     def input_bytes(self) -> int:
-        """Bytes of what every checkpointed block keeps."""
+        """Return the bytes that every checkpointed block keeps."""
         return self.bytes_of(self.stream)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """The bytes of some values."""
+        """Return the bytes of some values."""
         return sum(self.sizes[value] for value in values)

@@ -1,7 +1,6 @@
 """The model of a run as one of its ranks has it, on the meta device, and the trace of one block of each kind.
 
-It is the trainer's own model where there is one; else it is split as the trainer's is (`sharding/split.py`). So
-nothing is said here of what a block is made of, which layers compute in float8, or what is fused and gathered.
+It is the trainer's own model where there is one; else it is split as the trainer's is (`sharding/split.py`).
 """
 
 import copy
@@ -48,13 +47,7 @@ HEAD = "output"
 
 @dataclass(frozen=True)
 class UnitSize:
-    """The weights of one FSDP unit on a tensor-parallel rank.
-
-    Attributes:
-        elements: of all of them.
-        gathered: bytes of what FSDP gathers: a byte an element where it gathers float8.
-        scales: bytes of the scales of rows that travel with them.
-    """
+    """The weights of one FSDP unit on a tensor-parallel rank: their number, and bytes as gathered and of row scales."""
 
     elements: int
     gathered: int
@@ -62,11 +55,10 @@ class UnitSize:
 
 
 class RankParameter(NamedTuple):
-    """A parameter, or the part of it that a rank has before FSDP splits it.
+    """The part of a parameter on a rank before FSDP splits it.
 
     Attributes:
-        shape: of that part.
-        apart: whether it is of experts that FSDP splits over other ranks than all else.
+        apart: whether it is of experts that FSDP splits over other ranks than the rest.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +66,7 @@ class RankParameter(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Return their number."""
+        """Return the number of its elements."""
         return math.prod(self.shape)
 
 
@@ -83,24 +75,17 @@ class TracedRun:
     """How one rank runs a model.
 
     Attributes:
-        dims: the model's dimensions.
         tokens: M, of a micro-step of this data-parallel rank.
-        seq_len: S.
-        tensor_parallel: t.
-        context_parallel: ranks that share a micro-batch out.
-        expert_parallel: P, ranks that the experts of a layer are shared out over; `exchange_by_nccl` if rows come back
-            from them by a collective.
+        expert_parallel: P; `exchange_by_nccl` if rows come back to the owners of tokens by a collective.
         itemsize: bytes of an element of the compute dtype.
-        compiled: whether blocks are compiled.
         float8: the recipe, if any layer computes in float8.
-        blocks: the trace of each block; those that are alike share one.
+        blocks: the trace of each block; blocks that are alike share one.
         head: the trace of the last norm and the head.
         block_units: of each block, without the next.
-        expert_units: the experts of each block where FSDP splits them over other ranks than all else: where ranks share
-            them out, and under tensor parallelism.
+        expert_units: the experts of each block where FSDP splits them over other ranks than the rest: under expert and
+            tensor parallelism.
         embedding: of all in front of the blocks; with tied weights, of all but the blocks.
         output: of the last norm and the head; of nothing with tied weights.
-        parameters: all of them, by name.
         no_trace_reason: why the model could not be traced, or None.
     """
 
@@ -125,12 +110,12 @@ class TracedRun:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of the linear layers of blocks, each once."""
+        """Return the names of the linear layers of blocks, each once."""
         return tuple(dict.fromkeys(name for block in self.blocks for name in block.layers))
 
     @property
     def windows(self) -> set[int]:
-        """Windows of attention that are shorter than the sequence."""
+        """Return the windows of attention that are shorter than the sequence."""
         return {window for block in self.blocks for window in block.windows if 0 < window < self.seq_len}
 
 
@@ -151,7 +136,7 @@ def traced_run(
         dims: the model's dimensions.
         float8: arithmetic of the linear layers, or None.
         model: the trainer's, split and converted, before checkpointing; None: one is made.
-        experts_across_hosts: whether ranks that share experts out are on several hosts.
+        experts_across_hosts: whether expert-parallel ranks are on several hosts.
     """
     experts, mesh = _experts_of(config, experts_across_hosts), config.parallelism
     if model is None:
@@ -168,14 +153,7 @@ def traced_run(
 def trace_alike(
     configs: Sequence[Config], dims: ModelDims, float8: Float8Recipe | None, experts_across_hosts: bool = False
 ) -> None:
-    """Trace runs that differ in their micro-batch alone and have no model yet, for `traced_run`: with one split model.
-
-    Args:
-        configs: checked.
-        dims: as of `traced_run`.
-        float8: likewise.
-        experts_across_hosts: likewise.
-    """
+    """Trace runs that differ in their micro-batch alone by one split model, for `traced_run` without a model."""
     experts = _experts_of(configs[0], experts_across_hosts)
     missing = {
         key: each for each in configs if (key := _run_key(each, dims, float8, dims.n_layers, experts)) not in _runs
@@ -204,7 +182,7 @@ def _run_key(
 
 @contextmanager
 def _split_alone(config: Config, dims: ModelDims, float8: Float8Recipe | None) -> Generator[nn.Module]:
-    """Split a model of which there is no rank, as for the first of the fewest that there can be; within a context."""
+    """Split a model as for the first of the fewest ranks that there can be."""
     mesh, model = config.parallelism, build_model(config.model, dims, config.training.seq_len)
     t, cp = mesh.tensor_parallel_degree, mesh.context_parallel_degree
     plan = plan_of_any_degree(config, dims) if t > 1 else {}
@@ -270,7 +248,7 @@ def _traced(
 
 
 def _sequences(config: Config, model: nn.Module) -> Sequences:
-    """Make the sequences of a micro-step of a rank, without numbers."""
+    """Make the sequences of a micro-step of a rank on the meta device."""
     tokens, seq_len, ranks = tokens_of_rank(config), config.training.seq_len, config.parallelism.context_parallel_degree
 
     def empty(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -288,7 +266,7 @@ def _sequences(config: Config, model: nn.Module) -> Sequences:
 
 
 def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:
-    """Give the size of a block's weights, and of its experts' if these are split over other ranks."""
+    """Return the size of a block's weights, and of its experts' if these are split over other ranks."""
     layers = [part for part in block.modules() if isinstance(part, GroupedProjection) and apart]
     shared_out = [weight for layer in layers for weight in layer.parameters()]
     others = [weight for weight in block.parameters() if all(weight is not own for own in shared_out)]
@@ -296,7 +274,7 @@ def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSi
 
 
 def _parameters(model: nn.Module, apart: list[nn.Module]) -> dict[str, RankParameter]:
-    """Give the part of each parameter; `apart` are the blocks whose experts are split over other ranks."""
+    """Return the part of each parameter; `apart` are the blocks whose experts are split over other ranks."""
     layers = [part for block in apart for part in block.modules() if isinstance(part, GroupedProjection)]
     of_experts = {id(weight) for layer in layers for weight in layer.parameters()}
     return {
@@ -316,17 +294,12 @@ def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
 
 
 def _part_of_rank(parameter: Tensor) -> Tensor:
-    """Give this rank's part of a parameter, which may be one that FSDP casts before it gathers it."""
+    """Return this rank's part of a parameter, which FSDP may cast before it gathers it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make what FSDP makes of a parameter for compute, on the meta device.
-
-    Args:
-        parameter: of a rank.
-        dtype: that a step computes in.
-    """
+def _gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make what FSDP makes of a parameter for compute in a dtype, on the meta device."""
     local = _part_of_rank(parameter)
     if not isinstance(local, WeightShard):
         return torch.empty(local.shape, dtype=dtype, device="meta")
@@ -338,7 +311,7 @@ def gathered_for_compute(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def _traces(
     model: nn.Module, kinds: list[str], sequences: Sequences, tokens: int, dtype: torch.dtype, experts: ExpertRanks
 ) -> tuple[dict[str, TracedBlock], tuple[int, ...]]:
-    """Trace the first block of each kind, by its kind, and the head; and give the shape of the logits."""
+    """Trace the first block of each kind, by its kind, and the head; return the shape of the logits, too."""
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
         first.setdefault(kind, block)
@@ -348,7 +321,7 @@ def _traces(
     for module in fewer.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                plain[id(parameter)] = nn.Parameter(gathered_for_compute(parameter, dtype), parameter.requires_grad)
+                plain[id(parameter)] = nn.Parameter(_gathered_for_compute(parameter, dtype), parameter.requires_grad)
         if isinstance(module, Linear):
             plain[id(module.matmul)] = module.matmul
     fewer = copy.deepcopy(fewer, plain)
@@ -379,7 +352,7 @@ def _traces(
 def _run_once(
     module: nn.Module, forward: Any, calls: dict[nn.Module, tuple[Any, Any, Any]], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module the first time, and give the same result from then on."""
+    """Run a module the first time, and return the same result from then on."""
     if module not in calls:
         calls[module] = args, kwargs, forward(*args, **kwargs)
     return calls[module][2]

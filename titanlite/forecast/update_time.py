@@ -24,11 +24,7 @@ _NORMALISED = 44
 
 @dataclass(frozen=True)
 class UpdateTime:
-    """Milliseconds of the update of a step: see this module's docstring.
-
-    Attributes:
-        passes: by rule, and that for the average of the weights.
-    """
+    """The milliseconds of an update, by this module's classes; `passes` by rule, and of the average of weights."""
 
     passes: Mapping[str, float]
     orthogonalisation: float
@@ -36,17 +32,12 @@ class UpdateTime:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Return their sum."""
         return sum(self.passes.values()) + self.orthogonalisation + self.exchanges
 
 
 def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
-    """Predict the time of an update.
-
-    Args:
-        work: of the run.
-        rates: of the device.
-    """
+    """Predict the time of an update."""
     passes = {rule: 1e3 * moved / rates.optimizer / _G for rule, moved in work.moved().items()}
     computing = exchanges = 0.0
     for rule, shared in work.shared:
@@ -60,24 +51,18 @@ def update_time(work: UpdateWork, rates: Rates) -> UpdateTime:
 
 
 def seconds_of(matrices: Mapping[tuple[int, int], int], steps: int, rates: Rates) -> float:
-    """Predict how long a rank orthogonalises.
-
-    Args:
-        matrices: how many of each R and C it owns.
-        steps: polynomials.
-        rates: of the device.
-    """
+    """Predict how long a rank orthogonalises so many matrices of each R and C, by so many polynomials."""
     return sum(n * computed_flops(*rc, steps) / rates.orthogonalise_of(min(rc)) / _T for rc, n in matrices.items())
 
 
 def computed_flops(rows: int, columns: int, steps: int) -> int:
-    """Count the operations of one matrix, of symmetric products half: all but those that have X as a factor alone."""
+    """Count the FLOPs of one matrix, half of each symmetric product: of all but those with X as their only factor."""
     short, long = sorted((rows, columns))
     return orthogonalise_flops(rows, columns, steps) // 2 + -(-steps // STEPS_OF_GRAM) * short * short * long
 
 
 def _exposed(shared: SharedMatrices, work: UpdateWork, rates: Rates, computing: float) -> float:
-    """Milliseconds of the exchanges that so many of orthogonalisation do not hide."""
+    """Return the milliseconds of exchanges that so many of orthogonalisation do not hide."""
     world, replicas = work.layout.world, work.layout.replicas
 
     def collect(bucket: BucketWork) -> float:

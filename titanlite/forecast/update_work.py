@@ -37,14 +37,7 @@ ITEMSIZE_OF_ROW = 4
 
 
 class SplitOver(NamedTuple):
-    """How a model is split.
-
-    Attributes:
-        world: all ranks.
-        replicas: of the model.
-        shards: ranks that FSDP splits each parameter over.
-        expert_shards: those that it splits experts over, of which a rank has some.
-    """
+    """The ranks that a model is split over: all, groups with the same weights, and FSDP's of weights and of experts."""
 
     world: int
     replicas: int
@@ -53,31 +46,20 @@ class SplitOver(NamedTuple):
 
 
 class WholeParameter(NamedTuple):
-    """A parameter before it is split.
-
-    Attributes:
-        shape: of it.
-        matrices: R and C of each that it is made of; none of an embedding or a vector.
-    """
+    """A parameter before it is split, and R and C of each of its matrices: none of an embedding or a vector."""
 
     shape: tuple[int, ...]
     matrices: tuple[tuple[int, int], ...]
 
     @property
     def elements(self) -> int:
-        """Return their number."""
+        """Return the number of its elements."""
         return math.prod(self.shape)
 
 
 @functools.lru_cache(maxsize=4)
 def whole_parameters(model: Model, dims: ModelDims, seq_len: int) -> Mapping[str, WholeParameter]:
-    """Take the weights of a model apart, on the meta device.
-
-    Args:
-        model: `[model]`.
-        dims: its dimensions.
-        seq_len: S.
-    """
+    """Return the weights of a model by name."""
     built = build_model(model, dims, seq_len)
     with torch.device("meta"):  # rows are numbered there, too: shapes alone are wanted
         shapes = {name: tuple(m.shape for m in found) for name, found in matrices_of(built).items()}
@@ -86,14 +68,13 @@ def whole_parameters(model: Model, dims: ModelDims, seq_len: int) -> Mapping[str
 
 @dataclass(frozen=True)
 class BucketWork:
-    """Matrices that travel together.
+    """The matrices that travel together, in elements.
 
     Attributes:
-        elements: of all of them, each once; that is what owners collect.
+        elements: of all, each once, which owners collect.
         handed: of their results, once for each rank that has a row.
-        collected: elements of the owner with most.
-        returned: of its results.
-        largest: elements of its largest stack, of matrices of one shape and parameter, and of their squares.
+        collected: of the owner with most; `returned` of its results.
+        largest: of its largest stack, the matrices of one shape and parameter, and of their squares.
     """
 
     elements: int
@@ -105,10 +86,9 @@ class BucketWork:
 
 @dataclass(frozen=True)
 class SharedMatrices:
-    """The matrices that are orthogonalised in one way.
+    """The matrices that are orthogonalised by the same polynomials, `steps` of them.
 
     Attributes:
-        steps: polynomials.
         owned: of each rank that owns some, how many of each R and C.
         buckets: in the order in which they travel.
     """
@@ -119,21 +99,17 @@ class SharedMatrices:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the rank with most, symmetric products in full."""
+        """Return the FLOPs of the rank with most, symmetric products in full."""
         return max(sum(n * orthogonalise_flops(*rc, self.steps) for rc, n in own.items()) for own in self.owned)
 
     def buffers(self, world: int, sizes_rows: bool) -> int:
-        """Bytes that the rank with most holds at once on a GPU, as `Muon.step` goes through the buckets.
+        """Return the bytes that the rank with most holds at once on a GPU, as `Muon.step` goes through the buckets.
 
-        Of the bucket that is computed: what was collected, and whole matrices, which results replace. What is on its
-        way of the next one, and of the last one. Beside them what orthogonalisation makes of one stack in float16: a
-        product with its factors, or squares; or two copies in float32 while rows are given one size; or what is handed
-        back. A CPU, which multiplies in float32 and has no such kernels, needs more, for which `cpu_candidates`
-        leaves half of the memory.
-
-        Args:
-            world: all ranks.
-            sizes_rows: whether rows are given one size, as by NorMuon.
+        Of the bucket under computation: what was collected, and whole matrices, which results replace. What is under
+        way of the next and the last. Beside them what orthogonalisation makes of one stack in float16: a product with
+        its factors, or squares; or two copies in float32 while rows are normalised (`sizes_rows`, NorMuon); or what is
+        handed back. A CPU, which multiplies in float32 and has no such kernels, needs more: `cpu_candidates` leaves it
+        half of the memory.
         """
         none, most = BucketWork(0, 0, 0, 0, (0, 0)), 0
         behind = (*self.buckets[1:], none)
@@ -147,13 +123,7 @@ class SharedMatrices:
 
 @dataclass(frozen=True)
 class GroupWork:
-    """A group of the recipe, as `plan` shows it.
-
-    Attributes:
-        rule: of the group; "" for the average of the weights.
-        elements: of its parameters, whole.
-        state: bytes that a rank keeps of them.
-    """
+    """A group of the recipe, or with rule "" the average of weights: its elements, and bytes of a rank's state."""
 
     rule: str
     elements: int
@@ -163,16 +133,9 @@ class GroupWork:
 class UpdateWork:
     """The update of one run.
 
-    Args:
-        config: checked.
-        rules: of its recipe.
-        run: the rank's model.
-        layout: of the run.
-
     Attributes:
-        config, run, layout: as given.
         settings: how each parameter is updated.
-        elements: of this rank's shard that each rule has; `rows` of whole parameters of which it has a number.
+        elements: of this rank's shard that each rule has; `rows` of whole parameters of which it keeps a number.
         shared: the matrices of rules that orthogonalise, each with its rule; one momentum and polynomials at a time.
         state: bytes that the optimizer keeps, `average` of them for the average of the weights.
         buffers: bytes of the update itself.
@@ -201,13 +164,13 @@ class UpdateWork:
         self.buffers += ITEMSIZE_OF_ROW * sum(self.rows.values())
 
     def moved(self) -> dict[str, int]:
-        """Bytes that a step reads and writes of this rank's shard, by rule, and for the average of the weights."""
+        """Return the bytes of this rank's shard that a step reads and writes, by rule, and of the average."""
         found = {rule: self._costs[rule].moved * n for rule, n in self.elements.items()}
         return found | ({AVERAGE: self._of_average.moved * sum(self.elements.values())} if self.average else {})
 
     @property
     def saved(self) -> int:
-        """Bytes of a checkpoint: the weights in float32, what is kept of them, and their average."""
+        """Return the bytes of a checkpoint: the weights in float32, what is kept of them, and their average."""
         total, whole = 0, self._whole()
         for name, own in self.settings.items():
             cost, each = self._costs[own.rule], whole[name]
@@ -231,18 +194,18 @@ class UpdateWork:
         return whole_parameters(self.config.model, self.run.dims, self.run.seq_len)
 
     def _elements(self, names: list[str]) -> int:
-        """Elements of some parameters in this rank's shard."""
+        """Return the elements of some parameters in this rank's shard."""
         parts = [self.run.parameters[name] for name in names]
         others, experts = (sum(p.elements for p in parts if p.apart == apart) for apart in (False, True))
         return others // self.layout.shards + experts // self.layout.expert_shards
 
     def _state(self, rule: str, names: list[str]) -> int:
-        """Bytes that a rule keeps of some parameters."""
+        """Return the bytes that a rule keeps of some parameters."""
         cost = self._costs[rule]
         return cost.state * self._elements(names) + cost.row * self._rows(rule, names)
 
     def _rows(self, rule: str, names: list[str]) -> int:
-        """Rows of which a rule has a number, on every rank."""
+        """Return the rows of which a rule keeps a number, on every rank."""
         has_some = self._costs[rule].row > 0
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 

@@ -67,7 +67,7 @@ def test_tensor_parallel_ranks_split_experts_too(ranks: int) -> None:
     assert split.experts == E // ranks * OF_EXPERT
     whole = 2 * (2 * D + 2 * 64 + E * D) + D  # norms and routers, which each tensor-parallel rank has: split over 4
     assert split.shard == one.shard + whole // 4 - whole // 8
-    assert [unit.shards for unit in units(split) if unit.block == 0] == [4, 8 // ranks]
+    assert [unit.shards for unit in units(split)[1]] == [4, 8 // ranks]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -80,7 +80,7 @@ def test_experts_travel_among_the_ranks_of_other_groups_alone(ranks: int) -> Non
             seen[each.kind, each.direction, each.ranks] += times
     want = [("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "backward")]
     assert seen == {(*each, 8 // ranks): 2 for each in want if ranks < 8}  # of two blocks
-    assert [unit.shards for unit in units(memory) if unit.block == 0] == [8, 8 // ranks]
+    assert [unit.shards for unit in units(memory)[1]] == [8, 8 // ranks]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
