@@ -78,7 +78,7 @@ def _run_command(name: str, *rest: str) -> int:
 
 @contextmanager
 def _signals_as_interrupts() -> Iterator[None]:
-    """Let SIGTERM, and a terminal that hangs up, end a command as Ctrl-C does, so that what was begun is cleared away.
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, so that what was begun is cleared away.
 
     Only the first counts, since launchers send several. Ranks of a launcher end at once: they may wait for each other.
     """
@@ -114,7 +114,7 @@ def _version_of_torch() -> str:
 
 
 def _print_completion(*words: str) -> None:
-    """Have tyro print the script by which a shell completes commands, their flags, and keys with their choices."""
+    """Print tyro's script by which a shell completes commands, their flags, and keys with their choices."""
     shell = " ".join(words)
     if shell not in ("bash", "zsh"):
         raise ConfigError.of("command line", _COMPLETION, shell, "bash or zsh", f"titanlite {_COMPLETION} bash")

@@ -1,20 +1,41 @@
 """The arguments of a command: its words, its own flags, and keys of the config as flags; and its help page.
 
-Most commands take a config, which stands first or behind `--config` as with train.py. What is no flag of their own is
-left to `config/command_line.py`. Own flags are a dozen in all, each a text or without a value. tyro would read them as
-fast, but reports a mistake as a printed box and an exit, from which no message with its fix can be made.
+Most commands take a config, which stands first or behind `--config` as with train.py; what is no flag of their own is
+left to `config/command_line.py`. tyro would read own flags as fast, but reports a mistake as a printed box and an exit,
+from which no message with its fix can be made.
 """
 
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from titanlite.config.build import show
 from titanlite.config.command_line import answer_help
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 TAKES_CONFIG = "FILE [--section.key VALUE ...]"
+Number = TypeVar("Number", int, float)
+
+
+def number_of(
+    given: Mapping[str, str], flag: str, kind: type[Number], want: str, fix: str, above: float = 0, below: float = 10**6
+) -> Number | None:
+    """Read the number of a flag; None where it is not given.
+
+    Raises:
+        ConfigError: it is no number of this kind, or not between the bounds.
+    """
+    if flag not in given:
+        return None
+    try:
+        number = kind(given[flag])
+    except ValueError:
+        number = None
+    if number is None or not above < number < below:
+        raise ConfigError.of("command line", flag, given[flag], want, fix)
+    return number
 
 
 @dataclass(frozen=True)
@@ -23,8 +44,8 @@ class ParsedArgs:
 
     Attributes:
         flags: as train.py takes them; `--config` and the file come first.
-        own: values of the command's own flags; "" of one that takes none.
-        world: number of processes, if `--world` is given.
+        own: values of the command's own flags; "" of a flag without one.
+        world: `--world`, if it is given.
     """
 
     flags: list[str]
@@ -33,19 +54,17 @@ class ParsedArgs:
 
     @property
     def file(self) -> str:
-        """Path of the config."""
+        """Return the path of the config."""
         return self.flags[1]
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, as its help page explains it.
+    """A command: what its help page, its usage, its parsing and a shell's completion are made of.
 
     Attributes:
-        name: behind `titanlite`.
         about: what it does.
-        rows: its own flags, each with its value if it takes one, as "--world N", and what they are for; and its words,
-            if it takes no config.
+        rows: help by own flag, with its value if it takes one, as "--world N"; and by word, if it takes no config.
         takes: its words in its usage.
     """
 
@@ -58,7 +77,7 @@ class Command:
         """Read a command line with a config.
 
         Raises:
-            ConfigError: there is not one file, or an own flag is misspelt, or has no value or not one that it can have.
+            ConfigError: there is not one file, an own flag is misspelt or lacks its value, or `--world` is no number.
             SystemExit: with 0, after `--help`.
         """
         answer_help(argv, self.help)
@@ -77,17 +96,14 @@ class Command:
             want = "one config, as the first argument or behind --config"
             raise ConfigError.of("command line", "FILE", " ".join(files), want, fix)
         own = {name: values[-1] for name, values in given.items()}
-        world = own.get("--world", "1")
-        if not world.isdecimal() or len(world) > 9 or int(world) < 1:
-            want = "a number of processes, at least 1"
-            raise ConfigError.of("command line", "--world", world, want, "--world 8")
-        return ParsedArgs(["--config", files[0], *rest], own, int(world) if "--world" in own else None)
+        world = number_of(own, "--world", int, "a number of processes, at least 1", "--world 8", below=10**9)
+        return ParsedArgs(["--config", files[0], *rest], own, world)
 
     def read_words(self, argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         """Read a command line without a config.
 
         Returns:
-            The words that are of no flag, and the values by flag; of equal ones, the last counts.
+            The words that are of no flag, and the values by flag; the last one of a flag counts.
 
         Raises:
             ConfigError: a flag has no value, or there is none of its name.
@@ -144,10 +160,9 @@ class Command:
         return f"a flag of this command: {', '.join(self._own)}" if self._own else "no flags"
 
     def _take(self, argv: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-        """Split own flags off: `--name VALUE`, `--name=VALUE`, or `--name` of one that takes no value.
+        """Return all other arguments, and the values of own flags by name: `--name VALUE`, `--name=VALUE` or `--name`.
 
-        Returns all other arguments, and the values by name; refuses a flag without its value, and one that is all but
-        one of them, as `--wrld`.
+        Refuses a flag without its value, and a misspelt one, as `--wrld`.
         """
         flags, rest, given, left = self._own, list[str](), dict[str, list[str]](), list(argv)
         while left:
@@ -155,7 +170,7 @@ class Command:
             name, has_value, value = word.partition("=")
             takes_value = " " in flags.get(name, "")
             if name not in flags or (has_value and not takes_value):
-                # Keys of a config have a dot.
+                # With a dot it is a key of the config.
                 near = nearest(name.lstrip("-"), [flag.lstrip("-") for flag in flags if ("." in flag) == ("." in name)])
                 if word.startswith("-") and near:
                     raise ConfigError.of("command line", name, value, self._want, f"did you mean --{near}?")

@@ -10,21 +10,11 @@ _QUIET_S = 2.0
 
 @contextmanager
 def at_work(what: str, quiet_s: float = _QUIET_S) -> Iterator[None]:
-    """Say what is being done where it takes longer than that; nothing where it is done before.
-
-    Args:
-        what: is being done.
-        quiet_s: seconds for which nothing is said.
-    """
-    timer = threading.Timer(quiet_s, _say_at_once, (f"{what} …\n",))
+    """Say what is being done where it takes longer than `quiet_s` seconds."""
+    timer = threading.Timer(quiet_s, print, (f"{what} …",), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
         yield
     finally:
         timer.cancel()
-
-
-def _say_at_once(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""Every collective of a step with its bytes, as text and for programs."""
+"""Every collective of a step with its bytes, as text."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.text_table import columns
 
@@ -27,20 +27,9 @@ def sent_mib(listed: "Mapping[Recorded, int]") -> float:
 
 
 def collective_table(listed: "Mapping[Recorded, int]", micro_steps: int, is_complete: bool = True) -> str:
-    """Format the collectives of a step.
-
-    Args:
-        listed: how often each is called.
-        micro_steps: of the step.
-        is_complete: whether these are all; their sum is not called the step's otherwise.
-    """
+    """Format the collectives of a step, by how often each is called; their sum is the step's if they are all."""
     header = ["collective", "pass", "at", "inside", "ranks", "times a step", "MiB each", "MiB a step"]
     steps = f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''}"
     total = f"{sent_mib(listed):,.1f} MiB a step of {steps}\n"
     said = "the first rank sends" if is_complete else "what a rank sends is not known; what is listed is"
     return (columns(header, *collective_rows(listed)) if listed else "") + f"{said} {total}"
-
-
-def as_dicts(listed: "Mapping[Recorded, int]") -> list[dict[str, Any]]:
-    """Return the same in JSON's types."""
-    return [{**each._asdict(), "times": times, "sent_bytes": each.sent_bytes} for each, times in listed.items()]

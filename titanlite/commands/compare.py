@@ -12,11 +12,10 @@ elsewhere or made by another version.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
-from titanlite.commands.arguments import Command
+from titanlite.commands.arguments import Command, number_of
 from titanlite.comparison.judge import FLOORS, Verdict, is_open, judge, tokens_to_equal_loss
 from titanlite.comparison.layers import Parting
 from titanlite.comparison.picture import draw_losses
@@ -32,8 +31,6 @@ from titanlite.observe.metrics import RunError
 from titanlite.preflight.output_file import require_picture, require_place, writable
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
-
-Number = TypeVar("Number", int, float)
 
 # What decides the numbers of a run; the rest is where and how it is written.
 _OF_TRAINING = ("model.", "data.", "training.", "optimizer.", "lr_scheduler.", "float8.")
@@ -63,10 +60,8 @@ def run(argv: Sequence[str]) -> int:
             has ended before the last step of its config; else 0.
 
     Raises:
-        ConfigError: a flag is unknown or has no value.
         RunError: a path is not a run's folder, or no run has logged anything, all problems at once; a file of a run is
             damaged; or a file cannot be written, or its ending names no kind of picture or page.
-        SystemExit: with 0, after `--help`.
     """
     words, given = COMMAND.read_words(argv)
     folders = [Path(word) for word in words]
@@ -81,7 +76,9 @@ def run(argv: Sequence[str]) -> int:
     require_picture("titanlite compare", out, "losses.png")
     if "--wandb" in given:
         paths_on_server(records)
-    tolerance, steps = _number(given, "--tolerance", float), _number(given, "--layers", int)
+    want, most = "a number above 0", 10**9
+    tolerance = number_of(given, "--tolerance", float, want, "--tolerance 0.01", below=most)
+    steps = number_of(given, "--layers", int, want, "--layers 1", below=most)
     if len(records) == 1 and (asked := {"--floor", "--layers", "--seeds", "--tolerance"} & set(given)):
         fix = f"titanlite compare {words[0]} OTHER {' '.join(sorted(asked))}"
         raise RunError.of("titanlite compare", "RUN", words[0], "a second run, to be judged against the first", fix)
@@ -125,20 +122,8 @@ def _draw_experts(records: Sequence[RunRecord], out: Path) -> Path | None:
     return picture
 
 
-def _number(given: Mapping[str, str], flag: str, kind: type[Number]) -> Number | None:
-    if flag not in given:
-        return None
-    try:
-        number = kind(given[flag])
-    except ValueError:
-        number = kind(0)
-    if not 0 < number < 1e9:
-        raise RunError.of("command line", flag, given[flag], "a number above 0", f"{flag} {1 if kind is int else 0.01}")
-    return number
-
-
 def _floors(records: Sequence[RunRecord], is_asked: bool) -> list[RunRecord]:
-    """Return the nudged runs beside the first; if asked for, train as many as it takes to tell of each other run."""
+    """Return the nudged runs beside the first; if asked, train as many as a verdict on each other run takes."""
     first, nudged = records[0], list[RunRecord]()
     for seed in range(1, FLOORS + 1):
         floor = floor_of(first.path, seed)

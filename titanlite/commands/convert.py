@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
 
 
 def _to_change(config: Config, dims: ModelDims) -> list[str]:
-    """Say in a line each what no run takes together."""
+    """Return a line for each combination of keys that no run takes."""
     try:
         check_config(config, dims, None)
     except ConfigError as error:

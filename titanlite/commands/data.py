@@ -10,11 +10,11 @@ trained; of a run that has begun, the stages are those that were trained, as its
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.commands.arguments import Command
+from titanlite.commands.arguments import Command, number_of
 from titanlite.errors import ConfigError
 from titanlite.text_table import folded, terminal_width
 
@@ -40,7 +40,6 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         TitanliteError: config, source or tokenizer cannot be used, there is no such sample or step, or the picture
             cannot be written.
-        SystemExit: with 0, after `--help`.
     """
     arguments = COMMAND.read(argv)
     own = arguments.own
@@ -50,7 +49,10 @@ def run(argv: Sequence[str]) -> int:
     if _PICTURE in own and _SAMPLE not in own:
         fix = f"{_SAMPLE} 0 {_PICTURE} {own[_PICTURE]}"
         raise ConfigError.of("command line", _PICTURE, own[_PICTURE], f"{_SAMPLE} I as well: a mask is of one", fix)
-    sample, step = _read_number(own, _SAMPLE, 0), _read_number(own, _STEP, 1)
+    sample, step = (
+        number_of(own, flag, int, f"a number, at least {least}", f"{flag} {least}", above=least - 1, below=10**18)
+        for flag, least in ((_SAMPLE, 0), (_STEP, 1))
+    )
     from titanlite.commands.data_tables import run_tables, sample_text, share_of_causal, step_text
     from titanlite.config.stages import follows_ranks
     from titanlite.data.run_samples import RunSamples, open_sources
@@ -71,8 +73,9 @@ def run(argv: Sequence[str]) -> int:
         (_SAMPLE, sample, 0, checked.table.samples(checked.table.steps) - 1),
         (_STEP, step, 1, checked.table.steps),
     ):
-        if number is not None:
-            _check_within(flag, number, least, most)
+        if number is not None and number > most:
+            want = f"{least} to {most}: there the run ends"
+            raise ConfigError.of("command line", flag, str(number), want, f"{flag} {most}")
     _tell_of_wait(checked)
     sources = open_sources(config, checked.dims.vocab_size, progress=True, unit_len=checked.table.unit_len)
     trained = RunSamples(config, checked.table, sources)
@@ -105,20 +108,3 @@ def _tell_of_wait(checked: "CheckedRun") -> None:
         for key in checked.inputs.trained.keys() - checked.inputs.shards.keys():
             name, what = checked.inputs.sources[key].name, "tokenized to its end first, for which a run does not wait"
             sys.stderr.write(f"{key} = {name}: {what}; what is done by an interruption is kept\n")
-
-
-def _read_number(own: Mapping[str, str], flag: str, least: int) -> int | None:
-    """Read the number of a flag, if it is given."""
-    if flag not in own:
-        return None
-    text = own[flag]
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise ConfigError.of("command line", flag, text, f"a number, at least {least}", f"{flag} {least}")
-    return int(text)
-
-
-def _check_within(flag: str, number: int, least: int, most: int) -> None:
-    """Refuse what is beyond the end of the run."""
-    if number > most:
-        want = f"{least} to {most}: there the run ends"
-        raise ConfigError.of("command line", flag, str(number), want, f"{flag} {most}")

@@ -21,7 +21,7 @@ _SHOWN, _LOOKED_AT = 34, 80  # characters of either end of a document, and token
 
 
 def run_tables(run: RunSamples, config: Config) -> str:
-    """Return the tables of a whole run: its stages, and what each source gives."""
+    """Return the tables of a run's stages and sources."""
     table, mixture, steps = run.table, run.mixture, run.table.steps
     rows = [["stage from step", "from tokens", "seq_len", "sequences a step", "learning rate", "weights"]]
     for row in table.rows:
@@ -55,7 +55,7 @@ def run_tables(run: RunSamples, config: Config) -> str:
 
 
 def _packing_counts(source: OpenSource) -> PackingCounts | None:
-    """Count the documents of a source whose shards do not say how many they are, if its separator is known."""
+    """Count the documents of a source whose shards have no count, if its separator is known."""
     if isinstance(source.samples, PackedSamples):
         return source.samples.counts
     shards = source.shards
@@ -65,12 +65,7 @@ def _packing_counts(source: OpenSource) -> PackingCounts | None:
 
 
 def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:
-    """Return what is in a sample: where it is from, and a line for each document in it.
-
-    Args:
-        sample: of the run.
-        tokenizer: that decodes it; None: it is shown as ids.
-    """
+    """Return where a sample is from, and a line for each document in it; as ids without a tokenizer."""
     source, tokens, targets = sample.source, *sample.tokens
     name = f"{source.name} ({source.asked})" if source.name else source.asked
     head = f"sample {sample.index:,}, of step {sample.step:,}: {name}, epoch {sample.epoch}, sample {sample.sample:,}"
@@ -88,7 +83,7 @@ def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:
 
 
 def step_text(samples: Sequence[TrainedSample], tokenizer: Tokenizer | None) -> str:
-    """Return what is in the samples of a step, and a summary."""
+    """Return the documents of a step's samples, and a summary."""
     given = Counter(sample.source.name or sample.source.asked for sample in samples)
     shares = ", ".join(f"{name} {count:,}" for name, count in given.items())
     targets = sum(int((sample.tokens[1] != IGNORE_INDEX).sum()) for sample in samples)
@@ -100,7 +95,7 @@ def step_text(samples: Sequence[TrainedSample], tokenizer: Tokenizer | None) -> 
 
 
 def share_of_causal(sample: TrainedSample) -> float:
-    """Return the share of causal attention's pairs of tokens that attention forms in a sample."""
+    """Return the share of causal attention's pairs of tokens within documents of a sample."""
     return twice_attended(np.array(sample.attends_within)) / sample.seq_len**2
 
 
@@ -119,7 +114,7 @@ def _count_line(sample: TrainedSample, targets: np.ndarray) -> str:
 
 
 def _part_there(document: SampleDocument) -> str:
-    """Say which part of a document is there."""
+    """Return which part of a document is there."""
     if document.begins:
         return "whole" if document.ends else "beginning"
     return "end" if document.ends else "middle"

@@ -61,13 +61,13 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class _Target:
-    """The model and the tasks that are to be evaluated.
+    """The model that is to be evaluated.
 
     Attributes:
         folder: where evaluation.json belongs.
         seq_len: the longest sequence that the model takes.
-        checkpoint: None: the weights are those of `config.checkpoint.initial_load_path`.
-        averaged: whether it is the average of weights in the checkpoint.
+        checkpoint: None: the weights are in `config.checkpoint.initial_load_path`.
+        averaged: whether the weights are the average in the checkpoint.
     """
 
     folder: Path
@@ -84,8 +84,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         TitanliteError: there is no such model, its weights are damaged, its tokenizer is another, a task cannot be
-            read, or the file cannot be written; or an argument is none of this command's.
-        SystemExit: with 0, after `--help`.
+            read, or the file cannot be written.
     """
     words, given = COMMAND.read_words(argv)
     check_launcher()
@@ -175,7 +174,7 @@ def _target_of_folder(path: Path, tokenizer: str | None) -> _Target:
 
 
 def _begins_with_bos(file: str) -> bool:
-    """Return whether a tokenizer.json, as transformers uses it, puts a token before each text."""
+    """Return whether transformers puts a token before each text by a tokenizer.json."""
     import tokenizers
 
     if not os.path.isfile(path := os.path.expanduser(file)):

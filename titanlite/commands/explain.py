@@ -28,9 +28,7 @@ def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
     Raises:
-        ConfigError: a flag is unknown or has no value.
         RunError: there is not one run, it has no whole profile, or the picture cannot be written.
-        SystemExit: with 0, after `--help`.
     """
     words, given = COMMAND.read_words(argv)
     if len(words) != 1:

@@ -37,8 +37,7 @@ def run(argv: Sequence[str]) -> int:
 
     Raises:
         TitanliteError: there is no such checkpoint, it is damaged, its model has no place in that layout, its
-            tokenizer is another, or the folder exists or cannot be written; or an argument is none of this command's.
-        SystemExit: with 0, after `--help`.
+            tokenizer is another, or the folder exists or cannot be written.
     """
     words, given = COMMAND.read_words(argv)
     folder = RunFolder(_only(words))
@@ -91,12 +90,7 @@ def _config(folder: RunFolder) -> Config:
 
 
 def asked_step(command: str, root: Path, asked: str | None) -> int:
-    """Return the step of a checkpoint that is asked for, or of the newest.
-
-    Args:
-        command: that wants it, for the message.
-        root: the folder of the checkpoints.
-        asked: as it was given; None: the newest.
+    """Return the step of a checkpoint that is asked for, or of the newest; `command` is for the message.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -133,10 +127,10 @@ def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) 
     """Return the tokenizer that a run was trained with, or None if it read token files.
 
     Args:
-        command: that wants it, for the message.
+        command: for the message.
         name: `data.tokenizer`, or what is given in its place.
         add_bos: `data.add_bos_token`.
-        fingerprint: of the tokenizer, as a checkpoint says; "" for token files.
+        fingerprint: as a checkpoint has it; "" for token files.
 
     Raises:
         CheckpointError: it is another, or not there.

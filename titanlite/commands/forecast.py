@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from titanlite.byte_size import byte_size
 from titanlite.config.recipe_schema import SaveList
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError, Problem
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare
 from titanlite.forecast.choose_save_list import choose, in_words
@@ -29,20 +29,18 @@ _CLASSES = {  # of work, where the name in `StepTime` says too little
 
 @dataclass(frozen=True)
 class Forecast:
-    """The prediction of a run.
+    """The prediction of a run; what is None is not known.
 
     Attributes:
-        save_list: of the run; if it is chosen when the run starts, what these rates choose. None: not known.
-        memory: of a rank at its peak, or None.
-        symmetric_memory: bytes that copy engines have besides, where they can move blocks, or None.
-        step: time of a step, or None.
-        update: of it, that of the update in its parts.
-        tokens_per_second: by GPU.
-        outlook: what of the GPU's peak that is, and when the run is done; or None.
-        attended: how much of causal attention documents leave, if that is known.
         rates: of the device that it is predicted for.
-        stage: the one of several whose step is predicted, in words; "" if there is one.
+        save_list: of the run; of `auto`, the choice by these rates.
+        memory: of a rank at its peak.
+        step: time of a step, and of its `update` in parts.
+        tokens_per_second: by GPU.
         notes: what is not predicted, and what a prediction leaves out; a line each.
+        symmetric_memory: bytes beside the peak, where copy engines can move blocks.
+        attended: the share of causal attention within documents.
+        stage: the one of several whose step is predicted, in words; "" if there is one.
     """
 
     rates: Rates
@@ -59,12 +57,12 @@ class Forecast:
 
     @property
     def on_device(self) -> int:
-        """Bytes that a device must hold, where memory is known: the peak and symmetric memory."""
+        """Return the bytes that a device must hold, where memory is known: the peak and symmetric memory."""
         assert self.memory is not None  # noqa: S101
         return self.memory.total + (self.symmetric_memory or 0)
 
     def as_dict(self) -> dict[str, object]:
-        """All of it in JSON's types: bytes and milliseconds by category."""
+        """Return it in JSON's types: bytes and milliseconds by category."""
         return {
             "memory_bytes": self.memory and {**self.memory.categories(), "total": self.memory.total},
             "symmetric_memory_bytes": self.symmetric_memory,
@@ -89,7 +87,7 @@ def forecast(
         memory: of the run.
         save_list: of the run; None: it is chosen when the run starts.
         rates: of the device.
-        attended: how much of causal attention the documents of the run leave, if that is known.
+        attended: the share of causal attention within documents, if it is known.
 
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
@@ -116,11 +114,9 @@ def forecast(
     blocks = block_costs(memory.run, save_list)
     peak = memory.peak(blocks)
     if peak.gradients < peak.parameters:
-        made, all_of_them = byte_size(peak.gradients, beside=peak.parameters), byte_size(peak.parameters)
-        notes.append(
-            f"of {all_of_them} of gradients {made} exist at the peak; the rest are made later, in memory"
-            " that activations leave"
-        )
+        made, whole = byte_size(peak.gradients, beside=peak.parameters), byte_size(peak.parameters)
+        later = "exist at the peak; the rest are made later, in memory that activations leave"
+        notes.append(f"of {whole} of gradients {made} {later}")
     if not peak.logits and memory.logits >= GIB / 10:
         size = byte_size(memory.logits)
         notes.append(f"the logits ({size}) are not part of the peak: it is later in backward, after they are freed")
@@ -131,16 +127,12 @@ def forecast(
         measured = ", ".join(map(str, rates.attention))
         wider = f"is timed as the next wider one measured, or else the widest (measured: {measured})"
         notes.append(f"attention with head width {dims.head_width} {wider}")
-    windows = memory.run.windows
-    if windows - {rates.window}:
-        notes.append(
-            f"windowed attention was measured with {rates.window} tokens and head width 256, and is timed as that"
-        )
+    if memory.run.windows - {rates.window}:
+        measured = f"measured with {rates.window} tokens and head width 256, and is timed as that"
+        notes.append(f"windowed attention was {measured}")
     if memory.world > rates.host:
-        hosts = (
-            f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been measured"
-        )
-        notes.append(f"{hosts} and are timed as if within one host, so this step time is a lower bound")
+        hosts = f"{memory.world} GPUs need several hosts of {rates.host}. Collectives between hosts have not been"
+        notes.append(f"{hosts} measured and are timed as if within one host, so this step time is a lower bound")
     if memory.run.context_parallel > 1:
         notes.append(f"exchanges of keys and values take {time.key_exchange(blocks):,.0f} ms of a step")
     if config.data.document_mask:
@@ -155,7 +147,7 @@ def forecast(
 
 
 def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) -> str:
-    """Say which attention a time has, where documents are masked."""
+    """Return which attention a time is of, where documents are masked."""
     if attended is None:
         unknown = "the lengths of documents are not known before titanlite prepare: time and MFU are of plain causal"
         return f"{unknown} attention, and a run, which ends it with each document, takes less"
@@ -168,13 +160,13 @@ def _attention_note(attended: AttendedShare | None, rates: Rates, width: int) ->
 
 
 def in_a_line(problem: Problem) -> str:
-    """Say why something is not known."""
+    """Return a problem as one line, without its fix."""
     seen = f" = {problem.saw}" if problem.saw else ""
     return f"{problem.where}{seen}; want {problem.want}"
 
 
 def memory_rows(predicted: Forecast) -> list[list[str]]:
-    """Size by category, and their sum; each with the sum's unit."""
+    """Return rows of size by category, and of their sum, each in the sum's unit."""
     if predicted.memory is None:
         return []
     sizes = predicted.memory.categories() | {"total": predicted.memory.total}
@@ -184,7 +176,7 @@ def memory_rows(predicted: Forecast) -> list[list[str]]:
 
 
 def time_rows(predicted: Forecast) -> list[list[str]]:
-    """Milliseconds by class of work, their sum, and what follows for the run; each with its unit."""
+    """Return rows of milliseconds by class of work, of their sum, and of what follows for the run."""
     if predicted.step is None or predicted.outlook is None:
         return []
     rows = [[_CLASSES.get(name, name), f"{ms:,.1f} ms"] for name, ms in predicted.step.categories().items()]
@@ -195,12 +187,7 @@ def time_rows(predicted: Forecast) -> list[list[str]]:
 
 
 def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
-    """Format a forecast.
-
-    Args:
-        predicted: of a run.
-        device_gib: as `check_device` takes it, which refuses what is not said to fit here.
-    """
+    """Format a forecast; a run that does not fit is refused by `check_device`."""
     text, (gib, device) = "", _gib_and_name(predicted, device_gib)
     if predicted.memory is not None:
         of_stage = f" in the largest stage, {predicted.stage}" * bool(predicted.stage)
@@ -216,7 +203,7 @@ def forecast_table(predicted: Forecast, device_gib: float | None = None) -> str:
 
 
 def _gib_and_name(predicted: Forecast, device_gib: float | None) -> tuple[float, str]:
-    """GiB and name of the device of --device-gib, or of the one that a forecast is for."""
+    """Return GiB and name of the device of --device-gib, or of the one that a forecast is for."""
     rates = predicted.rates
     return (device_gib, "the device") if device_gib else (rates.device_gib, rates.device.partition(",")[0])
 
@@ -226,17 +213,17 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
 
     Args:
         memory: of the run.
-        predicted: of it.
+        predicted: of the run.
         device_gib: GiB of the device; None: of the one that it is predicted for, if anything is.
 
     Raises:
-        ConfigError: it does not fit, or nothing is known of it; the message has what would make it fit.
+        ConfigError: it does not fit, or is not known; the message has what would make it fit.
     """
     if predicted.memory is None or predicted.save_list is None:
         if device_gib is None:
             return
         want = "a run whose memory can be predicted: " + "; ".join(predicted.notes)
-        raise ConfigError(describe("command line", [Problem("--device-gib", f"{device_gib:g}", want, "remove it")]))
+        raise ConfigError.of("command line", "--device-gib", f"{device_gib:g}", want, "remove it")
     gib, device = _gib_and_name(predicted, device_gib)
     where, saw = ("--device-gib", f"{gib:g}") if device_gib else ("--device", f"{device}, {gib:g} GiB")
     if predicted.on_device <= usable(gib):
@@ -256,4 +243,4 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     else:
         nothing = "no other save-list, layout and batch would make it fit"
         fix = f"{more}: {nothing}" if more else f"a smaller model: {nothing}, nor more processes"
-    raise ConfigError(describe("the run does not fit", [Problem(where, saw, want, fix)]))
+    raise ConfigError.of("the run does not fit", where, saw, want, fix)

@@ -10,13 +10,7 @@ _LEAST_NAMED = 0.03  # of a sample that is padding, for its name to have room
 
 
 def draw_mask(sample: TrainedSample, share: float, title: str, path: Path) -> None:
-    """Draw a mask: rows are the tokens that attend, columns those that they attend to.
-
-    Args:
-        sample: of training.
-        share: of causal attention that is attended.
-        title: of the picture.
-        path: the picture, whose ending says its kind.
+    """Draw a mask, `share` of causal attention: rows are the tokens that attend, columns the tokens attended to.
 
     Raises:
         OSError: it cannot be written.

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.commands.arguments import Command
+from titanlite.commands.arguments import Command, number_of
 from titanlite.commands.at_work import at_work
 from titanlite.commands.new_wishes import Wishes, check_wishes, file_to_write, token_count, wished_model
 from titanlite.errors import ConfigError, DataError, Problem, TitanliteError, describe
@@ -50,7 +50,8 @@ def run(argv: list[str]) -> int:
     if not is_terminal:
         _refuse_to_guess(given)
     tokens = token_count(given[_TOKENS]) if _TOKENS in given else 0
-    world, gib = _world_named(given), _memory_named(given)
+    world = number_of(given, _WORLD, int, "a number of GPUs, at least 1", f"{_WORLD} 8")
+    gib = number_of(given, _GIB, float, "the GiB of a GPU", f"{_GIB} 80")
     named, model, data = (files[0] if files else None), given.get(_MODEL), given.get(_DATA)
     tokenizer = given.get(_TOKENIZER, "bytes")
     is_named = _GPU in given or _GIB in given
@@ -113,13 +114,9 @@ def _is_terminal() -> bool:
 
 def _refuse_to_guess(given: dict[str, str]) -> None:
     """Refuse to choose what only a person can, where there is no terminal to ask it in."""
-    examples = {_MODEL: "llama3-8B", _DATA: "python_stdlib"}
-    wants = {
-        _MODEL: "a model: there is no terminal to ask for it",
-        _DATA: "a source: there is no terminal to ask for it",
-    }
-    missing = [Problem(flag, "", wants[flag], f"{flag} {examples[flag]}") for flag in examples if flag not in given]
-    if missing:
+    choices = (_MODEL, "a model", "llama3-8B"), (_DATA, "a source", "python_stdlib")
+    why = "there is no terminal to ask for it"
+    if missing := [Problem(at, "", f"{what}: {why}", f"{at} {as_}") for at, what, as_ in choices if at not in given]:
         raise ConfigError(describe("command line", missing))
 
 
@@ -156,27 +153,8 @@ def _counted(answer: str) -> int:
     return 0 if answer == "0" else token_count(answer)
 
 
-def _world_named(given: dict[str, str]) -> int | None:
-    world = given.get(_WORLD)
-    if world is not None and (not world.isdecimal() or not 0 < int(world) < 10**6):
-        raise ConfigError.of("command line", _WORLD, world, "a number of GPUs, at least 1", f"{_WORLD} 8")
-    return int(world) if world else None
-
-
-def _memory_named(given: dict[str, str]) -> float | None:
-    if _GIB not in given:
-        return None
-    try:
-        gib = float(given[_GIB])
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < 1e6:
-        raise ConfigError.of("command line", _GIB, given[_GIB], "the GiB of a GPU", f"{_GIB} 80")
-    return gib
-
-
 def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> None:
-    """Write a file that passes all checks of a run, or none; but for its tokenizer, where that is not here."""
+    """Write a file that passes all checks of a run, or none; a tokenizer that is not here is not checked."""
     from titanlite.preflight.checked_run import checked_run
 
     try:

@@ -1,9 +1,9 @@
-"""Choose what `titanlite new` writes: the run that a machine is to train, on as many tokens as are meant.
+"""Choose what `titanlite new` writes: the run that a machine is to train.
 
 Batch and learning rate follow from the compute of the whole run, by the power laws of DeepSeek LLM (arXiv 2401.02954,
 section 3.1): B = 0.2920·C^0.3271 tokens and η = 0.3118·C^−0.1250, with C the FLOPs of forward and backward over all
-tokens. They were fitted from 1e17 FLOPs on. The learning rate of a smaller run is that of 1e17: beyond it none was
-tried; a batch of 1e17 would leave it hardly a step. That of a mixture of experts is at most `MIXTURE_LR`: a router can
+tokens. They were fitted from 1e17 FLOPs on. A smaller run takes the learning rate of 1e17, as no higher one was tried,
+but not its batch, which would leave it hardly a step. A mixture of experts takes at most `MIXTURE_LR`: a router can
 spike at what suits a dense model. Layout, micro-batch and save-list are `forecast/search.py`'s.
 """
 
@@ -64,16 +64,10 @@ class Choices:
     """A run for a machine.
 
     Attributes:
-        config: all of it.
-        dims: of its model.
-        inputs: its data.
-        machine: what it is for.
-        parameters: of the model.
-        active: those of them that a token uses.
+        parameters: of the model, of which a token uses `active`.
         tokens: that are meant to be trained on.
         chosen: the layout, batch and save-list; `candidates` are all that were tried.
         compute: FLOPs of the run.
-        outlook: how fast it is and how long it takes.
         float8: how many times as fast the chosen layout would be with float8; None: not possible, or not known.
     """
 
@@ -98,11 +92,6 @@ class UnfitError(ConfigError):
 def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     """Choose a run.
 
-    Args:
-        name: of the run.
-        wishes: of the user.
-        machine: that it is for.
-
     Raises:
         UnfitError: the model does not fit the machine.
         TitanliteError: there is no such model, data or tokenizer.
@@ -116,12 +105,15 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     parameters, active = count_parameters(build_model(model, dims, 1))
     tokens = wishes.tokens or TOKENS_A_PARAMETER * active
     is_cpu = machine.rates is None
-    S = _sequence(dims, parameters, is_cpu)
-    config = _with_data_of(replace(config, training=replace(config.training, seq_len=S)), inputs, tokens)
+    usual = 256 if is_cpu else 8192 if parameters >= _LARGE else 2048
+    S = min(usual, dims.max_seq_len or usual)
+    config = replace(config, training=replace(config.training, seq_len=S))
+    if config.data.source != Config().data.source and inputs.sources["data.source"].kind != "tokens":
+        config = replace(config, data=replace(config.data, max_tokens=tokens))  # the shipped source is one for all
     attended = None if is_cpu else _attended(config, dims)
     flops = token_flops(config, dims)
     compute = float(flops) * tokens
-    training = replace(config.training, global_batch_size=max(1, round(_batch(compute) / S)))
+    training = replace(config.training, global_batch_size=max(1, round(0.2920 * compute**0.3271 / S)))
     mesh = replace(config.parallelism, async_tensor_parallel=machine.rates is not None and machine.is_measured)
     if is_cpu:
         training = replace(training, mixed_precision_param="float32")
@@ -161,7 +153,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
 
 
 def default_model(machine: Machine) -> str:
-    """Name the largest Llama 3 whose weights, gradients and moments take less than half of a machine's memory."""
+    """Return the largest Llama 3 whose weights, gradients and moments take less than half of a machine's memory."""
     if machine.rates is None:
         return "llama3-debug"
     sizes: dict[str, int] = {}
@@ -174,7 +166,7 @@ def default_model(machine: Machine) -> str:
 
 
 def _vocabulary(inputs: Inputs, dims: ModelDims) -> int | None:
-    """Give the rows that an embedding is to have; None: those of the recipe."""
+    """Return the rows that an embedding is to have; None: as the recipe has them."""
     n_ids = inputs.tokenizer.vocab_size if inputs.tokenizer else 0
     is_other = n_ids and (n_ids > dims.vocab_size or few_ids(n_ids, "", dims.vocab_size, ""))
     if is_other:
@@ -182,37 +174,20 @@ def _vocabulary(inputs: Inputs, dims: ModelDims) -> int | None:
     return rows_for(dims.vocab_size) if dims.vocab_size % 64 else None
 
 
-def _sequence(dims: ModelDims, parameters: int, is_cpu: bool) -> int:
-    """Give the tokens of a sequence."""
-    usual = 256 if is_cpu else 8192 if parameters >= _LARGE else 2048
-    return min(usual, dims.max_seq_len or usual)
-
-
-def _batch(compute: float) -> float:
-    """Give the tokens of a step."""
-    return 0.2920 * compute**0.3271
-
-
 def fitted_learning_rate(compute: float) -> float:
-    """Give the peak learning rate, with two digits."""
+    """Return the peak learning rate, with two digits."""
     return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.1e}")
 
 
-def _with_data_of(config: Config, inputs: Inputs, tokens: int) -> Config:
-    """Take no more of a source than is trained on; the shipped one is the same for all."""
-    is_cut = config.data.source != Config().data.source and inputs.sources["data.source"].kind != "tokens"
-    return replace(config, data=replace(config.data, max_tokens=tokens)) if is_cut else config
-
-
 def _attended(config: Config, dims: ModelDims) -> AttendedShare | None:
-    """Look at the documents of the data as `titanlite plan` does, if it is prepared."""
+    """Look at the documents of prepared data as `titanlite plan` does."""
     if not config.data.document_mask:
         return None
     return attended_share(config, stage_table(config, None), check_inputs(config, dims.vocab_size, 1).shards)
 
 
 def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wishes) -> UnfitError:
-    """Say what is missing, and with how many GPUs the model would fit."""
+    """Return the error of a model that does not fit, with the number of GPUs that it would fit."""
     least = min(candidates, key=lambda candidate: candidate.on_device, default=None)
     if least is None:
         want = f"a number that {wishes.model} can be split over: no layout of it divides its heads and batch"
@@ -228,7 +203,7 @@ def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wis
 
 
 def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) -> Outlook:
-    """Say how long a run takes: by the forecast, or on a CPU by what a matmul takes here."""
+    """Predict how long a run takes: by the forecast, or on a CPU by the speed of a matmul here."""
     if machine.rates is None:
         peak, _ = peak_flops(torch.device("cpu"), torch.float32)
         return outlook(config, flops, machine.world, CPU_MFU * peak / flops / machine.world, peak / machine.world)
@@ -237,7 +212,7 @@ def _outlook(chosen: Candidate, config: Config, machine: Machine, flops: float) 
 
 
 def _with_length(config: Config, tokens: int, lr: float) -> Config:
-    """Add how long a run is, and what follows from that; and its peak learning rate."""
+    """Set the learning rate and the steps of a run, and what follows from the steps."""
     training = config.training
     steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
     is_shipped = config.data.source == Config().data.source
@@ -253,7 +228,7 @@ def _with_length(config: Config, tokens: int, lr: float) -> Config:
 
 
 def _float8_gain(chosen: Candidate, machine: Machine) -> float | None:
-    """Say how many times as fast the same layout is with float8 by row."""
+    """Return how many times as fast the same layout is with float8 by row."""
     if machine.rates is None or not machine.is_measured:
         return None
     setting = replace(chosen.setting, float8=recipes.load("float8", "rowwise"))

@@ -20,7 +20,7 @@ _STDLIB_TOKENS = 3 * 10**7
 
 @dataclass(frozen=True)
 class _Key:
-    """One line of the file, and why it says that."""
+    """One line of the file, and its reason."""
 
     name: str
     value: object
@@ -28,12 +28,7 @@ class _Key:
 
 
 def config_text(choices: Choices, file: str) -> str:
-    """Write a run as the text of a commented config.
-
-    Args:
-        choices: the run.
-        file: its name, for the commands in it.
-    """
+    """Return a run as a commented config; `file` is named in its commands."""
     c = choices.config
     sections: dict[str, Sequence[_Key]] = {
         "job": [_Key("name", c.job.name, "its folder is outputs/<name>")],
@@ -45,31 +40,29 @@ def config_text(choices: Choices, file: str) -> str:
         "parallelism": _layout_keys(choices),
         "activation_checkpoint": _save_list_keys(choices),
         "float8": [_Key("recipe", "none", _of_float8(choices))],
-        "compile": _compile_keys(choices),
+        "compile": [_Key("enable", False, "compiling takes longer than it gains on a CPU")] * (not c.compile.enable),
         "validation": _validation_keys(choices),
         "checkpoint": [_Key("interval", c.checkpoint.interval, "about an hour of steps, or the whole run")],
     }
     text = "\n".join(_comment_lines(line) for line in _heading(choices, file)) + "\n"
     for section, keys in sections.items():
         if keys:
-            text += f"\n[{section}]\n" + "".join(
-                f"{_comment_lines(key.why)}\n{key.name} = {show(key.value)}\n"
-                if key.why
-                else f"{key.name} = {show(key.value)}\n"
-                for key in keys
+            text += f"\n[{section}]\n"
+            text += "".join(
+                f"{_comment_lines(key.why)}\n" * bool(key.why) + f"{key.name} = {show(key.value)}\n" for key in keys
             )
     return text
 
 
 def outlook_in_words(choices: Choices) -> str:
-    """Say how fast a run is to be, and how long it takes."""
+    """Return the speed and the length of a run in words."""
     run, unit = choices.outlook, "process" if choices.machine.rates is None else "GPU"
     speed = f"{run.tokens_per_second:,.0f} tokens a second and {unit}, MFU {run.mfu:.0%}"
     return f"{speed}, {large(run.tokens_per_day)} tokens a day: {large(choices.tokens)} tokens take {run.lasts}"
 
 
 def start_command(machine: Machine, file: str) -> str:
-    """Give the command that trains a config on a machine."""
+    """Return the command that trains a config on a machine."""
     if machine.rates is not None and machine.world > machine.rates.host:
         hosts = -(-machine.world // machine.rates.host)
         where = f"--nnodes {hosts} --nproc-per-node {machine.world // hosts}"
@@ -200,12 +193,12 @@ def _save_list_keys(choices: Choices) -> list[_Key]:
     if choices.machine.rates is None:
         why = "everything is kept: it fits" if chosen.recipe == "none" else "it fits only if all is computed again"
         return [_Key("recipe", chosen.recipe, why)]
-    why = "what blocks keep for backward: " + _others(alike, chosen, "recipe", "{}")
+    others = _others(alike, chosen, "recipe", "{}")
     if chosen.recipe == recipes.AUTO:
-        why = f"the fastest list for this memory, found when the run starts: {_others(alike, chosen, 'recipe', '{}')}"
+        why = f"the fastest list for this memory, found when the run starts: {others}"
         left = f"of {choices.machine.gib:.1f} GiB, {RESERVE_GIB:g} are left to CUDA and NCCL"
         return [_Key("recipe", chosen.recipe, why), _Key("budget_gib", kept.budget_gib, left)]
-    return [_Key("recipe", chosen.recipe, why)]
+    return [_Key("recipe", chosen.recipe, f"what blocks keep for backward: {others}")]
 
 
 def _of_float8(choices: Choices) -> str:
@@ -213,12 +206,6 @@ def _of_float8(choices: Choices) -> str:
         return "linear layers in bfloat16" if choices.machine.rates is not None else ""
     gain = f'"rowwise" would be {choices.float8:.2f} times as fast by the forecast'
     return f"{gain}: compare some thousand steps of both with titanlite compare before you rely on it"
-
-
-def _compile_keys(choices: Choices) -> list[_Key]:
-    if choices.config.compile.enable:
-        return []
-    return [_Key("enable", False, "compiling takes longer than it gains on a CPU")]
 
 
 def _validation_keys(choices: Choices) -> list[_Key]:
@@ -234,7 +221,7 @@ def _validation_keys(choices: Choices) -> list[_Key]:
 
 
 def _others(candidates: Sequence[Candidate], chosen: Candidate, attribute: str, name: str) -> str:
-    """Say of each other value of a property what is against it, the nearest to the chosen one first."""
+    """Return what is against each other value of a property, the nearest to the chosen one first."""
     of = fastest_by(candidates, lambda option: getattr(option, attribute))
     possible, too_large = dict[str, float](), list[str]()
     for value, option in of.items():

@@ -1,9 +1,8 @@
-"""Check what a person wishes of a new run, before torch is imported: the file, the model, its data and tokenizer."""
+"""Check the wishes for a new run before torch is imported: the file, the model, its data and tokenizer."""
 
 import math
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +22,10 @@ _COUNT = re.compile(r"([0-9_,]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMBT]?)", re.IGNORECAS
 
 @dataclass(frozen=True)
 class Wishes:
-    """The wishes of a person for a run.
+    """The wishes for a run.
 
     Attributes:
         model: name and flavor, as `llama3-8B`.
-        data: `data.source`.
-        tokenizer: `data.tokenizer`.
         tokens: to train on; 0: as many as suit the model.
         is_elsewhere: whether the run is planned for another machine, which then has the tokenizer.
     """
@@ -41,7 +38,7 @@ class Wishes:
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """Return whether the tokenizer is on the other machine alone: its vocabulary is taken to be the model's."""
+        """Return whether only the other machine has the tokenizer, whose vocabulary is taken to be the model's."""
         is_here = self.tokenizer == "bytes" or os.path.isfile(os.path.expanduser(self.tokenizer))
         return self.is_elsewhere and not is_here
 
@@ -50,7 +47,7 @@ def wished_model(text: str) -> Model:
     """Read a model's name, as `llama3-8B`; of a flavor alone, as `8B`, it is llama3's.
 
     Raises:
-        ConfigError: it is part of the names of models alone.
+        ConfigError: it is only a part of models' names.
         RecipeError: there is no such model.
     """
     there, part = recipes.names("model"), text
@@ -67,7 +64,7 @@ def wished_model(text: str) -> Model:
 def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:
     """Add data and tokenizer to a config, and check them as `titanlite validate` does.
 
-    In place of a tokenizer that is not here stands `bytes`, and that it is of the inputs is not said.
+    `bytes` stands in for a tokenizer that is not here, of which the inputs say nothing then.
 
     Raises:
         DataError: there is no such data or tokenizer.
@@ -84,11 +81,9 @@ def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhe
     Raises:
         TitanliteError: with all problems found.
     """
-    checks: list[Callable[[], object]] = [lambda: wished_model(model)] if model is not None else []
     wishes = Wishes("", data or Config().data.source, tokenizer, is_elsewhere=is_elsewhere)
-    checks.append(lambda: wished_inputs(Config(), wishes))
     found = list[TitanliteError]()
-    for check in checks:
+    for check in (lambda: model is not None and wished_model(model), lambda: wished_inputs(Config(), wishes)):
         try:
             check()
         except TitanliteError as error:
@@ -98,7 +93,7 @@ def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhe
 
 
 def file_to_write(named: str | None, model: str) -> Path:
-    """Give the file of a config, which has the model's name if it was not named.
+    """Return the file of a config, by default with the model's name.
 
     Raises:
         ConfigError: it exists, or its folder does not.

@@ -9,20 +9,21 @@ titanlite plan FILE --activation-checkpoint      the price of each rule of the s
 """
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from titanlite.commands.arguments import Command
+from titanlite.commands.arguments import Command, number_of
 from titanlite.commands.at_work import at_work
 from titanlite.config.command_line import answer_help
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, DEVICES
 from titanlite.preflight.checked_run import checked_run
-from titanlite.preflight.output_file import require_place
+from titanlite.preflight.output_file import require_place, writable
 from titanlite.text_table import columns, folded, terminal_width
 
-_PRICES, _DIFF, _DEVICE = "--activation-checkpoint", "--diff", "--device"
+_PRICES, _DIFF, _DEVICE, _GIB = "--activation-checkpoint", "--diff", "--device", "--device-gib"
 _AT_WORK = "tracing the model and pricing its layout"
 _NEEDS_WORLD = "--world N as well: what a rank holds and how long it takes depends on the number of processes"
 COMMAND = Command(
@@ -31,7 +32,7 @@ COMMAND = Command(
     {
         "--world N": "number of processes of the run; adds FSDP's collectives, memory and step time",
         f"{_DEVICE} NAME": f"the GPU to predict for: {' or '.join(DEVICES)}; default: {DEFAULT_DEVICE}",
-        "--device-gib GIB": "memory that the run must fit into, if it is not that GPU's",
+        f"{_GIB} GIB": "memory that the run must fit into, if it is not that GPU's",
         "--why TENSOR": "print only where the placement of a tensor, or of a module's output, comes from",
         "--json FILE": "also write the whole plan to this file",
         _PRICES: "print only what each rule of the save-list keeps and costs, and what every list keeps",
@@ -50,11 +51,10 @@ def run(argv: list[str]) -> int:
     given, world = arguments.own, arguments.world
     odd = next((flag for flag in given if flag not in ("--world", _PRICES)), None)
     if _PRICES in given and odd:
-        problem = Problem(
-            odd, given[odd], f"no {odd} together with {_PRICES}: it belongs to the sharding plan", "remove one"
-        )
-        raise ConfigError(describe("command line", [problem]))
-    device_gib = _gib(given["--device-gib"], world) if "--device-gib" in given else None
+        want = f"no {odd} together with {_PRICES}: it belongs to the sharding plan"
+        raise ConfigError.of("command line", odd, given[odd], want, "remove one")
+    want, fix = ("the GiB of a device", 80) if world else (_NEEDS_WORLD, f"{given.get(_GIB)} --world 8")
+    device_gib = number_of(given, _GIB, float, want, f"{_GIB} {fix}", below=math.inf if world else 0)
     device = _device(given, world)
     if "--json" in given:
         require_place("--json", Path(given["--json"]))
@@ -81,23 +81,15 @@ def run(argv: list[str]) -> int:
         # Of a single process there is no first table.
         text = "" if "--why" in given else plan_tables(planned, device_gib).lstrip("\n")
     if "--json" in given:
-        _write(json.dumps(plan_as_dict(planned, world), indent=1) + "\n", given["--json"])
+        file = Path(given["--json"])
+        with writable("titanlite plan", "--json", file):
+            file.write_text(json.dumps(plan_as_dict(planned, world), indent=1) + "\n", encoding="utf-8")
     if "--why" in given:
         text = why_placed(planned, given["--why"], arguments.file)
     sys.stdout.write(folded(text, terminal_width()))
     if planned.predicted is not None:
         check_device(planned.memory, planned.predicted, device_gib)
     return 0
-
-
-def _write(text: str, file: str) -> None:
-    """Write the file of --json."""
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        want = "a file that can be written, in a folder that exists"
-        problem = Problem("--json", f"{file} ({error.strerror or error})", want, "--json plan.json")
-        raise ConfigError(describe("command line", [problem])) from None
 
 
 def _diff(argv: list[str]) -> int:
@@ -107,14 +99,13 @@ def _diff(argv: list[str]) -> int:
     for words in (before, after):
         answer_help(words, COMMAND.help)
     if not after or _DIFF in after:
-        problem = Problem(_DIFF, "", "one other config, or flags that change this run", f"{_DIFF} configs/other.toml")
-        raise ConfigError(describe("command line", [problem]))
+        want = "one other config, or flags that change this run"
+        raise ConfigError.of("command line", _DIFF, "", want, f"{_DIFF} configs/other.toml")
     given = COMMAND.read(before)
     is_other = not after[0].startswith("-") or any(word.partition("=")[0] == "--config" for word in after)
     other = COMMAND.read(after if is_other else [*given.flags, *after])
     if odd := [flag for flag in (*given.own, *other.own) if flag not in ("--world", _DEVICE)]:
-        problem = Problem(odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
-        raise ConfigError(describe("command line", [problem]))
+        raise ConfigError.of("command line", odd[0], "", f"no {odd[0]} together with {_DIFF}", "remove one")
     with at_work(_AT_WORK):
         from titanlite.commands.plan_tables import plan_facts
         from titanlite.commands.planned_run import plan_run
@@ -149,18 +140,5 @@ def _device(given: Mapping[str, str], world: int | None) -> str:
     if name.lower() not in DEVICES or (_DEVICE in given and world is None):
         want = f"{' or '.join(DEVICES)}: there are no rates of another" if world else _NEEDS_WORLD
         fix = f"{_DEVICE} {DEFAULT_DEVICE}, and --device-gib for its memory" if world else f"{_DEVICE} {name} --world 8"
-        raise ConfigError(describe("command line", [Problem(_DEVICE, name, want, fix)]))
+        raise ConfigError.of("command line", _DEVICE, name, want, fix)
     return name.lower()
-
-
-def _gib(value: str, world: int | None) -> float:
-    """Read --device-gib."""
-    try:
-        gib = float(value)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf") or world is None:
-        want = "the GiB of a device" if world else _NEEDS_WORLD
-        fix = "--device-gib 80" if world else f"--device-gib {value} --world 8"
-        raise ConfigError(describe("command line", [Problem("--device-gib", value, want, fix)]))
-    return gib

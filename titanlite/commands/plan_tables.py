@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from titanlite.commands.collective_table import as_dicts, collective_rows, collective_table, sent_mib
+from titanlite.commands.collective_table import collective_rows, collective_table, sent_mib
 from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
 from titanlite.commands.update_table import update_as_dict, update_facts, update_table
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError
 from titanlite.recorder.recorder import UNKNOWN
 from titanlite.text_table import columns
 
 
 def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
-    """All tables of a plan, and whether it fits."""
+    """Return all tables of a plan, and whether it fits."""
     text = ""
     if planned.sharding is not None:
         from titanlite.commands.sharding_table import sharding_table
@@ -56,27 +56,28 @@ def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
     if planned.sharding is None and (only := only_tensor_parallel_degree(config, dims)) is not None:
         want = f"a tensor that is split by {key}, which must be {only}"
         fix = "leave --why out: FSDP splits each weight by rows over the ranks"
-        raise ConfigError(describe("command line", [Problem("--why", tensor, want, fix)]))
+        raise ConfigError.of("command line", "--why", tensor, want, fix)
     if planned.sharding is None:
         want = "more than 1: nothing is split over tensor-parallel ranks"
-        raise ConfigError(describe(file, [Problem(key, "1", want, f"--{key} 2")]))
+        raise ConfigError.of(file, key, "1", want, f"--{key} 2")
     from titanlite.commands.sharding_table import why
 
     return why(planned.sharding, tensor)
 
 
 def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
-    """All that is said of a run, in JSON's types."""
+    """Return a plan in JSON's types."""
     said: dict[str, Any] = {"world": world, "micro_steps": planned.memory.micro_steps}
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
         said["pairs"] = [{**pair._asdict(), "times": times} for pair, times in planned.pairs.items()]
+    sent = sum(n * each.sent_bytes for each, n in planned.collectives.items())
     said["step"] = {
         "tokens": planned.tokens,
-        "collectives": as_dicts(planned.collectives),
-        "sent_bytes": sum(n * each.sent_bytes for each, n in planned.collectives.items())
-        if planned.is_complete
-        else None,
+        "collectives": [
+            {**each._asdict(), "times": n, "sent_bytes": each.sent_bytes} for each, n in planned.collectives.items()
+        ],
+        "sent_bytes": sent if planned.is_complete else None,
         "not_listed": list(planned.notes),
     }
     if planned.predicted is not None:
@@ -86,7 +87,7 @@ def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
 
 
 def plan_facts(planned: PlannedRun) -> dict[str, str]:
-    """All that a plan says, each under its name."""
+    """Return each fact of a plan under its name."""
     facts: dict[str, str] = {}
     if planned.sharding is not None:
         from titanlite.commands.sharding_table import weight_rows

@@ -1,4 +1,4 @@
-"""All that `titanlite plan` says of a run, put together."""
+"""Put together what `titanlite plan` says of a run."""
 
 import re
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
-from titanlite.errors import ConfigError, Problem, TitanliteError, describe
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.forecast.activation_cost import block_costs, no_cost_reasons
 from titanlite.forecast.attended import AttendedShare, attended_share
 from titanlite.forecast.device_specs import DEFAULT_DEVICE, measured_rates
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """All that is said of one run.
+    """A planned run.
 
     Attributes:
-        memory: of its ranks; of the fewest that there can be, if the number of processes is not known.
-        tokens: that a step trains on; of one data-parallel rank, if the number of processes is not known.
+        memory: of its ranks, the fewest possible if the number of processes is not known.
+        tokens: of a step; of one data-parallel rank, if the number of processes is not known.
         sharding: None without tensor parallelism.
         collectives: how often each is called in a step.
-        pairs: how often those with matmuls are, and whether as one kernel.
+        pairs: how often collectives with matmuls are called, and whether as one kernel.
         predicted: None if the number of processes is not known.
         notes: what `collectives` leaves out; a line each.
         is_complete: whether `collectives` has all of every step.
@@ -79,7 +79,7 @@ def plan_run(
         price = "--activation-checkpoint for what the save-list costs"
         can_split = only_tensor_parallel_degree(config, checked.dims) is None
         fix = f"--world 2, or {'--parallelism.tensor_parallel_degree 2, or ' * can_split}{price}"
-        raise ConfigError(describe(file, [Problem("parallelism.tensor_parallel_degree", "1", want, fix)]))
+        raise ConfigError.of(file, "parallelism.tensor_parallel_degree", "1", want, fix)
     from titanlite.training.assemble import assembled
 
     with assembled(checked, world, device) as made:
@@ -135,9 +135,9 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
 def _recorded(
     made: "Assembly", save_list: SaveList | None, device: str, attended: AttendedShare | None
 ) -> "tuple[Mapping[Recorded, int], Mapping[CollectiveMatmul, int], Sequence[Entry]]":
-    """Record a step of the first rank; what matrices send each other is added in the mean of all.
+    """Record a step of the first rank; exchanges of matrices are added in the mean of all ranks.
 
-    Who has which of these depends on all blocks, which need not be recorded for the rest.
+    Which rank owns which matrix depends on all blocks, which need not be recorded otherwise.
     """
     from titanlite.recorder.record import record
     from titanlite.recorder.recorder import Recorded
@@ -148,11 +148,11 @@ def _recorded(
     config = replace(memory.config, optimizer=replace(memory.config.optimizer, weight_decay_exclude=()))
     run = replace(checked, config=config, save_list=listed, optimizer=elementwise)
     starts: Sequence[np.ndarray] = ()
-    if attended and (ranks := memory.run.context_parallel) > 1:  # whose ranks get keys by documents
+    if attended and (ranks := memory.run.context_parallel) > 1:  # documents decide which keys travel
         starts = attended.starts(memory.run.tokens * ranks, memory.micro_steps)
     step = record(run, memory.world, device, documents=starts)
     found, pairs = Counter[Recorded](step.collectives), step.pairs
-    if config.compile.enable and not no_cost_reasons(listed):  # a compiler repeats only what backward has a use for
+    if config.compile.enable and not no_cost_reasons(listed):  # a compiler repeats only what backward uses
         again = {(a.op.split(".")[1], a.layer) for block in block_costs(memory.run, listed) for a in block.recomputed}
         found = Counter({each: n for each, n in found.items() if _is_repeated(each, each.operator, again)})
         pairs = {each: n for each, n in pairs.items() if _is_repeated(each, _OPERATORS[each.kind], again)}
@@ -170,7 +170,7 @@ _OPERATORS = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduc
 
 
 def _is_repeated(each: "Recorded | CollectiveMatmul", operator: str, again: Collection[tuple[str, str]]) -> bool:
-    """Return whether a collective is no recomputation, or one of these operators and layers."""
+    """Return whether a collective is no recomputation, or is by one of these operators in one of these layers."""
     if each.direction != "recomputation":
         return True
     at = each.module.removeprefix("layers.*.")  # of a feed-forward in one function, the whole of it
@@ -182,7 +182,7 @@ def _is_repeated(each: "Recorded | CollectiveMatmul", operator: str, again: Coll
 
 
 def _not_fused(entries: Sequence[Entry]) -> list[str]:
-    """Say which layers are not fused with their collectives although that is asked for."""
+    """Return which layers are not fused with their collectives although that is asked for."""
     names = defaultdict[str, dict[str, None]](dict)
     for entry in entries:
         for case in entry.skipped if entry.feature == "async_tensor_parallel" else ():
@@ -192,7 +192,7 @@ def _not_fused(entries: Sequence[Entry]) -> list[str]:
 
 
 def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Config) -> Forecast:
-    """Say which of several stages is predicted; the run takes its tokens' time at that stage's speed."""
+    """Name the stage that is predicted, if there are several; the run takes its tokens' time at that stage's speed."""
     if len(table.rows) == 1:
         return predicted
     seq_len, outlook = largest.training.seq_len, predicted.outlook
@@ -205,7 +205,7 @@ def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Con
 
 
 def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
-    """Say of each stage which shape it has; nothing of a run with one."""
+    """Return the shapes of stages as one note; nothing of a run with one."""
     rows = checked.table.rows
     shapes = [f"{row.asked.sequences} × {row.asked.seq_len} from step {row.from_step + 1}" for row in rows]
     what = "sequences × tokens of a step, of which the largest micro-step is priced"
@@ -213,12 +213,7 @@ def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
 
 
 def only_tensor_parallel_degree(config: Config, dims: ModelDims) -> str | None:
-    """Return what the check of a config wants where a model were split over two tensor-parallel ranks; None: it may be.
-
-    Args:
-        config: of the run.
-        dims: of its model.
-    """
+    """Return what is wanted in place of a tensor-parallel degree of 2; None where that is possible."""
     key = "tensor_parallel_degree"
     try:
         check_config(replace(config, parallelism=replace(config.parallelism, **{key: 2})), dims, None)

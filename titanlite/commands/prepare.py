@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _packing(shards: Corpus, counts: PackingCounts | None, used: str) -> str:
-    """Say what both ways to pack would do to the documents of a source; of one that is concatenated, its beginning."""
+    """Return what both ways to pack do to the documents of a source; of a concatenated one, of its beginning."""
     if counts is None:
         return "\n  packing      not known: data.separator_id says which id ends a document of token files"
     part = f", of the first {counts.tokens:,} tokens" if counts.tokens < shards.tokens else ""
@@ -81,13 +81,13 @@ def _summary(shards: Corpus, counts: PackingCounts | None, epochs: str) -> str:
     meta = shards.meta
     lines = [
         meta.source,
-        *[f"  files        {shards.files}"] * bool(shards.files),
+        f"  files        {shards.files}" * bool(shards.files),
         f"  documents    {documents_in_words(shards, counts)}",
         f"  tokens       {meta.tokens:,} as {meta.dtype}, by {meta.tokenizer or 'another program'}",
-        *[f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"]
+        f"  cut          the source has more; data.max_tokens = {meta.max_tokens:,} leaves it out"
         * bool(meta.max_tokens),
-        *[f"  trained on   {epochs}"] * bool(epochs),
-        *[f"  unknown      {meta.n_unknown:,} of the tokens stand for text that the tokenizer does not know"]
+        f"  trained on   {epochs}" * bool(epochs),
+        f"  unknown      {meta.n_unknown:,} of the tokens stand for text that the tokenizer does not know"
         * bool(meta.n_unknown),
         f"  bytes        {meta.input_bytes:,} read",
         f"  bad records  {meta.n_bad_records:,}",
@@ -95,4 +95,4 @@ def _summary(shards: Corpus, counts: PackingCounts | None, epochs: str) -> str:
         *(f"  skipped      {file}" for file in meta.skipped),
         f"  folder       {shards.folder}",
     ]
-    return "\n".join(lines)
+    return "\n".join(filter(None, lines))

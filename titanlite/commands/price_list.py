@@ -26,7 +26,7 @@ _MIB, _GIB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Totals:
-    """The sums of what all blocks keep and compute again, on one rank and for one micro-step; their inputs included."""
+    """The sums of what all blocks keep, inputs included, and compute again, on one rank and in one micro-step."""
 
     held: int
     flops: int
@@ -34,27 +34,14 @@ class Totals:
 
 
 def totals(run: TracedRun, save_list: SaveList) -> Totals:
-    """Add up all blocks of a model.
-
-    Args:
-        run: of a rank.
-        save_list: what blocks keep.
-
-    Raises:
-        RecipeError: the list keeps what it does not name, or attention without its q, k and v.
-    """
+    """Add up all blocks of a model under a save-list; raise a `RecipeError` as `block_costs` does."""
     blocks = block_costs(run, save_list)
     again = [activation for block in blocks for activation in block.recomputed]
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
 
 def price_list(made: "Assembly", file: str, world: int | None = None) -> str:
-    """Format the prices of a run's save-list, and the totals of all lists.
-
-    Args:
-        made: the run, assembled.
-        file: its config, for the first line.
-        world: number of processes; None if it is not known, then the peak of the run is not either.
+    """Format the prices of a run's save-list, and the totals of all lists; with `world`, also peaks.
 
     Raises:
         RecipeError: the list cannot work here, or has no price.
@@ -65,25 +52,21 @@ def price_list(made: "Assembly", file: str, world: int | None = None) -> str:
         raise RecipeError(describe(file, [run.no_trace_reason]))
     name = config.activation_checkpoint.recipe
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
+    fastest = f"as the fastest whose peak is at most {config.activation_checkpoint.budget_gib:g} GiB"
     return "".join(
         [
             f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {dims.n_layers} layers, "
             f"{run.tokens:,} tokens a micro-step, tensor parallel {run.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if run.compiled else 'eager'}\n\nsave-list {name}",
-            *(_of_rules(run, save_list) if save_list else [_chosen_later(checked)]),
+            *(_of_rules(run, save_list) if save_list else [f": chosen when the run starts, {fastest}\n"]),
             "\nall layers, on one rank: what is kept, and what is recomputed in a micro-step:\n",
             _of_all_lists(checked, made.memory, world is not None),
         ]
     )
 
 
-def _chosen_later(checked: CheckedRun) -> str:
-    budget = checked.config.activation_checkpoint.budget_gib
-    return f": chosen when the run starts, as the fastest whose peak is at most {budget:g} GiB\n"
-
-
 def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
-    """The table of the rules of a run's save-list, with what introduces it."""
+    """Return the introduction and the table of the rules of a run's save-list."""
     block_costs(run, save_list)  # a list without a price is refused before anything is printed
     prices, n_layers = rule_costs(run, save_list), len(run.blocks)
     rows = [(rule_in_words(p.rule), f"{p.blocks} of {n_layers}", *_amounts(p)) for p in prices]
@@ -96,7 +79,7 @@ def _of_rules(run: TracedRun, save_list: SaveList) -> list[str]:
 
 
 def _of_all_lists(checked: CheckedRun, model: MemoryModel, has_peak: bool) -> str:
-    """The table of what each list keeps, the run's own first."""
+    """Return the table of what each list keeps, the run's own first."""
     config = checked.config
     own = [config.activation_checkpoint.recipe] if checked.save_list else []
     priced: dict[str, tuple[Totals, float | None] | None] = {}

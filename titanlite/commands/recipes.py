@@ -51,9 +51,8 @@ def run(argv: list[str]) -> int:
     dirs = given[_DIRS].split(",") if _DIRS in given else []
     rules = _rules_of(given[_RULES]) if _RULES in given else {}
     if len(argv) > 2:
-        raise RecipeError.of(
-            "command line", " ".join(argv), "", "at most a kind and a name", "titanlite recipes KIND NAME"
-        )
+        want = "at most a kind and a name"
+        raise RecipeError.of("command line", " ".join(argv), "", want, "titanlite recipes KIND NAME")
     for kind in argv[:1]:
         if kind not in _KINDS:
             near = nearest(kind, _KINDS)
@@ -104,7 +103,7 @@ def _recipe(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnR
 
 
 def _listing(kind: Kind, dirs: Sequence[str], rules: Mapping[str, OwnRule], wrong: list[RecipeError]) -> str:
-    """List the names of one kind, each with its help; of a recipe that cannot be loaded, say so and keep the error."""
+    """Return the names of one kind with their help; the error of a recipe that cannot be loaded goes to `wrong`."""
     rows = dict[str, str]()
     for name in names(kind, dirs):
         try:

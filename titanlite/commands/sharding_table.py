@@ -5,7 +5,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
-from titanlite.errors import ConfigError, Problem, describe
+from titanlite.errors import ConfigError
 from titanlite.sharding.plan import placement_text
 from titanlite.sharding.representative_blocks import BLOCK_NAME, PlannedLayers
 from titanlite.text_table import columns
@@ -14,11 +14,7 @@ T = TypeVar("T")
 
 
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:
-    """Say of each weight how it is placed.
-
-    Returns:
-        Rows of name, shape, placement and its reason; layers that are alike are one.
-    """
+    """Return rows of each weight's name, shape, placement and reason; layers that are alike are one row."""
     held = [t for t in planned.plan.tensors.values() if t.name.endswith((".weight", ".bias"))]
     rows = ((n, (t.shape, t.placements, t.origins[0].reason), t) for t in held for n in planned.names(t.name))
     found = []
@@ -32,13 +28,13 @@ _APART = "experts: by FSDP alone"
 
 
 def _is_apart(planned: PlannedLayers, name: str) -> bool:
-    """Check that a parameter of the plan is none of a layer that tensor parallelism knows."""
+    """Return whether a parameter of the plan is of no layer that tensor parallelism knows."""
     layers = [planned.layers.get(n.rpartition(".")[0]) for n in planned.names(name)]
     return not any(layer is not None and name.rpartition(".")[2] in layer.placements for layer in layers)
 
 
 def _most_alike(asked: str, names: Collection[str]) -> list[str]:
-    """Return up to three names that have in them what was asked for, or else are most like it; one of equal blocks."""
+    """Return up to three names that contain what was asked for, or else are most like it; one of equal blocks."""
 
     def block(name: str) -> int:
         place = BLOCK_NAME.match(name)
@@ -57,7 +53,7 @@ def _most_alike(asked: str, names: Collection[str]) -> list[str]:
 
 
 def _joined_rows(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, T]]:
-    """Rows that differ only in the number of their layer, as one: its name with the range of numbers, and how many."""
+    """Join rows that differ only in their layer's number: the name with the range of numbers, how many, and an item."""
     groups: dict[object, list[tuple[str, T]]] = {}
     for name, content, item in rows:
         groups.setdefault((re.sub(r"\b\d+\b", "*", name), content), []).append((name, item))
@@ -80,16 +76,12 @@ def sharding_table(planned: PlannedLayers) -> str:
 
 
 def why(planned: PlannedLayers, tensor: str) -> str:
-    """Format where a tensor's placement came from.
+    """Format where a tensor's placement came from, a line per link, back to the annotation.
 
     Args:
         planned: the plan.
-        tensor: a name in it, or that of a module, with or without @, for what it returns; of several blocks as a table
-            has it, layers.0-31, or an annotation, layers.*.
-
-    Returns:
-        A line per link, back to the annotation; the same of what a module gathers; and which block was looked at, if it
-        stands for the tensor's own.
+        tensor: a name in it, or of a module, with or without @, for what it returns and gathers; of several blocks as a
+            table has it, layers.0-31, or an annotation, layers.*.
 
     Raises:
         ConfigError: there is no such tensor.
@@ -109,9 +101,7 @@ def why(planned: PlannedLayers, tensor: str) -> str:
         own = [name for name, (at, tensor) in known.items() if at in returned or tensor not in plan.steps]
         near = _most_alike(asked, own)
         want = "a parameter, a tensor of the plan, or a module"
-        raise ConfigError(
-            describe("command line", [Problem("--why", tensor, want, " or ".join(f"--why {name}" for name in near))])
-        )
+        raise ConfigError.of("command line", "--why", tensor, want, " or ".join(f"--why {name}" for name in near))
     at, name = known[asked]
     place = BLOCK_NAME.match(at)
     axis = next(iter(plan.axes))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from titanlite.checkpoint.publish import complete_steps
-from titanlite.commands.arguments import Command
+from titanlite.commands.arguments import Command, number_of
 from titanlite.config.schema import Config
 from titanlite.errors import ConfigError
 from titanlite.observe.status import now, read_status
@@ -46,7 +46,7 @@ def run(argv: list[str]) -> int:
         want = "not set: this command is itself the launcher of a run on one host"
         raise ConfigError.of("environment", by, os.environ[by], want, fix)
     check_launcher()
-    asked = _asked(given.own.get("--gpus"))
+    asked = number_of(given.own, "--gpus", int, "a number of GPUs, at least 1", "--gpus 8")
     checked = checked_run(given.flags, asked)
     n = _n_processes(asked)  # imports torch where there are GPUs, which takes longer than finding a mistake
     if asked is None:
@@ -57,13 +57,6 @@ def run(argv: list[str]) -> int:
         sys.stdout.flush()
         os.execv(sys.executable, [sys.executable, *program])
     return _launch(n, program, checked.config)
-
-
-def _asked(gpus: str | None) -> int | None:
-    """Return the number of processes that is asked for."""
-    if gpus is not None and (not gpus.isdecimal() or not 0 < int(gpus) < 10**6):
-        raise ConfigError.of("command line", "--gpus", gpus, "a number of GPUs, at least 1", "--gpus 8")
-    return None if gpus is None else int(gpus)
 
 
 def _n_processes(asked: int | None) -> int:
@@ -101,7 +94,8 @@ def _launch(n: int, program: Sequence[str], config: Config) -> int:
         if failure.exitcode == 2:  # a mistake, which the rank has told
             return 2
         how = f"exit code {failure.exitcode}" if failure.exitcode >= 0 else failure.signal_name()
-        sys.stderr.write(f"rank {rank} ended first, with {how}; its log is {_log_of(config, rank)}\n")
+        log = RunFolder.of(config).logs / f"rank{rank}.log"
+        sys.stderr.write(f"rank {rank} ended first, with {how}; its log is {log}\n")
         return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     return 0
 
@@ -126,7 +120,3 @@ def _has_stopped_well(folder: RunFolder, config: Config, began: str) -> bool:
     at_once = str(said.get("by", "")).startswith("a second signal")
     saved = complete_steps(folder.checkpoints)[-1:] == [said.get("step")]
     return not at_once and (saved or not config.checkpoint.enable)
-
-
-def _log_of(config: Config, rank: int) -> str:
-    return str(RunFolder.of(config).logs / f"rank{rank}.log")

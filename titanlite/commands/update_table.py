@@ -10,12 +10,7 @@ from titanlite.text_table import columns
 
 
 def update_table(work: UpdateWork, predicted: Forecast) -> str:
-    """Say by group what updates its parameters, and what the update takes of a step; "" where AdamW takes all.
-
-    Args:
-        work: of the run.
-        predicted: of the run.
-    """
+    """Return what updates each group, and the update's share of a step; "" where AdamW takes all."""
     groups = work.groups()
     if len(groups) == 1 and {group.rule for group in groups.values()} == {"adamw"}:
         return ""
@@ -31,7 +26,7 @@ def update_table(work: UpdateWork, predicted: Forecast) -> str:
 
 
 def update_facts(work: UpdateWork) -> dict[str, str]:
-    """Say what each group is, under its name."""
+    """Return the rule, elements and state of each group under its name."""
     return {
         f"optimizer: {name}": f"{f'{rule}, ' * bool(rule)}{elements} elements, {state}"
         for name, (rule, elements, state) in _cells(work).items()
@@ -39,7 +34,7 @@ def update_facts(work: UpdateWork) -> dict[str, str]:
 
 
 def update_as_dict(work: UpdateWork, predicted: Forecast) -> dict[str, Any]:
-    """Say the same in JSON's types."""
+    """Return the same in JSON's types."""
     time = predicted.update
     return {
         "groups": {name: vars(group) for name, group in work.groups().items()},
@@ -57,7 +52,7 @@ def _cells(work: UpdateWork) -> dict[str, tuple[str, str, str]]:
 
 
 def _parts(work: UpdateWork, time: UpdateTime) -> dict[str, float]:
-    """Milliseconds of each rule's passes over memory, and of what else there is."""
+    """Return the milliseconds of each rule's passes over memory, and of all else."""
     parts = {f"{rule} over memory": ms for rule, ms in time.passes.items()}
     if work.shared:
         parts["orthogonalisation"] = time.orthogonalisation

@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
 def _of_host_and_folder(
     checked: CheckedRun, world: int | None, foreseen: "Foreseen"
 ) -> tuple[CheckedRun, int | None, int]:
-    """Add what a start would say of this host and the folder; find the step to resume from, the samples until there."""
+    """Add what a start would say of this host and the folder; return the step to resume from, and its samples, too."""
     config, folder = checked.config, RunFolder.of(checked.config)
     notices, step, samples = folder.foresee(config), None, 0
     warnings = [folder.seems_in_use(), no_login(config), foreseen.warning]
@@ -111,7 +111,7 @@ def _of_host_and_folder(
 def summary(
     checked: CheckedRun, foreseen: "Foreseen", file: str, world: int | None, step: int | None, samples: int = 0
 ) -> str:
-    """Say in a few lines what a run would be."""
+    """Return what a run would be in a few lines."""
     config, inputs = checked.config, checked.inputs
     mesh = config.parallelism
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
@@ -165,7 +165,7 @@ def summary(
 
 
 def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
-    """Say how many tokens the steps take, of each stage, and all of them; `ranks` are the data-parallel ones."""
+    """Return the tokens of a step, of each stage, and of the run; `ranks` are data-parallel."""
     config, table, batch = checked.config, checked.table, checked.config.training
     fewest = ", on the fewest ranks; pass --world N" * follows_ranks(config, world)
     if config.data.stage or (len(table.rows) > 1 and not fewest):
@@ -183,14 +183,13 @@ def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -
 
 
 def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int = 0, samples: int = 0) -> str:
-    """Say how often a run goes through its text: each data-parallel rank, where the batch follows from their number.
+    """Return how often a run goes through its text: each data-parallel rank, where the batch follows from their number.
 
     Args:
         checked: the run.
         n_samples: of `data.source`, of the length that the stage table says.
         world: number of processes, if it is known.
-        start: step that it resumes from.
-        samples: that were trained on until there.
+        start: step that it resumes from, after so many `samples`.
     """
     config, table, batch, each = checked.config, checked.table, checked.config.training, ""
     tokens = table.tokens(batch.steps)
@@ -204,7 +203,7 @@ def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int
 
 
 def _order(checked: CheckedRun, world: int | None) -> str:
-    """Say how sources are shuffled, and when they are tokenized."""
+    """Return how sources are shuffled, and when they are tokenized."""
     config, table = checked.config, checked.table
     per_step = 0 if follows_ranks(config, world) else table.row(1).asked.tokens_per_step
     order = order_in_words(config.data.shuffle_window, table.unit_len, per_step)

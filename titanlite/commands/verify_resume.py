@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from titanlite.checkpoint.publish import step_folder
-from titanlite.commands.arguments import Command
-from titanlite.config.schema import Config
-from titanlite.errors import CheckpointError, ConfigError, Problem, describe
+from titanlite.commands.arguments import Command, number_of
+from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.observe.metrics import is_of_step, read_metrics
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_again import run_again
@@ -46,7 +45,10 @@ def run(argv: Sequence[str]) -> int:
     processes = given.world or 1
     checked = checked_run(given.flags, processes)
     config = checked.config
-    steps = _steps(given.own.get("--steps", _STEPS), config)
+    most = config.training.steps // 2
+    want = f"at least 1, and at most half of training.steps = {config.training.steps}"
+    steps = number_of({"--steps": _STEPS, **given.own}, "--steps", int, want, "--steps 1", below=most + 1)
+    assert steps is not None  # noqa: S101
     folder = Path(os.path.expanduser(config.job.dump_folder)) / f"{config.job.name}-verify-resume"
     if folder.exists():
         want, fix = "a folder that does not exist yet", "delete it: an earlier check left it"
@@ -60,13 +62,6 @@ def run(argv: Sequence[str]) -> int:
     shutil.rmtree(folder)
     sys.stdout.write(f"equal bit for bit: losses, gradient norms and all tensors after step {2 * steps}\n")
     return 0
-
-
-def _steps(given: str, config: Config) -> int:
-    if given.isdecimal() and len(given) < 20 and 0 < 2 * int(given) <= config.training.steps:
-        return int(given)
-    want = f"at least 1, and at most half of training.steps = {config.training.steps}"
-    raise ConfigError.of("command line", "--steps", given, want, "--steps 1")
 
 
 def _start_run(flags: Sequence[str], folder: Path, name: str, last: int, processes: int) -> None:

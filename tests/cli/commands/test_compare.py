@@ -6,7 +6,7 @@ import pytest
 from tests.support.run_folder import make_run
 from titanlite.commands.compare import run
 from titanlite.comparison import reruns
-from titanlite.errors import ConfigError
+from titanlite.errors import ConfigError, TitanliteError
 from titanlite.observe.metrics import RunError
 
 
@@ -219,7 +219,7 @@ def test_layers_say_what_they_did_not_compare_and_the_exit_code_goes_by_them(tmp
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(names, flags, said, tmp_path):
-    with pytest.raises(RunError, match=said):
+    with pytest.raises(TitanliteError, match=said):
         run([*(make_run(tmp_path / name, falling()) for name in names), *flags])
 
 
