@@ -52,13 +52,13 @@ def price_list(made: "Assembly", file: str, world: int | None = None) -> str:
         raise RecipeError(describe(file, [run.no_trace_reason]))
     name = config.activation_checkpoint.recipe
     arithmetic = config.training.mixed_precision_param if checked.float8 is None else f"float8 {config.float8.recipe}"
-    fastest = f"as the fastest whose peak is at most {config.activation_checkpoint.budget_gib:g} GiB"
+    later = ": chosen when the run starts, as the fastest whose peak is at most {:g} GiB\n"
     return "".join(
         [
             f"{file}: {config.model.file or config.model.name} {config.model.flavor}, {dims.n_layers} layers, "
             f"{run.tokens:,} tokens a micro-step, tensor parallel {run.tensor_parallel}, {arithmetic}, "
             f"{'compiled' if run.compiled else 'eager'}\n\nsave-list {name}",
-            *(_of_rules(run, save_list) if save_list else [f": chosen when the run starts, {fastest}\n"]),
+            *(_of_rules(run, save_list) if save_list else [later.format(config.activation_checkpoint.budget_gib)]),
             "\nall layers, on one rank: what is kept, and what is recomputed in a micro-step:\n",
             _of_all_lists(checked, made.memory, world is not None),
         ]

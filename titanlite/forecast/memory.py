@@ -126,6 +126,7 @@ class MemoryModel:
             of an expert-parallel rank.
         block: elements of the largest block on a rank before FSDP splits them, without its shared-out `experts`;
             `embedding` with positions, `head` with the final norm; `parameters` of all, of which FSDP leaves `shard`.
+        experts_are_reduced: whether other ranks have gradients of the same experts, where these are shared out.
         copy_engines: whether they gather and reduce blocks, as far as the config says.
         gathered_block: bytes as FSDP gathers them; `gathered_experts` and `gathered_head` likewise.
         alone: whether there is nobody to reduce gradients with.
@@ -155,6 +156,7 @@ class MemoryModel:
         self.replicas = mesh.data_parallel_replicate_degree
         self.shards = data_ranks // self.replicas
         self.expert_shards = max(1, self.shards * t // mesh.expert_parallel_degree)
+        self.experts_are_reduced = self.expert_shards * self.replicas > 1
         at_once = training.local_batch_size * (data_ranks // mesh.context_parallel_degree)
         self.micro_steps = (training.global_batch_size or at_once) // at_once
         self.reduced = {"float32": 4, "bfloat16": 2}[training.mixed_precision_reduce]
@@ -176,11 +178,6 @@ class MemoryModel:
         self.shard = others // self.shards + of_experts // self.expert_shards
         layout = SplitOver(world, self.replicas, self.shards, self.expert_shards)
         self.optimizer = UpdateWork(config, rules, self.run, layout)
-
-    @property
-    def experts_are_reduced(self) -> bool:
-        """Return whether other ranks have gradients of the same experts, where these are shared out."""
-        return self.expert_shards * self.replicas > 1
 
     @property
     def symmetric_memory(self) -> int:

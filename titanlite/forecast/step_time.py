@@ -150,14 +150,14 @@ class StepTimeModel:
         by_kind = {id(block): self._work(block) for block in (*run.blocks, run.head)}
         work = [by_kind[id(block)] for block in (*run.blocks, run.head)]
         of_embedding = run.itemsize * run.tokens * memory.dims.dim
-        tokens = self._on_the_wire("reduce_scatter", of_embedding) + self._on_the_wire("all_gather", of_embedding)
+        sent = sum(sent_bytes(kind, of_embedding, run.tensor_parallel) for kind in ("reduce_scatter", "all_gather"))
         elementwise = sum(sum(block.elementwise) for block in run.blocks) + 3 * memory.logits
         seconds = {
             "matmul": sum(matmul for matmul, _, _ in work),
             "attention": sum(attention for _, attention, _ in work),
             "elementwise": elementwise / rates.memory / _G,
             "recomputation": sum(times.seconds(block) for block in blocks),
-            "tokens": tokens + sum(wire for _, _, wire in work),
+            "tokens": sent / rates.tensor_parallel / _G + sum(wire for _, _, wire in work),
             "weights": self._copied() / rates.memory / _G,
         }
         seconds["fsdp"] = self._fsdp(n, sum(seconds.values()) / max(n, 1))
@@ -266,9 +266,6 @@ class StepTimeModel:
         rows = args[0].size[by_column] / self.run.expert_parallel / (offsets.size[0] - 1)
         fast = bool(args[-1]) if each.in_float8 else None
         return self.rates.grouped_of(rows, each.op in ops.GRADIENTS_OF_EXPERTS, fast)
-
-    def _on_the_wire(self, kind: str, whole: int) -> float:
-        return sent_bytes(kind, whole, self.run.tensor_parallel) / self.rates.tensor_parallel / _G
 
     def _copied(self) -> float:
         """Return the bytes of casting shards, and of copying gathered weights out and gradients in, in a micro-step."""
