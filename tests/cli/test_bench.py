@@ -18,8 +18,8 @@ from titanlite import recipes
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+def script(name: str, folder: Path = BENCH) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,5 @@
 """scripts/environment.py with a stand-in for Python and pip: what it says while a person waits."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -8,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.cli.test_bench import BENCH, script
+
 # What pip 23 and pip 25 say, but for the packages, and the time that unpacking takes.
 STAND_IN = """
 import os, sys, time
@@ -27,11 +27,7 @@ if "-e" in sys.argv:
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, as a module whose `.venv` is elsewhere."""
-    spec = importlib.util.spec_from_file_location("environment", REPOSITORY / "scripts" / "environment.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = script("environment", BENCH.parent)
     python = tmp_path / "python"
     python.write_text(f"#!{sys.executable}\n{STAND_IN}")
     python.chmod(0o755)

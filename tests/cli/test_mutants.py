@@ -1,16 +1,10 @@
 """scripts/mutants.py: its table fits the code, and it says which entry does not."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "mutants.py"
-SPEC = importlib.util.spec_from_file_location("mutants", SCRIPT)
-assert SPEC is not None
-assert SPEC.loader is not None
-mutants = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(mutants)
+from tests.cli.test_bench import BENCH, script
+
+mutants = script("mutants", BENCH.parent)
 
 
 def test_each_entry_fits_the_code() -> None:

@@ -26,6 +26,17 @@ MISTAKES = {
     "validate run.toml --wrld 2": ("--wrld\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
     "validate run.toml more": ("more\n", "a flag, such as --training.steps 100", "leave it out"),
     "validate more.toml run.toml": ("FILE = more.toml run.toml\n", "one config", "titanlite validate more.toml"),
+    "validate run.toml --config other.toml": (
+        "FILE = run.toml other.toml\n",
+        "one config",
+        "titanlite validate run.toml ",
+    ),
+    "validate run.toml --world 2 --config=run.toml": (
+        "FILE = run.toml run.toml\n",
+        "one config",
+        "titanlite validate run",
+    ),
+    "validate --config": ("--config\n", "a value", "--config FILE\n"),
     "validate run.toml -world 2": ("-world\n", f"{FLAGS} --config, --world\n", "did you mean --world?"),
     "validate --confg run.toml": ("--confg\n", f"{FLAGS} --config, --world\n", "did you mean --config?"),
     "validate --world --config run.toml": ("--world\n", "a value", "--world N\n"),

@@ -1,7 +1,6 @@
 """`titanlite plan`: the tables, the chain of a tensor, the file for programs, what differs, what fits, and mistakes."""
 
 import importlib.util
-import inspect
 import json
 import re
 from pathlib import Path
@@ -11,14 +10,14 @@ import pytest
 from tests.cli.commands.conftest import Call
 from tests.support.fake_ranks import ranks_that_move_nothing
 from tests.support.needs import slow
+from tests.support.own_model import mine
 from titanlite.commands import main, planned_run
-from titanlite.commands.collective_table import collective_rows
+from titanlite.commands.plan_tables import collective_rows
 from titanlite.commands.planned_run import plan_run
-from titanlite.commands.sharding_table import weight_rows, why
+from titanlite.commands.sharding_table import sharding_table, weight_rows, why
 from titanlite.config.toml_file import shipped_folder
 from titanlite.device import CPU
 from titanlite.errors import TitanliteError
-from titanlite.models import llama3
 from titanlite.preflight.checked_run import checked_run
 from titanlite.receipt import Entry
 from titanlite.sharding import layers, split
@@ -134,8 +133,6 @@ def test_why_takes_every_name_of_the_tables() -> None:
 def test_blocks_that_stand_for_others_say_what_all_of_them_say(
     flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.commands.sharding_table import sharding_table
-
     run = checked_run(["--config", DEBUG, *TWO, *flags])
     few = split.sharding_plan(run.config, run.dims)
     split._derived_plan.cache_clear()
@@ -173,17 +170,10 @@ def test_what_the_trainer_refuses_is_refused_in_its_words(
 ) -> None:
     # Which needs ranks that exchange something.
     monkeypatch.setattr("titanlite.sharding.split.require_parity", lambda *_: Entry("parity", False, {}, count=0))
-    good, wrong = BAD[bad]
-    source = inspect.getsource(llama3)
+    changes = [BAD[bad]]
     if bad == "a parameter of the model's own":
-        source = source.replace("self.output(self.norm(x))", "self.output(self.norm(x) * self.scale)")
-    assert good in source
-    (tmp_path / "bad.py").write_text(source.replace(good, wrong, 1))
-    (tmp_path / "model").mkdir()
-    sizes = (shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text()
-    (tmp_path / "model" / "bad-small.toml").write_text(sizes)
-    flags = ["--model.file", str(tmp_path / "bad.py"), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
-    flags += ["--parallelism.tensor_parallel_degree", "2", "--model.n_layers", "1", *ASYNC[1:]]
+        changes.append(("self.output(self.norm(x))", "self.output(self.norm(x) * self.scale)"))
+    flags = [*mine(tmp_path, *changes), *TWO[:2], "--model.n_layers", "1", *ASYNC[1:]]
     if bad == "a filter without a layer":
         flags += ["--float8.recipe", "rowwise", "--float8.filter_fqns", "wq_and_wk"]
     if bad == "an operation that torch has not":
@@ -399,32 +389,27 @@ def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
     odd.write_text('help = "x"\ndefault = "recompute"\n[[rules]]\nop = "aten.cat.default"\naction = "save"\n')
     out = call("plan", *SMALL, "--activation_checkpoint.recipe", str(odd))
     assert f'no memory and no time: save-list {odd}, rules[0].op = "aten.cat.default"; want a class' in out
-    file, sizes = tmp_path / "mine.py", tmp_path / "model" / "mine-small.toml"
-    file.write_text(inspect.getsource(llama3))
-    sizes.parent.mkdir()
-    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
-    mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
-    out = call("plan", *SMALL, *mine)
+    own = mine(tmp_path)
+    out = call("plan", *SMALL, *own)
     assert out.strip().splitlines()[-1].startswith("no time: training.mixed_precision_param = float32")
     assert "memory of a rank" in out  # of a model file there is nothing to be said
-    out = call("plan", DEBUG, *mine, *TWO[:2])
+    out = call("plan", DEBUG, *own, *TWO[:2])
     assert "collectives that backward repeats are not listed" not in out
     assert "--world N adds the collectives of data-parallel ranks" in out
-    call("plan", *SMALL, *mine, "--device-gib", "80")
-    assert 'did you mean "*norm.weight"?' in call(
-        "plan", *SMALL, *mine, "--optimizer.weight_decay_exclude", "*norms.weight", ends=2
-    )
+    call("plan", *SMALL, *own, "--device-gib", "80")
+    no_weight = "--optimizer.weight_decay_exclude", "*norms.weight"
+    assert 'did you mean "*norm.weight"?' in call("plan", *SMALL, *own, *no_weight, ends=2)
 
 
 def test_groups_of_an_optimizer_that_do_not_fit_the_model(tmp_path: Path, call: Call) -> None:
     (tmp_path / "optimizer").mkdir()
-    (mine := tmp_path / "optimizer" / "mine.toml").write_text('help = "Mine."\n[groups.hidden]\nrule = "adamw"\n')
+    (own := tmp_path / "optimizer" / "mine.toml").write_text('help = "Mine."\n[groups.hidden]\nrule = "adamw"\n')
     flags = ["--job.recipe_dirs", str(tmp_path), "--optimizer.recipe", "mine"]
     call("plan", *SMALL, *flags)
-    mine.write_text(mine.read_text() + 'pattern = ["layers.*"]\n')
+    own.write_text(own.read_text() + 'pattern = ["layers.*"]\n')
     assert "none takes tok_embeddings.weight, norm.weight" in call("plan", *SMALL, *flags, ends=2)
-    mine.write_text(mine.read_text().replace("layers", "layer") + '[groups.rest]\nrule = "adamw"\n')
-    assert f'{mine}: 1 problem\n  line 4  groups.hidden.pattern = "layer.*"' in call("plan", *SMALL, *flags, ends=2)
+    own.write_text(own.read_text().replace("layers", "layer") + '[groups.rest]\nrule = "adamw"\n')
+    assert f'{own}: 1 problem\n  line 4  groups.hidden.pattern = "layer.*"' in call("plan", *SMALL, *flags, ends=2)
     assert 'did you mean "adamw"?' in call("plan", *SMALL, "--optimizer.recipe", "adam", ends=2)
 
 
@@ -463,19 +448,14 @@ def test_auto_is_planned_as_these_rates_choose(call: Call) -> None:
 
 
 def test_what_torch_knows_is_refused_without_tensor_parallelism(tmp_path: Path, call: Call) -> None:
-    file, odd = tmp_path / "mine.py", tmp_path / "odd.toml"
+    odd = tmp_path / "odd.toml"
     for op in ("aten.mmm.default", "aten.silu.default"):
         odd.write_text(f'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "{op}"\naction = "save"\n')
         assert f'line 4  rules[0].op = "{op}"' in call(
             "plan", *SMALL, "--activation_checkpoint.recipe", str(odd), ends=2
         )
-    file.write_text(inspect.getsource(llama3))
-    sizes = tmp_path / "model" / "mine-small.toml"
-    sizes.parent.mkdir()
-    sizes.write_text((shipped_folder("recipes") / "model" / "llama3-debug.toml").read_text())
-    mine = ["--model.file", str(file), "--model.flavor", "small", "--job.recipe_dirs", str(tmp_path)]
     filtered = ["--float8.recipe", "rowwise", "--float8.filter_fqns", "nosuch"]
-    assert 'float8.filter_fqns = "nosuch"' in call("plan", *SMALL, *mine, *filtered, ends=2)
+    assert 'float8.filter_fqns = "nosuch"' in call("plan", *SMALL, *mine(tmp_path), *filtered, ends=2)
 
 
 @pytest.mark.usefixtures("unrecorded")
@@ -590,12 +570,7 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "titanlite plan configs/debug.toml --world 2"),
-        ([DEBUG, LARGE], f"titanlite plan {DEBUG} --world 2; "),
-        ([DEBUG], "parallelism.tensor_parallel_degree = 1"),
-        ([DEBUG], "fix:  --world 2, or "),  # which other tests plan; 8 do not divide its batch
-        ([DEBUG, *TWO, "--world", "x"], "a number of processes, at least 1"),
-        ([DEBUG, *TWO, "--why"], "--why"),
+        ([LARGE, "--activation-checkpoint", "--why", "x"], "no --why together with --activation-checkpoint"),
         ([*SMALL, "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
         ([*OLMOE, "--world", "2", "--why", "output"], "fix:  leave --why out: FSDP splits each weight by rows"),
         (OLMOE, "fix:  --world 2, or --activation-checkpoint for what"),
@@ -615,7 +590,6 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
             "fix:  --why layers.0.attention.wqkv or --why layers.0.attention.wo or ",
         ),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
-        ([*SMALL, "--json", "/no/such/plan.json"], "--json = /no/such/plan.json (No such file"),
     ],
 )
 def test_mistakes(argv: list[str], words: str, call: Call) -> None:

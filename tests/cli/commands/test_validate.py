@@ -21,7 +21,7 @@ from tests.support.cpu import cpu_of_children
 from tests.support.safetensors_header import header_of, write_header
 from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.operations import CLASSES, PIECE_ATTENTION
-from titanlite.commands import main
+from titanlite.commands import COMMANDS, main, module_of
 from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.hugging_face import config_json
 from titanlite.config.toml_file import shipped_folder
@@ -125,17 +125,6 @@ def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str,
     assert hint.startswith(
         "titanlite export will refuse this model: experts.balance_bias = 0.001 is computed by no class"
     )
-
-
-def test_no_heads_are_refused_before_anything_is_divided_by_them(file: str) -> None:
-    with pytest.raises(ConfigError, match=r"model\.n_heads = 0\n +want: a whole number, at least 1"):
-        checked_run([file, "--model.n_heads", "0"])
-
-
-def test_a_folder_of_weights_without_a_config(file: str, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r'initial_load_path = ".*/empty", which has no config.json\n'):
-        checked_run([file, "--checkpoint.initial_load_path", str(tmp_path / "empty")])
 
 
 def test_the_shipped_configs_are_those_of_the_published_sizes() -> None:
@@ -467,17 +456,6 @@ def test_a_vocabulary_without_an_aligned_kernel(file: str, call: Call, flags: li
         assert part in said
 
 
-def test_a_save_list_that_names_a_layer_which_blocks_lack(file: str, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.toml"
-    for default, action in (("recompute", "save"), ("save", "recompute")):  # of which the second has no price
-        rule = f'[[rules]]\nop = "matmul"\nmodule = ["w13"]\naction = "{action}"\n'
-        mine.write_text(f'help = ""\ndefault = "{default}"\n{rule}')
-        flags = ("--activation_checkpoint.recipe", str(mine), "--training.seq_len", "1024")
-        assert refused(file, *flags) == ""
-        said = refused(file, *flags, "--model.name", "gpt2", "--model.flavor", "774M")
-        assert "want: a linear layer of a block: wqkv, wo, w1, w2" in said
-
-
 def refused(file: str, *flags: str, world: int | None = None) -> str:
     """What `plan` and the start of a run say, which import torch; nothing if they would go on."""
     try:
@@ -487,139 +465,80 @@ def refused(file: str, *flags: str, world: int | None = None) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("text", "want"),
-    [
-        (
-            'default = "save"\n[[rules]]\nop = "matmul"\nmodule = ["wqkv"]\naction = "recompute"\n',
-            "wqkv would be recomp",
-        ),
-        ('default = "save"\n[[rules]]\nop = "matmul"\nmodule = ["wo"]\naction = "recompute"\n', ""),
-        (
-            'default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "100:"\n',
-            "some of the model's 2 blo",
-        ),
-        ('default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "1:"\n', ""),
-        ('default = "recompute"\n[[rules]]\nop = "block"\naction = "save"\nlayers = "2:"\noptional = true\n', ""),
-        (  # what passes in a fused operation is not what a run looks at first
-            'default = "recompute"\n[[rules]]\nop = "communication"\naction = "save"\n'
-            '[[rules]]\nop = "attention"\naction = "save"\n',
-            "wqkv would be recomputed",
-        ),
-    ],
-)
-def test_a_save_list_that_a_run_would_refuse(file: str, tmp_path: Path, text: str, want: str) -> None:
-    (tmp_path / "mine.toml").write_text(f'help = ""\n{text}')
-    flags = ["--activation_checkpoint.recipe", str(tmp_path / "mine.toml"), "--parallelism.tensor_parallel_degree", "2"]
-    found = refused(file, *flags, "--parallelism.async_tensor_parallel")
-    assert want in found
-    assert bool(found) == bool(want)
-    if "100:" in text:
-        assert refused(file, *flags, "--job.strict", "false") == ""
+def rule(op: str, more: str = "", action: str = "save") -> str:
+    return f'[[rules]]\nop = "{op}"\n{more}\naction = "{action}"\n'
 
 
-@pytest.mark.parametrize(
-    ("rule", "parts"),
-    [
-        ('op = "matmul"\nmodule = ["wv"]', ['line 5  rules[0].module = "wv"', 'did you mean "wqkv"?']),
-        ('op = "matmul"\nmodule = ["wqkw"]', ['line 5  rules[0].module = "wqkw"', 'did you mean "wqkv"?']),
-        ('op = "aten._scaled_dot_product_flash_attention.default"', ["line 4  rules[0].op", 'module = ["wqkv"]']),
-        (
-            'op = "block"\nlayers = "9:"',
-            ['line 5  rules[0].layers = "9:"', "the model's 2 blocks", "or set optional = true"],
-        ),
-        ('op = "communication"', ["line 4  rules[0].op", "it matches nothing", "set optional = true"]),
-        ('op = "cast"\nmodule = ["w2"]', ["line 4  rules[0].op", "it matches nothing"]),
-        ('op = "titanlite.scaled_matmul.default"', ["line 4  rules[0].op", "it matches nothing"]),
-        (
-            'op = "titanlite.scaled_mm.default"',
-            ["line 4  rules[0].op", 'did you mean "titanlite.scaled_matmul.default"?'],
-        ),
-    ],
-)
-def test_a_rule_that_cannot_work_here_is_found_in_its_file(
-    file: str, tmp_path: Path, rule: str, parts: list[str]
+GPT2 = ("--model.name=gpt2", "--model.flavor=774M")
+TP = ("--parallelism.tensor_parallel_degree=2",)
+ASYNC = (*TP, "--parallelism.async_tensor_parallel")
+ROWWISE, MIXTURE, LENIENT = ("--float8.recipe=rowwise",), ("--model.name=qwen3_moe",), ("--job.strict=false",)
+PARTLY = (*ROWWISE, "--float8.filter_fqns", "layers.0.")
+W13, WQKV, WV = ('module = ["w13"]', 'module = ["wqkv"]', 'module = ["wv"]')
+BALANCED = (shipped_folder("recipes") / "activation_checkpoint/balanced.toml").read_text().partition("[[")
+KERNEL = CLASSES["attention"][0]
+LATE, MATCHES_NOTHING = 'layers = "100:"', "it matches nothing"
+SAVE_LISTS: list[tuple[str, tuple[str, ...], str]] = [  # rules, behind another default if so, flags, what is said
+    (rule("matmul", W13), (), ""),
+    (rule("matmul", W13), GPT2, "want: a linear layer of a block: wqkv, wo, w1, w2"),
+    (f'default = "save"\n{rule("matmul", W13, "recompute")}', (), ""),
+    (f'default = "save"\n{rule("matmul", W13, "recompute")}', GPT2, "want: a linear layer of a block: wqkv, wo, w1"),
+    (f'default = "save"\n{rule("matmul", WQKV, "recompute")}', ASYNC, "wqkv would be recomputed"),
+    (f'default = "save"\n{rule("matmul", WQKV.replace("qkv", "o"), "recompute")}', ASYNC, ""),
+    (rule("block", LATE), ASYNC, "line 5  rules[0].layers = |some of the model's 2 blocks|or set optional = true"),
+    (rule("block", LATE), (*ASYNC, *LENIENT), ""),
+    (rule("block", f"{LATE}\noptional = true"), ASYNC, ""),
+    (rule("block", 'layers = "1:"'), ASYNC, ""),
+    (rule("communication") + rule("attention"), ASYNC, "wqkv would be recomputed"),  # in a fused operation
+    (rule("matmul", WV), (), 'line 5  rules[0].module = "wv"|did you mean "wqkv"?'),
+    (rule("aten._scaled_dot_product_flash_attention.default"), (), 'module = ["wqkv"]'),
+    (rule("communication"), (), f"line 4  rules[0].op|{MATCHES_NOTHING}|set optional = true"),
+    (rule("cast", 'module = ["w2"]'), (), MATCHES_NOTHING),
+    (rule("titanlite.scaled_matmul.default"), (), MATCHES_NOTHING),
+    (rule("titanlite.scaled_mm.default"), (), 'did you mean "titanlite.scaled_matmul.default"?'),
+    (rule("matmul", 'module = ["wqkw"]'), PARTLY, 'did you mean "wqkv"?'),
+    (rule("attention"), PARTLY, "the matmuls behind attention's q, k and v kept as well"),
+    (rule("cast", 'layers = ":1"'), PARTLY, MATCHES_NOTHING),
+    (rule("cast", 'layers = "1:"'), PARTLY, ""),
+    *(
+        (text, (*MIXTURE, *flags), said)
+        for flags in ((), ROWWISE)
+        for text, said in (
+            (rule("attention"), "the matmuls behind attention's q, k and v kept as well"),
+            (rule("route", action="recompute"), "where tokens go is always kept"),
+            (rule("titanlite.route.default", action="recompute"), "where tokens go is always kept"),
+            (rule("titanlite.rout.default"), 'did you mean "titanlite.route.default"?'),
+            (rule("matmul", 'module = ["w13", "w3"]'), 'did you mean "w13"?'),
+            (rule("dispatch", 'layers = "2:"'), "some of the model's 2 blocks"),
+            (rule("matmul", WQKV) + rule("attention"), ""),
+        )
+    ),
+    (rule("matmul", WQKV) + rule("communication"), LENIENT, ""),
+    (rule("matmul", WQKV) + rule("communication"), TP, ""),
+    (rule("matmul", WQKV) + rule("titanlite.scaled_matmul.default"), ROWWISE, ""),
+    (  # which of them runs shows on the device; the matmul that q, k and v come from is there
+        "".join([rule("matmul", WQKV), *map(rule, (*CLASSES["attention"][:3], PIECE_ATTENTION))]),
+        ("--data.document_mask=false",),
+        "",
+    ),
+    ("".join(BALANCED[1:]) + rule(KERNEL), (), f'rules[3].op = "{KERNEL}"\n'),  # behind all of them
+]
+
+
+@pytest.mark.parametrize(("rules", "flags", "said"), SAVE_LISTS)
+def test_a_save_list_that_cannot_work_here_is_refused_in_its_file(
+    file: str, tmp_path: Path, rules: str, flags: tuple[str, ...], said: str
 ) -> None:
-    """That of the list which has it, where the config names another that extends it."""
+    """In the list that has the rule, where the config names another that extends it."""
     base, mine = tmp_path / "base.toml", tmp_path / "mine.toml"
-    base.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
+    default = "" if rules.startswith("default") else 'default = "recompute"\n'
+    base.write_text(f'help = ""\n{default}{rules}')
     mine.write_text('extends = "base.toml"\nhelp = "mine"\n')
     for name in (base, mine):
-        said = refused(file, "--activation_checkpoint.recipe", str(name))
-        assert said.startswith(f"{base}: 1 problem\n")
-        for part in (*parts, "want: ", "fix: "):
-            assert part in said
-
-
-@pytest.mark.parametrize(
-    ("rule", "part"),
-    [
-        ('op = "matmul"\nmodule = ["wqkw"]', 'did you mean "wqkv"?'),
-        ('op = "attention"', "the matmuls behind attention's q, k and v kept as well"),
-        ('op = "cast"\nlayers = ":1"', "it matches nothing"),
-        ('op = "cast"\nlayers = "1:"', ""),
-    ],
-)
-def test_a_rule_that_cannot_work_is_found_where_some_blocks_are_in_float8(
-    file: str, tmp_path: Path, rule: str, part: str
-) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\naction = "save"\n')
-    flags = ["--activation_checkpoint.recipe", str(mine), "--float8.recipe", "rowwise"]
-    found = refused(file, *flags, "--float8.filter_fqns", "layers.0.")
-    assert part in found
-    assert bool(found) == bool(part)
-
-
-@pytest.mark.parametrize(
-    ("rule", "want"),
-    [
-        ('op = "attention"\naction = "save"', "the matmuls behind attention's q, k and v kept as well"),
-        ('op = "route"\naction = "recompute"', "where tokens go is always kept"),
-        ('op = "titanlite.route.default"\naction = "recompute"', "where tokens go is always kept"),
-        ('op = "titanlite.rout.default"\naction = "save"', 'did you mean "titanlite.route.default"?'),
-        ('op = "matmul"\nmodule = ["w13", "w3"]\naction = "save"', 'did you mean "w13"?'),
-        ('op = "dispatch"\nlayers = "2:"\naction = "save"', "some of the model's 2 blocks"),
-        ('op = "matmul"\nmodule = ["wqkv"]\naction = "save"\n[[rules]]\nop = "attention"\naction = "save"', ""),
-    ],
-)
-@pytest.mark.parametrize("flags", [(), ("--float8.recipe", "rowwise")])
-def test_what_a_save_list_asks_in_vain_is_found_in_the_model(
-    file: str, tmp_path: Path, rule: str, want: str, flags: tuple[str, ...]
-) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text(f'help = ""\ndefault = "recompute"\n[[rules]]\n{rule}\n')
-    said = refused(file, "--activation_checkpoint.recipe", str(mine), "--model.name", "qwen3_moe", *flags)
-    assert want in said
-    assert said == "" or said.startswith(f"{mine}: 1 problem\n  line ")
-    assert bool(said) == bool(want)
-
-
-@pytest.mark.parametrize(
-    ("rules", "flags"),
-    [
-        (['op = "communication"'], ["--job.strict", "false"]),
-        (['op = "communication"'], ["--parallelism.tensor_parallel_degree", "2"]),
-        (['op = "titanlite.scaled_matmul.default"'], ["--float8.recipe", "rowwise"]),
-        # Which of them runs shows on the device; the matmul that q, k and v come from is there.
-        ([f'op = "{op}"' for op in (*CLASSES["attention"][:3], PIECE_ATTENTION)], ["--data.document_mask", "false"]),
-    ],
-)
-def test_a_rule_that_may_match(file: str, tmp_path: Path, rules: list[str], flags: list[str]) -> None:
-    text = ['op = "matmul"\nmodule = ["wqkv"]', *rules]
-    mine = tmp_path / "mine.toml"
-    mine.write_text('help = ""\ndefault = "recompute"\n' + "".join(f'[[rules]]\n{r}\naction = "save"\n' for r in text))
-    assert refused(file, "--activation_checkpoint.recipe", str(mine), *flags) == ""
-
-
-def test_a_kernel_behind_all_of_them_can_never_match(file: str, tmp_path: Path) -> None:
-    mine, balanced = (
-        tmp_path / "mine.toml",
-        (shipped_folder("recipes") / "activation_checkpoint/balanced.toml").read_text(),
-    )
-    mine.write_text(f'{balanced}\n[[rules]]\nop = "{CLASSES["attention"][0]}"\naction = "save"\n')
-    found = refused(file, "--activation_checkpoint.recipe", str(mine))
-    assert f'rules[3].op = "{CLASSES["attention"][0]}"\n      want: ' in found
+        found = refused(file, f"--activation_checkpoint.recipe={name}", "--training.seq_len=1024", *flags)
+        assert found.startswith(f"{base}: 1 problem\n  line ") if said else found == ""
+        for part in said.split("|"):
+            assert part in found
 
 
 def test_a_save_list_that_will_be_chosen(file: str, call: Call) -> None:
@@ -627,38 +546,6 @@ def test_a_save_list_that_will_be_chosen(file: str, call: Call) -> None:
     said = call("validate", file, *auto, "8", "--world", "2")
     assert "activation_checkpoint auto within 8 GiB, float8 none" in said
     assert "want: at least 0." in refused(file, *auto, "0.1", world=2)
-
-
-@pytest.mark.parametrize(
-    ("argv", "parts"),
-    [
-        (["{missing}"], ["no such file or directory", "did you mean"]),
-        (["{bad_toml}"], ["line 2", "valid TOML"]),
-        (["{file}", "--training.steps", "many"], ["want: a whole number"]),
-        (["{file}", "--parallelism.tensor_parallel_degree", "2", "--world", "3"], ["the number of processes, 3"]),
-        (["{file}", "--float8.recipe", "rowwis"], ["command line: 1 problem", 'did you mean "rowwise"?']),
-        (["{file}", "--model.vocab_size", "255"], ["model.vocab_size"]),
-        (["{file}", "--data.source", "/no/such/*.txt"], ["/no/such/*.txt"]),
-        (["--world", "8"], ["FILE"]),
-        (["{file}", "--config", "{missing}"], ["one config", "titanlite validate {file} --world 2; ", 'extends = ["']),
-        (["{file}", "{missing}"], ["FILE = {file} {missing}", "one config", "titanlite validate {file} --world 2; "]),
-        (["{file}", "--world", "2", "--config={file}"], ["FILE = {file} {file}"]),
-        (["--config"], ["--config", "a value"]),
-        ([], ["FILE"]),
-    ],
-)
-def test_one_message_and_exit_code_2(
-    file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], parts: list[str]
-) -> None:
-    (tmp_path / "bad.toml").write_text("[job]\nname = debug\n")
-    names = {"file": file, "missing": str(tmp_path / "runn.toml"), "bad_toml": str(tmp_path / "bad.toml")}
-    assert main(["validate", *(a.format(**names) for a in argv)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "1 problem\n" in err
-    assert "Traceback" not in err
-    for part in (*parts, "want: ", "fix:  "):
-        assert part.format(**names) in err
 
 
 @pytest.mark.parametrize("config", [["{file}"], ["--config", "{file}"], ["--config={file}"]])
@@ -851,65 +738,43 @@ def test_a_working_directory_that_was_deleted(program: list[str], file: str, tmp
     )
 
 
-def test_help_lists_the_commands_without_importing_them() -> None:
+def test_help_and_version_import_no_torch_and_the_overview_no_command() -> None:
+    """All of it in four seconds of the processor, where one is usual."""
     code = (
-        "import sys; from titanlite.commands import main; main(['--help']); "
-        "print(*[m for m in sys.modules if m.startswith('titanlite.commands.')])"
+        "import sys; from titanlite.commands import COMMANDS, main; main(['--help']); "
+        "print(*[m for m in sys.modules if m.startswith('titanlite.commands.')]); main(['--version'])\n"
+        "for command in COMMANDS:\n    try:\n        main([command, '--help'])\n    except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules)"
     )
-    done = python("-c", code)
-    *lines, modules = done.stdout.splitlines()
+    with cpu_of_children(4.0):
+        said = python("-c", code).stdout.partition("\nusage: titanlite new ")[0]
+    *lines, modules, version = said.splitlines()
     assert modules == ""
     shown = dict(line.split(maxsplit=1) for line in lines[2:])
     names = "new train validate convert plan recipes prepare data compare explain evaluate export verify-resume"
     assert list(shown) == [*names.split(), "schema"]
     assert all(len(line) <= 120 for line in lines)
+    assert version == f"titanlite {titanlite.__version__}, torch {importlib.metadata.version('torch')}"
 
 
-@pytest.mark.parametrize(
-    ("command", "flags"),
-    [
-        ("validate", ["--world N"]),
-        (
-            "plan",
-            [
-                "--world N",
-                "--device NAME",
-                "--device-gib GIB",
-                "--why TENSOR",
-                "--json FILE",
-                "--activation-checkpoint",
-                "--diff",
-            ],
-        ),
-        ("train", ["--gpus N"]),
-        ("convert", ["--out FILE"]),
-        ("schema", []),
-        ("prepare", []),
-        ("compare", ["--out FILE"]),
-        ("export", ["--step N", "--out FOLDER", "--dtype DTYPE", "--tokenizer FILE"]),
-        ("verify-resume", ["--world N", "--steps K"]),
-        ("recipes", ["--job.recipe_dirs FOLDER"]),
-    ],
-)
-def test_help_of_a_command_says_what_it_does_and_explains_its_flags(command: str, flags: list[str]) -> None:
-    """In two seconds of the processor, where a quarter of one is usual."""
-    with cpu_of_children(2.0):
-        done = python("-m", "titanlite", command, "--help")
-    usage, about, _ = done.stdout.split("\n\n", 2)
-    source = importlib.import_module(f"titanlite.commands.{command.replace('-', '_')}").__doc__ or ""
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_says_what_it_does_and_explains_its_flags(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert not ended.value.code
+    text = capsys.readouterr().out
+    usage, about, _ = text.split("\n\n", 2)
+    module = importlib.import_module(f"titanlite.commands.{module_of(command)}")
     assert usage.startswith(f"usage: titanlite {command} ")
-    assert about == source.partition("\n\n")[0].strip()
-    lines = done.stdout.splitlines()
-    for flag in flags:
-        assert f"[{flag}" in usage or flag in usage
-        assert [line for line in lines if line.startswith(f"  {flag}") and len(line.split("  ")[-1]) > 10], flag
+    assert about == (module.__doc__ or "").partition("\n\n")[0].strip()
+    lines = text.splitlines()
+    for row, help_text in module.COMMAND.rows.items():
+        assert row in " ".join(usage.split()) or not row.startswith("-")
+        (shown,) = (line for line in lines if line.startswith(f"  {row}  "))
+        assert shown.split("  ")[-1].strip() in help_text
     assert max(map(len, lines[1:])) <= 120
-
-
-def test_versions_without_importing_torch() -> None:
-    code = "import sys; from titanlite.commands import main; main(['--version']); sys.exit('torch' in sys.modules)"
-    done = python("-c", code)
-    assert done.stdout == f"titanlite {titanlite.__version__}, torch {importlib.metadata.version('torch')}\n"
 
 
 def test_the_version_is_that_of_the_package() -> None:
@@ -938,49 +803,68 @@ def test_shards_that_fsdp_cannot_gather_in_float8() -> None:
     assert "the 512 shards of FSDP; output has 128256, and so for 1 layers" in said
 
 
-@pytest.mark.parametrize(
-    ("flags", "want"),
-    [
-        (["rowwise", "--float8.filter_fqns", "outptu"], 'float8.filter_fqns = "outptu"\n'),
-        (["rowwise", "--float8.filter_fqns", "layers.2."], "linear layer: wqkv, wo, w13, w2, output, …"),
-        (
-            ["blockwise", "--training.seq_len", "100"],
-            "all are skipped, e.g. layers.0.attention.wqkv (sizes (512, 256), ",
-        ),
-        (
-            ["rowwise", "--float8.filter_fqns", "layers,output"],
-            "all are skipped, e.g. layers.0.attention.wqkv (float8.filter_fqns has 'layers')",
-        ),
-        (["blockwise", "--training.seq_len", "100", "--job.strict", "false"], ""),
-        (["rowwise", "--float8.filter_fqns", "layers.1."], ""),
-        (["rowwise", "--float8.filter_fqns", "layers"], ""),  # the head is left
-    ],
-)
-def test_float8_layers(flags: list[str], want: str) -> None:
-    debug = str(shipped_folder("configs") / "debug.toml")
-    said = refused(debug, "--float8.recipe", *flags)
-    assert want in said if want else not said
-
-
+FILTER, ODD = "--float8.filter_fqns", "--training.seq_len=100"
 NO_COLLECTIVES = "which no fused kernel takes\n      fix:  --parallelism.async_tensor_parallel false;"
+WITHOUT_DECAY = "--optimizer.weight_decay_exclude"
+PATTERNS = "want: a pattern that matches a parameter: tok_embeddings.weight, layers.*.attention_norm.weight"
 
 
 @pytest.mark.parametrize(
-    ("flags", "want"),
+    ("flags", "said"),
     [
-        (["blockwise", "--float8.filter_fqns"], NO_COLLECTIVES),
-        (["blockwise"], ""),  # the head is left
-        (["blockwise", "--float8.filter_fqns", "layers.1.attention.wo"], ""),
-        (["blockwise", "--model.vocab_size", "258", "--float8.filter_fqns"], "  float8.filter_fqns = []\n"),  # odd
-        (["blockwise", "--float8.filter_fqns", "--job.strict", "false"], ""),
-        (["rowwise", "--float8.filter_fqns"], ""),
+        (["--float8.recipe=rowwise", *flags], said)
+        for flags, said in (
+            ([FILTER, "outptu"], 'float8.filter_fqns = "outptu"\n'),
+            ([FILTER, "layers.2."], "linear layer: wqkv, wo, w13, w2, output, …"),
+            ([FILTER, "layers,output"], "all are skipped, e.g. layers.0.attention.wqkv (float8.filter_fqns has 'layer"),
+            ([FILTER, "layers.1."], ""),
+            ([FILTER, "layers"], ""),  # the head is left
+            ([FILTER, "wqkvv"], 'did you mean "wqkv"?'),
+            ([FILTER, "layers.1.atention.wo"], 'did you mean "layers.1.attention.wo"?'),
+            ([FILTER, "attention.wk"], 'did you mean "attention.wqkv"?'),
+            ([FILTER, "w3"], 'did you mean "w13"?'),
+            ([FILTER, "output", "head"], "name one of these, or remove it"),
+            ([*ASYNC, FILTER], ""),
+        )
+    ]
+    + [
+        (["--float8.recipe=blockwise", *flags], said)
+        for flags, said in (
+            ([ODD], "all are skipped, e.g. layers.0.attention.wqkv (sizes (512, 256), "),
+            ([ODD, *LENIENT], ""),
+            ([*ASYNC, FILTER], NO_COLLECTIVES),
+            (ASYNC, ""),  # the head is left
+            ([*ASYNC, FILTER, "layers.1.attention.wo"], ""),
+            ([*ASYNC, "--model.vocab_size=258", FILTER], "  float8.filter_fqns = []\n"),  # odd
+            ([*ASYNC, FILTER, *LENIENT], ""),
+        )
+    ]
+    + [
+        ([WITHOUT_DECAY, "*norms.weight"], 'fix:  did you mean "*norm.weight"?'),
+        ([WITHOUT_DECAY, "layers.*.atention_norm.weight"], 'fix:  did you mean "layers.*.attention_norm.weight"?'),
+        ([WITHOUT_DECAY, "tok_embedings.weight"], 'fix:  did you mean "tok_embeddings.weight"?'),
+        ([WITHOUT_DECAY, "*norm.weight", "*.bias"], f'exclude = "*.bias"\n      {PATTERNS}'),
+        ([WITHOUT_DECAY, "layers.2.*"], "fix:  remove it"),  # of two, they are 0 and 1
+        ([WITHOUT_DECAY, "*norm.weight", "output.*", "layers.1.feed_forward.w1?.weight"], ""),
+        ([WITHOUT_DECAY], ""),
     ],
 )
-def test_float8_that_leaves_no_collective_to_fuse(flags: list[str], want: str) -> None:
-    debug = str(shipped_folder("configs") / "debug.toml")
-    tp = ["--parallelism.tensor_parallel_degree", "2", "--parallelism.async_tensor_parallel"]
-    said = refused(debug, *tp, "--float8.recipe", *flags)
-    assert want in said if want else not said
+def test_what_only_the_model_tells_is_refused(flags: list[str], said: str) -> None:
+    found = refused(DEBUG, *flags)
+    assert said in found if said else found == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[float8]\nrecipe = "rowwise"\nfilter_fqns = ["head"]\n', 'line 9  float8.filter_fqns = "head"'),
+        ('[float8]\nrecipe = "rowwise"\nfilter_fqns = ["layers", "output"]\n', 'line 8  float8.recipe = "rowwise"'),
+        ('[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n', 'line 8  optimizer.weight_decay_exclude = "*nrom'),
+    ],
+)
+def test_what_only_the_model_tells_is_found_by_its_line(file: str, text: str, said: str) -> None:
+    Path(file).write_text(Path(file).read_text() + text)
+    assert refused(file).startswith(f"{file}: 1 problem\n  {said}")
 
 
 @pytest.mark.parametrize("strict", ["true", "false"])
@@ -991,56 +875,6 @@ def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path
     flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
     said = call("validate", DEBUG, *flags, ends=2 if strict == "true" else 0)
     assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
-
-
-@pytest.mark.parametrize(
-    ("filters", "said"),
-    [
-        ('["wqkvv"]', 'line 9  float8.filter_fqns = "wqkvv"|did you mean "wqkv"?'),
-        (
-            '["layers.1.atention.wo"]',
-            'line 9  float8.filter_fqns = "layers.1.atention.wo"|did you mean "layers.1.attention.wo"?',
-        ),
-        ('["attention.wk"]', 'line 9  float8.filter_fqns = "attention.wk"|did you mean "attention.wqkv"?'),
-        ('["w3"]', 'line 9  float8.filter_fqns = "w3"|did you mean "w13"?'),
-        ('["output", "head"]', 'line 9  float8.filter_fqns = "head"|name one of these, or remove it'),
-        ('["layers", "output"]', 'line 8  float8.recipe = "rowwise"|want: at least one linear layer to convert'),
-    ],
-)
-def test_float8_filters_are_found_by_their_line(file: str, filters: str, said: str) -> None:
-    Path(file).write_text(Path(file).read_text() + f'[float8]\nrecipe = "rowwise"\nfilter_fqns = {filters}\n')
-    message = refused(file)
-    assert message.startswith(f"{file}: 1 problem\n")
-    for part in said.split("|"):
-        assert part in message
-
-
-@pytest.mark.parametrize(
-    ("patterns", "fix"),
-    [
-        (["*norms.weight"], 'did you mean "*norm.weight"?'),
-        (["layers.*.atention_norm.weight"], 'did you mean "layers.*.attention_norm.weight"?'),
-        (["tok_embedings.weight"], 'did you mean "tok_embeddings.weight"?'),
-        (["*norm.weight", "*.bias"], "remove it"),
-        (["layers.2.*"], "remove it"),  # of two, they are 0 and 1
-        (["*norm.weight", "output.*", "layers.1.feed_forward.w1?.weight"], None),
-        ([], None),
-    ],
-)
-def test_a_pattern_of_weight_decay_that_matches_nothing(patterns: list[str], fix: str | None) -> None:
-    debug = str(shipped_folder("configs") / "debug.toml")
-    said = refused(debug, "--optimizer.weight_decay_exclude", *patterns)
-    assert bool(said) == (fix is not None)
-    if fix is not None:
-        assert f'optimizer.weight_decay_exclude = "{patterns[-1]}"\n' in said
-        assert "want: a pattern that matches a parameter: tok_embeddings.weight, layers.*.attention_norm.weight" in said
-        assert f"fix:  {fix}" in said
-
-
-def test_a_pattern_of_weight_decay_is_found_by_its_line(file: str) -> None:
-    Path(file).write_text(Path(file).read_text() + '[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n')
-    said = refused(file)
-    assert f'{file}: 1 problem\n  line 8  optimizer.weight_decay_exclude = "*nrom.weight"' in said
 
 
 def test_groups_of_an_optimizer_are_found_without_torch(file: str, tmp_path: Path) -> None:
