@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     """Carry out the command.
 
     Returns:
-        1 if a run differs from the first, in a verdict or in a layer, has no step in common with it, or one of the two
+        1 if a run differs from the first in a verdict or a layer, has no step in common with it, or if one of the two
             has ended before the last step of its config; else 0.
 
     Raises:

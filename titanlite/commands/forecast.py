@@ -81,13 +81,7 @@ class Forecast:
 def forecast(
     memory: MemoryModel, save_list: SaveList | None, rates: Rates, attended: AttendedShare | None = None
 ) -> Forecast:
-    """Predict memory and speed of a run.
-
-    Args:
-        memory: of the run.
-        save_list: of the run; None: it is chosen when the run starts.
-        rates: of the device.
-        attended: the share of causal attention within documents, if it is known.
+    """Predict memory and speed of a run; without a save-list it is chosen when the run starts.
 
     Raises:
         RecipeError: the save-list keeps attention without its q, k and v.
@@ -214,7 +208,7 @@ def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | N
     Args:
         memory: of the run.
         predicted: of the run.
-        device_gib: GiB of the device; None: of the one that it is predicted for, if anything is.
+        device_gib: of the device; None: of the one that it is predicted for, if anything is.
 
     Raises:
         ConfigError: it does not fit, or is not known; the message has what would make it fit.

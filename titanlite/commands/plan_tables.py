@@ -1,25 +1,30 @@
 """The tables of a planned run, as `titanlite plan` prints, writes and compares them."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from titanlite.commands.collective_table import collective_rows, collective_table, sent_mib
-from titanlite.commands.forecast import forecast_table, memory_rows, time_rows
+from titanlite.byte_size import byte_size
+from titanlite.commands.forecast import Forecast, forecast_table, memory_rows, time_rows
 from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
-from titanlite.commands.update_table import update_as_dict, update_facts, update_table
+from titanlite.commands.sharding_table import sharding_table, weight_rows, why
 from titanlite.errors import ConfigError
-from titanlite.recorder.recorder import UNKNOWN
+from titanlite.forecast.update_time import UpdateTime
+from titanlite.forecast.update_work import UpdateWork
+from titanlite.recorder.recorder import UNKNOWN, Recorded
 from titanlite.text_table import columns
+
+_MIB = 2**20
 
 
 def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
     """Return all tables of a plan, and whether it fits."""
-    text = ""
-    if planned.sharding is not None:
-        from titanlite.commands.sharding_table import sharding_table
-
-        text = sharding_table(planned.sharding) + "\n"
+    text = "" if planned.sharding is None else sharding_table(planned.sharding) + "\n"
     if planned.collectives:
-        text += collective_table(planned.collectives, planned.memory.micro_steps, planned.is_complete)
+        header = ["collective", "pass", "at", "inside", "ranks", "times a step", "MiB each", "MiB a step"]
+        n = planned.memory.micro_steps
+        said = "the first rank sends" if planned.is_complete else "what a rank sends is not known; what is listed is"
+        sent = f"{_sent_bytes(planned) / _MIB:,.1f} MiB a step of {n} micro-step{'s' if n > 1 else ''}"
+        text += f"{columns(header, *collective_rows(planned.collectives))}{said} {sent}\n"
     text += "".join(f"{note}\n" for note in planned.notes)
     if planned.sharding is not None:
         if planned.pairs:
@@ -32,8 +37,24 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
     if planned.predicted is None:
         return text
     return (
-        text + forecast_table(planned.predicted, device_gib) + update_table(planned.memory.optimizer, planned.predicted)
+        text
+        + forecast_table(planned.predicted, device_gib)
+        + _update_table(planned.memory.optimizer, planned.predicted)
     )
+
+
+def collective_rows(listed: Mapping[Recorded, int]) -> list[list[str]]:
+    """Return rows of kind, pass, module, operator, ranks, count, MiB each and MiB a step."""
+    rows: list[list[str]] = []
+    for each, times in listed.items():
+        mib = each.sent_bytes / _MIB
+        row = [each.kind, each.direction, each.module, each.operator, str(each.ranks), str(times)]
+        rows.append([*row, f"{mib:,.3f}", f"{times * mib:,.1f}"])
+    return rows
+
+
+def _sent_bytes(planned: PlannedRun) -> int:
+    return sum(times * each.sent_bytes for each, times in planned.collectives.items())
 
 
 def _pair_rows(planned: PlannedRun) -> list[list[str]]:
@@ -60,8 +81,6 @@ def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
     if planned.sharding is None:
         want = "more than 1: nothing is split over tensor-parallel ranks"
         raise ConfigError.of(file, key, "1", want, f"--{key} 2")
-    from titanlite.commands.sharding_table import why
-
     return why(planned.sharding, tensor)
 
 
@@ -71,18 +90,23 @@ def plan_as_dict(planned: PlannedRun, world: int | None) -> dict[str, Any]:
     if planned.sharding is not None:
         said |= planned.sharding.plan.as_dict() | {"stand_for": planned.sharding.stand_for}
         said["pairs"] = [{**pair._asdict(), "times": times} for pair, times in planned.pairs.items()]
-    sent = sum(n * each.sent_bytes for each, n in planned.collectives.items())
     said["step"] = {
         "tokens": planned.tokens,
         "collectives": [
             {**each._asdict(), "times": n, "sent_bytes": each.sent_bytes} for each, n in planned.collectives.items()
         ],
-        "sent_bytes": sent if planned.is_complete else None,
+        "sent_bytes": _sent_bytes(planned) if planned.is_complete else None,
         "not_listed": list(planned.notes),
     }
     if planned.predicted is not None:
         said |= planned.predicted.as_dict()
-        said["optimizer"] = update_as_dict(planned.memory.optimizer, planned.predicted)
+        work, time = planned.memory.optimizer, planned.predicted.update
+        said["optimizer"] = {
+            "groups": {name: vars(group) for name, group in work.groups().items()},
+            "buffer_bytes": work.buffers,
+            "flops": sum(shared.flops for _, shared in work.shared),
+            "update_ms": time and {**_update_parts(work, time), "total": time.total},
+        }
     return said
 
 
@@ -90,20 +114,52 @@ def plan_facts(planned: PlannedRun) -> dict[str, str]:
     """Return each fact of a plan under its name."""
     facts: dict[str, str] = {}
     if planned.sharding is not None:
-        from titanlite.commands.sharding_table import weight_rows
-
         for name, shape, placed, _ in weight_rows(planned.sharding):
             facts[f"weight {name}"] = f"{shape} {placed}"
     for kind, direction, name, inside, ranks, times, mib, _ in collective_rows(planned.collectives):
         what = " ".join(filter(None, (kind, direction, name, inside)))  # what is reduced before the update is at none
         seen = f"{times} of {mib} MiB over {ranks} ranks"
         facts[what] = f"{facts[what]}; {seen}" if what in facts else seen
-    sent = f"{sent_mib(planned.collectives):,.1f}" if planned.is_complete else "not known"
+    sent = f"{_sent_bytes(planned) / _MIB:,.1f}" if planned.is_complete else "not known"
     facts["the first rank sends, MiB a step"] = sent
     for kind, direction, name, _, verdict in _pair_rows(planned):
         facts[f"{kind} {direction} {name}, with its matmul"] = verdict
     if planned.predicted is not None:
         facts |= {f"memory: {name}": value for name, value in memory_rows(planned.predicted)}
         facts |= {f"step: {name}": value for name, value in time_rows(planned.predicted)}
-        facts |= update_facts(planned.memory.optimizer)
+        for name, (rule, elements, state) in _update_groups(planned.memory.optimizer).items():
+            facts[f"optimizer: {name}"] = f"{f'{rule}, ' * bool(rule)}{elements} elements, {state}"
     return facts
+
+
+def _update_table(work: UpdateWork, predicted: Forecast) -> str:
+    """Return what updates each group, and the update's share of a step; "" where AdamW takes all."""
+    groups = work.groups()
+    if len(groups) == 1 and {group.rule for group in groups.values()} == {"adamw"}:
+        return ""
+    rows = [(name, *cells) for name, cells in _update_groups(work).items()]
+    text = f"\noptimizer\n{columns(('group', 'rule', 'elements', 'state of a rank'), *rows)}"
+    if work.buffers:
+        text += f"the update itself needs {byte_size(work.buffers)} of a rank, when activations are freed\n"
+    if predicted.step is None or predicted.update is None:
+        return text
+    parts = ", ".join(f"{ms:,.1f} {name}" for name, ms in _update_parts(work, predicted.update).items())
+    share = predicted.update.total / predicted.step.total
+    return text + f"the update takes {share:.1%} of the step, ms: {parts}\n"
+
+
+def _update_groups(work: UpdateWork) -> dict[str, tuple[str, str, str]]:
+    """Return the rule, elements and state of each group of the optimizer."""
+    return {
+        name: (group.rule, f"{group.elements:,}", byte_size(group.state, beside=work.state))
+        for name, group in work.groups().items()
+    }
+
+
+def _update_parts(work: UpdateWork, time: UpdateTime) -> dict[str, float]:
+    """Return the milliseconds of each rule's passes over memory, and of all else."""
+    parts = {f"{rule} over memory": ms for rule, ms in time.passes.items()}
+    if work.shared:
+        parts["orthogonalisation"] = time.orthogonalisation
+        parts["exchanges that nothing hides"] = time.exchanges
+    return parts

@@ -4,7 +4,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from titanlite import recipes
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
@@ -22,14 +23,12 @@ from titanlite.forecast.update_work import ITEMSIZE, ITEMSIZE_OF_ROW
 from titanlite.models.mistakes import mistake_of_model
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.receipt import Entry
+from titanlite.recorder.record import record
+from titanlite.recorder.recorder import CollectiveMatmul, Recorded
+from titanlite.sharding.representative_blocks import PlannedLayers
 from titanlite.sharding.sent_bytes import sent_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from titanlite.recorder.recorder import CollectiveMatmul, Recorded
-    from titanlite.sharding.representative_blocks import PlannedLayers
-    from titanlite.training.assemble import Assembly
+from titanlite.sharding.split import sharding_plan
+from titanlite.training.assemble import Assembly, assembled
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class PlannedRun:
 
     memory: MemoryModel
     tokens: int
-    sharding: "PlannedLayers | None"
-    collectives: "Mapping[Recorded, int]"
-    pairs: "Mapping[CollectiveMatmul, int]"
+    sharding: PlannedLayers | None
+    collectives: Mapping[Recorded, int]
+    pairs: Mapping[CollectiveMatmul, int]
     predicted: Forecast | None
     notes: tuple[str, ...]
     is_complete: bool
@@ -60,14 +59,7 @@ class PlannedRun:
 def plan_run(
     checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE, lists_collectives: bool = True
 ) -> PlannedRun:
-    """Plan a checked run.
-
-    Args:
-        checked: the run.
-        file: its config, for messages.
-        world: number of processes, if it is known.
-        device: one of `device_specs.DEVICES`.
-        lists_collectives: False: of placements alone, for which no step need be recorded.
+    """Plan a checked run; unless `lists_collectives`, its placements alone, for which no step is recorded.
 
     Raises:
         TitanliteError: there is nothing to plan, or the trainer would refuse the model.
@@ -80,16 +72,12 @@ def plan_run(
         can_split = only_tensor_parallel_degree(config, checked.dims) is None
         fix = f"--world 2, or {'--parallelism.tensor_parallel_degree 2, or ' * can_split}{price}"
         raise ConfigError.of(file, "parallelism.tensor_parallel_degree", "1", want, fix)
-    from titanlite.training.assemble import assembled
-
     with assembled(checked, world, device) as made:
         return _plan(made, world, device, lists_collectives)
 
 
-def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: bool) -> PlannedRun:
+def _plan(made: Assembly, world: int | None, device: str, lists_collectives: bool) -> PlannedRun:
     """Plan an assembled run."""
-    from titanlite.sharding.split import sharding_plan
-
     checked, memory, rates = made.asked, made.memory, measured_rates(device)
     config, cp = memory.config, memory.run.context_parallel
     tokens = memory.run.tokens * memory.micro_steps * memory.replicas * memory.shards
@@ -133,15 +121,12 @@ def _plan(made: "Assembly", world: int | None, device: str, lists_collectives: b
 
 
 def _recorded(
-    made: "Assembly", save_list: SaveList | None, device: str, attended: AttendedShare | None
-) -> "tuple[Mapping[Recorded, int], Mapping[CollectiveMatmul, int], Sequence[Entry]]":
+    made: Assembly, save_list: SaveList | None, device: str, attended: AttendedShare | None
+) -> tuple[Mapping[Recorded, int], Mapping[CollectiveMatmul, int], Sequence[Entry]]:
     """Record a step of the first rank; exchanges of matrices are added in the mean of all ranks.
 
     Which rank owns which matrix depends on all blocks, which need not be recorded otherwise.
     """
-    from titanlite.recorder.record import record
-    from titanlite.recorder.recorder import Recorded
-
     checked, memory = made.asked, made.memory
     elementwise = recipes.load("optimizer", "adamw")
     listed = save_list or recipes.load("activation_checkpoint", "none")
@@ -169,7 +154,7 @@ def _recorded(
 _OPERATORS = {"all_gather": "all_gather_matmul", "reduce_scatter": "matmul_reduce_scatter"}
 
 
-def _is_repeated(each: "Recorded | CollectiveMatmul", operator: str, again: Collection[tuple[str, str]]) -> bool:
+def _is_repeated(each: Recorded | CollectiveMatmul, operator: str, again: Collection[tuple[str, str]]) -> bool:
     """Return whether a collective is no recomputation, or is by one of these operators in one of these layers."""
     if each.direction != "recomputation":
         return True

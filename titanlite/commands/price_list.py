@@ -4,7 +4,6 @@ All is read off the traced blocks (`titanlite/forecast/activation_cost.py`, `mem
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from titanlite import recipes
 from titanlite.activation_checkpoint.operations import CLASSES, OPERATIONS
@@ -17,9 +16,7 @@ from titanlite.forecast.memory import MemoryModel
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.preflight.checked_run import CheckedRun
 from titanlite.text_table import columns
-
-if TYPE_CHECKING:
-    from titanlite.training.assemble import Assembly
+from titanlite.training.assemble import Assembly
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -40,7 +37,7 @@ def totals(run: TracedRun, save_list: SaveList) -> Totals:
     return Totals(sum(b.held for b in blocks), sum(a.flops for a in again), sum(a.moved for a in again))
 
 
-def price_list(made: "Assembly", file: str, world: int | None = None) -> str:
+def price_list(made: Assembly, file: str, world: int | None = None) -> str:
     """Format the prices of a run's save-list, and the totals of all lists; with `world`, also peaks.
 
     Raises:

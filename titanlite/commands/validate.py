@@ -187,7 +187,7 @@ def epochs_of(checked: CheckedRun, n_samples: int, world: int | None, start: int
 
     Args:
         checked: the run.
-        n_samples: of `data.source`, of the length that the stage table says.
+        n_samples: of `data.source`, of the stage table's length.
         world: number of processes, if it is known.
         start: step that it resumes from, after so many `samples`.
     """

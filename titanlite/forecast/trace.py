@@ -43,10 +43,8 @@ def trace(
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
-        args: what it is given; tensors that have a gradient require one.
-        kwargs: likewise.
-        experts: the ranks that share experts out. Their rows have room for the worst router; of P places that a
-            product has, one in the mean is a token's.
+        args: what it is given; tensors that have a gradient require one; likewise `kwargs`.
+        experts: whose rows have room for the worst router: of P places of a product one in the mean is a token's.
     """
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     stream = [t for t in given if t.requires_grad]
@@ -122,22 +120,10 @@ class OneKernel(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
-        return _attend(*args, **(kwargs or {}))
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return kernel(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        names = "query", "key", "value", "attn_mask", "dropout_p", "is_causal"
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        given.pop("enable_gqa", None)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(**given)[0]
 
 
 class _Recorder(TorchDispatchMode):
