@@ -55,10 +55,7 @@ class AttendedShare:
 def attended_share(config: Config, table: StageTable, shards: Mapping[str, Corpus]) -> AttendedShare | None:
     """Look at samples of each source, as many as its share of the run, whatever the seed; None if one is not prepared.
 
-    Args:
-        config: of the run.
-        table: its stages.
-        shards: of prepared sources, by key.
+    `shards` are the prepared sources, by key.
     """
     sources, seq_len = prepared_sources(config, shards, table.unit_len), config.training.seq_len
     if sources is None:

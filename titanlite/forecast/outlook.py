@@ -46,15 +46,7 @@ def token_flops(config: Config, dims: ModelDims, attended: AttendedShare | None 
 
 
 def outlook(config: Config, flops: float, world: int, tokens_per_second: float, peak: float) -> Outlook:
-    """Predict how long a run takes.
-
-    Args:
-        config: of the run.
-        flops: of `token_flops`.
-        world: number of devices.
-        tokens_per_second: of each.
-        peak: FLOPs per second that MFU is relative to.
-    """
+    """Predict how long a run takes, by the FLOPs of a token, and by speed and peak FLOPs per second of each device."""
     training = config.training
     at_once = training.local_batch_size * data_ranks(config, world)
     step = (training.global_batch_size or at_once) * training.seq_len

@@ -189,8 +189,7 @@ def gpu_candidates(base: Candidate) -> list[Candidate]:
     Every tensor-parallel degree of a host is tried, or of a mixture every expert-parallel one, with every micro-batch,
     every shipped save-list, and the list that `auto` would make.
 
-    Args:
-        base: without layout and save-list; its global batch is aimed at.
+    `base` is without layout and save-list; its global batch is aimed at.
     """
     layouts = list(_layouts_of(base, base.setting.host))
     for _, alike in groupby(layouts, lambda layout: (layout.degree, layout.experts_over)):
@@ -217,12 +216,7 @@ def candidates_of_layout(layout: Candidate) -> list[Candidate]:
 
 
 def cpu_candidates(base: Candidate, host_gib: float) -> list[Candidate]:
-    """Return what a new run could be on a CPU, of which no rates are known, the preferred first.
-
-    Args:
-        base: as of `gpu_candidates`.
-        host_gib: memory that all processes share.
-    """
+    """Return what a new run could be on a CPU, of which no rates are known, the preferred first."""
     base, lists = replace(base, budget_gib=host_gib / base.world / 2), ("none", "full")
     found = [
         layout.keeping(name, recipes.load("activation_checkpoint", name))

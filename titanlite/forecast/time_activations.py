@@ -83,7 +83,7 @@ def operands(
 
     Args:
         activation: the operation.
-        expert_ranks: P, the expert-parallel ranks: of P rows one is a token's.
+        expert_ranks: P: of P rows one is a token's.
         device: of the tensors.
         sequences: of a context-parallel rank.
     """
