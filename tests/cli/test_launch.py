@@ -130,18 +130,17 @@ def test_slurm_activates_the_environment_of_the_checkout(cluster, tmp_path: Path
 
 @pytest.mark.parametrize(("script", "args"), [(TWO_HOSTS, ["node1"]), (SLURM, [])], ids=["two_hosts", "slurm"])
 class TestBoth:
-    def test_the_exit_code_is_passed_on(self, cluster, script: str, args: list[str]) -> None:
-        assert cluster(script, *args, "--config", DEBUG, ends_with=17)[0].returncode == 17
+    def test_the_exit_code_is_passed_on_and_torchrun_waits_as_it_is_told(self, cluster, script, args) -> None:
+        told = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1800"}
+        done, given = cluster(script, *args, "--config", DEBUG, ends_with=17, **told)
+        assert done.returncode == 17
+        assert given["torchrun"]["torch"].items() >= told.items()
 
     @pytest.mark.parametrize("config", [DEBUG, *slow(f"--config={DEBUG}")])
     def test_the_config_may_stand_alone(self, cluster, script: str, args: list[str], config: str) -> None:
         done, given = cluster(script, *args, config, "--training.steps=50")
         assert (done.returncode, done.stderr.replace(AT_WORK, "")) == (0, "")
         assert understood(given["torchrun"]["args"])["training_script_args"] == [config, "--training.steps=50"]
-
-    def test_torchrun_waits_as_long_as_it_is_told(self, cluster, script: str, args: list[str]) -> None:
-        _, given = cluster(script, *args, "--config", DEBUG, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1800")
-        assert given["torchrun"]["torch"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "1800"
 
     def test_a_mistake_ends_it_before_anything_is_started(self, cluster, script: str, args: list[str]) -> None:
         done, given = cluster(script, *args, "--config", DEBUG, "--training.stepz=5")

@@ -45,12 +45,20 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
 
 def collective_rows(listed: Mapping[Recorded, int]) -> list[list[str]]:
     """Return rows of kind, pass, module, operator, ranks, count, MiB each and MiB a step."""
-    rows: list[list[str]] = []
-    for each, times in listed.items():
-        mib = each.sent_bytes / _MIB
-        row = [each.kind, each.direction, each.module, each.operator, str(each.ranks), str(times)]
-        rows.append([*row, f"{mib:,.3f}", f"{times * mib:,.1f}"])
-    return rows
+    return [
+        [
+            each.kind,
+            each.direction,
+            each.module,
+            each.operator,
+            f"{each.ranks}",
+            f"{n}",
+            f"{mib:,.3f}",
+            f"{n * mib:,.1f}",
+        ]
+        for each, n in listed.items()
+        for mib in [each.sent_bytes / _MIB]
+    ]
 
 
 def _sent_bytes(planned: PlannedRun) -> int:

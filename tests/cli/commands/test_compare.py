@@ -161,11 +161,6 @@ def test_what_is_no_floor_is_not_used_as_one(losses, given, why, tmp_path, capsy
     assert verdict.endswith("(rounding not measured: --floor)")
 
 
-def test_runs_without_a_step_in_common_are_not_passed(tmp_path):
-    runs = [make_run(tmp_path / name, losses) for name, losses in (("a", falling()), ("b", []))]
-    assert run([*runs, "--out", str(tmp_path / "p.png")]) == 1
-
-
 @pytest.mark.parametrize(("age_s", "code"), [(0, 0), (300, 0), (None, 1)])
 def test_what_ended_early_fails_and_what_still_runs_is_compared_so_far(age_s, code, tmp_path, capsys):
     runs = [make_run(tmp_path / name, falling()[:6]) for name in "ab"]
@@ -212,9 +207,7 @@ def test_layers_say_what_they_did_not_compare_and_the_exit_code_goes_by_them(tmp
     ("names", "flags", "said"),
     [
         ("a", ["--floor"], "a second run"),
-        ("ab", ["--tolerance", "none"], "--tolerance.*none"),
         ("ab", ["--tolerance", "0"], "--tolerance.*0"),
-        ("ab", ["--layers", "1.5"], r"--layers.*1\.5"),
         ("ab", ["--layers", "1"], r"receipt\.json"),  # it does not say how many processes the run had
     ],
 )
@@ -279,8 +272,6 @@ def test_every_folder_that_is_not_a_run_is_named(tmp_path):
 
 
 def test_nothing_to_compare(tmp_path):
-    with pytest.raises(RunError, match=r"1 problem\n  RUN\n.*want: a run's folder(.|\n)*fix:  titanlite compare"):
-        run([])
     with pytest.raises(RunError, match="wait for the first step"):
         run([make_run(tmp_path / "new", [])])
     assert not (tmp_path / "new/loss.png").exists()
@@ -327,8 +318,6 @@ def test_a_report_is_written_where_it_is_asked_for(tmp_path, capsys):
     assert run([folder, "--report", str(page)]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [str(tmp_path / "a/loss.png"), str(page)]
     assert page.read_text().startswith("<!DOCTYPE html>")
-    with pytest.raises(RunError, match=r"--report = .*page\.pdf\n.*want: a file whose ending is html"):
-        run([folder, "--report", str(tmp_path / "page.pdf")])
     with pytest.raises(ConfigError, match=r"--report = .*/page\.html/x\.html \((.|\n)*fix:  --report x\.html"):
         run([folder, "--report", str(page / "x.html")])
 

@@ -101,8 +101,6 @@ def test_a_recipe_with_a_mistake_is_named_beside_the_others(tmp_path: Path, caps
         (["float8", "rowwis"], 'did you mean "rowwise"?'),
         (["float8", "fp8"], "see `titanlite recipes float8`"),
         (["float8", "rowwise", "--job.recipe_dirs", "/no/such"], "a folder that exists"),
-        (["float8", "rowwise", "x"], "at most a kind and a name"),
-        (["float8", "--from", "x"], "fix:  titanlite recipes model --from x"),
         (["model", "llama3-8B", "--from", "x"], "fix:  titanlite recipes model --from x"),
         (["model", "--from", "nobody/model"], "hf download nobody/model --local-dir FOLDER"),
     ],

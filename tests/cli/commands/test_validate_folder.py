@@ -3,16 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-import titanlite
 import titanlite.commands.validate
-import titanlite.preflight.checked_run
+import titanlite.train
 from titanlite.checkpoint.optimizer_state import optimizer_identity
 from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
 from titanlite.checkpoint.resume import identity_of
@@ -22,6 +19,7 @@ from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.data.stages import stage_table
 from titanlite.errors import ConfigError
+from titanlite.exit_code import exit_code
 from titanlite.models.find import build_model
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
@@ -213,7 +211,11 @@ def test_it_says_of_prepared_text_that_it_is_another(
 
 
 def test_another_tokenizer_is_refused_before_its_text_is_prepared(
-    folder: RunFolder, tmp_path: Path, validate: Validate
+    folder: RunFolder,
+    tmp_path: Path,
+    validate: Validate,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     state(step_folder(folder.checkpoints, 100), corpora={"": "another"}, tokenizer="another")
     cache = f"--data.cache_dir={tmp_path}/cache"
@@ -225,10 +227,9 @@ def test_another_tokenizer_is_refused_before_its_text_is_prepared(
     )
     assert "  warning: data.tokenizer is another than before" in validate(cache, "--job.strict=false")[1]
     # So does a start; the rest of that is what is said here.
-    environment = os.environ | {"PYTHONPATH": str(Path(titanlite.__file__).parents[1])}
-    command = [sys.executable, "-m", "titanlite.train", *FLAGS, cache]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr.splitlines()[1:]) == (2, said.splitlines()[1:])
+    monkeypatch.setattr("sys.argv", ["train.py", *FLAGS, cache])
+    assert exit_code(titanlite.train.main) == 2
+    assert capsys.readouterr().err.splitlines()[1:] == said.splitlines()[1:]
     assert not (tmp_path / "cache").exists()
 
 
