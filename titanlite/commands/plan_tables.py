@@ -45,19 +45,10 @@ def plan_tables(planned: PlannedRun, device_gib: float | None) -> str:
 
 def collective_rows(listed: Mapping[Recorded, int]) -> list[list[str]]:
     """Return rows of kind, pass, module, operator, ranks, count, MiB each and MiB a step."""
+    mib = {each: each.sent_bytes / _MIB for each in listed}
     return [
-        [
-            each.kind,
-            each.direction,
-            each.module,
-            each.operator,
-            f"{each.ranks}",
-            f"{n}",
-            f"{mib:,.3f}",
-            f"{n * mib:,.1f}",
-        ]
+        [*each[:3], each.operator, f"{each.ranks}", f"{n}", f"{mib[each]:,.3f}", f"{n * mib[each]:,.1f}"]
         for each, n in listed.items()
-        for mib in [each.sent_bytes / _MIB]
     ]
 
 
