@@ -31,6 +31,7 @@ from titanlite.kernels.products import (
     FLOAT8,
     GatherCall,
     check_together,
+    contracts_last,
     gather_scale,
     gradient_of_bias,
     gradient_of_right,
@@ -118,7 +119,7 @@ def _check_gather(call: GatherCall) -> None:
             f"{op}: rank {ranks.rank} of {ranks.size} passes {shard.shape[dim]} of {size} rows along dim {dim}; "
             f"want {whole.length(ranks.rank)}: chunks of {whole.chunk}"
         )
-    contracted = (-1 if form in ("left", "right_t") else 0) % shard.ndim
+    contracted = (-1 if contracts_last(form) else 0) % shard.ndim
     K = size if contracted == dim else shard.shape[contracted]
     for i, other in enumerate(others):
         if form.startswith("left") and other.ndim != 2:
@@ -259,5 +260,5 @@ MatmulOperator(
 def _gather_flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
     G = list(shard_shape)
     G[dim] = size
-    kept = math.prod(G[:-1] if form in ("left", "right_t") else G[1:])
+    kept = math.prod(G[:-1] if contracts_last(form) else G[1:])
     return sum(2 * kept * math.prod(other) for other in other_shapes)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from titanlite.device import Device, device_of
 from titanlite.kernels.operators import operator
-from titanlite.kernels.products import FLOAT8
+from titanlite.kernels.products import KERNEL_DTYPES
 
 
 def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) -> str:
@@ -29,7 +29,7 @@ def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) ->
         dtype: of operands.
         widths: N and K.
     """
-    is_taken = dtype in (torch.bfloat16, torch.float16, *FLOAT8) and not any(n % 128 for n in widths)
+    is_taken = dtype in KERNEL_DTYPES and not any(n % 128 for n in widths)
     return "grouped_matmul" if is_taken and device.capability == (9, 0) else "loop"
 
 

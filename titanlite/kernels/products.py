@@ -11,6 +11,8 @@ from titanlite.kernels.collectives import gather_dim, named_group
 from titanlite.kernels.shapes import unviewed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, *FLOAT8)
+"""The dtypes that titanlite's own kernels multiply."""
 FSDP_GATHER, FSDP_REDUCE, EXPERTS = 2, 3, 4
 """Uses of memory that ranks share, beside collective matmuls: their numbers in `device.channel.OPERATORS`."""
 MAX_RANKS = 8
@@ -22,6 +24,23 @@ NOTHING = "nothing to multiply"
 SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
 EXPECTED = (NOTHING, SLOWER)
 """Reasons for which a call should not be fused."""
+
+
+def too_many_ranks(ranks: int) -> str | None:
+    """Return why kernels do not serve a group of this size, or None."""
+    return None if 2 <= ranks <= MAX_RANKS else f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
+
+
+def unsupported_operands(dtype: torch.dtype, ranks: int) -> str | None:
+    """Return why no collective matmul of this dtype is fused in a group of this size, or None."""
+    if dtype not in KERNEL_DTYPES:
+        return f"{dtype} operands; the kernels take bfloat16, float16 and float8"
+    return too_many_ranks(ranks)
+
+
+def contracts_last(form: str) -> bool:
+    """Check that the last dim of the gathered tensor is the contracted one."""
+    return form in ("left", "right_t")
 
 
 class GatherCall(NamedTuple):

@@ -21,7 +21,7 @@ from titanlite.device import Device
 from titanlite.kernels.collectives import Group, all_gather, exchange, named_group
 from titanlite.kernels.lowering import no_shared_memory
 from titanlite.kernels.operators import Sent, operator
-from titanlite.kernels.products import EXPERTS, MAX_RANKS
+from titanlite.kernels.products import EXPERTS, too_many_ranks
 from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_rows, rows_of_slots, spread_rows
 
 
@@ -32,9 +32,7 @@ def no_token_exchange(group: str, device: Device | None = None) -> str | None:
         group: name of the process group.
         device: that is built for; None: this process's own.
     """
-    if (ranks := named_group(group).size) > MAX_RANKS:
-        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
-    return no_shared_memory(group, EXPERTS, n_slots=1, device=device)
+    return too_many_ranks(named_group(group).size) or no_shared_memory(group, EXPERTS, n_slots=1, device=device)
 
 
 def _by_collectives(*arguments: Any) -> str | None:

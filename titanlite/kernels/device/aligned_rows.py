@@ -33,7 +33,6 @@ def _aligned_rows(
 
 
 def launch_aligned_rows(slots: Tensor, offsets: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the operator's kernel."""
     G = len(offsets) - 1
     places = aligned_places(len(slots), G)
     row_of, token_of, begins = slots.new_empty(places), slots.new_empty(places), offsets.new_empty(G + 1)

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from titanlite.kernels.device.channel import Channel, channel, multiprocessors
-from titanlite.kernels.device.gather_plan import UNIT, GatherPlan, contracts_last
+from titanlite.kernels.device.gather_plan import UNIT, GatherPlan
 from titanlite.kernels.device.general_gather import _gather_matmul, _publish
 from titanlite.kernels.device.launch import Blocks, ready
 from titanlite.kernels.device.operands import aligned
@@ -26,7 +26,7 @@ from titanlite.kernels.device.specialised_operands import (
     rest_blocks,
     stages,
 )
-from titanlite.kernels.products import GatherCall, gather_scale, products
+from titanlite.kernels.products import GatherCall, contracts_last, gather_scale, products
 
 COPY_BYTES = 128
 """Bytes of each row that the specialised kernel copies at once: the width that TMA swizzles."""
@@ -71,7 +71,7 @@ def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]
     first()
     second()
     if not at.whole.even:
-        gathered = gathered[:, : call.size].contiguous().view(plan.full)
+        gathered = gathered[:, : call.size].contiguous().view(call.whole)
     scales: list[Tensor] = []
     if plan.moves_scale and whole_scale is not None:
         rows = whole_scale.view(at.whole.outer, -1)[:, : plan.size].contiguous()
@@ -101,7 +101,8 @@ def _specialised_launches(plan: GatherPlan, call: GatherCall, to: Channel, memor
             *((scale, whole_scale) if moves_scale else (None, None)), to.slots, to.peer_slots, slot_bytes,
             plan.scale_bytes, at.rows, at.segment,
             to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
-            to.rank, to.ranks, plan.lanes, 0 if not moves_scale else 2 if call.scale_of == "row" else 1,
+            to.rank, to.ranks, triton.next_power_of_2(to.ranks),
+            0 if not moves_scale else 2 if call.scale_of == "row" else 1,
         ),
         num_warps=4 if moves_scale else 1,
     )  # fmt: skip
@@ -146,7 +147,7 @@ def _general_launches(plan: GatherPlan, call: GatherCall, to: Channel, memory: _
             at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
             plan.scales, 0 if call.scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
             to.flags, to.peer_flags, *state,
-            to.rank, to.ranks, plan.lanes, moves_scale, plan.block,
+            to.rank, to.ranks, triton.next_power_of_2(to.ranks), moves_scale, plan.block,
         ),
         num_warps=min(8, max(1, plan.block // 64)),
     )  # fmt: skip

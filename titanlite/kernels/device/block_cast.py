@@ -119,7 +119,6 @@ def _cast_blocks(
 def launch_cast_blocks(
     x: Tensor, rows: int, rows_transposed: int, dtype: torch.dtype, pow2: bool, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the operator's kernel."""
     M, K = x.shape
     if M % BLOCK or K % BLOCK:
         raise ValueError(f"cast_blocks: {tuple(x.shape)}; want multiples of {BLOCK}")

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
 
+from titanlite.kernels.collectives import process_group_of
 from titanlite.kernels.device.rendezvous import Rendezvous
 
 CHUNKS = 8
@@ -219,7 +220,7 @@ def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channe
         operator: FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls.
         n_slots: how many calls' data there is room for.
     """
-    process_group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+    process_group = process_group_of(group)
     found = _channels.get((group, operator))
     if found is None or found.process_group is not process_group:  # names are used again after a group's end
         device, ranks = torch.device("cuda", torch.cuda.current_device()), (process_group.rank(), process_group.size())

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from titanlite.kernels.device.expert_rows import is_far_behind
 from titanlite.kernels.device.float8_cast import scale_from_amax
@@ -112,68 +113,45 @@ def _expert_gate_grad_cast(
 
 
 def launch_expert_gate(a: Tensor, slots: Tensor) -> Tensor:
-    """Launch the operator's kernel."""
-    a, R, blocks = a.contiguous(), len(a), a.shape[1] // (2 * BLOCK.value)
-    out, n = a.new_empty(R, blocks * BLOCK.value), min(triton.next_power_of_2(blocks), PART)
-    launch(
-        _expert_gate,
-        (blocks, a.dtype),
-        R,
-        (a, slots, out),
-        lambda: (a, slots, out, blocks, n),
-        num_warps=_gate_warps(n),
-    )
+    a = a.contiguous()
+    out = a.new_empty(len(a), a.shape[1] // 2)
+    _launch(_expert_gate, a, (a, slots, out), (a.dtype,))
     return out
 
 
 def launch_expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the operator's kernel."""
     grad, a, weights = grad.contiguous(), a.contiguous(), weights.contiguous()
-    R, blocks = len(a), a.shape[1] // (2 * BLOCK.value)
     d_a, h, d_weights = torch.empty_like(a), torch.empty_like(grad), torch.zeros_like(weights)
-    n, tensors = min(triton.next_power_of_2(blocks), PART), (grad, a, weights, slots, d_a, h, d_weights)
-    launch(
-        _expert_gate_grad, (blocks, a.dtype, grad.dtype), R, tensors, lambda: (*tensors, blocks, n),
-        num_warps=_gate_warps(n),
-    )  # fmt: skip
+    _launch(_expert_gate_grad, a, (grad, a, weights, slots, d_a, h, d_weights), (a.dtype, grad.dtype))
     return d_a, h, d_weights
 
 
 def launch_expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernel."""
-    a, R, blocks = a.contiguous(), len(a), a.shape[1] // (2 * BLOCK.value)
-    out, scale_inv = a.new_empty(R, blocks * BLOCK.value, dtype=dtype), a.new_empty(R, 1, dtype=torch.float32)
-    n, tensors, most = triton.next_power_of_2(blocks), (a, slots, out, scale_inv), torch.finfo(dtype).max
-    launch(
-        _expert_gate_cast, (blocks, a.dtype, dtype), R, tensors, lambda: (*tensors, blocks, most, n),
-        num_warps=_row_warps(n),
-    )  # fmt: skip
+    a = a.contiguous()
+    out, scale_inv = _empty_rows(a, a.shape[1] // 2, dtype)
+    _launch(_expert_gate_cast, a, (a, slots, out, scale_inv), (a.dtype, dtype), torch.finfo(dtype).max)
     return out, scale_inv
 
 
 def launch_expert_gate_grad_cast(
     grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the operator's kernel."""
     grad, a, weights = grad.contiguous(), a.contiguous(), weights.contiguous()
-    R, blocks = len(a), a.shape[1] // (2 * BLOCK.value)
-    d_a, h = a.new_empty(a.shape, dtype=dtype), a.new_empty(grad.shape, dtype=dtype)
-    scale_inv, h_scale_inv = (a.new_empty(R, 1, dtype=torch.float32) for _ in range(2))
+    of_a, of_h = _empty_rows(a, a.shape[1], dtype), _empty_rows(a, grad.shape[1], dtype)
     d_weights = torch.zeros_like(weights)
-    n, most = triton.next_power_of_2(blocks), torch.finfo(dtype).max
-    tensors = grad, a, weights, slots, d_a, scale_inv, h, h_scale_inv, d_weights
-    launch(
-        _expert_gate_grad_cast, (blocks, a.dtype, grad.dtype, dtype), R, tensors, lambda: (*tensors, blocks, most, n),
-        num_warps=_row_warps(n),
-    )  # fmt: skip
-    return d_a, scale_inv, h, h_scale_inv, d_weights
+    tensors = grad, a, weights, slots, *of_a, *of_h, d_weights
+    _launch(_expert_gate_grad_cast, a, tensors, (a.dtype, grad.dtype, dtype), torch.finfo(dtype).max)
+    return *of_a, *of_h, d_weights
 
 
-def _row_warps(blocks: int) -> int:
-    """Return the warps for a row of so many blocks that is held whole: 16 numbers a thread."""
-    return max(1, min(32, blocks // 4))
+def _empty_rows(a: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Allocate the bytes of as many rows, and their inverse scales."""
+    return a.new_empty(len(a), columns, dtype=dtype), a.new_empty(len(a), 1, dtype=torch.float32)
 
 
-def _gate_warps(blocks: int) -> int:
-    """Return the warps for so many blocks: 8 numbers a thread and more."""
-    return max(1, min(8, blocks // 2))
+def _launch(kernel: JITFunction, a: Tensor, tensors: tuple[Tensor, ...], dtypes: tuple, *most: float) -> None:
+    """Launch a kernel of one thread block a row. One that casts (to numbers up to `most`) holds the row whole."""
+    blocks = a.shape[1] // (2 * BLOCK.value)
+    n = triton.next_power_of_2(blocks) if most else min(triton.next_power_of_2(blocks), PART)
+    warps = min(32, n // 4) if most else min(8, n // 2)  # 16 numbers a thread, or at least 8
+    launch(kernel, (blocks, *dtypes), len(a), tensors, lambda: (*tensors, blocks, *most, n), num_warps=max(1, warps))

@@ -89,7 +89,6 @@ def _row_dots(
 
 
 def launch_gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = None) -> Tensor:
-    """Launch the operator's kernel."""
     x, slots = _plain_rows(x), slots.contiguous()
     R, D = len(slots), x.shape[1]
     out = x.new_empty(R, D)
@@ -104,7 +103,6 @@ def launch_gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | Non
 
 
 def launch_combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
-    """Launch the operator's kernel."""
     out = o.new_empty(len(rows), o.shape[1])
     _launch_by_token(_combine_rows, _plain_rows(o), rows, weights, out)
     return out
@@ -113,7 +111,6 @@ def launch_combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 def launch_spread_rows(
     x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, after: Tensor | None = None
 ) -> Tensor:
-    """Launch the operator's kernel."""
     out = x.new_empty(n_rows, x.shape[1])
     if weights is None:
         _launch_by_token(_spread_rows, as_bytes(_plain_rows(x)), rows, None, as_bytes(out))
@@ -123,7 +120,6 @@ def launch_spread_rows(
 
 
 def launch_row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
-    """Launch the operator's kernel."""
     (M, K), D = rows.shape, o.shape[1]
     tensors = _plain_rows(grad), _plain_rows(o), rows.contiguous(), o.new_empty(M, K, dtype=torch.float32)
     if M:

@@ -162,7 +162,6 @@ def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.c
 
 
 def launch_cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Launch the operator's kernel."""
     return launch_cast_rows(x, dtype, scale)[0]
 
 
@@ -189,7 +188,6 @@ def launch_cast_transpose(
     after: Tensor | None = None,
     sources: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels."""
     x, factors = x if x.stride(1) == 1 else x.contiguous(), factors.contiguous()
     M, K, named = len(factors), x.shape[1], sources is not None
     amax = torch.zeros(K if by_column else 1, dtype=torch.int32, device=x.device)
@@ -209,7 +207,6 @@ def launch_cast_transpose(
 
 
 def launch_transpose(x: Tensor, after: Tensor | None = None, sources: Tensor | None = None) -> Tensor:
-    """Launch the operator's kernel."""
     x = x.contiguous()
     M, K = len(x) if sources is None else len(sources), x.shape[1]
     out = x.new_empty((K, M))

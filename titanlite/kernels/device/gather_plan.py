@@ -17,7 +17,16 @@ from titanlite.kernels.device.launch import cdiv
 from titanlite.kernels.device.operands import Rows, rows_of
 from titanlite.kernels.device.specialised_operands import has_steps_for_parts
 from titanlite.kernels.device.tiles import Tiles, tiles
-from titanlite.kernels.products import FLOAT8, MAX_RANKS, NOTHING, SLOWER, GatherCall, out_dtype_of, out_shapes
+from titanlite.kernels.products import (
+    FLOAT8,
+    NOTHING,
+    SLOWER,
+    GatherCall,
+    contracts_last,
+    out_dtype_of,
+    out_shapes,
+    unsupported_operands,
+)
 from titanlite.kernels.shapes import DimSplit, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
@@ -47,17 +56,16 @@ def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) 
     whole = split(shape, dim, size, ranks)
     full = [*shape[:dim], size, *shape[dim + 1 :]]
     last = dim == len(shape) - 1
-    contracts_last = form in ("left", "right_t")
     if last:
-        wait = CONTRACTED_COLS if contracts_last else COLS
+        wait = CONTRACTED_COLS if contracts_last(form) else COLS
         rows, columns, segment = whole.outer, whole.chunk, whole.outer
     else:
-        wait = ROWS if contracts_last else CONTRACTED_ROWS
+        wait = ROWS if contracts_last(form) else CONTRACTED_ROWS
         columns = shape[-1]
         segment = whole.chunk * whole.inner // columns
         rows = whole.outer * segment
     flat = [math.prod(full[:-1]), full[-1]]
-    X, K = flat if contracts_last else flat[::-1]
+    X, K = flat if contracts_last(form) else flat[::-1]
     return GatherLayout(wait, whole, rows, columns, segment, X, K)
 
 
@@ -65,10 +73,8 @@ def gather_unsupported_reason(
     shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
 ) -> str | None:
     """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
-    if shard.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
-        return f"{shard.dtype} operands; the kernels take bfloat16, float16 and float8"
-    if not 2 <= ranks <= MAX_RANKS:
-        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
+    if reason := unsupported_operands(shard.dtype, ranks):
+        return reason
     dim %= shard.ndim
     if not others or not others[0].numel() or not math.prod([*shard.shape[:dim], size, *shard.shape[dim + 1 :]]):
         return NOTHING
@@ -82,7 +88,7 @@ def gather_unsupported_reason(
         return f"chunks of {at.whole.chunk} of the contracted dim; the kernels want a multiple of {128 // itemsize}"
     if at.wait == CONTRACTED_COLS and scale_of == "shard":
         return "a scale for each shard of the contracted dim"
-    if shard.dtype in FLOAT8 and form not in ("left", "right_t"):
+    if shard.dtype in FLOAT8 and not contracts_last(form):
         return f"float8 in the form {form!r}; Hopper multiplies float8 along rows only"
     if at.K * itemsize % 16:
         return f"{at.K} contracted, {at.K * itemsize} bytes; the kernels want a multiple of 16"
@@ -107,8 +113,7 @@ class GatherPlan:
     other: Rows  # how the other operand is read
     pick: Tiles  # tiles
     specialised: bool  # whether the kernel of that name takes the call
-    full: list[int]  # shape of G
-    gathered: tuple[int, ...]  # the same, or [outer, padded dim, inner] where chunks are not all full
+    gathered: tuple[int, ...]  # shape of G, or [outer, padded dim, inner] where chunks are not all full
     matrix: tuple[int, int]  # the same as [rows, columns]
     out: list[int]  # shape of the product
     out_dtype: torch.dtype  # its dtype
@@ -123,7 +128,6 @@ class GatherPlan:
     size: int  # rows of the whole G per outer index
     block: int  # words that a thread block of the first kernel copies at once
     publishers: int  # thread blocks of the first kernel
-    lanes: int  # ranks, rounded up to a power of two
 
 
 def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> GatherPlan:
@@ -157,7 +161,6 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
     length = own * at.whole.inner * itemsize // 8
     block = min(2048, triton.next_power_of_2(max(1, length)))
     scale_bytes = -(-at.rows * at.columns * itemsize // 128) * 128
-    full = call.whole
     columns = at.columns * (ranks.size if by_columns else 1)
     padded = (at.whole.outer, at.whole.chunk * ranks.size, at.whole.inner)
     return GatherPlan(
@@ -165,10 +168,9 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
         other=rows_of([other.t() if left else other.flatten(0, -2)], may_transpose=shard.dtype not in FLOAT8)[0],
         pick=pick,
         specialised=specialised,
-        full=full,
-        gathered=tuple(full) if at.whole.even else padded,
+        gathered=tuple(call.whole) if at.whole.even else padded,
         matrix=(math.prod(padded) // columns, columns),
-        out=out_shapes(full, [other], form)[0],
+        out=out_shapes(call.whole, [other], form)[0],
         out_dtype=dtype,
         tma_store=tma_store,
         moves_scale=call.moves_scale,
@@ -181,10 +183,4 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
         size=0 if by_columns else at.whole.size * at.whole.inner // at.columns,
         block=block,
         publishers=min(PUBLISHERS, max(1, at.whole.outer * cdiv(length, block))),
-        lanes=triton.next_power_of_2(ranks.size),
     )
-
-
-def contracts_last(form: str) -> bool:
-    """Check that G's last dim is the contracted one."""
-    return form in ("left", "right_t")

@@ -4,8 +4,6 @@ A tile of a group's gradient runs over the rows of the group. Its first and its 
 beside it, too: of one operand they are set to zero where they lie.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -18,7 +16,6 @@ from titanlite.kernels.device.grouped_tiles import (
     ROWS,
     SHARE,
     WORDS,
-    TileShape,
     add_step,
     allocate_scales,
     allocate_tiles,
@@ -186,14 +183,7 @@ def _grouped_weight_gradient(
 
 
 def launch_grouped_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """Launch the operator's kernel."""
-    (R, N), K = grad.shape, x.shape[1]
-    tile = tile_shape(x.dtype, True)
-
-    def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
-        return blocks(grad, (R, N), N, (tile.step, ROWS // 2)), blocks(x, (R, K), K, (tile.step, COLUMNS))
-
-    return _launch_gradient(grad, x, None, None, offsets, x.new_empty(len(offsets) - 1, N, K), (tile, operands))
+    return launch_scaled_grouped_gradient(grad, x, None, None, offsets, x.dtype, True)
 
 
 def launch_scaled_grouped_gradient(
@@ -205,35 +195,23 @@ def launch_scaled_grouped_gradient(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Launch the operator's kernel."""
-    (N, R), K = grad.shape, len(x)
-    tile = tile_shape(x.dtype, fast_accum)
+    """Also serve the unscaled operator, whose operands are [R, N] and [R, K]."""
+    tile, by_rows = tile_shape(x.dtype, fast_accum), x.dtype.itemsize == 1
+    G, (N, K) = len(offsets) - 1, (len(grad), len(x)) if by_rows else (grad.shape[1], x.shape[1])
+    out, counter = x.new_empty(G, N, K, dtype=out_dtype), offsets.new_zeros(1)
+    grad, x = aligned(grad.contiguous()), aligned(x.contiguous())
 
-    def operands(grad: Tensor, x: Tensor) -> tuple[Blocks, Blocks]:
-        return blocks(grad, (N, R), R, (ROWS // 2, tile.step)), blocks(x, (K, R), R, (COLUMNS, tile.step))
+    def view(operand: Tensor, width: int) -> Blocks:
+        rows, columns = operand.shape
+        return blocks(operand, (rows, columns), columns, (width, tile.step) if by_rows else (tile.step, width))
 
-    out = x.new_empty(len(offsets) - 1, N, K, dtype=out_dtype)
-    return _launch_gradient(grad, x, grad_scale_inv, x_scale_inv, offsets, out, (tile, operands))
-
-
-def _launch_gradient(
-    grad: Tensor,
-    x: Tensor,
-    grad_scale_inv: Tensor | None,
-    x_scale_inv: Tensor | None,
-    offsets: Tensor,
-    out: Tensor,
-    how: tuple[TileShape, Callable[[Tensor, Tensor], tuple[Blocks, Blocks]]],
-) -> Tensor:
-    (G, N, K), (tile, operands), counter = out.shape, how, offsets.new_zeros(1)
-    grad, x, by_rows = aligned(grad.contiguous()), aligned(x.contiguous()), x.dtype.itemsize == 1
     launch(
         _grouped_weight_gradient,
         (grad.shape, G, N, K, x.dtype, out.dtype, tile.split, grad_scale_inv is None, x_scale_inv is None),
         multiprocessors(x.device),
         (grad, x, out, grad_scale_inv, x_scale_inv, offsets, counter),
         lambda: (
-            *operands(grad, x), tile_parts(out), grad_scale_inv, x_scale_inv, offsets, counter,
+            view(grad, ROWS // 2), view(x, COLUMNS), tile_parts(out), grad_scale_inv, x_scale_inv, offsets, counter,
             G, N, K, by_rows, ROWS, COLUMNS, tile.step, tile.split, SHARE, tile.stages,
         ),
         num_warps=4,

@@ -172,37 +172,22 @@ def _grouped_matmul(
 
 
 def launch_grouped_matmul(a: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
-    """Launch the operator's kernel."""
-    by_k = weight.is_contiguous()
-    weight = weight if by_k or weight.mT.is_contiguous() else weight.contiguous()
-    return _launch_product(a, weight, None, None, offsets, a.dtype, True)
+    return launch_scaled_grouped_matmul(a, weight, None, None, offsets, a.dtype, True)
 
 
 def launch_scaled_grouped_matmul(
-    a: Tensor,
-    weight: Tensor,
-    scale_inv: Tensor,
-    weight_scale_inv: Tensor,
-    offsets: Tensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-) -> Tensor:
-    """Launch the operator's kernel."""
-    G, _, K = weight.shape
-    weight = weight if weight.stride() == (K, G * K, 1) else weight.contiguous()
-    return _launch_product(a, weight, scale_inv, weight_scale_inv, offsets, out_dtype, fast_accum)
-
-
-def _launch_product(
     a: Tensor,
     weight: Tensor,
     scale_inv: Tensor | None,
     weight_scale_inv: Tensor | None,
     offsets: Tensor,
     out_dtype: torch.dtype,
-    fast: bool,
+    fast_accum: bool,
 ) -> Tensor:
-    (R, K), (G, N, _), tile = a.shape, weight.shape, tile_shape(a.dtype, fast)
+    """Also serve the unscaled operator, whose weights may be transposed in memory."""
+    (R, K), (G, N, _), tile = a.shape, weight.shape, tile_shape(a.dtype, fast_accum)
+    is_read = weight.mT.is_contiguous() if scale_inv is None else weight.stride() == (K, G * K, 1)
+    weight = weight if is_read else weight.contiguous()
     beside = not weight.is_contiguous() and weight.stride(2) == 1
     by_k = beside or weight.is_contiguous()
     of_group = N if weight_scale_inv is not None and len(weight_scale_inv) > 1 else 0

@@ -30,7 +30,6 @@ from titanlite.kernels.device.specialised_operands import (
 from titanlite.kernels.device.specialised_push import matmul_push
 from titanlite.kernels.device.tiles import Tiles, tiles
 from titanlite.kernels.products import (
-    FLOAT8,
     MAX_PAIRS,
     MAX_RANKS,
     NOTHING,
@@ -38,6 +37,7 @@ from titanlite.kernels.products import (
     ScatterCall,
     out_dtype_of,
     product_shape,
+    unsupported_operands,
 )
 from titanlite.kernels.shapes import DimSplit, split
 
@@ -48,20 +48,16 @@ REDUCE_BLOCK = 4096
 def scatter_unsupported_reason(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | None:
     """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
     left = lefts[0]
-    if left.dtype not in (torch.bfloat16, torch.float16, *FLOAT8):
-        return f"{left.dtype} operands; the kernels take bfloat16, float16 and float8"
-    if not 2 <= ranks <= MAX_RANKS:
-        return f"a group of {ranks} ranks; the kernels take 2 to {MAX_RANKS}"
+    if reason := unsupported_operands(left.dtype, ranks):
+        return reason
     if len(lefts) > MAX_PAIRS:
         return f"a sum of {len(lefts)} products; the kernels take up to {MAX_PAIRS}"
     shape = product_shape(left.shape, rights[0].shape)
     if not math.prod(shape) or not all(a.shape[-1] for a in lefts):
         return NOTHING
-    for a in lefts:
-        if a.shape[-1] * a.dtype.itemsize % 16:
-            return (
-                f"{a.shape[-1]} contracted, {a.shape[-1] * a.dtype.itemsize} bytes; the kernels want a multiple of 16"
-            )
+    for K in (a.shape[-1] for a in lefts):
+        if (n_bytes := K * left.dtype.itemsize) % 16:
+            return f"{K} contracted, {n_bytes} bytes; the kernels want a multiple of 16"
     M, N, K = math.prod(shape[:-1]), shape[-1], sum(a.shape[-1] for a in lefts)
     plain = tiles("matmul_reduce_scatter", left.dtype.itemsize, ranks, M, N, K, fast_accum=True).plain
     return SLOWER if plain else None
@@ -172,8 +168,8 @@ def _general_push(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _
             *pairs, *staging, *scales, out, to.peer_slots, slot_bytes,
             to.counters, to.flags, to.peer_flags, to.epoch, to.deadline, to.failure,
             plan.M, plan.N, *Ks, plan.segment, plan.size, plan.whole.outer, plan.staged_rows, plan.staged_cols,
-            slot_rows, to.rank, to.ranks, plan.lanes, plan.by_cols, len(a), a_rows[0].k_major, b_rows[0].k_major,
-            *kinds, plan.tma_store, pick.m, pick.n, pick.k, call.fast_accum,
+            slot_rows, to.rank, to.ranks, triton.next_power_of_2(to.ranks), plan.by_cols, len(a),
+            a_rows[0].k_major, b_rows[0].k_major, *kinds, plan.tma_store, pick.m, pick.n, pick.k, call.fast_accum,
         ),
         num_warps=pick.warps, num_stages=pick.stages,
     )  # fmt: skip
@@ -201,7 +197,6 @@ class ScatterPlan:
     slot_bytes: int  # needed
     own_segment: int  # elements that this rank has together,
     padded_segment: int  # and how far apart they are staged
-    lanes: int  # ranks, rounded up to a power of two
     lefts: list[Rows]  # how the operands are read
     rights: list[Rows]
 
@@ -258,7 +253,6 @@ def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -
         slot_bytes=ranks.size * staged_rows * row_bytes + row_bytes,
         own_segment=max(1, own * inner),
         padded_segment=whole.chunk * inner,
-        lanes=triton.next_power_of_2(ranks.size),
         lefts=rows_of([_flat(x) for x in lefts], itemsize > 1 and (by_cols or parts_begin_aligned)),
         rights=rows_of([x.t() for x in rights], itemsize > 1 and (not by_cols or parts_begin_aligned)),
     )

@@ -120,7 +120,6 @@ def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int
 def launch_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernel."""
     qkv, q_weight, k_weight, cos, sin = (x.contiguous() for x in (qkv, q_weight, k_weight, cos, sin))
     M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)
     tensors = qkv, q_weight, k_weight, cos, sin, qkv.new_empty(M, K * R, E), qkv.new_empty(M, K, E)
@@ -137,7 +136,6 @@ def launch_norm_rope_grad(
     q_grad: Tensor, k_grad: Tensor, v_grad: Tensor,
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the gradient's kernel."""
     q_grad, k_grad, v_grad = with_contiguous_heads(q_grad, k_grad, v_grad)
     qkv, q_weight, k_weight, cos, sin = (x.contiguous() for x in (qkv, q_weight, k_weight, cos, sin))
     M, R, (S, K, E, half, rows) = len(qkv), queries_per_kv, _sizes(qkv, cos, queries_per_kv)

@@ -60,7 +60,6 @@ def _add_parts(parts, out, N, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.c
 def launch_rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels."""
     shape, D = x.shape, x.shape[-1]
     grad, x, rest = (None if t is None else t.reshape(-1, D).contiguous() for t in (grad, x, rest))
     M, weight, mean = len(x), weight.contiguous(), mean.contiguous()

@@ -74,7 +74,6 @@ def with_contiguous_heads(*grads: Tensor) -> list[Tensor]:
 
 
 def launch_rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Launch the operator's kernel."""
     q_grad, k_grad, v_grad = with_contiguous_heads(q_grad, k_grad, v_grad)
     cos, sin = cos.contiguous(), sin.contiguous()
     (M, heads, E), K, S, (half, rows) = q_grad.shape, k_grad.shape[1], len(cos), head_block(q_grad.shape[2])

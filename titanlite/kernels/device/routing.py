@@ -194,7 +194,6 @@ def _expert_places(
 def launch_route(
     logits: Tensor, bias: Tensor | None, top_k: int, score: str, normalised: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernel."""
     check_route(logits, top_k, score)
     logits, bias = _float32(logits), None if bias is None else _float32(bias)
     M, E = logits.shape
@@ -212,7 +211,6 @@ def launch_route(
 def launch_route_grad(
     grad: Tensor, logits: Tensor, choices: Tensor, score: str, normalised: bool, scale: float
 ) -> Tensor:
-    """Launch the operator's kernel."""
     grad, logits, choices = _float32(grad), _float32(logits), choices.contiguous()
     (M, E), K, out = logits.shape, choices.shape[1], torch.empty_like(logits)
     if M:
@@ -226,7 +224,6 @@ def launch_route_grad(
 
 
 def launch_expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the operator's kernels."""
     choices, n = choices.contiguous(), choices.numel()
     rows, slots, offsets = torch.empty_like(choices), choices.new_empty(n), choices.new_empty(count + 1)
     if not n:

@@ -207,7 +207,6 @@ def _swiglu_grad_by(
 
 
 def launch_swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """Launch the operator's kernel."""
     grad, x = grad.contiguous(), x.contiguous()
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out = torch.empty_like(x)
@@ -218,7 +217,6 @@ def launch_swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def launch_swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels."""
     x = x.contiguous()
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out, most = x.new_empty((M, x.shape[1] // 2), dtype=dtype), torch.finfo(dtype).max
@@ -246,7 +244,6 @@ def launch_swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) 
 def launch_swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the operator's kernels."""
     grad, x = grad.contiguous(), x.contiguous()
     M, blocks = len(x), x.shape[1] // (2 * BLOCK.value)
     out, h = x.new_empty(x.shape, dtype=dtype), x.new_empty(grad.shape, dtype=result_dtype)

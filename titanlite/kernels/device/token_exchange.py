@@ -52,7 +52,6 @@ def _send_rows(
 
 
 def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
-    """Launch the operator's copies."""
     by, own = _exchange(group, own), [x.contiguous() for x in own]
     to = by.channel
     begins = _begins([to.ranks * x.nbytes for x in own])
@@ -102,7 +101,6 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 def launch_combine_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str
 ) -> Tensor:
-    """Launch the operator's kernels."""
     arrived, _ = _at_owners(o, slots, choices, None, group)
     return launch_combine(arrived, _slots_of(choices), weights)
 
@@ -110,7 +108,6 @@ def launch_combine_at_owners(
 def launch_gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Launch the operator's kernels."""
     arrived, of_weights = _at_owners(o, slots, choices, dots.contiguous(), group)
     return launch_combine(arrived, _slots_of(choices), None), of_weights.view_as(choices).clone()
 
