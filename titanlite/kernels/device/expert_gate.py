@@ -115,21 +115,21 @@ def _expert_gate_grad_cast(
 def launch_expert_gate(a: Tensor, slots: Tensor) -> Tensor:
     a = a.contiguous()
     out = a.new_empty(len(a), a.shape[1] // 2)
-    _launch(_expert_gate, a, (a, slots, out), (a.dtype,))
+    _launch_by_row(_expert_gate, a, (a, slots, out), (a.dtype,))
     return out
 
 
 def launch_expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     grad, a, weights = grad.contiguous(), a.contiguous(), weights.contiguous()
     d_a, h, d_weights = torch.empty_like(a), torch.empty_like(grad), torch.zeros_like(weights)
-    _launch(_expert_gate_grad, a, (grad, a, weights, slots, d_a, h, d_weights), (a.dtype, grad.dtype))
+    _launch_by_row(_expert_gate_grad, a, (grad, a, weights, slots, d_a, h, d_weights), (a.dtype, grad.dtype))
     return d_a, h, d_weights
 
 
 def launch_expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     a = a.contiguous()
     out, scale_inv = _empty_rows(a, a.shape[1] // 2, dtype)
-    _launch(_expert_gate_cast, a, (a, slots, out, scale_inv), (a.dtype, dtype), torch.finfo(dtype).max)
+    _launch_by_row(_expert_gate_cast, a, (a, slots, out, scale_inv), (a.dtype, dtype), torch.finfo(dtype).max)
     return out, scale_inv
 
 
@@ -140,7 +140,7 @@ def launch_expert_gate_grad_cast(
     of_a, of_h = _empty_rows(a, a.shape[1], dtype), _empty_rows(a, grad.shape[1], dtype)
     d_weights = torch.zeros_like(weights)
     tensors = grad, a, weights, slots, *of_a, *of_h, d_weights
-    _launch(_expert_gate_grad_cast, a, tensors, (a.dtype, grad.dtype, dtype), torch.finfo(dtype).max)
+    _launch_by_row(_expert_gate_grad_cast, a, tensors, (a.dtype, grad.dtype, dtype), torch.finfo(dtype).max)
     return *of_a, *of_h, d_weights
 
 
@@ -149,7 +149,7 @@ def _empty_rows(a: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Te
     return a.new_empty(len(a), columns, dtype=dtype), a.new_empty(len(a), 1, dtype=torch.float32)
 
 
-def _launch(kernel: JITFunction, a: Tensor, tensors: tuple[Tensor, ...], dtypes: tuple, *most: float) -> None:
+def _launch_by_row(kernel: JITFunction, a: Tensor, tensors: tuple[Tensor, ...], dtypes: tuple, *most: float) -> None:
     """Launch a kernel of one thread block a row. One that casts (to numbers up to `most`) holds the row whole."""
     blocks = a.shape[1] // (2 * BLOCK.value)
     n = triton.next_power_of_2(blocks) if most else min(triton.next_power_of_2(blocks), PART)
