@@ -1,15 +1,14 @@
-"""AdamW on many tensors at once, with the division that clips their gradients and the choice to leave a step out.
+"""AdamW on many tensors at once, which also clips their gradients and can skip a step.
 
-On a GPU it is one kernel for all tensors, and one pass over what it changes (`titanlite/kernels/device/adamw.py`); else
-it is torch's.
+On a GPU it is one kernel for all tensors, with one pass over memory (`titanlite/kernels/device/adamw.py`); elsewhere it
+is torch's.
 
 Source: Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization", algorithm 2.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -17,14 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class AdamWState:
-    """The state that an update changes besides its gradients; the lists are parallel."""
+    """The tensors that an update changes, and its constants; the lists are parallel."""
 
     parameters: list[Tensor]  # float32, contiguous, none of them empty
     exp_avg: list[Tensor]  # running mean of the gradients, float32 or bfloat16, all alike
     exp_avg_sq: list[Tensor]  # running mean of their squares, the same
     weight_decays: list[float]  # of each parameter
-    runs: list[int]  # numbers of parameters, one behind the other, that are measured together
-    updates: Tensor  # [] float32, how many there have been; counted by the caller
+    runs: list[int]  # lengths of runs of parameters that are measured together
+    updates: Tensor  # [] float32, number of updates, which the caller counts
     beta1: float  # decay of `exp_avg`
     beta2: float  # decay of `exp_avg_sq`
     eps: float  # added to the root of `exp_avg_sq`
@@ -37,17 +36,15 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, b
         state: its tensors are changed in place, and stay where they are.
 
     Returns:
-        What applies one update, or none. It takes
+        A function that applies one update, which `state.updates` already counts. It takes
 
-        - gradients of the parameters, float32, contiguous; their values are not defined afterwards;
+        - gradients of the parameters, float32, contiguous; their values are undefined afterwards;
         - the learning rate;
         - [] float32 that gradients are divided by, to clip them;
-        - [] float32 that is 1 to leave everything as it is, else 0;
-        - whether to measure: then it returns of each run [2], the sums of squares of its parameters before and of what
-          changed in them;
+        - [] float32, 1 to change nothing, else 0;
+        - whether to measure: it then returns [2] for each run, the sums of squares of its parameters before, and of
+          their changes;
         - a factor of all weight decays.
-
-        `state.updates` already counts the update that is asked for.
 
     Raises:
         ValueError: on a GPU, tensors that are not contiguous, or of another dtype or size.
@@ -94,16 +91,11 @@ def _adamw_by_torch(
         if before is not None:
             weight = before.square().sum()
             squares.append(torch.stack((weight, before.sub_(parameter).square_().sum())))
-    return [torch.stack(run).sum(0) for run in _by_runs(squares, state.runs)] if measure else ()
-
-
-def _by_runs(items: list[Tensor], runs: list[int]) -> Iterator[list[Tensor]]:
-    remaining = iter(items)
-    return (list(islice(remaining, n)) for n in runs)
+    return [run.sum(0) for run in torch.stack(squares).split(state.runs)] if squares else ()
 
 
 class Update:
-    """The kernel that updates a state. Gradients may lie elsewhere in every step, its own tensors stay."""
+    """The kernel that updates a state. Gradients may be elsewhere in memory in every step; the state may not."""
 
     def __init__(self, state: AdamWState) -> None:
         from titanlite.kernels.device.adamw import BLOCK
@@ -138,7 +130,7 @@ class Update:
         measure: bool = False,
         decay_factor: float = 1.0,
     ) -> Sequence[Tensor]:
-        """Apply one update; the arguments are those of what `adamw` returns."""
+        """Apply one update; arguments as of the function that `adamw` returns."""
         from titanlite.kernels.device import adamw as device
 
         state, first = self.state, self.state.parameters[0]

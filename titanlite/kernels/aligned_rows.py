@@ -1,8 +1,8 @@
-"""Lay out groups of rows so that each begins at a multiple of 16, as float8 wants it where rows lie along a matrix's
-rows: TMA loads from multiples of 16 bytes.
+"""Lay out groups of rows so that each begins at a multiple of 16, where TMA can load float8 numbers of a transposed
+matrix.
 
-    rows       0 0 0 | 1 1 1 1 1 | 2                        offsets 0, 3, 8, 9
-    places     0 0 0 - - …  | 1 1 1 1 1 - … | 2 - …         begins 0, 16, 32, 48
+rows       0 0 0 | 1 1 1 1 1 | 2                        offsets 0, 3, 8, 9
+places     0 0 0 - - …  | 1 1 1 1 1 - … | 2 - …         begins 0, 16, 32, 48
 """
 
 import torch
@@ -14,22 +14,22 @@ ALIGNMENT = 16
 
 
 def aligned_places(rows: int, groups: int) -> int:
-    """Return how many places are enough for so many rows of so many groups, however they are distributed."""
+    """Return how many places are enough for these rows, however the groups share them."""
     return (rows + groups * (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
 
 
 @operator("aligned_rows", "aligned_rows.launch_aligned_rows")
 def aligned_rows(slots: Tensor, offsets: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Give each place its row and its token.
+    """Find the row and the token of each place.
 
     Args:
         slots: [R] int32, m·K + k of each row.
-        offsets: [G + 1] int32, where the rows of each group begin, and the last one's end.
+        offsets: [G + 1] int32, where the rows of each group begin, and the last group's end.
         top_k: K.
 
     Returns:
-        For each of P places the row, [P] int32, and the token, [P] int32, both -1 for a place without a row; and where
-        the places of each group begin, and the last one's end, [G + 1] int32.
+        The row and the token of each of P places, [P] int32 each, -1 for a place without a row; and where the places of
+        each group begin, and the last group's end, [G + 1] int32.
     """
     padded = (offsets.diff() + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     begins = torch.cat([offsets.new_zeros(1), padded.cumsum(0, dtype=torch.int32)])

@@ -1,6 +1,6 @@
 """All-gather → matmul: products of a tensor that is split over ranks with tensors that are not.
 
-The gathered tensor G is left or right operand, as it is or transposed, split along any dim; several products share one
+The gathered tensor G is the left or right operand, transposed or not, split along any dim; several products share one
 gather:
 
     form       product          G            typical use
@@ -9,24 +9,22 @@ gather:
     left_t     G.t() @ B        [K, M]       the same, transposed
     right_t    A @ G.t()        [N, K]       x @ all_gather(w).t()
 
-G itself is a result too: backward needs it, and the gather has written it anyway. The definition below gathers, then
-multiplies. On GPUs with peer access, products start on the rows that have arrived while others are on their way
-(`titanlite/kernels/device/`).
+G is a result, too: backward needs it, and the gather has written it anyway. The definition below gathers, then
+multiplies. On GPUs with peer access, products start on the rows that have arrived (`titanlite/kernels/device/`).
 
 Float8 operands carry scales. G has one for the tensor, equal on all ranks ("tensor"), one for each rank's shard
 ("shard"), or one per row ("row"); the last two travel with the bytes.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.collectives import gather_dim, named_group, scatter_dim
 from titanlite.kernels.lowering import MatmulOperator
+from titanlite.kernels.operators import device_code
 from titanlite.kernels.products import (
     FLOAT8,
     GatherCall,
@@ -69,19 +67,19 @@ def all_gather_matmul(
         dim: of `shard`, along which G is split.
         size: length of that dim of G. Rank r holds its rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉.
         group: name of the process group.
-        form: which operand G is, see above.
+        form: of the products, see above.
         biases: [N] each, of any dtype, added before the product is rounded.
         scale: float8 only, float32: the inverse scale of G's bytes: [], or [..., 1] by row.
-        scale_of: what of G has a scale of its own: "tensor", "shard" or "row". By row, and split along the rows'
-            elements, the scales are those of whole rows and equal on all ranks; by shard it cannot be split so.
+        scale_of: the part of G with a scale of its own: "tensor", "shard" or "row". If rows themselves are split, ranks
+            pass equal scales of whole rows; then there is none by shard.
         other_scales: float8 only, float32: [] each, or [1, N] for the "left" forms and […, 1] for the "right" ones.
         out_dtype: of the products: `shard`'s by default, and bfloat16 for float8.
         fast_accum: float8 only: sums may be left to tensor cores, which keep about 14 bits; otherwise they are added in
             float32 every 128 products.
 
     Returns:
-        G, then the products in the order of `others`, then, where scales travel, those of G's rows, [..., 1] float32;
-        all contiguous.
+        G, then the products in the order of `others`, then, if scales are gathered, G's scales by row, [..., 1]
+        float32; all contiguous.
 
     Raises:
         ValueError: operands that do not fit each other; on GPUs also, when a call comes for the first time, shapes or
@@ -94,7 +92,7 @@ def all_gather_matmul(
 
 
 def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
-    """Run the definition: a collective, then plain matmuls."""
+    """Compute the definition."""
     gathered = gather_dim(call.shard, call.at, call.size, named_group(call.group))
     scale = gather_scale(call)
     results = [gathered, *products(call, gathered, scale)]
@@ -102,7 +100,7 @@ def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
 
 
 def _check_gather(call: GatherCall) -> None:
-    """Raise ValueError for operands that do not fit, with what would."""
+    """Raise ValueError for operands that do not fit, and say which would."""
     shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_ = call
     op, ranks = "all_gather_matmul", named_group(group)
     if form not in FORMS:
@@ -171,13 +169,6 @@ def _unfused_gather_reason(call: GatherCall) -> str | None:
     return gather_unsupported_reason(*call[:4], named_group(call.group).size, call.form, call.scale_of)
 
 
-def _fused_gather(call: GatherCall) -> Callable[[GatherCall], list[Tensor]]:
-    from titanlite.kernels.device.all_gather_matmul import launch_all_gather_matmul
-    from titanlite.kernels.device.gather_plan import plan_gather
-
-    return partial(launch_all_gather_matmul, plan_gather(call, named_group(call.group)))
-
-
 def _save_gathered(ctx, call: GatherCall, results) -> None:
     ctx.set_materialize_grads(False)
     ctx.dim, ctx.size, ctx.group, ctx.form = call.at, call.size, call.group, call.form
@@ -188,7 +179,7 @@ def _save_gathered(ctx, call: GatherCall, results) -> None:
 def _gather_backward(ctx, grads):
     """Return the gradients of shard, others and biases, in this order.
 
-    The shard's is a sum of matmuls reduced and scattered: the other fused op. The others' are plain matmuls with G.
+    The shard's gradient is a sum of products, reduced and scattered: the other operator. The rest are plain matmuls.
     """
     if ctx.float8:
         raise NotImplementedError(
@@ -203,7 +194,7 @@ def _gather_backward(ctx, grads):
             None if grad is None else gradient_of_bias(grad, dtype)
             for grad, dtype in zip(grads, ctx.bias_dtypes, strict=True)
         ]
-    # Operands of a matmul have one dtype; that of the products may have been another.
+    # Operands of a matmul have one dtype, from which the products' may differ.
     grads = [None if grad is None else grad.to(other.dtype) for grad, other in zip(grads, others, strict=True)]
     pairs = [(grad, other) for grad, other in zip(grads, others, strict=True) if grad is not None]
     d_shard, form = None, ctx.form
@@ -240,6 +231,13 @@ def _grad_of_other(gathered: Tensor, grad: Tensor, other: Tensor, form: str) -> 
     return grad @ (gathered.t() if form == "right" else gathered)
 
 
+def _gather_flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
+    G = list(shard_shape)
+    G[dim] = size
+    kept = math.prod(G[:-1] if contracts_last(form) else G[1:])
+    return sum(2 * kept * math.prod(other) for other in other_shapes)
+
+
 MatmulOperator(
     name="all_gather_matmul",
     schema="(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, "
@@ -250,15 +248,9 @@ MatmulOperator(
     in_words=_gather_in_words,
     shapes=lambda call: (shapes_of(*call.others), shapes_of(call.shard, *call.others)),
     unsupported=_unfused_gather_reason,
-    fused=_fused_gather,
+    plan=device_code("gather_plan.plan_gather"),
+    launch=device_code("all_gather_matmul.launch_all_gather_matmul"),
     save=_save_gathered,
     backward=_gather_backward,
+    flops=_gather_flops,
 ).register()
-
-
-@register_flop_formula(torch.ops.titanlite.all_gather_matmul)
-def _gather_flops(shard_shape, other_shapes, dim, size, group, form, *args, **kwargs) -> int:
-    G = list(shard_shape)
-    G[dim] = size
-    kept = math.prod(G[:-1] if contracts_last(form) else G[1:])
-    return sum(2 * kept * math.prod(other) for other in other_shapes)

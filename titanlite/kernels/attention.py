@@ -1,21 +1,21 @@
-"""Causal attention of packed tokens: within samples, within documents, to a window, and of a part of the queries.
+"""Causal attention of packed tokens: within samples, documents or a window, and for a part of the queries.
 
-Queries are cut into pieces, and so are keys. The queries of a piece see the keys of that piece, the last query all of
-them and each query before it one less. Documents are such pieces, of as many keys as queries. A rank that has only some
-of a document's tokens has more keys than queries in a piece: those from the document's beginning to its last query.
+Queries and keys are cut into pieces. The queries of a piece see the keys of that piece: the last query all of them, and
+each query before it one less. A document is a piece with as many keys as queries. With context parallelism a piece has
+more keys than queries: those from the document's beginning to the rank's last query.
 
     queries   | a a a a | b b b |          bounds  0 4 7
     keys      | a a a a a a | b b b |      bounds  0 6 9       the first query of a sees three keys
 
-How many pieces there are is data. Room for as many as there could be is on the device, and how many count is on the
-host, so that nothing is compiled anew and nobody waits. A run of queries that follow one another sees keys that follow
-one another, and is attended to by one call; only a rank that has some of the tokens has several.
+The number of pieces is data. The device has room for the most that there could be, and the host knows how many are
+valid, so that nothing is recompiled and nobody waits. A run of contiguous queries sees contiguous keys, in one call;
+only context parallelism has several runs.
 
 Source: Krell et al. 2021, "Efficient Sequence Packing without Cross-contamination", section 3.2; the gradient from Dao
 et al. 2022, "FlashAttention", appendix B.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,13 +30,13 @@ _LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks 
 
 
 class Bounds(NamedTuple):
-    """The bounds of pieces, run by run.
+    """The bounds of pieces, run by run. Pieces at a run's end may be empty, and so may runs.
 
     Attributes:
         at: [2, n] int32, where the pieces of a run begin among its queries and its keys, and where the last one ends;
             n is the most that there can be.
-        runs: [runs, 5] int64 on the CPU, of each run its first query, its first key and the one behind its last, and
-            which of the n is its first and how many are its own. Pieces at its end may be empty, and so may runs.
+        runs: [runs, 5] int64 on the CPU: each run's first query, first key, end of keys, first column of `at`, and
+            number of columns.
     """
 
     at: Tensor
@@ -52,17 +52,17 @@ def attention(
     starts: Tensor | None = None,
     bounds: Bounds | None = None,
 ) -> Tensor:
-    """Attend to the tokens of the own document, up to and with the own one.
+    """Attend to the tokens of the same document, up to and including the token itself.
 
     Args:
         q: [M, H, E]; H is a multiple of K.
         k: [M, K, E].
         v: [M, K, E].
         longest: S, tokens of a sample; M is a multiple of it.
-        window: the last so many tokens alone, the own one included; 0: all.
-        starts: [M] int32, for each token the place at which its document begins; each S-th begins one. None: each S
-            tokens are one.
-        bounds: the same of pieces, which are documents; given with `starts`.
+        window: how many of the last tokens, itself included, a token sees; 0: all.
+        starts: [M] int32, where each token's document begins; every S-th token begins one. None: every S tokens are a
+            document.
+        bounds: the same as pieces; given with `starts`.
 
     Returns:
         [M, H, E] in `q.dtype`.
@@ -71,14 +71,14 @@ def attention(
 
 
 def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
-    """Name what attends: the fastest that serves the device, dtype and width of heads.
+    """Name the fastest kernel for a device, dtype and width of heads.
 
     Args:
         q: […, E].
-        is_plain: whether to whole samples without a window, which torch's kernels serve, too.
+        is_plain: attends to whole samples without a window, which torch's kernels serve, too.
 
     Returns:
-        "flash_attention_4"; or "torch", of whole samples; or "flex_attention", or on CPUs and in float64 "math".
+        "flash_attention_4"; else "torch", if `is_plain`; else "flex_attention", or on CPUs and in float64 "math".
     """
     if flash_attention_4.serves(q):
         return "flash_attention_4"
@@ -126,13 +126,13 @@ def _fast_grad(
 
 
 def _each_run(M: int, bounds: Tensor, runs: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Give the queries, the keys and the bounds of each run that is not empty."""
+    """Yield the queries, the keys and the bounds of each run that is not empty."""
     found = [run for run in runs.tolist() if run[4]]
     for (row, key, end, at, n), (following, *_) in zip(found, [*found[1:], [M]], strict=True):
         yield slice(row, following), slice(key, end), bounds[:, at : at + n]
 
 
-# By heads, where those of queries and those of keys both divide: of whole samples, of documents, and of a part of them.
+# By heads, if both queries' and keys' divide: for whole samples, documents, and parts of them.
 _SPLITS = tuple(Split((1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 _GRAD_SPLITS = tuple(Split((1, 1, 1, 1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 
@@ -149,12 +149,12 @@ def _attention(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result, and the logarithm of each query's sum of exponentials, laid out as by `_shapes`.
+    """Return the result, and each query's log-sum-exp, laid out as by `_shapes`.
 
-    `bounds` and `runs` are of `Bounds`. A rank with some of the tokens has keys of N of them, and for each of
-    its M queries the place among these, [M] int32.
+    `bounds` and `runs` are of `Bounds`. With context parallelism there are N keys, and `places`, [M] int32, has the
+    place of each query among them.
     """
-    (out, sums), K = _shapes(q, k, v, starts, bounds, runs, places, longest, window), k.shape[1]
+    (out, sums), K = _shapes(q, k, v, starts, bounds, longest, window), k.shape[1]
     of_rows = sums[None] if bounds is not None else sums.transpose(1, 2)  # [samples, tokens, H]
     keys, values = _grouped(k, K), _grouped(v, K)
     for rows, seen, unseen in _query_blocks(len(q), bounds, runs, longest, window, q.device):
@@ -182,7 +182,7 @@ def _attention_grad(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. The definition forms `sums` again."""
+    """Return the gradients of q, k and v. The definition recomputes `sums`."""
     K, scale = k.shape[1], q.shape[-1] ** -0.5
     keys, values = _grouped(k, K), _grouped(v, K)
     d_q, d_keys, d_values = q.new_empty(q.shape), torch.zeros_like(keys), torch.zeros_like(values)
@@ -201,7 +201,7 @@ def _attention_grad(
 def _query_blocks(
     M: int, bounds: Tensor | None, runs: Tensor | None, longest: int, window: int, device: torch.device
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Give blocks of queries of a piece, the keys that some of them see, and [queries, keys], which are not seen."""
+    """Yield blocks of queries of a piece, the keys that some of them see, and [queries, keys], which are not seen."""
     if bounds is None or runs is None:
         pieces = [(at, at + longest, at, at + longest) for at in range(0, M, longest)]
     else:
@@ -241,31 +241,30 @@ def _of_sums(dtype: torch.dtype) -> torch.dtype:
 
 
 # By hand: without numbers there are no bounds, and a compiler would not know the device of results.
-def _shapes(q, k, v, starts, bounds, runs, places, longest, window):
+def _shapes(q, k, v, starts, bounds, *others):
     """Make [M, H, E], and for the sums [M, H], heads outermost in memory; of whole samples [B, H, S]."""
-    M, H, _ = q.shape
+    (M, H, _), longest = q.shape, others[-2]
     shape = (H, M) if bounds is not None else (M // longest, H, longest)
     sums = q.new_empty(shape, dtype=_of_sums(q.dtype))
     return q.new_empty(q.shape), sums if bounds is None else sums.t()
 
 
 def _flops(q_shape: Sequence[int], *shapes_and_numbers: Any, **kwargs: Any) -> int:
-    """Count two products of E for each token that a query would see in one document a sample: shapes say no more.
+    """Count two products of E for each key that a query would see if samples were documents: shapes say no more.
 
-    Queries of some of the tokens alone, [M, H, E], count as their share. The last two numbers are S and the window.
+    The last two numbers are S and the window. M queries of more tokens count as their share.
     """
     (M, H, E), (longest, window) = q_shape, shapes_and_numbers[-2:]
     W = min(window or longest, longest)
     return 4 * H * E * M * (W * longest - W * (W - 1) // 2) // longest
 
 
-def with_gradient(name: str, shapes: Callable[..., tuple[Tensor, Tensor]], n_others: int) -> None:
-    """Give an operator whose gradient is the operator `name`_grad shapes, autograd and FLOPs.
+def with_gradient(name: str, n_others: int) -> None:
+    """Give an operator with the results of `_attention`, whose gradient is `name`_grad, shapes, autograd and FLOPs.
 
     Args:
-        name: of an operator of q, k and v, further tensors, and what is none; results are as `_attention` has them.
-        shapes: its arguments → results without numbers.
-        n_others: how many of its arguments are no tensors.
+        name: the operator's; its arguments are `_attention`'s first five, others, S and the window.
+        n_others: how many of its arguments, the last ones, are no tensors.
     """
     of_grad = getattr(torch.ops.titanlite, f"{name}_grad")
 
@@ -278,14 +277,14 @@ def with_gradient(name: str, shapes: Callable[..., tuple[Tensor, Tensor]], n_oth
         given = *ctx.saved_tensors, *ctx.others
         return *of_grad(grad, *given), *(None,) * (len(given) - 5)
 
-    torch.library.register_fake(f"titanlite::{name}", shapes)
+    torch.library.register_fake(f"titanlite::{name}", _shapes)
     torch.library.register_fake(
         f"titanlite::{name}_grad", lambda _, *given: (*(x.new_empty(x.shape) for x in given[:3]),)
     )
     torch.library.register_autograd(f"titanlite::{name}", backward, setup_context=save)
     register_flop_formula(getattr(torch.ops.titanlite, name))(_flops)
-    # Five products in the place of two: the scores are formed again.
+    # Five products instead of two: the scores are recomputed.
     register_flop_formula(of_grad)(lambda grad, *given, **_: _flops(grad, *given) * 5 // 2)
 
 
-with_gradient("attention", _shapes, 2)
+with_gradient("attention", 2)

@@ -1,12 +1,12 @@
-"""A product of float8 matrices whose scales are by block: 1×128 along the sum, and 128×128 for one of the two.
+"""A product of float8 matrices with scales by block: 1×128 along the sum; one of the two may have 128×128.
 
-Hopper's tensor cores have it through cuBLASLt 12.9 (`torch.nn.functional.scaled_mm`), which adds up each run of 128
-products by itself, scales it and promotes it to float32. What cuBLASLt wants of the scales, C = 128·c columns:
+On Hopper it is cuBLASLt 12.9's (`torch.nn.functional.scaled_mm`), which sums each run of 128 products, scales the sum
+and adds it up in float32. It takes scales as follows, for C = 128·c columns:
 
     1×128      [R, c]         columns contiguous: stride (1, R)
     128×128    [c', R/128]    transposed, c' = c rounded up to a multiple of 4: stride (1, c')
 
-and no more than one matrix of 128×128 blocks. Blackwell has other blocks.
+Blackwell has other blocks.
 """
 
 import math
@@ -61,7 +61,7 @@ def _by_cublas(
 
 
 def as_cublas_has_it(qdata: Tensor, scale_inv: Tensor) -> tuple[Tensor, F.ScalingType]:
-    """Return inverse scales laid out as cuBLASLt wants them, and its name for the blocks."""
+    """Return inverse scales in cuBLASLt's layout, and its name for the blocks."""
     if scale_inv.shape[0] == qdata.shape[0]:
         return scale_inv.t().contiguous().t(), F.ScalingType.BlockWise1x128
     return F.pad(scale_inv, (0, -scale_inv.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128

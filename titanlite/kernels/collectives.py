@@ -27,56 +27,23 @@ class Group(NamedTuple):
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """Concatenate every rank's tensor along dim 0, without a gradient.
-
-    Args:
-        x: [M/tp, …].
-        group: tp ranks.
-
-    Returns:
-        [M, …].
-    """
+    """Concatenate every rank's tensor along dim 0, [M/tp, …] → [M, …], without a gradient."""
     return _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """Sum over the ranks and keep this rank's rows, without a gradient.
-
-    Args:
-        x: [M, …], M a multiple of tp.
-        group: tp ranks.
-
-    Returns:
-        [M/tp, …].
-    """
+    """Sum over the ranks and keep this rank's rows, [M, …] → [M/tp, …], without a gradient; M a multiple of tp."""
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
 def exchange(x: Tensor, group: Group) -> Tensor:
-    """Give each rank its chunk of rows, and take this rank's of all others, without a gradient: all-to-all.
-
-    Args:
-        x: [M, …], M a multiple of the ranks; chunk r is for rank r.
-        group: the ranks.
-
-    Returns:
-        [M, …], chunk r is from rank r.
-    """
+    """All-to-all without a gradient: chunk r of `x`, [M, …], goes to rank r, chunk r of the result came from it."""
     each = [len(x) // group.size] * group.size
     return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), each, each, group.name))
 
 
 def all_reduce(x: Tensor, by: str, group: Group) -> Tensor:
-    """Reduce the ranks' numbers, element by element, without a gradient.
-
-    Args:
-        x: any shape, equal on all ranks.
-        by: "sum" or "max".
-        group: the ranks.
-
-    Returns:
-        As `x`.
-    """
+    """Reduce the ranks' tensors by "sum" or "max", element by element, without a gradient."""
     return _ops.wait_tensor(_ops.all_reduce(x, by, group.name))
 
 
@@ -103,28 +70,12 @@ class _Scatter(torch.autograd.Function):
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """Gather the tokens of all ranks; backward sums and scatters the gradient.
-
-    Args:
-        x: [M/tp, D].
-        group: tp ranks.
-
-    Returns:
-        [M, D].
-    """
+    """Gather the tokens of all ranks, [M/tp, D] → [M, D]; backward sums and scatters the gradient."""
     return _Gather.apply(x, *group)  # type: ignore[no-any-return]
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
-    """Sum partial results over all ranks and keep this rank's tokens; backward gathers the gradient.
-
-    Args:
-        x: [M, D], partial sums.
-        group: tp ranks.
-
-    Returns:
-        [M/tp, D].
-    """
+    """Sum partial results [M, D] over all ranks, keep this rank's tokens [M/tp, D]; backward gathers the gradient."""
     return _Scatter.apply(x, *group)  # type: ignore[no-any-return]
 
 
@@ -148,7 +99,7 @@ def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
     """Concatenate every rank's chunk along any dim, without a gradient.
 
     Args:
-        shard: this rank's chunk; dim `dim` is ⌈size/ranks⌉ long, on the last ranks less.
+        shard: this rank's chunk, ⌈size/ranks⌉ long along `dim`; shorter on the last ranks.
         dim: not negative.
         size: length of the whole dim.
         group: the ranks.
@@ -187,5 +138,5 @@ def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _compact(x: Tensor) -> Tensor:
-    """Give a tensor the strides of a new one: `contiguous()` keeps any stride of a dim of length 0 or 1."""
+    """Return `x` with a new tensor's strides: `contiguous()` keeps any stride of a dim of length 0 or 1."""
     return unviewed(x.flatten(), x.shape)

@@ -1,15 +1,14 @@
-"""Causal attention of the tokens that a rank has of its group's N, to keys and values of all of them.
+"""Causal attention with context parallelism: a rank's tokens, of its group's N, attend to keys and values of all.
 
-The N tokens are cut into chunks of C, of which each of P ranks has n = N / (P·C), in order. A rank's queries see chunks
-of other ranks, each a part of them: those of the documents that its tokens are in. It gets these, and no others, before
-it attends, once more before backward, and then hands back what their gradients are from its queries, which their owners
-add up in the order of ranks.
+The N tokens are cut into chunks of C; each of P ranks has n = N / (P·C) of them, in order. A rank's queries see some of
+the other ranks' chunks: those of its own tokens' documents. It receives only these, before forward and again before
+backward. Then it sends their gradients back to their owners, which add them up in the order of ranks.
 
-    chunks   [2, (P - 1)·n] int64   of those that it sends, the place among its own, by the rank that they are for;
-                                    of those that it gets, the place among all, by the rank that they are from
-    counts   [2, P] int64, on CPU   how many for, and from, each rank; what is behind them in `chunks` means nothing
+    chunks   [2, (P - 1)·n] int64   places of the chunks to send among the rank's own, sorted by receiver;
+                                    places of the chunks to receive among all, sorted by sender
+    counts   [2, P] int64, on CPU   how many to, and from, each rank; the rest of `chunks` is undefined
 
-Source: the gathers in the place of a ring: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
+Source: gathers instead of a ring: Llama Team 2024, "The Llama 3 Herd of Models", section 3.3.2.
 """
 
 from collections import Counter
@@ -47,14 +46,14 @@ def context_attention(
     exchange: KeyChunks,
     group: str,
 ) -> Tensor:
-    """Attend to the tokens of the own document, up to and with the own one, on whatever rank they are; a collective.
+    """Attend as `attention` does, to tokens on any rank; a collective.
 
     Args:
         q, k, v, longest, window: as of `attention`, of this rank's tokens; N is a multiple of `longest`.
-        starts: [M] int32, for each token the place among the N at which its document begins.
-        bounds: of this rank's pieces of documents, and of the keys among the N that they see in that window.
+        starts: [M] int32, the place among the N at which each token's document begins.
+        bounds: of this rank's pieces of documents, and of the keys among the N that they see within the window.
         places: [M] int32, of each token among the N.
-        exchange: what is exchanged.
+        exchange: the chunks to exchange.
         group: name of the process group.
 
     Returns:
@@ -76,7 +75,7 @@ def _sent_for_gradients(_device: Device, grad: Tensor, q: Tensor, k: Tensor, *ot
 def _bytes_of_chunks(
     k: Tensor, direction: int, _bounds: Tensor, _runs: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, *_: Any
 ) -> int:
-    """Return the bytes of keys and values of the chunks for other ranks, or of the gradients for those they are of."""
+    """Return the bytes of keys and values sent to other ranks (direction 0), or of their gradients (1)."""
     with host_tensors():
         n = int(counts[direction].sum())
     return 2 * n * _tokens_of_chunk(places, chunks, counts) * k[0].numel() * k.itemsize
@@ -98,7 +97,7 @@ def _context_attention(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return what attention without ranks does."""
+    """Return the results of `attention`'s operator."""
     exchanged[window] += 1
     whole_k, whole_v = _gather_keys(k, v, places, chunks, counts, group)
     return torch.ops.titanlite.attention(q, whole_k, whole_v, starts, bounds, runs, places, longest, window)
@@ -127,14 +126,14 @@ def _context_attention_grad(
     d_q, d_k, d_v = torch.ops.titanlite.attention_grad(
         grad, q, *whole, out, sums, starts, bounds, runs, places, longest, window
     )
-    del whole  # before the gradients are joined, which takes as much
+    del whole  # before the concatenation of the gradients allocates as much
     return d_q, *_sum_at_owners(d_k, d_v, places, chunks, counts, group)
 
 
 def _gather_keys(
     k: Tensor, v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Return keys and values of all tokens, [N, K, E] each: zeros of those that this rank's do not see."""
+    """Return keys and values of all tokens, [N, K, E] each: zeros where this rank's queries do not look."""
     n_ranks, C = counts.shape[1], _tokens_of_chunk(places, chunks, counts)
     both = torch.cat((k, v), 1)
     sent, got, (for_each, from_each) = _lists(chunks, counts)
@@ -150,15 +149,9 @@ def _gather_keys(
 def _sum_at_owners(
     d_k: Tensor, d_v: Tensor, places: Tensor, chunks: Tensor, counts: Tensor, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Add up what all ranks have of the gradients of this rank's keys and values, [M, K, E] each, in float32 or wider.
+    """Add up all ranks' gradients of this rank's keys and values, [M, K, E] each, in float32 or wider.
 
-    Args:
-        d_k: [N, K, E], from this rank's queries.
-        d_v: as `d_k`.
-        places: of its tokens.
-        chunks: what was exchanged.
-        counts: how much of it.
-        group: name of the process group.
+    `d_k` and `d_v`, [N, K, E], come from this rank's queries.
     """
     C = _tokens_of_chunk(places, chunks, counts)
     both = torch.cat((d_k, d_v), 1)
@@ -194,10 +187,4 @@ def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> T
     return arrived
 
 
-# By hand: a compiler would not know the device of results, with some of the inputs on the CPU.
-def _context_shapes(q, *others):
-    M, H, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((H, M), dtype=torch.promote_types(q.dtype, torch.float32)).t()
-
-
-with_gradient("context_attention", _context_shapes, 3)
+with_gradient("context_attention", 3)

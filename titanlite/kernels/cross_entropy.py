@@ -1,17 +1,16 @@
 """Cross-entropy over logits whose vocabulary may be split over ranks, with a cap of logits and a z-loss.
 
-Each rank reduces its own columns to two numbers per token, its log-sum-exp and the logit of the target if it owns it;
-one all-gather of those, 8 bytes a token and rank, replaces gathering the logits. Backward needs no communication.
-The logits are read in their own dtype and never stored in float32, and backward writes the gradient over them: at the
-peak of a step's memory they would else be there twice, 4 GiB each at Llama-3 8B with 16,384 tokens.
+Each rank reduces its own columns to two numbers per token: their log-sum-exp, and the target's logit if the rank owns
+it. One all-gather of these, 8 bytes per token and rank, replaces gathering the logits. Backward needs no communication.
+Logits are read in their own dtype and never stored in float32, and backward overwrites them with the gradient: a second
+copy would be 4 GiB at the peak of memory, for Llama-3 8B with 16,384 tokens.
 
-A model may cap its logits softly, `cap · tanh(logits / cap)`: the passes do it on the way, in float32, so that capped
-logits are stored nowhere. The z-loss, `z_loss · Σ lse²`, keeps what a softmax divides by near 1; it needs no further
-number of a token.
+A model may cap its logits softly, `cap · tanh(logits / cap)`: both passes compute this in float32, and store no capped
+logits. The z-loss, `z_loss · Σ lse²`, keeps the softmax's divisor near 1, and needs no further number per token.
 
-`local_statistics` and `overwrite_with_gradient` are the two memory passes, written as plain functions of tensors so
-that `torch.compile` makes one kernel of each. Without it each of their operators stores float32, so they take ROWS
-tokens at a time.
+`local_statistics` and `overwrite_with_gradient` are the two passes over memory, plain functions of tensors, so that
+`torch.compile` makes one kernel of each. Without it each of their operations stores float32, so they take ROWS tokens
+at a time.
 
 Source: Chowdhery et al. 2022, "PaLM", section 5, for the z-loss; Gemma Team 2024, "Gemma 2", section 2, for the cap.
 """
@@ -28,11 +27,11 @@ from titanlite.kernels.collectives import Group, all_gather
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 
 ROWS = 256
-"""Tokens of an eager pass over the logits: 64 at 8B's 16,384 tokens, beside 4 GiB of logits 0.4 GiB of float32."""
+"""Tokens at a time in an eager pass over the logits: for 8B 0.4 GiB of float32, beside 4 GiB of logits."""
 
 
 def softcapped(logits: Tensor, softcap: float) -> Tensor:
-    """Return float32 logits within ±softcap, or as they are if it is 0."""
+    """Return float32 logits within ±softcap, or unchanged if it is 0."""
     return softcap * (logits.float() / softcap).tanh() if softcap else logits.float()
 
 
@@ -90,14 +89,7 @@ def overwrite_with_gradient(
 
 
 def by_rows(function: Callable[..., tuple[Tensor, Tensor] | None]) -> Callable[..., Any]:
-    """Let a pass over the logits take ROWS tokens at a time; over those without memory, all.
-
-    Args:
-        function: `local_statistics` or `overwrite_with_gradient`.
-
-    Returns:
-        The same function of the same arguments.
-    """
+    """Let a pass over the logits, `function`, take ROWS tokens at a time; all of logits without memory."""
 
     def in_parts(logits: Tensor, *others: Any, **numbers: float) -> Any:
         parts = []
@@ -143,8 +135,8 @@ class CrossEntropy:
         Args:
             logits: [M, V/tp].
             targets: [M] int64.
-            of_sequences: [B] float32, to which the loss of each of the B sequences is added, if it is given.
-            squares: [] float32, to which the squares of lse of these targets are added, if it is given.
+            of_sequences: [B] float32; if given, the loss of each of the B sequences is added to it.
+            squares: [] float32; if given, the targets' squares of lse are added to it.
 
         Returns:
             [] float32, equal on all ranks of the group. Its backward can run once and overwrites `logits`.

@@ -1,14 +1,14 @@
-"""The experts of a layer: each token through those that it chose, and their results weighed and summed.
+"""The experts of a layer: each token passes through the experts it chose, and their results are weighed and summed.
 
-A row is one token at one of its experts: R = M·K rows for M tokens of K experts each, sorted by expert. Backward keeps
-x, the gate and up projections of each row, and which row is whose; the rest is formed again or not needed:
+A row is one token at one of its experts: R = M·K rows for M tokens of K experts each, sorted by expert. Saved are x,
+each row's gate and up projections, and the routing; backward recomputes the rest:
 
     forward    a = x[token] W13ᵀ      h = swiglu(a)      o = h W2ᵀ      y = Σ weight · o, over the slots of a token
     backward   g = dy[token] W2       d_weight = g · h   dW2 = dy[token]ᵀ (weight · h)
                d_a = swiglu'(weight · g, a)              dW13 = d_aᵀ x[token]          dx = Σ d_a W13
 
-So the results o of single experts, the largest of all, are kept nowhere. Of ranks that share experts out, each computes
-the rows of its own (`token_exchange.py`): tokens are gathered anew in backward.
+So the results o of single experts, the largest tensors, are never saved. With expert parallelism each rank computes the
+rows of its own experts (`token_exchange.py`), and backward gathers tokens again.
 
 Source: Guo et al. 2025, "SonicMoE", section 3, for the gradient of a weight without o.
 """
@@ -30,11 +30,11 @@ from titanlite.kernels.token_exchange import Dispatch, Routing
 
 @operator("expert_gate", "expert_gate.launch_expert_gate")
 def expert_gate(a: Tensor, slots: Tensor) -> Tensor:
-    """Return `swiglu` of each row, zeros for a row that is nobody's: as of `gather_rows`.
+    """Return `swiglu` of each row, zeros in rows without a token, as `gather_rows` leaves them.
 
     Args:
         a: [R, 2F], blocks of 128 columns of gate and up in turn.
-        slots: [R] int32, of each row its slot among all tokens'; -1: nobody's.
+        slots: [R] int32, each row's slot, m·K + k; -1: without a token.
 
     Returns:
         [R, F] in `a.dtype`.
@@ -44,7 +44,7 @@ def expert_gate(a: Tensor, slots: Tensor) -> Tensor:
 
 @operator("expert_gate_grad", "expert_gate.launch_expert_gate_grad")
 def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of `expert_gate` where its result is weighed, and what comes of the same numbers.
+    """Return the gradient of `expert_gate` times weights, and by-products.
 
     Args:
         grad: [R, F], of the weighed result.
@@ -53,8 +53,8 @@ def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) ->
         slots: as of `expert_gate`.
 
     Returns:
-        The gradient of a, [R, 2F] in its dtype; the results, each times its weight, [R, F]: both zeros for a row that
-        is nobody's; and the gradient of the weights, [M, K], zeros for a slot without a row.
+        The gradient of a, [R, 2F] in its dtype; the weighed results, [R, F], both zeros in rows without a token; and
+        the gradient of the weights, [M, K], zeros for a slot without a row.
     """
     is_row, at = slots >= 0, slots.clamp(min=0).long()
     weight = torch.where(is_row, weights.flatten()[at], 0)[:, None]
@@ -84,7 +84,7 @@ def expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tens
 def expert_gate_grad_cast(
     grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Cast what `expert_gate_grad` returns, each row by a power of two of its own, with the results unweighed.
+    """Cast what `expert_gate_grad` returns, each row by a power of two of its own; the results are not weighed.
 
     Args:
         grad, a, weights, slots: as of `expert_gate_grad`.
@@ -92,14 +92,14 @@ def expert_gate_grad_cast(
 
     Returns:
         Bytes [R, 2F] of the gradient of a, and their inverse scales, [R, 1] float32; the same of the results, [R, F],
-        to the bit those of `expert_gate_cast`; and the gradient of the weights, [M, K].
+        bitwise equal to `expert_gate_cast`; and the gradient of the weights, [M, K].
     """
     d_a, _, d_weights = expert_gate_grad.definition(grad, a, weights, slots)
     return *cast_rows.definition(d_a, dtype), *expert_gate_cast.definition(a, slots, dtype), d_weights
 
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""The signature of `experts`, and of what stands in its place."""
+"""The signature of `experts` and its replacements."""
 
 
 def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
@@ -124,9 +124,9 @@ def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor
 class ParallelExperts:
     """The experts of a layer, of which this rank has some; called as `experts`, by all ranks of the group.
 
-    Tokens travel, weights stay: for the same tokens, results and gradients have the same bits for any number of ranks.
-    The gradient of a weight has the tokens of all of them. Memory is for the worst router, which sends every token of
-    every rank here: P·M·K rows. No token is dropped.
+    Tokens travel, weights do not: for the same tokens, results and gradients have the same bits on any number of ranks.
+    A weight's gradient includes the tokens of all ranks. Memory suffices for a router that sends every token of every
+    rank here, P·M·K rows: no token is dropped.
 
     Args:
         group: the P ranks, rank p with the E/P experts from p·E/P on.
@@ -136,7 +136,7 @@ class ParallelExperts:
         self.group = group
 
     def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
-        """Return what `experts` does of this rank's tokens, as many on all ranks; `w13` and `w2` are of its experts."""
+        """Return `experts` of this rank's tokens, as many on all ranks; `w13` and `w2` have this rank's experts."""
         w13, w2 = (w.unflatten(0, (n_experts // self.group.size, -1)) for w in (w13, w2))
         return _Experts.apply(x, weights, choices, w13, w2, *self.group)  # type: ignore[no-any-return]
 

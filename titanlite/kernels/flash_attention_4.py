@@ -1,7 +1,7 @@
-"""Attention by FlashAttention-4, the package `flash-attn-4`, on the GPUs whose forward and backward it has.
+"""Attention by FlashAttention-4, the package `flash-attn-4`, on GPUs for which it has forward and backward.
 
-Nothing is imported of it before `titanlite/training/attention.py` has found that it is there and computes rightly;
-until then it serves nothing. Its kernels are compiled at their first call, some seconds each.
+It is not imported, and serves nothing, before `titanlite/training/attention.py` has found it installed and correct.
+Its kernels are compiled at their first call, some seconds each.
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute; Dao et al. 2022, "FlashAttention".
 """
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 PACKAGES = "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"
-"""The versions of these decide what is computed."""
+"""Packages whose versions decide the bits of results."""
 
 WIDTHS: Mapping[int, tuple[int, ...]] = {9: (32, 64, 96, 128, 192, 256), 10: (32, 64, 96, 128)}
-"""Widths of heads by the device's major compute capability. The package takes each multiple of 8, but its gradients are
-wrong for 40 and 80 on Hopper (4.0.0b36: a hundred times what rounding explains)."""
+"""Widths of heads by the device's major compute capability. The package takes every multiple of 8, but its gradients
+for 40 and 80 on Hopper are wrong (4.0.0b36: by a hundred times the rounding error)."""
 
 DTYPES = torch.bfloat16, torch.float16
 
@@ -28,11 +28,7 @@ _served: tuple[int, ...] = ()
 
 
 def serve(widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Let heads of these widths be attended to by the package, in this process; none where none has a GPU.
-
-    Returns:
-        Those that were before.
-    """
+    """Use the package for heads of these widths, in this process; return the widths used before."""
     global _served
     before, _served = _served, widths
     return before
@@ -65,7 +61,7 @@ def attend_grad(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values. Their sums are in any order, unless runs are to repeat."""
+    """Return the gradients of queries, keys and values, summed in any order unless algorithms are deterministic."""
     _, backward = package()
     q, k, v, out, grad = (_rows(x, bounds, longest) for x in (q, k, v, out, grad))
     given = _lengths_of(bounds, longest, window)
@@ -80,15 +76,15 @@ def package() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the package's forward and backward.
 
     Raises:
-        ImportError: it is not installed; or whatever an installation raises that does not work.
+        ImportError: it is not installed; a broken installation may raise anything.
     """
     interface = importlib.import_module("flash_attn.cute.interface")
-    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # at each compilation: of what is not given
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # at each compilation, though none is given
     return interface._flash_attn_fwd, interface._flash_attn_bwd
 
 
 def _rows(x: Tensor, bounds: Tensor | None, longest: int) -> Tensor:
-    """Return [B, S, heads, E] of whole samples, else [M, heads, E], one behind another."""
+    """Return contiguous [B, S, heads, E] for whole samples, else [M, heads, E]."""
     return x.contiguous() if bounds is not None else x.contiguous().unflatten(0, (-1, longest))
 
 

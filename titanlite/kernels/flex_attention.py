@@ -1,7 +1,7 @@
-"""Attend to documents, and to windows, by torch's FlexAttention, where FlashAttention-4 does not serve.
+"""Attention to documents and windows by torch's FlexAttention, where FlashAttention-4 is not available.
 
-It reaches about half of its rate (docs/performance.md), and compiles for each shape. Its blocks are found anew at each
-call, from `starts`, on the device.
+It has about half the speed (docs/performance.md), and compiles for each shape. Its block mask is computed at each call,
+from `starts`, on the device.
 """
 
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 _KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-"""With which operators are called outside of any mode. The first call of a compiled block checks operators' results in
-a mode that hides vmap and autograd from what they call, and FlexAttention needs both."""
+"""The dispatch keys outside of any mode. The first call of a compiled block checks operators' results in a mode that
+hides vmap and autograd from operators, and FlexAttention needs both."""
 _MOST_SHAPES = 64
-"""That are compiled for: of layers with and without a window, in training, evaluation and each stage of the data."""
+"""Most compilations: for layers with and without a window, in training, evaluation and each stage of the data."""
 
 
 @cache
@@ -53,7 +53,7 @@ def flexible_grad(
     longest: int,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; the result is computed again for it."""
+    """Return the gradients of queries, keys and values; recomputes the result."""
     n_rows, S = (longest, longest) if places is None else (len(q), len(k))
     with torch._C._ForceDispatchKeyGuard(*_KEYS), torch.enable_grad():
         in_rows = [_in_rows(t.detach(), n).requires_grad_() for t, n in ((q, n_rows), (k, S), (v, S))]

@@ -1,8 +1,8 @@
 """Scales of float8 tensors, and the elementwise cast by them.
 
-They are torchao's (`torchao.float8.float8_utils.amax_to_scale`): a quotient in float64, rounded to float32. Rounded
-down to a power of two they are taken from exponent and mantissa, where torchao takes a logarithm: the same bits unless
-the quotient is within its rounding of the next power, which maxima in bfloat16 or float8 never are.
+They are torchao's (`torchao.float8.float8_utils.amax_to_scale`): a quotient in float64, rounded to float32. A power of
+two comes from exponent and mantissa, where torchao takes a logarithm: the same bits unless the quotient is within
+rounding of the next power, which never happens for maxima in bfloat16 or float8.
 """
 
 import torch
@@ -12,7 +12,7 @@ EPS = 1e-12
 """The least maximum that a scale is made of."""
 
 BLOCK = 128
-"""Columns of a block that has a scale of its own, and rows if it is as high as it is wide."""
+"""Columns of a block with a scale of its own, and rows of a square one."""
 
 _TOPS = {
     dtype: int(torch.tensor(torch.finfo(dtype).max, device="cpu").view(torch.int32))
@@ -36,14 +36,14 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
         scale = (torch.finfo(dtype).max / amax.double().clamp(min=EPS)).float()
         return scale, scale.reciprocal()
     amax, top = amax.float().clamp(min=EPS), _TOPS[dtype]
-    # A mantissa above that of the greatest number carries into the exponent; what is not finite becomes NaN.
+    # A mantissa above the greatest number's carries into the exponent; inf and NaN become NaN.
     exponent = 254 + (top >> 23) - 127 - ((amax.view(torch.int32) + (0x7FFFFF - (top & 0x7FFFFF))) >> 23)
     of_numbers = amax - amax
     return tuple((e << 23).view(torch.float32) + of_numbers for e in (exponent, 254 - exponent))  # type: ignore[return-value]
 
 
 def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast `x · scale` to float8: what is too large becomes the largest, NaN stays. Elementwise, for compilers to fuse.
+    """Cast `x · scale` to float8, saturating; NaN stays NaN. Elementwise, so that compilers fuse it.
 
     Args:
         x: any shape and float dtype.
@@ -52,6 +52,12 @@ def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype)
+
+
+def cast_by_amax(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
+    """Cast a matrix [R, C] by one scale, or one for each row; return its bytes and inverse scales, [] or [R, 1]."""
+    scale, scale_inv = scale_of(x.abs().amax(1, keepdim=True) if by_row else x.abs().amax(), dtype, pow2)
+    return cast_to(x, scale, dtype), scale_inv
 
 
 def empty_blocks(x: Tensor, rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
-"""Products of runs of rows with a weight each, as experts have them: the rows of a group lie together.
+"""Products of groups of rows, each with a weight of its own, for experts; the rows of a group are contiguous.
 
     rows of a     | 0 0 0 0 0 | 1 1 | 3 3 3 3 |      offsets 0, 5, 7, 7, 11: group 2 has none
 
-How many rows a group has is data: shapes do not depend on it, nothing is compiled anew, and the host need not know.
-Rows behind the last group are nobody's. What a product has there is undefined; a weight's gradient wants zeros or other
-finite numbers there.
+The groups' sizes are data: shapes do not depend on them, nothing is recompiled, and the host need not know them. Rows
+behind the last group belong to none: a product is undefined there, and a weight's gradient needs finite numbers there.
 """
 
 import math
@@ -21,14 +20,8 @@ from titanlite.kernels.products import KERNEL_DTYPES
 
 
 def grouped_kernel(device: Device, dtype: torch.dtype, widths: Sequence[int]) -> str:
-    """Name what multiplies: "grouped_matmul" on Hopper, "loop" (a product for each group, which waits for the GPU to
-    know the groups) on other devices and for what the former does not take.
-
-    Args:
-        device: that is built for.
-        dtype: of operands.
-        widths: N and K.
-    """
+    """Name the implementation: "grouped_matmul" on Hopper; "loop" elsewhere and for other dtypes or widths, N and K: a
+    product for each group, after the host has waited to know the groups."""
     is_taken = dtype in KERNEL_DTYPES and not any(n % 128 for n in widths)
     return "grouped_matmul" if is_taken and device.capability == (9, 0) else "loop"
 
@@ -42,7 +35,7 @@ def _is_loop(left: Tensor, right: Tensor, *_: Any) -> bool:
 
 
 def _grouped_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
-    """Count every row as if it had its group."""
+    """Count every row, also those of no group."""
     R, K = left_shape
     return 2 * R * K * right_shape[1]
 
@@ -71,7 +64,7 @@ def grouped_weight_gradient(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 
     Args:
         grad: [R, N], of the product.
-        x: [R, K], that was multiplied.
+        x: [R, K], the product's operand.
         offsets: as of `grouped_matmul`.
 
     Returns:
@@ -133,9 +126,9 @@ def scaled_grouped_gradient(
 
     Args:
         grad: [N, R] float8, contiguous, of the product.
-        x: [K, R] float8, contiguous, that was multiplied.
-        grad_scale_inv: [N, 1] float32; None for one.
-        x_scale_inv: [K, 1] float32, or None.
+        x: [K, R] float8, contiguous, the product's operand.
+        grad_scale_inv: [N, 1] float32; None: 1.
+        x_scale_inv: [K, 1] float32; None: 1.
         offsets: as of `grouped_matmul`, multiples of 16: TMA loads from there (`aligned_rows`).
         out_dtype, fast_accum: as of `scaled_grouped_matmul`.
 
@@ -151,7 +144,7 @@ def scaled_grouped_gradient(
 
 
 def _groups_with_rows(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Give each group that has rows, with them; none without numbers, on the meta device."""
+    """Yield each group that has rows, and these; none on the meta device, which has no numbers."""
     if offsets.is_meta:
         return
     ends = offsets.tolist()

@@ -1,6 +1,6 @@
 """LayerNorm with float32 statistics.
 
-The normalised value is rounded once, at the end: whoever recomputes it gets the same bits.
+The normalised value is rounded once, at the end, so that a recomputation has the same bits.
 
 Source: Ba et al. 2016, "Layer Normalization", eq. 4.
 """

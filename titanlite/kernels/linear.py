@@ -1,7 +1,7 @@
 """A linear layer's products, with the communication that tensor parallelism puts around them.
 
-One function owns all of it, so that a fused lowering of collective and matmul, or another arithmetic, replaces a part
-of it without a change of any model: gather → matmul is column-parallel, matmul → scatter is row-parallel.
+All of it is in one function, so that a fused collective matmul, or another arithmetic, takes its place without a change
+of any model: gather → matmul is column-parallel, matmul → scatter is row-parallel.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 
 
 class FusedMatmul(Protocol):
-    """A matmul of which the collective is part, forward and backward."""
+    """A matmul fused with its collective, forward and backward."""
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         """Return `all_gather(x [M/tp, K]) @ weight [N, K].T` [M, N]."""
@@ -59,13 +59,13 @@ def linear(
         gather: the ranks whose tokens are gathered first (column-parallel).
         scatter: the ranks over which partial sums are reduced and tokens scattered (row-parallel).
         matmul: the arithmetic.
-        fused: does both in one, instead of `matmul`; only with one collective.
+        fused: computes matmul and collective, instead of `matmul`; only with one collective.
 
     Returns:
         [M, N], or [M/tp, N] with `scatter`.
 
     Raises:
-        ValueError: `fused` with none or both.
+        ValueError: `fused` with no collective or both.
     """
     if fused is not None and (gather is None) == (scatter is None):
         raise ValueError(f"linear: fused with gather {gather}, scatter {scatter}; want one of the two")

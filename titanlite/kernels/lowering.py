@@ -1,11 +1,11 @@
 """The choice of what runs a collective matmul on a GPU, and the record of it.
 
 The choice is equal on all ranks of a group: it depends on shapes and dtypes, which ranks compare when a call is new, on
-the group, and on the GPUs of all of its ranks. What was chosen is counted by shape, for the receipt.
+the group, and on the GPUs of all its ranks. Choices are counted by shape, for the receipt.
 
-`MatmulOperator._choose` decides and has the reason where a call is not fused: of the GPUs (`no_peer_access`), of its
-shapes and dtypes (`unsupported`), or of ranks that differ (`agree`). Whether a layer makes such calls at all is decided
-by `parallel/tensor.py::ParallelLinear.fused`.
+`MatmulOperator._choose` decides. A call is not fused because of the GPUs (`no_peer_access`), its shapes and dtypes
+(`unsupported`), or ranks that differ (`agree`). `parallel/tensor.py::ParallelLinear.fused` decides whether a layer
+makes such calls at all.
 """
 
 import functools
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.device import Device
-from titanlite.kernels.collectives import named_group, process_group_of
+from titanlite.kernels.collectives import Group, named_group, process_group_of
 from titanlite.kernels.operators import differentiate, operator
 from titanlite.kernels.products import EXPECTED, NOTHING, GatherCall, ScatterCall
 
@@ -35,7 +35,7 @@ class Lowered(NamedTuple):
     op: str  # "all_gather_matmul" or "matmul_reduce_scatter"
     shapes: str  # of its operands
     reason: str | None = None  # why it was not fused, or None
-    expected: bool = False  # that is as it should be: there was nothing to fuse, or fusing is slower
+    expected: bool = False  # rightly not fused: there was nothing to fuse, or fusing is slower
 
 
 lowered: Counter[Lowered] = Counter()
@@ -49,23 +49,25 @@ implementations: dict[object, tuple[Lowered, Callable[..., Any]]] = {}
 
 @dataclass(frozen=True)
 class MatmulOperator(Generic[C]):
-    """The functions that make up a collective matmul, all but the first of one call."""
+    """The functions that make up a collective matmul."""
 
     name: str
     schema: str  # the operator's signature
-    call: Callable[..., C]  # its arguments → one value
-    check: Callable[[C], None]  # raises ValueError for operands that do not fit, with what would
-    plain: Callable[[C], Any]  # computes a call that was checked, by its definition
-    in_words: Callable[[C], str]  # what must be equal on all ranks, else nothing: a call is new to all or to none
-    shapes: Callable[[C], tuple[str, str]]  # of the operands that need not be equal, and of those that are counted
+    call: Callable[..., C]  # the operator's arguments → one value
+    check: Callable[[C], None]  # raises ValueError for operands that do not fit, and says which would
+    plain: Callable[[C], Any]  # the definition, of a call that was checked
+    in_words: Callable[[C], str]  # all that must be equal on all ranks, and no more: a call is new to all or to none
+    shapes: Callable[[C], tuple[str, str]]  # of the operands that may differ between ranks; of those to count calls by
     unsupported: Callable[[C], str | None]  # why the kernels cannot take it, or None
-    fused: Callable[[C], Callable[[C], Any]]  # makes what computes such a call by kernels
+    plan: Callable[[C, Group], Any]  # plans the kernels of calls with these shapes, dtypes and strides
+    launch: Callable[[Any, C], Any]  # (plan, call) → results
     save: Callable[[Any, C, Any], None]  # (ctx, call, results), see `operators.differentiate`
-    backward: Callable[[Any, Any], Any]  # as there
+    backward: Callable[[Any, Any], Any]  # see `operators.differentiate`
+    flops: Callable[..., int]  # see `operators.operator`
 
     def register(self) -> None:
-        """Make an operator of it that has a gradient."""
-        op = operator(self.name, self._on_gpus, self.schema)(self._definition)
+        """Make the operator, with its gradient."""
+        op = operator(self.name, self._on_gpus, self.schema, flops=self.flops)(self._definition)
         differentiate(
             op,
             lambda *arguments: [t for t in self.call(*arguments).operands if t is not None],
@@ -92,18 +94,18 @@ class MatmulOperator(Generic[C]):
         return run(call)
 
     def lowered_as(self, call: C, reason: str | None) -> Lowered:
-        """Return what the receipt counts of a call that is not fused for a reason, or is."""
+        """Return the receipt's row for a call that is fused, or is not for a reason."""
         return Lowered(self.name, self.shapes(call)[1], reason, reason in EXPECTED)
 
     def _choose(self, call: C) -> tuple[Lowered, Callable[[C], Any]]:
-        """Validate a call that is new, and choose with all ranks what runs it; one warns if it should be fused."""
+        """Validate a new call, and choose with all ranks what runs it; rank 0 warns if it should have been fused."""
         self.check(call)
         own, _ = self.shapes(call)
         reason = no_peer_access(call.group) or self.unsupported(call)
         reason = agree(self.name, call.group, self.in_words(call), own, reason)
         row = self.lowered_as(call, reason)
         if reason is None:
-            return row, self.fused(call)
+            return row, functools.partial(self.launch, self.plan(call, named_group(call.group)))
         if not row.expected and named_group(call.group).rank == 0:
             _logger.warning("%s of %s is not fused: %s", self.name, row.shapes, reason)
         return row, self.plain
@@ -115,24 +117,24 @@ _agreed: dict[tuple[dist.ProcessGroup, str, str, str], str | None] = {}
 def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str | None:
     """Decide with all ranks of a group whether a call is fused, when the first of its kind comes; a collective.
 
-    Ranks that differ in what is moved would wait for each other in vain, or read each other's memory by different maps.
-    They may differ in the operand that stays where it is, as where a weight does not divide, and do without kernels.
-    One case is not covered: such a weight where some ranks, and not all, have had a call of the same shapes before.
-    Those do not ask again, and the others wait for them until the group's timeout.
+    Ranks that move different shapes would wait for each other in vain, or read each other's memory by different maps.
+    The operand that does not move may differ, as a weight that does not divide evenly; then no rank uses kernels. One
+    case is not covered: if some ranks have had a call of the same shapes before, and others have not, the former do not
+    ask again, and the latter wait until the group's timeout.
 
     Args:
         op: the operator.
         group: name of the process group.
-        what: all that must be equal on all ranks, in words. Nothing else, so that a call is new to all or to none.
-        own: shapes of the operands that need not be equal.
+        what: all that must be equal on all ranks, and no more, in words: a call is new to all or to none.
+        own: shapes of the operands that may differ.
         reason: why this rank cannot fuse it, or None.
 
     Returns:
-        Why none of them does, or None.
+        Why no rank fuses it, or None.
 
     Raises:
         ValueError: on every rank, if two ranks are in different calls.
-        RuntimeError: a call that is new while a CUDA graph is captured.
+        RuntimeError: a new call while a CUDA graph is captured.
     """
     process_group = process_group_of(group)
     key = process_group, op, what, own
@@ -168,14 +170,13 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
 
 
 def no_shared_memory(group: str, operator: int, n_slots: int, device: Device | None = None) -> str | None:
-    """Return why the ranks of a group cannot share memory for a use, or None; found out together, once.
+    """Return why the ranks of a group cannot share memory for a use, or None; a collective, once.
 
-    If nothing else is in the way they try to, which the system may not allow.
+    They try it if nothing else is in the way, since the system may not allow it.
 
     Args:
-        group: its name.
-        operator, n_slots: as of `device.channel.channel`.
-        device: that is built for; None: this process's own.
+        group, operator, n_slots: as of `device.channel.channel`.
+        device: to build for; None: this process's.
     """
     process_group = process_group_of(group)
     if device is not None and device.is_named:
@@ -198,7 +199,7 @@ def _try_to_share(process_group: dist.ProcessGroup, group: str, operator: int, n
 
 
 def no_peer_access(group: str) -> str | None:
-    """Return why the ranks of a group cannot read each other's memory, or None; found out together, once."""
+    """Return why the ranks of a group cannot read each other's memory, or None; a collective, once."""
     return _ask_peers(process_group_of(group))
 
 

@@ -7,16 +7,15 @@ that two runs give the same bits (`titanlite/kernels/device/`).
 """
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import named_group, scatter_dim
 from titanlite.kernels.lowering import MatmulOperator
+from titanlite.kernels.operators import device_code
 from titanlite.kernels.products import (
     FLOAT8,
     ScatterCall,
@@ -45,7 +44,7 @@ def matmul_reduce_scatter(
     """Sum `lefts[i] @ rights[i]` over i and over the ranks, and keep this rank's chunk.
 
     Args:
-        lefts: […, K_i] each, equal but for K_i; 2-D to 4-D, any strides. Any float dtype, float8 too.
+        lefts: […, K_i] each, equal except for K_i; 2-D to 4-D, any strides. Any float dtype, float8 too.
         rights: [K_i, N] each, any strides; `lefts`' dtype, or another float8 dtype.
         dim: of the sum, along which it is scattered; may be the last, N. Rank r keeps rows r·⌈size/ranks⌉ up to
             (r+1)·⌈size/ranks⌉.
@@ -70,7 +69,7 @@ def matmul_reduce_scatter(
 
 
 def _multiply_and_scatter(call: ScatterCall) -> Tensor:
-    """Run the definition: plain matmuls, then a collective."""
+    """Compute the definition."""
     lefts, rights, dim, group, bias, left_scales, right_scales, out_dtype, fast_accum = call
     dtype = out_dtype_of(lefts[0].dtype, out_dtype)
     if len(lefts) == 1:
@@ -87,7 +86,7 @@ def _multiply_and_scatter(call: ScatterCall) -> Tensor:
 
 
 def _check_scatter(call: ScatterCall) -> None:
-    """Raise ValueError for operands that do not fit, with what would."""
+    """Raise ValueError for operands that do not fit, and say which would."""
     op, (lefts, rights, dim, group, bias, left_scales, right_scales, *_) = "matmul_reduce_scatter", call
     if not lefts or len(lefts) != len(rights):
         raise ValueError(f"{op}: {len(lefts)} lefts and {len(rights)} rights; want as many of each, at least one")
@@ -133,12 +132,6 @@ def _unfused_scatter_reason(call: ScatterCall) -> str | None:
     return scatter_unsupported_reason(call.lefts, call.rights, named_group(call.group).size)
 
 
-def _fused_scatter(call: ScatterCall) -> Callable[[ScatterCall], Tensor]:
-    from titanlite.kernels.device.matmul_reduce_scatter import launch_matmul_reduce_scatter, plan_scatter
-
-    return partial(launch_matmul_reduce_scatter, plan_scatter(call, named_group(call.group)))
-
-
 def _save_operands(ctx, call: ScatterCall, results) -> None:
     lefts, rights, dim, group, bias, left_scales, *_ = call
     ctx.dim, ctx.group, ctx.n, ctx.float8 = dim % lefts[0].ndim, group, len(lefts), bool(left_scales)
@@ -158,7 +151,7 @@ def _scatter_backward(ctx, grads):
     lefts, rights = saved[: ctx.n], saved[ctx.n :]
     needs_left, needs_right = ctx.needs[: ctx.n], ctx.needs[ctx.n : 2 * ctx.n]
     wanted = [i for i in range(ctx.n) if needs_left[i]]
-    narrow = grad.to(lefts[0].dtype)  # operands of a matmul have one dtype; that of the sum may have been another
+    narrow = grad.to(lefts[0].dtype)  # operands of a matmul have one dtype, from which the sum's may differ
     gathered, *products = all_gather_matmul(narrow, [rights[i].t() for i in wanted], ctx.dim, ctx.size, ctx.group)
     d_lefts: list[Tensor | None] = [None] * ctx.n
     for i, d_left in zip(wanted, products, strict=True):
@@ -169,8 +162,12 @@ def _scatter_backward(ctx, grads):
     ]
     if ctx.bias_dtype is None:
         return *d_lefts, *d_rights
-    # A bias that is added to one rank's rows still sees the gradient of those alone.
+    # A bias added to one rank's rows gets the gradient of these rows.
     return *d_lefts, *d_rights, gradient_of_bias(grad, ctx.bias_dtype)
+
+
+def _scatter_flops(left_shapes, right_shapes, *args, **kwargs) -> int:
+    return sum(2 * math.prod(left) * right[1] for left, right in zip(left_shapes, right_shapes, strict=True))
 
 
 MatmulOperator(
@@ -183,12 +180,9 @@ MatmulOperator(
     in_words=_scatter_in_words,
     shapes=lambda call: (shapes := shapes_of(*call.lefts, *call.rights), shapes),
     unsupported=_unfused_scatter_reason,
-    fused=_fused_scatter,
+    plan=device_code("matmul_reduce_scatter.plan_scatter"),
+    launch=device_code("matmul_reduce_scatter.launch_matmul_reduce_scatter"),
     save=_save_operands,
     backward=_scatter_backward,
+    flops=_scatter_flops,
 ).register()
-
-
-@register_flop_formula(torch.ops.titanlite.matmul_reduce_scatter)
-def _scatter_flops(left_shapes, right_shapes, *args, **kwargs) -> int:
-    return sum(2 * math.prod(left) * right[1] for left, right in zip(left_shapes, right_shapes, strict=True))

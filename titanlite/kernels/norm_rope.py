@@ -1,8 +1,8 @@
-"""Queries and keys of a fused projection, normalised head by head and rotated; values as they are.
+"""Queries and keys of a fused projection, normalised head by head and rotated; values unchanged.
 
-One pass over memory forward, and one backward, which writes the gradient of the whole projection. A compiler reads
-queries twice to normalise them, and takes a pass more for each gradient (docs/performance.md). A head is rounded once,
-after it is rotated.
+Forward and backward are one pass over memory each; backward writes the gradient of the whole projection. A compiler
+reads queries twice to normalise them, and takes one more pass for each gradient (docs/performance.md). A head is
+rounded once, after its rotation.
 
 Source: `rms_norm.py` and `rope.py`, which are the definition.
 """
@@ -25,8 +25,8 @@ def norm_rope(
 
     Args:
         qkv, cos, sin, queries_per_kv: as of `rope.rotated_heads`, and so are the results.
-        q_weight: [E], the scale of normalised queries.
-        k_weight: [E], that of keys.
+        q_weight: [E], scale of normalised queries.
+        k_weight: [E], scale of normalised keys.
         eps: added to the mean square.
     """
     return _NormRope.apply(qkv, q_weight, k_weight, cos, sin, queries_per_kv, eps)  # type: ignore[no-any-return]
@@ -47,7 +47,7 @@ class _NormRope(torch.autograd.Function):
         return *torch.ops.titanlite.norm_rope_grad(*grads, *given), None, None, None, None
 
 
-# By heads: a key's and a value's with all of their queries.
+# By heads: each key and value with all of its queries.
 @operator("norm_rope", "norm_rope.launch_norm_rope", splits=(Split((1, None, None, None, None), 1),))
 def _normed_and_rotated(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int, eps: float

@@ -1,8 +1,7 @@
 """titanlite's operators: how a function in plain torch becomes one, and the sharding rules beside them.
 
-An operator is its definition, which runs on every device, without numbers on the meta device too, where compilers ask
-for the shapes of results; and what runs it on GPUs. They are registered by hand rather than with custom_op, whose
-wrappers take longer than the launch.
+An operator has a definition, which runs on every device (on the meta device too, where compilers ask for the shapes of
+results), and a launcher for GPUs. It is registered by hand: the wrappers of `custom_op` take longer than a launch.
 """
 
 import functools
@@ -31,37 +30,29 @@ class Operator(Protocol[P, R]):
 
 
 class Sent(NamedTuple):
-    """The bytes that a rank sends in one collective inside an operator.
+    """The bytes that a rank sends in one collective inside an operator."""
 
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        n_bytes: to other ranks.
-    """
-
-    kind: str
-    n_bytes: int
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
+    n_bytes: int  # to other ranks
 
 
 Sends = Callable[..., "list[Sent] | None"]
-"""(device that is built for, *arguments of the operator) → what it sends; None: what its definition does."""
+"""(device that the run is built for, *arguments of the operator) → what it sends; None: as much as its definition."""
 
 
 class Split(NamedTuple):
     """One way to compute parts of an operator's results from parts of its inputs, on each rank alone.
 
-    Attributes:
-        inputs: for each tensor among its arguments the dim that is split; None for one that every rank has whole. Of a
-            call with other numbers of tensors, where one is None, other splits serve.
-        output: the dim by which its results, all of them, are split.
+    It serves calls with as many tensors as `inputs`: an argument that may be None needs a second split.
     """
 
-    inputs: tuple[int | None, ...]
-    output: int
+    inputs: tuple[int | None, ...]  # the dim by which each tensor is split; None for one that every rank has whole
+    output: int  # the dim by which all results are split
 
 
 SPLITS: dict[torch._ops.OpOverload, tuple[Split, ...]] = {}
-"""How the ranks of a group may share the work of an operator. One that is not here, and that neither
-`sharding/op_rules.py` nor DTensor has rules of, is refused in a tensor-parallel model."""
+"""How the ranks of a group may share an operator's work. A tensor-parallel model is refused if it calls one that has no
+rules here, in `sharding/op_rules.py` or in DTensor."""
 
 
 def operator(
@@ -77,12 +68,11 @@ def operator(
 
     Args:
         name: of the operator.
-        on_gpus: runs for CUDA tensors: a function, or "module.function" of `kernels/device`, imported by the first
-            call because it needs Triton; None: the definition too.
+        on_gpus: runs for CUDA tensors: a function, or a name for `device_code`; None: the definition.
         schema: the operator's signature; the definition's if empty.
         splits: its sharding rules.
-        sends: what it sends where that is not what its definition does, or depends on numbers.
-        unless: its arguments → whether the definition runs for CUDA tensors too.
+        sends: what it sends, if its definition sends something else, or if this depends on numbers in tensors.
+        unless: the operator's arguments → whether the definition runs on GPUs, too.
         flops: (shapes of tensors and other arguments) → floating-point operations.
     """
 
@@ -128,13 +118,13 @@ def differentiate(
 ) -> None:
     """Give an operator of lists of tensors a gradient.
 
-    By hand too: torch's wrapper walks through all arguments with pytree, which takes as long as two launches; and to be
-    dispatched once more takes as long as one.
+    Also by hand: torch's wrapper walks through all arguments with pytree, which takes as long as two launches, and one
+    more dispatch takes as long as a launch.
 
     Args:
         op: the operator.
-        tensors: its arguments → all tensors among them. What is left out counts as a constant.
-        save: (ctx, arguments, results), results as the operator has them; writes down what backward needs.
+        tensors: its arguments → all tensors among them, except those that count as constants.
+        save: (ctx, arguments, results as the operator returns them); saves what backward needs.
         backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
     """
     overload, name = cast("torch._ops.OpOverload", op), cast("torch._ops.OpOverload", op)._opname

@@ -1,21 +1,21 @@
-"""The nearest matrix with orthonormal rows or columns, by polynomials: matmuls alone, and no singular vectors.
+"""The nearest matrix with orthonormal rows or columns, by polynomials: only matmuls, no singular vectors.
 
-With X = U S Vᵀ, an odd polynomial p(x) = a x + b x³ + c x⁵ of X is U p(S) Vᵀ = P X, where P = a + b G + c G G is one of
-the symmetric G = X Xᵀ. A few of them in turn take each singular value of (0, 1] near 1; their coefficients are data.
-All P and G of one X commute, and so do without X, [R, C] with R ≤ C, which is the larger, for two steps:
+With X = U S Vᵀ, an odd polynomial p(x) = a x + b x³ + c x⁵ of X is U p(S) Vᵀ = P X, where P = a + b G + c G G is a
+polynomial of the symmetric G = X Xᵀ. A few of them in turn move each singular value of (0, 1] near 1; their
+coefficients are data. All P and G of one X commute. So two steps need only G, [R, R], and not X, [R, C] with R ≤ C:
 
     G = X Xᵀ
     Q ← P Q;  G ← (P G) P        [R, R], symmetric: half of each product is computed
     X ← Q X
 
-G is square in the singular values, and the smallest are lost in what is rounded of it: a matrix of low rank gets
-eigenvalues below 0, which the polynomials enlarge. So a rounding of its row is added on the diagonal. Two steps in
-float16 then keep more of a matrix than a new G in each step in bfloat16 does, whatever its singular values are. A third
-step takes gradients of an 8B model to infinity: halves of products that commute but for what was rounded are off by
-more than that (`tests/unit/kernels/test_orthogonalise.py`).
+G has the squares of the singular values, and rounding loses the smallest: a matrix of low rank gets eigenvalues below
+0, which the polynomials enlarge. So each row's rounding error is added on the diagonal. Two steps in float16 are then
+more exact than a new G in each step in bfloat16, whatever the singular values are. A third step takes gradients of an
+8B model to infinity: rounded matrices do not quite commute, so mirroring half of their product is off by more than the
+rounding (`tests/unit/kernels/test_orthogonalise.py`).
 
-What is multiplied lies as [R, C] with R ≤ C; so a tall matrix is transposed by the conversion to float16 (float32 on a
-CPU), and back by the one that writes the result (`scaled_copy.py`).
+Products take [R, C] with R ≤ C, so a tall matrix is transposed by the conversion to float16 (float32 on a CPU), and
+back by the one that writes the result (`scaled_copy.py`).
 
 Sources:
 
@@ -53,9 +53,9 @@ ITERATIONS: dict[str, Polynomials] = {
 STEPS_OF_GRAM = 2
 """Most steps without X."""
 INSIDE = {"cuda": torch.float16}
-"""The dtype in which a device multiplies what is given in bfloat16; float32 on others, as CPUs have no products of
-halves: on one thread of an EPYC four X X of 256 by 256 took 101 ms in float16 and 2.2 in float32, X Xᵀ 21 and 2.5; and
-four steps of `configs/debug.toml` with `muon` 16.6 s of a processor and 5.8."""
+"""The dtype in which a device multiplies bfloat16 matrices; elsewhere float32, since CPUs do not multiply float16: on
+one thread of an EPYC four X X of 256 by 256 took 101 ms in float16 and 2.2 in float32, X Xᵀ 21 and 2.5; and four steps
+of `configs/debug.toml` with `muon` 16.6 s of a processor and 5.8."""
 _UNIT = 2.0**12
 """The number that stands for 1 in X and G: float16 has none below 6e-8, and large matrices have small numbers."""
 
@@ -66,11 +66,11 @@ def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: T
     Args:
         x: [B, R, C], in the dtype of the matmuls.
         polynomials: applied in turn.
-        eps: a norm below it counts as it: a matrix of zeros stays one.
-        out: as `x`, or `x` itself, which receives the result. None: new memory.
+        eps: the least norm to divide by, so that zeros give zeros.
+        out: receives the result; may be `x` itself. None: new memory.
 
     Returns:
-        As `x`.
+        [B, R, C], in the dtype of `x`.
     """
     out = x.new_empty(x.shape) if out is None else out
     wide, result = (x.mT, out.mT) if x.shape[1] > x.shape[2] else (x, out)
@@ -102,5 +102,5 @@ def orthogonalise_flops(rows: int, columns: int, steps: int) -> int:
     """Return the floating-point operations of one matrix, the symmetric products in full."""
     short, long = sorted((rows, columns))
     times = -(-steps // STEPS_OF_GRAM)
-    # Of each step G G; of all but the last with an X, also P G and (P G) P; of all but the first, P Q.
+    # Each step has G G; all but the last with an X also P G and (P G) P; all but the first P Q.
     return times * 4 * short * short * long + (steps + 3 * (steps - times)) * 2 * short**3

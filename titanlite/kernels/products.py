@@ -14,11 +14,11 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, *FLOAT8)
 """The dtypes that titanlite's own kernels multiply."""
 FSDP_GATHER, FSDP_REDUCE, EXPERTS = 2, 3, 4
-"""Uses of memory that ranks share, beside collective matmuls: their numbers in `device.channel.OPERATORS`."""
+"""Further uses of memory that ranks share: their numbers in `device.channel.OPERATORS`."""
 MAX_RANKS = 8
 """Most ranks that a fused collective matmul supports."""
 MAX_PAIRS = 3
-"""Most products that one of them sums."""
+"""Most products that a fused matmul → reduce-scatter sums."""
 NOTHING = "nothing to multiply"
 """The reason of a call that only gathers, or is empty."""
 SLOWER = "NCCL and cuBLAS one after the other are faster for this shape, by the tuning table"
@@ -44,7 +44,7 @@ def contracts_last(form: str) -> bool:
 
 
 class GatherCall(NamedTuple):
-    """The arguments of the operator `all_gather_matmul`, whose file describes them."""
+    """The arguments of `all_gather_matmul`, described there."""
 
     shard: Tensor
     others: list[Tensor]
@@ -86,7 +86,7 @@ class GatherCall(NamedTuple):
 
 
 class ScatterCall(NamedTuple):
-    """The arguments of the operator `matmul_reduce_scatter`, whose file describes them."""
+    """The arguments of `matmul_reduce_scatter`, described there."""
 
     lefts: list[Tensor]
     rights: list[Tensor]
@@ -110,13 +110,7 @@ class ScatterCall(NamedTuple):
 
 
 def dtype_of_sum(dtype: torch.dtype, reduce_op: str, ranks: int) -> torch.dtype:
-    """Return a dtype in which a sum over ranks can be divided by them without a second rounding or an overflow.
-
-    Args:
-        dtype: of the result.
-        reduce_op: "sum", which is not divided, or "avg".
-        ranks: their number.
-    """
+    """Return a dtype in which a sum over ranks ("sum", or "avg" to be divided) neither overflows nor rounds twice."""
     if reduce_op == "sum" or (ranks.bit_count() == 1 and dtype != torch.float16):
         return dtype
     return torch.promote_types(dtype, torch.float32)
@@ -128,7 +122,7 @@ def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -
 
 
 def check_together(op: str, operands: Iterable[Tensor | None], scales: Iterable[Tensor | None]) -> None:
-    """Raise ValueError for operands on several devices and for scales that are not float32: kernels get addresses."""
+    """Raise ValueError for operands on several devices and scales other than float32; kernels only see addresses."""
     scales = [scale for scale in scales if scale is not None]
     devices = {t.device for t in (*operands, *scales) if t is not None}
     if len(devices) > 1:
@@ -139,7 +133,7 @@ def check_together(op: str, operands: Iterable[Tensor | None], scales: Iterable[
 
 
 def out_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a product: the wanted one, else that of its operands, bfloat16 for float8."""
+    """Return the dtype of a product: the wanted one, else its operands', or bfloat16 for float8."""
     return wanted or (torch.bfloat16 if dtype in FLOAT8 else dtype)
 
 
@@ -188,7 +182,7 @@ def scales_travel(scale_of: str, dim: int, ndim: int) -> bool:
 
 
 def products(call: GatherCall, gathered: Tensor, scale: Tensor | None, first: int = 0) -> list[Tensor]:
-    """Multiply the gathered tensor, with the scale of it all, by each other operand from `first` on."""
+    """Multiply the gathered tensor, whose whole scale is given, by each other operand from `first` on."""
     operand = gathered.t() if call.form.endswith("_t") else gathered
     outs: list[Tensor] = []
     for i, other in enumerate(call.others[first:], first):
@@ -226,9 +220,9 @@ def gradient_of_bias(grad: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def gradient_of_right(left: Tensor, grad: Tensor, right: Tensor) -> Tensor:
-    """Return the gradient of `right` in `left @ right`, lying in memory as `right` does.
+    """Return the gradient of `right` in `left @ right`, in the memory order of `right`.
 
-    A weight [N, K] is passed as its transpose; a gradient of other strides would cost a copy for each weight.
+    A weight [N, K] is passed as its transpose; a gradient in another order would cost a copy for each weight.
     """
     left, grad = left.flatten(0, -2), grad.flatten(0, -2)
     if right.stride(0) == 1:
@@ -241,15 +235,15 @@ def scaled_product(
 ) -> Tensor:
     """Return a float8 product [M, N], accumulated in float32 and rounded once.
 
-    If one side is scaled by row, so is the other: cuBLAS has no mixture.
+    A scale of one number is expanded if the other operand is scaled by row: cuBLAS has no mixture.
 
     Args:
         left: [M, K], rows contiguous.
         right: [K, N], columns contiguous.
-        left_scale: inverse, [] or one number for each row, float32; None for one.
-        right_scale: inverse, [] or one number for each column, float32; None for one.
+        left_scale: inverse, [] or one number for each row, float32; None: 1.
+        right_scale: inverse, [] or one number for each column, float32; None: 1.
         dtype: of the result.
-        fast: as `fast_accum` of `product`.
+        fast: `fast_accum` of `product`.
     """
     M, N = left.shape[0], right.shape[1]
     if not left.is_cuda:
@@ -280,7 +274,7 @@ def _scale(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -
 
 @functools.cache
 def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Make ones, once for all streams: to fill them anew for each product takes its host as long as the product."""
+    """Make ones, once for all streams: the host takes as long to fill them as to launch the product."""
     ones = torch.ones(shape, dtype=torch.float32, device=device)
     torch.cuda.current_stream(device).synchronize()
     return ones

@@ -1,6 +1,6 @@
 """RMSNorm with float32 statistics, and the residual stream beside it.
 
-The normalised value is rounded once, at the end: whoever recomputes it gets the same bits. Backward is one pass over
+The normalised value is rounded once, at the end, so that a recomputation has the same bits. Backward is one pass over
 memory, which adds the gradient of the stream before it rounds; a compiler's kernels take 1.5 times as long within a
 step (docs/performance.md).
 
@@ -31,21 +31,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def fork_rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Normalise the residual stream for a sublayer beside it.
+    """Return `rms_norm` of the residual stream [M, D], for a sublayer, and `x` itself for the other uses.
 
-    Args:
-        x: [M, D] residual stream.
-        weight: [D].
-        eps: added to the mean square.
-
-    Returns:
-        The normalised `x`, and `x` for all else: the gradients of both are added in one pass.
+    Backward adds the gradients of both in one pass.
     """
     return _Fork.apply(x, weight, eps)  # type: ignore[no-any-return]
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Forward is left to compilers."""
+    """Forward has no kernel: compilers fuse it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,7 +59,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _Fork(torch.autograd.Function):
-    """The same, which returns its input too."""
+    """`_RMSNorm`, which also returns its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -81,7 +75,7 @@ class _Fork(torch.autograd.Function):
 def rms_norm_grad(
     grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rest: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x`, [..., D], with `rest` added, and of `weight`; `mean` is of the squares, [..., 1]."""
+    """Return the gradients of `x`, [..., D], plus `rest`, and of `weight`; mean: [..., 1], mean squares of `x`."""
     scale = torch.rsqrt(mean + eps)
     normed, grad = x.float() * scale, grad.float()
     of_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0)

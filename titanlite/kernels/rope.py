@@ -1,10 +1,10 @@
 """Rotary position embedding in real arithmetic.
 
-Complex multiplication says the same in fewer words, but no compiler fuses it: at Llama-3 8B it costs five times the
-bytes. The two halves of a head are rotated against each other, the layout of Hugging Face checkpoints.
+Complex multiplication is shorter, but no compiler fuses it: at Llama-3 8B it moves five times the bytes. The two halves
+of a head are rotated against each other, the layout of Hugging Face checkpoints.
 
-The gradient of a fused projection is one pass over memory; a compiler rotates those of queries and keys first, and then
-puts them together with that of values (docs/performance.md).
+The gradient of a fused projection is one pass over memory; a compiler rotates the gradients of queries and keys first,
+and then concatenates them with the values' (docs/performance.md).
 
 Source: Su et al. 2021 (RoFormer), eq. 34; frequency scaling as in Llama 3.1.
 """
@@ -36,7 +36,7 @@ def rope_table(seq_len: int, head_dim: int, theta: float, scaling: RopeScaling |
     if scaling is not None:
         turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # full turns within the original context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: kept as it is; 0: slowed by `factor`
+        kept = ((turns - low) / (high - low)).clamp(0, 1)  # 1: unchanged; 0: slowed by `factor`
         frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float64, device="cpu"), frequencies)
     return angles.cos().float(), angles.sin().float()
@@ -67,7 +67,7 @@ def heads(qkv: Tensor, queries_per_kv: int, head_dim: int) -> tuple[Tensor, Tens
         head_dim: E.
 
     Returns:
-        Parts of `qkv`: [M, K, R, E], [M, K, 1, E] and [M, K, 1, E].
+        Views of `qkv`: [M, K, R, E], [M, K, 1, E] and [M, K, 1, E].
     """
     q, k, v = qkv.unflatten(-1, (-1, queries_per_kv + 2, head_dim)).split([queries_per_kv, 1, 1], dim=-2)
     return q, k, v
@@ -77,19 +77,19 @@ def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) ->
     """Take queries, keys and values out of a projection, and rotate the first two.
 
     Args:
-        qkv: [M, K·(R+2)·E] of whole sequences; for each key/value head R queries, its key and its value.
+        qkv: as of `heads`, of whole sequences.
         cos: [S, E/2] float32, from `rope_table`; M is a multiple of S.
         sin: [S, E/2] float32.
         queries_per_kv: R.
 
     Returns:
-        Queries [M, K·R, E] and keys [M, K, E] in `qkv.dtype`; values [M, K, E], a part of `qkv`.
+        Queries [M, K·R, E] and keys [M, K, E] in `qkv.dtype`; values [M, K, E], a view of `qkv`.
     """
     return _RotatedHeads.apply(qkv, cos, sin, queries_per_kv)  # type: ignore[no-any-return]
 
 
 class _RotatedHeads(torch.autograd.Function):
-    """Forward is left to compilers."""
+    """Forward has no kernel: compilers fuse it."""
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,6 +105,6 @@ class _RotatedHeads(torch.autograd.Function):
 
 @operator("rotated_heads_grad", "rope.launch_rotated_heads_grad")
 def rotated_heads_grad(q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return the gradient of the projection that `rotated_heads` took heads out of."""
+    """Return the gradient of `qkv` in `rotated_heads`."""
     q, k = (rope(grad, cos, -sin).unflatten(1, (k_grad.shape[1], -1)) for grad in (q_grad, k_grad))
     return torch.cat((q, k, v_grad.unsqueeze(2)), dim=2).flatten(1)

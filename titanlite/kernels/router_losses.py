@@ -1,8 +1,8 @@
-"""Train a router by losses of its own, beside that of its tokens, and count where it sends them.
+"""Auxiliary losses of a router, and counts of the tokens that it sends to each expert.
 
-A model returns logits alone, so a loss of the router's own is a gradient that an identity adds in backward
-(`with_loss`). Each micro-batch has such a loss, a mean over its tokens that count (`data/document_starts.py`); the loss
-counts by the micro-batch's share of the step's targets, since gradients of micro-batches and ranks are summed.
+A model returns only logits, so an auxiliary loss is a gradient that an identity adds in backward (`with_loss`). It is a
+mean over a micro-batch's tokens that count (`data/document_starts.py`), times the micro-batch's share of the step's
+targets, since gradients of micro-batches and ranks are summed.
 
 M tokens, E experts, K experts of a token.
 
@@ -22,24 +22,23 @@ from titanlite.kernels.operators import operator
 def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Group | None = None) -> Tensor:
     """Return the balance loss and the z-loss: means over the tokens that are counted.
 
-    The balance loss is E · Σ f·p, K where experts are used alike: f the share of tokens that chose an expert, p its
-    mean probability. So `transformers` has it. The z-loss is the mean square of what a softmax divides by, as a
-    logarithm.
+    The balance loss is E · Σ f·p, as in `transformers`: f the share of tokens that chose an expert, p its mean
+    probability; it is K if experts are used equally. The z-loss is the mean square of the logits' log-sum-exp.
 
     Args:
         logits: [M, E] float32.
         choices: [M, K] int32; they have no gradient.
         is_counted: [M] bool.
-        group: the ranks that have the other tokens of a micro-batch, or None: these are all.
+        group: the ranks with the micro-batch's other tokens; None: there are no others.
 
     Returns:
-        [2] in `logits.dtype`: this rank's terms, with the gradient of its tokens. f is that of all tokens, and has no
-        gradient; p is a mean, so that the ranks' terms add up to the loss. Zeros if no token is counted.
+        [2] in `logits.dtype`: this rank's terms, whose sum over the ranks is the loss. f is of all tokens, and has no
+        gradient. Zeros if no token is counted.
     """
     (M, E), K, size = logits.shape, choices.shape[1], 1 if group is None else group.size
     counts = count_choices(choices, is_counted, E, None if group is None else group.name)
-    # Means over all M tokens become those over the counted by this factor. Rounded from float64 it is 1 where all are
-    # counted, so that the bits are then those of plain means: nothing else is multiplied by but 1.
+    # This factor turns means over all M tokens into means over counted tokens. If all are counted it is exactly 1, so
+    # that the bits are those of plain means.
     more = (size * M * K / counts.sum().clamp(min=1).double()).to(logits.dtype)
     is_counted = is_counted.to(logits.dtype)
     share = counts.to(logits.dtype) / size / M
@@ -52,7 +51,7 @@ def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
     """Return `x`; in backward the loss gets `share` as its gradient.
 
     Args:
-        x: any; the result must have a gradient.
+        x: any tensor; the result must have a gradient.
         loss: [].
         share: [], of this micro-batch.
     """
@@ -75,13 +74,13 @@ class _WithLoss(torch.autograd.Function):
 def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: str | None = None) -> Tensor:
     """Count the tokens of each expert.
 
-    Adding up over ranks is part of it: activation checkpointing keeps the result, and ranks meet once.
+    The sum over ranks is part of the operator: activation checkpointing keeps the result, so ranks meet once.
 
     Args:
         choices: [M, K] int32.
         is_counted: [M] bool.
         n_experts: E.
-        group: name of the process group whose ranks' tokens are counted together; None: this one's alone.
+        group: name of the process group whose tokens are counted together; None: only this rank's.
 
     Returns:
         [E] int64.
@@ -106,7 +105,7 @@ def count_routing(
     counts: Tensor,
     sums: Tensor,
 ) -> Tensor:
-    """Add what a micro-batch's routing is to what has been counted.
+    """Add a micro-batch's routing to running sums.
 
     Recomputation in backward must not repeat it: activation checkpointing keeps its result, whatever a save-list says.
 
@@ -115,11 +114,11 @@ def count_routing(
         losses: [2] float32, balance and z.
         share: [], of the micro-batch.
         counts: [E] int64, tokens of each expert.
-        sums: [4] float64: the entropy of each token's distribution over experts, in nats; both losses by their shares;
+        sums: [4] float64: the entropies of tokens' distributions over experts, in nats; both losses times their shares;
             and the shares.
 
     Returns:
-        [0], so that there is something to keep.
+        [0], for activation checkpointing to keep.
     """
     counts += count_choices.definition(choices, is_counted, len(counts))
     entropy = (torch.special.entr(logits.softmax(1)).sum(1) * is_counted).double().sum()

@@ -1,9 +1,9 @@
 """Routing of a mixture of experts: which experts a token goes to, with what weights, and where its rows lie.
 
-A row is one token at one of its experts; rows lie sorted by expert, so that a grouped matmul finds those of each expert
-together. All sizes are known before the values are: M·K rows whatever the router says, so the host waits for nothing
-and no shape changes. Equal logits give equal rows in every run: ties go to the lower expert, rows of an expert lie by
-token, and a token's rows are added up in the order of its choices.
+A row is one token at one of its experts; rows are sorted by expert, so that a grouped matmul finds each expert's rows
+together. Sizes do not depend on values: there are M·K rows whatever the router chooses, so the host waits for nothing
+and no shape changes. Equal logits give equal rows in every run: ties go to the lower expert, an expert's rows are
+sorted by token, and a token's rows are added up in the order of its choices.
 
 M tokens, D width, E experts, K experts of a token, G experts here, R rows.
 
@@ -24,7 +24,7 @@ LEAST_SUM = 1e-20
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Return a @ b as float32, or float64 of such; 16-bit numbers are multiplied as they are, and summed in float32."""
+    """Return a @ b in float32 (float64 for float64); GPUs multiply 16-bit numbers directly and sum in float32."""
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
     if a.is_cuda and a.dtype == b.dtype and a.element_size() == 2:
         return torch.mm(a, b, out_dtype=dtype)
@@ -44,27 +44,23 @@ def router_logits(x: Tensor, weight: Tensor) -> Tensor:
         weight: [E, D].
 
     Returns:
-        [M, E] float32, or float64 of such.
+        [M, E] float32; float64 for float64.
     """
     return _product(x, weight.t())
 
 
 @operator("router_logits_grad", None, flops=lambda _, *shapes, **__: 2 * _router_flops(*shapes))
 def router_logits_grad(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` and `weight`; `grad`, [M, E], is rounded to the wider of their dtypes before."""
+    """Return the gradients of `x` and `weight`; first, `grad`, [M, E], is rounded to the wider of their dtypes."""
     grad = grad.to(torch.promote_types(x.dtype, weight.dtype))
     return _product(grad, weight).to(x.dtype), _product(grad.t(), x).to(weight.dtype)
 
 
-def _save_router(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _router_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.titanlite.router_logits_grad(grad, *ctx.saved_tensors)
-
-
-torch.library.register_autograd("titanlite::router_logits", _router_backward, setup_context=_save_router)
+torch.library.register_autograd(
+    "titanlite::router_logits",
+    lambda ctx, grad: torch.ops.titanlite.router_logits_grad(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @operator("route", "routing.launch_route", splits=(Split((0,), 0), Split((0, None), 0)))
@@ -75,8 +71,7 @@ def route(
 
     Args:
         logits: [M, E] float32.
-        bias: [E] float32, added to scores for the choice alone; None: logits are compared, whose order is that of their
-            scores.
+        bias: [E] float32, added to scores only for the choice; None: logits are compared, which have the same order.
         top_k: K, at most E.
         score: "softmax" over all experts, "softmax_of_chosen" or "sigmoid". With a bias, "softmax_of_chosen" adds it to
             logits.
@@ -84,8 +79,8 @@ def route(
         scale: of the weights.
 
     Returns:
-        Weights [M, K] in `logits.dtype` and choices [M, K] int32, highest first, ties to the lower expert; what is not
-        a number counts as highest.
+        Weights [M, K] in `logits.dtype` and choices [M, K] int32, highest first, ties to the lower expert; NaN is
+        highest.
 
     Raises:
         ValueError: for another score, or more experts of a token than there are.
@@ -98,7 +93,7 @@ def route(
 
 @operator("route_grad", "routing.launch_route_grad", splits=(Split((0, 0, 0), 0),))
 def route_grad(grad: Tensor, logits: Tensor, choices: Tensor, score: str, normalised: bool, scale: float) -> Tensor:
-    """Return the gradient of the logits, [M, E]; `grad` is that of the weights, [M, K]."""
+    """Return the gradient of the logits, [M, E]; `grad`: of the weights, [M, K]."""
     at, grad = choices.long(), grad * scale
     weights = _chosen_weights(logits, at, score, normalised)
     if score == "softmax" and not normalised:
@@ -142,7 +137,7 @@ def _scores_of_all(logits: Tensor, score: str) -> Tensor:
 
 
 def _chosen_weights(logits: Tensor, choices: Tensor, score: str, normalised: bool) -> Tensor:
-    """Return the weights before they are scaled. A softmax divided by its sum is one of the chosen."""
+    """Return the weights before they are scaled. A normalised softmax is a softmax of the chosen logits."""
     if score == "sigmoid":
         chosen = logits.gather(1, choices).sigmoid()
         return chosen / (chosen.sum(1, keepdim=True) + LEAST_SUM) if normalised else chosen
@@ -161,8 +156,8 @@ def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
         count: G, experts here.
 
     Returns:
-        Of each token and slot the row, [M, K] int32, -1 if its expert is not here; of each row m·K + k, [M·K] int32, -1
-        beyond the last; and where each expert's rows begin and the last one's end, [G + 1] int32.
+        The row of each token and slot, [M, K] int32, -1 if its expert is not here; the slot m·K + k of each row, [M·K]
+        int32, -1 beyond the last; and where each expert's rows begin and the last expert's end, [G + 1] int32.
     """
     own = choices.flatten() - first
     own = torch.where((own >= 0) & (own < count), own, count)
@@ -177,12 +172,12 @@ def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor
 
 @operator("gather_rows", "expert_rows.launch_gather_rows", splits=(Split((1, None), 1),))
 def gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | None = None) -> Tensor:
-    """Give each row its token.
+    """Copy each row's token.
 
     Args:
         x: [M, D].
-        slots: [R] int32, m·K + k of each row; -1 for a row of zeros. On a GPU those more than 128 behind the last
-            row of a token are not written.
+        slots: [R] int32, m·K + k of each row; -1 for a row of zeros. On a GPU, rows of zeros more than 128 behind the
+            last row of a token are not written.
         top_k: K.
         after: as for `spread_rows`.
 
@@ -216,16 +211,16 @@ def combine(o: Tensor, rows: Tensor, weights: Tensor | None) -> Tensor:
 
 @operator("spread_rows", "expert_rows.launch_spread_rows", splits=(Split((1, None), 1), Split((1, None, None), 1)))
 def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, after: Tensor | None = None) -> Tensor:
-    """Write each token to its rows: the gradient of `combine`. Without weights, and where each row has a token, it is
-    `gather_rows`, and reads `x` once.
+    """Write each token to its rows: the gradient of `combine`. Without weights it equals `gather_rows` in rows
+    with a token, and reads `x` once.
 
     Args:
         x: [M, D].
         rows: [M, K] int32, -1 for none.
         weights: [M, K] float32; None: all are 1.
         n_rows: R; rows of no token are not written.
-        after: what must be there before, and is not read. In backward this is a gradient: a compiler would as soon keep
-            the rows of forward, K times as large as the tokens that they are copies of.
+        after: a tensor that must be computed before, and is not read: in backward a gradient. Without it a compiler
+            might keep forward's rows, which take K times the memory of the tokens.
 
     Returns:
         [R, D] in `x.dtype`.
@@ -235,7 +230,7 @@ def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, af
     if weights is not None:
         spread = (spread.to(torch.promote_types(x.dtype, torch.float32)) * weights[:, :, None]).to(x.dtype)
     spread = as_bytes(spread.flatten(0, 1))
-    nothing = torch.nan if spread.is_floating_point() else 0x7F  # of float8 not a number either
+    nothing = torch.nan if spread.is_floating_point() else 0x7F  # NaN in float8
     return spread.new_full((n_rows + 1, x.shape[1]), nothing).index_copy(0, at, spread)[:-1].view(x.dtype)
 
 
@@ -249,7 +244,7 @@ def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
         rows: [M, K] int32, -1 for none.
 
     Returns:
-        [M, K] float32, or float64 of such; 0 where there is no row.
+        [M, K] float32 (float64 for float64); 0 where there is no row.
     """
     dtype = torch.promote_types(o.dtype, torch.float32)
     dots = [(_rows_at(o, row, dtype) * grad.to(dtype)).sum(1) for row in rows.unbind(1)]
@@ -257,14 +252,14 @@ def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
 
 
 def rows_of_slots(slots: Tensor, n: int) -> Tensor:
-    """Return the row of each of n slots, [n] int32, -1 for none; of the slots of rows, [R] int32."""
-    rows = slots.new_full((n + 1,), -1)  # the last one is for rows of no token
+    """Invert the slots of rows, [R] int32: return the row of each of n slots, [n] int32, -1 for none."""
+    rows = slots.new_full((n + 1,), -1)  # the last one takes rows without a token
     places = torch.arange(len(slots), dtype=slots.dtype, device=slots.device)
     return rows.scatter(0, torch.where(slots < 0, n, slots).long(), places)[:-1]
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """View float8, which is copied alone, as bytes: torch does not copy it by rows on CPUs."""
+    """View float8 as bytes, for copies: torch cannot index rows of float8 on CPUs."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 

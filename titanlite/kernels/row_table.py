@@ -1,5 +1,4 @@
-"""Tables of rows of many tensors, each with a place in memory where all that travel lie one behind the other; and of
-these tensors."""
+"""Tables of rows of many tensors, with each row's place in the memory of those that travel; and tables of tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,8 @@ NOWHERE = -1
 class RowTable:
     """A table of n rows."""
 
-    tensor: Tensor  # [n] int32, the number of the tensor that a row is of
-    at: Tensor  # [n] int64, its first element there; tensors are contiguous
+    tensor: Tensor  # [n] int32, number of each row's tensor
+    at: Tensor  # [n] int64, its first element in the tensor, which is contiguous
     columns: Tensor  # [n] int32, its elements
     flat: Tensor  # [n] int64, its first element in the memory of all rows, or `NOWHERE`
     widest: int = field(init=False)
@@ -39,7 +38,7 @@ class RowTable:
 
 @dataclass(frozen=True, eq=False)
 class TensorTable:
-    """A table of the tensors that rows are of."""
+    """A table of the tensors that have the rows."""
 
     tensors: Sequence[Tensor]  # by their numbers in a `RowTable`; of one dtype, contiguous
     addresses: Tensor  # [n] int64, on their device
@@ -47,14 +46,14 @@ class TensorTable:
 
 
 def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
-    """Make a table of tensors, which serves as long as they stay where they are. The host waits for nothing.
+    """Make a table of tensors, which is valid until one of them moves. The host waits for nothing.
 
     Args:
-        kind: what they are, for the message.
+        kind: a name for them in the message.
         tensors: at least one; all on one device.
 
     Raises:
-        ValueError: one is of another dtype than the first, or not contiguous.
+        ValueError: one has another dtype than the first, or is not contiguous.
     """
     first = tensors[0]
     for i, t in enumerate(tensors):
@@ -67,11 +66,11 @@ def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
 
 
 def table(runs: Iterable[tuple[int, Tensor, int, int]]) -> RowTable:
-    """Make a table of rows that stand together.
+    """Make a table of runs of rows.
 
     Args:
-        runs: of each: the number of the tensor; [m] int64, first elements; columns; the place of the first row in the
-            memory of all rows, behind which the others follow, or `NOWHERE`.
+        runs: for each run the number of its tensor; [m] int64, the rows' first elements; their columns; and the place
+            of the first row in the memory of all rows, which the others follow, or `NOWHERE`.
     """
     kept = [run for run in runs if len(run[1])]
     if not kept:

@@ -1,8 +1,8 @@
-"""Rows of many tensors at once: Muon's momentum, rows on their way to owners and back, and the update with them.
+"""Rows of many tensors at once: Muon's momentum, the rows that travel to their owners and back, and the update.
 
-All that travels in one exchange lies in one piece of memory, row behind row. A table says of each row where it is
-there, and where in which tensor. On a GPU each call is one kernel for all rows, which reads and writes each number once
-(`titanlite/kernels/device/rows.py`).
+All rows of an exchange lie in one piece of memory, one after the other. A table has for each row its place in that
+memory, its tensor, and its place in the tensor. On a GPU each call is one kernel for all rows, which reads and writes
+each number once (`titanlite/kernels/device/rows.py`).
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ _launch_update = device_code("rows.launch_update")
 
 
 def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """Yield rows of one tensor and one width: its number, [m] rows, [m, columns] elements there and in flat memory."""
+    """Yield, for rows of one tensor and width: its number, [m] rows, [m, columns] elements in it and in flat memory."""
     kinds, of = torch.stack((rows.tensor, rows.columns)).unique(dim=1, return_inverse=True)
     for i, (number, columns) in enumerate(kinds.T.tolist()):
         chosen = (of == i).nonzero().squeeze(1)
@@ -66,7 +66,7 @@ def momentum_rows(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum of rows, and give those that travel what is to be orthogonalised.
+    """Update the momentum of rows, and write what is to be orthogonalised for those that travel.
 
         m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g, or m
 
@@ -74,8 +74,8 @@ def momentum_rows(
         rows: of the tensors.
         gradients: [...] float32 or wider.
         momenta: [...] of the same sizes; float32, wider or bfloat16.
-        flat: receives u of rows that have a place, in its dtype.
-        divisor: [] float32, of gradients.
+        flat: receives u of the rows that have a place, in its dtype.
+        divisor: [] float32, of the gradients.
         skip: [] float32; 1 leaves momenta as they are.
         momentum: μ.
         nesterov: which u.
@@ -105,7 +105,7 @@ def update_rows(
     measure: bool = False,
     decay_factor: float = 1.0,
 ) -> Tensor | None:
-    """Update rows with what has come for them.
+    """Update rows with the orthogonalised ones that have arrived.
 
         p ← (1 - lr·decay_factor·decay) p - lr·scale·u
 
@@ -120,7 +120,7 @@ def update_rows(
         decay_factor: of all decays.
 
     Returns:
-        [2, n] float32 or wider, sums of squares of each row before, and of what changed in it, if they are measured.
+        [2, n] float32 or wider if measured: the sum of squares of each row before, and of its change.
     """
     if flat.is_cuda:
         return _launch_update(rows, parameters, flat, scales, decays, lr, skip, measure, decay_factor)

@@ -1,6 +1,6 @@
-"""Matrices that are multiplied by a number each and converted, and transposed on the way if their memory asks for it.
+"""Copies of matrices, each scaled and converted to another dtype, and transposed if the result lies so in memory.
 
-Orthogonalisation begins and ends with that. On a GPU one kernel reads and writes each number once, both in order
+Orthogonalisation begins and ends with one. On a GPU a kernel reads and writes each number once, both in order
 (`titanlite/kernels/device/scaled_copy.py`).
 """
 
@@ -13,17 +13,14 @@ _launch = device_code("scaled_copy.launch_scaled_copy")
 
 
 def scaled_copy(x: Tensor, out: Tensor, factor: float, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """Write factor X, or factor X / max(norm, eps), which is computed in float32, or wider.
+    """Write factor X / max(norm, eps) to `out`, computed in float32 or wider, and return it.
 
     Args:
         x: [B, R, C].
         out: [B, R, C], of any floating dtype. Either may be a transposed view.
         factor: of all matrices.
-        norm: [B, 1, 1] float32, or wider, by which each matrix is divided. None: 1.
-        eps: a norm below it counts as it.
-
-    Returns:
-        `out`.
+        norm: [B, 1, 1] float32 or wider, by which each matrix is divided; None: not divided.
+        eps: the least divisor.
     """
     if x.is_cuda and x.itemsize == out.itemsize == 2:
         return _launch(x, out, factor, norm, eps)

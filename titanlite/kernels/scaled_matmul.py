@@ -1,7 +1,7 @@
 """A product of two float8 matrices, scaled by row and column or as a whole.
 
-One operator on every device, so that what is traced on a CPU is what runs on a GPU. There the hardware's own
-instruction does it; the definition multiplies what the bytes stand for.
+It is one operator on every device, so that a trace on a CPU is what runs on a GPU. There the hardware multiplies
+float8; the definition on a CPU multiplies float32.
 """
 
 import torch

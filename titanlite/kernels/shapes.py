@@ -1,8 +1,8 @@
 """The split of a dim over ranks, and the layout of a split tensor in memory.
 
 A dim of `size` is split into chunks of ⌈size/ranks⌉; the last ranks may hold less, or nothing (`torch.chunk`'s rule).
-Around it, whatever the number of dims, a tensor is `[outer, dim, inner]`: one row of a shard's block for each outer
-index, contiguous over dim and inner. Every gather and scatter of the runtime is a copy between such blocks.
+A tensor of any number of dims is seen as `[outer, dim, inner]`: a shard is a block with one row for each outer index,
+contiguous over dim and inner. Every gather and scatter of the runtime is a copy between such blocks.
 """
 
 import math
@@ -50,13 +50,13 @@ def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> DimSplit:
 
 
 def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:
-    """Give another shape to a tensor that nobody else has, which torch then does not take for a view of another.
+    """Reshape a tensor that nobody else holds so that torch does not take it for a view.
 
-    What a module returns should be none: FSDP hooks onto it, and warns that an in-place operation on a view would lose
-    the hook.
+    A module should not return a view: FSDP hooks onto its result, and warns that an in-place operation would lose the
+    hook.
 
     Args:
-        x: fresh, or a view of a tensor that is.
+        x: new, or a view of a new tensor.
         shape: that `x` can be viewed in.
     """
     return torch.ops.aten._unsafe_view(x, list(shape))

@@ -1,8 +1,8 @@
 """SwiGLU gate over one fused projection whose columns interleave gate and up in blocks.
 
-Backward is one pass over memory, where a compiler forms both of its halves for each element. Where the result is
-wanted in float8, gate and cast are one pass, and so is backward with its cast: compilers read a row of 28,672 numbers
-twice and more (`titanlite/kernels/device/swiglu.py`).
+Backward is one pass over memory, where a compiler computes both halves of the gradient for each element. For a result
+in float8, gate and cast are one pass, and so are backward and its cast: compilers read a row of 28,672 numbers at least
+twice (`titanlite/kernels/device/swiglu.py`).
 
 Source: Shazeer 2020, "GLU Variants Improve Transformer", eq. 6.
 """
@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titanlite.kernels.float8_scales import cast_to, scale_of
+from titanlite.kernels.float8_scales import cast_by_amax
 from titanlite.kernels.operators import operator
 
 BLOCK = 128
-"""Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width, so that any split of the
-fused weight into equal parts of whole block pairs is a legal tensor-parallel shard."""
+"""Columns of the gate (w1) and of the up projection (w3) alternate in blocks of this width. So equal parts of whole
+block pairs are valid tensor-parallel shards of the fused weight."""
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Forward is left to compilers."""
+    """Forward has no kernel: compilers fuse it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def gated(x: Tensor) -> Tensor:
-    """Return what `swiglu` does, without a gradient."""
+    """Return `swiglu(x)`, without a gradient."""
     gate, up = gate_and_up(x)
     return (F.silu(gate) * up).to(x.dtype).flatten(-2)
 
@@ -86,14 +86,14 @@ def swiglu_cast(x: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tupl
     Returns:
         Bytes [M, F], and their inverse scales, [M, 1] or [] float32.
     """
-    return _cast_gated(gated(x), by_row, dtype, pow2)
+    return cast_by_amax(gated(x), by_row, dtype, pow2)
 
 
 @operator("swiglu_grad_cast", "swiglu.launch_swiglu_grad_cast")
 def swiglu_grad_cast(
     grad: Tensor, x: Tensor, by_row: bool, dtype: torch.dtype, result_dtype: torch.dtype, pow2: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Cast `swiglu_grad(grad, x)`, and `swiglu(x)` once more: so backward has it without keeping it.
+    """Cast `swiglu_grad(grad, x)`, and `swiglu(x)` again, so that backward need not keep it.
 
     Args:
         grad: [M, F].
@@ -103,19 +103,14 @@ def swiglu_grad_cast(
 
     Returns:
         Bytes [M, 2F] of the gradient, and their inverse scales, [M, 1] or [] float32; bytes [M, F] and inverse scales
-        of `swiglu(x)`, to the bit those of `swiglu_cast`.
+        of `swiglu(x)`, bitwise equal to those of `swiglu_cast`.
     """
-    of_grad = _cast_gated(swiglu_grad.definition(grad, x), by_row, dtype, pow2)
-    return *of_grad, *_cast_gated(gated(x), by_row, result_dtype, pow2)
+    of_grad = cast_by_amax(swiglu_grad.definition(grad, x), by_row, dtype, pow2)
+    return *of_grad, *cast_by_amax(gated(x), by_row, result_dtype, pow2)
 
 
 def gate_and_up(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return gate and up, [M, F/128, 128] float32 each, of float64 in that."""
+    """Return gate and up, [M, F/128, 128] float32 each; float64 for float64."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     blocks = x.unflatten(-1, (-1, 2, BLOCK))  # `unbind` would not be recomputed in a compiled backward
     return blocks.select(-2, 0).to(dtype), blocks.select(-2, 1).to(dtype)
-
-
-def _cast_gated(y: Tensor, by_row: bool, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tensor]:
-    scale, scale_inv = scale_of(y.abs().amax(1, keepdim=True) if by_row else y.abs().amax(), dtype, pow2)
-    return cast_to(y, scale, dtype), scale_inv

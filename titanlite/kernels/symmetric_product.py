@@ -1,6 +1,6 @@
-"""Products whose result is symmetric: the half below the diagonal is computed, and written twice.
+"""Symmetric products: the half below the diagonal is computed, and written twice.
 
-Orthogonalisation has X Xᵀ, and products of symmetric matrices that commute.
+Orthogonalisation needs X Xᵀ, and products of symmetric matrices that commute.
 """
 
 import torch
@@ -20,20 +20,18 @@ def symmetric_product(
     beta: float = 0.0,
     diagonal: float = 0.0,
 ) -> Tensor:
-    """Compute alpha X Yᵀ + beta D + diagonal I, which has to be symmetric.
+    """Compute alpha X Yᵀ + beta D + diagonal I, which must be symmetric.
 
-    On a GPU the kernel takes 16-bit floats alone, and rows that TMA can read: a multiple of 16 bytes long.
+    On a GPU the kernel takes only 16-bit floats, and rows that TMA can read: a multiple of 16 bytes long.
 
     Args:
         x: [B, R, C].
         y: as `x`; None: `x`.
         added: D, [B, R, R], symmetric: what lies above its diagonal may not be read. None: zeros.
-        alpha: factor of the product.
-        beta: factor of D.
-        diagonal: number that is added on the diagonal.
+        alpha, beta, diagonal: the numbers of the formula.
 
     Returns:
-        [B, R, R], in the dtype of `x`; sums are float32, or wider.
+        [B, R, R], in the dtype of `x`; sums are float32 or wider.
     """
     y = x if y is None else y
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[2] % 8 == 0:

@@ -1,15 +1,15 @@
-"""Tokens that travel to their experts, and results that come back, among ranks that share the experts of a layer out.
+"""The exchange of tokens and of experts' results among ranks that hold different experts of a layer.
 
-Each of P ranks has M tokens and E/P experts. A token that chooses 8 of 128 experts reaches nearly all of a few ranks,
-so all tokens go to all of them, which is near the least traffic and has one size whatever the routers say. What comes
-back are results of single slots, each from the one rank that has the slot's expert: nothing is added on the way, and
-owners add in the order of slots, as `combine` does, so that results have the same bits for any P.
+Each of P ranks has M tokens and E/P experts. A token that chooses 8 of 128 experts needs nearly all of a few ranks, so
+all tokens go to all ranks: near the least traffic, and of one size whatever the routers choose. The results of single
+slots come back, each from the rank that has the slot's expert. Nothing is added on the way: owners add in the order of
+slots, as `combine` does, so results have the same bits for any P.
 
     gather_from_ranks                        all-gather, once to each rank
     combine_at_owners, gradients_at_owners   rows to the slots of their owners, and sums there
 
-On GPUs of one host that see each other's memory copy engines gather, and a kernel stores each row where its owner adds
-it up; elsewhere both are NCCL's collectives, of which the second moves a row for every slot of every rank.
+On GPUs of one host that see each other's memory, copy engines gather, and a kernel stores each row with its owner.
+Elsewhere both are NCCL's collectives, and the second moves a row for every slot of every rank.
 """
 
 from typing import Any, NamedTuple
@@ -26,12 +26,8 @@ from titanlite.kernels.routing import as_bytes, combine, expert_rows, gather_row
 
 
 def no_token_exchange(group: str, device: Device | None = None) -> str | None:
-    """Return why NCCL moves tokens among the GPUs of a group, or None; a collective of its ranks, once.
-
-    Args:
-        group: name of the process group.
-        device: that is built for; None: this process's own.
-    """
+    """Return why NCCL moves tokens among the GPUs of a group, or None; a collective, once. Arguments as of
+    `no_shared_memory`."""
     return too_many_ranks(named_group(group).size) or no_shared_memory(group, EXPERTS, n_slots=1, device=device)
 
 
@@ -54,7 +50,7 @@ def gather_from_ranks(own: list[Tensor], group: str) -> list[Tensor]:
 
 
 def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *others: Any) -> list[Sent] | None:
-    """Stores to peers: each slot's row once, and what a collective exchanges of weights, where they have gradients."""
+    """Count stores to peers: each slot's row, and for gradients its weight."""
     of = named_group(others[-1])
     if not device.is_gpu or no_token_exchange(of.name, device):
         return None
@@ -65,7 +61,7 @@ def _sent_to_owners(device: Device, o: Tensor, slots: Tensor, choices: Tensor, *
 
 @operator("combine_at_owners", "token_exchange.launch_combine_at_owners", sends=_sent_to_owners, unless=_by_collectives)
 def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str) -> Tensor:
-    """Send rows to the ranks whose tokens they are of, and add up those of each token as `combine` does.
+    """Send rows to the ranks that own their tokens, and add up the rows of each token as `combine` does.
 
     Args:
         o: [R, D], of this rank's experts.
@@ -87,12 +83,11 @@ def combine_at_owners(o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor
 def gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Send rows to the ranks whose tokens they are of, as `combine_at_owners` does, with weights of 1; and the
-    gradients of weights.
+    """Send rows as `combine_at_owners` does, with weights of 1, and the gradients of weights.
 
     Args:
         o, slots, choices, n_experts, group: as of `combine_at_owners`.
-        dots: [P·M, K], of use where a slot's expert is here.
+        dots: [P·M, K], valid where a slot's expert is here.
 
     Returns:
         [M, D] in `o.dtype`, and [M, K] in `dots.dtype`.
@@ -102,16 +97,12 @@ def gradients_at_owners(
 
 
 def _to_owners(o: Tensor, slots: Tensor, choices: Tensor, group: Group) -> Tensor:
-    """Send rows by all-to-all.
-
-    Returns:
-        [P·M·K, D]: from each rank in turn the rows of this rank's slots, of use where it has their experts.
-    """
+    """Send rows by all-to-all; [P·M·K, D]: from each rank the rows of this rank's slots, valid for its own experts."""
     return exchange(gather_rows(o, rows_of_slots(slots, group.size * choices.numel()), 1), group)
 
 
 def _arrived(choices: Tensor, n_experts: int) -> Tensor:
-    """Find the row that `_to_owners` brings the result of each slot in: [M, K] int32."""
+    """Find each slot's row in the result of `_to_owners`: [M, K] int32."""
     slots = torch.arange(choices.numel(), dtype=torch.int32, device=choices.device).view_as(choices)
     return choices // n_experts * choices.numel() + slots
 
@@ -128,33 +119,22 @@ class Dispatch:
     """The way of tokens to their experts and back.
 
     Args:
-        group: the P ranks that share experts out, rank p with the E/P from p·E/P on; none: all experts are here, P = 1.
+        group: P ranks, of which rank p has the E/P experts from p·E/P on; none: all experts are here, P = 1.
     """
 
     def __init__(self, *group: str | int) -> None:
         self.group = Group(*group) if group else None  # type: ignore[arg-type]
 
     def gathered(self, *own: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors by token, [M, …], with those of all ranks, [P·M, …]."""
+        """Gather tensors by token, [M, …], from all ranks, [P·M, …]."""
         return own if self.group is None else tuple(gather_from_ranks(list(own), self.group.name))
 
     def routing(self, choices: Tensor, count: int) -> Routing:
-        """Find the rows of this rank's experts.
-
-        Args:
-            choices: [P·M, K], of all ranks.
-            count: of this rank's experts.
-        """
+        """Find the rows of this rank's `count` experts; choices: [P·M, K], of all ranks."""
         return Routing(*expert_rows(choices, 0 if self.group is None else self.group.rank * count, count))
 
     def rows(self, x: Tensor, routing: Routing, after: Tensor | None = None) -> Tensor:
-        """Give each row its token, [R, D]; zeros where it has none.
-
-        Args:
-            x: [P·M, D].
-            routing: of all tokens.
-            after: as of `spread_rows`.
-        """
+        """Copy tokens, [P·M, D], to their rows, [R, D], zeros in rows without a token; `after` as of `spread_rows`."""
         if self.group is None:
             return spread_rows(x, routing.rows, None, len(routing.slots), after)
         return gather_rows(x, routing.slots, routing.rows.shape[1], after)
@@ -166,7 +146,7 @@ class Dispatch:
             o: [R, D], of this rank's experts.
             routing: of all tokens.
             choices, weights: [M, K], of this rank's tokens.
-            count: of this rank's experts.
+            count: number of this rank's experts.
         """
         if self.group is None:
             return combine(o, routing.rows, weights)
@@ -175,7 +155,7 @@ class Dispatch:
     def gradients(
         self, o: Tensor, routing: Routing, choices: Tensor, dots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Add up the gradients of each token of this rank, [M, D], and take those of its weights, [M, K].
+        """Return the gradients of this rank's tokens, [M, D], and weights, [M, K].
 
         Args:
             o: [R, D], of this rank's experts.
