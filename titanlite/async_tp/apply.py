@@ -1,18 +1,18 @@
 """Fuse the collectives of a compiled graph with its matmuls, for models that somebody else parallelised with DTensor.
 
-titanlite's own layers call the fused operators. A model under `parallelize_module` has collectives and matmuls apart;
-under `torch.compile` both are in one graph, and this pass rewrites pairs of them to
+titanlite's own layers call the fused operators. A model under `parallelize_module` has separate collectives and
+matmuls; under `torch.compile` both are in one graph, and this pass rewrites pairs of them to
 
     torch.ops.titanlite.all_gather_matmul         an all-gather and the matmuls that read it
     torch.ops.titanlite.matmul_reduce_scatter     a matmul, or a sum of some, and the reduce-scatter that reads it
 
-It looks at elements, not at spellings: `view_tracking.py` follows the gathered tensor through whatever views, splits
-and transposes a graph has, up to each matmul, and from there it is known which operand is split over ranks and along
-which dim. What else reads the gathered tensor reads the operator's first result. Results keep shape, dtype and strides.
+It matches elements, not patterns: `view_tracking.py` follows the gathered tensor through any views, splits and
+transposes up to each matmul, and so finds the operand that is split over ranks, and its dim. Other readers of the
+gathered tensor read the operator's first result. Results keep shape, dtype and strides.
 
-Nothing is missed in silence: each collective is in the returned table, with the reason if it was left alone. "Fused"
-says that the graph was rewritten; whether a kernel then ran is in `titanlite.kernels.lowering.lowered`. A collective
-that torch leaves out of its graphs, at a break, is in no table. `check_fused` looks at all three.
+Nothing is missed in silence: the returned table has each collective, with the reason if it is not fused. "Fused" says
+that the graph was rewritten; `titanlite.kernels.lowering.lowered` says whether a kernel then ran. A collective that
+torch leaves out of its graphs, at a break, is in no table. `check_fused` looks at all three.
 
     report: list[Pair] = []
     model = torch.compile(model, options=fusing(report))
@@ -20,8 +20,8 @@ that torch leaves out of its graphs, at a break, is in no table. `check_fused` l
     check_fused(report)
     print(*report, sep="\n")
 
-The pass is an option of the compiled model, not a setting of the process: graphs are compiled as long as there are new
-shapes, and those of backward, on GPUs, by a thread of autograd's, which in torch 2.13 has settings of its own.
+The pass is an option of the compiled model, not a setting of the process: new shapes compile new graphs at any time,
+and on GPUs a thread of autograd, which in torch 2.13 has settings of its own, compiles backward's.
 
 Reading order: this file, `fuse_gather.py`, `gathered_values.py`, `fuse_scatter.py`; below them `layout_modes.py`,
 `view_tracking.py`, `graph_rewrite.py`.
@@ -50,21 +50,13 @@ _logger = logging.getLogger(__name__)
 
 
 class Pair(NamedTuple):
-    """A collective and what became of it.
+    """A collective and what became of it."""
 
-    Attributes:
-        collective: name of its node.
-        matmuls: names of the matmuls that it was fused with.
-        fused: whether it is gone from the graph.
-        reason: why not; if it is, why not with other matmuls that read it, or "".
-        declared: whether that is as it should be: no matmul is next to it, or another collective has that.
-    """
-
-    collective: str
-    matmuls: tuple[str, ...]
-    fused: bool
-    reason: str
-    declared: bool = False
+    collective: str  # name of its node
+    matmuls: tuple[str, ...]  # names of the matmuls that it was fused with
+    fused: bool  # whether it is gone from the graph
+    reason: str  # why it is not fused; if it is, why not with other matmuls that read it, or ""
+    declared: bool = False  # rightly not fused: no matmul is next to it, or another collective has it
 
     def __str__(self) -> str:
         """One line of a table."""
@@ -76,18 +68,18 @@ def fuse_collective_matmuls(graph: Graph) -> list[Pair]:
     """Rewrite collectives and matmuls to the fused operators, where that is possible.
 
     Args:
-        graph: functional, of aten and `_c10d_functional` operators, with fake tensors in `meta["val"]`: what
-            AOTAutograd gives a compiler, forward or backward. Changed in place, and left in topological order.
+        graph: functional, of aten and `_c10d_functional` operators, with fake tensors in `meta["val"]`, as AOTAutograd
+            gives it to a compiler, forward or backward. Changed in place, and left in topological order.
 
     Returns:
-        Every collective of the graph, in its order.
+        Every collective of the graph, in order.
     """
     work = GraphRewrite(graph)
     collectives = [node for node in graph.nodes if _is_collective(node)]
     fates: dict[Node, Pair] = {}
     of_scales: dict[Node, Node] = {}
     for node in sorted(collectives, key=lambda n: n.target == REDUCE_SCATTER):  # stable: gathers first
-        if work.is_erased(node):
+        if node in work.erased:
             continue
         try:
             if node.target == ALL_GATHER:
@@ -103,7 +95,7 @@ def fuse_collective_matmuls(graph: Graph) -> list[Pair]:
             work.undo()
             fates[node] = Pair(node.name, (), False, str(missed), isinstance(missed, UnpairedError))
     for scales, node in of_scales.items():
-        gone, reason = work.is_erased(scales), f"its scales travel with {node.name}"
+        gone, reason = scales in work.erased, f"its scales travel with {node.name}"
         if not gone:
             reason += ", but are read otherwise too"
         fates[scales] = Pair(scales.name, fates[node].matmuls if gone else (), gone, reason, declared=True)
@@ -120,20 +112,16 @@ def _is_collective(node: Node) -> bool:
 
 
 def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
-    """Return options of `torch.compile` with which the pass runs on every graph of a model, whenever that is compiled.
+    """Return options of `torch.compile`, to merge with others, that run the pass on every graph of a model.
 
     Models that are compiled with one report are compiled alike: blocks of one kind share their graphs.
 
     Args:
-        report: receives the pairs of each graph. A graph from inductor's cache passes nothing, so with a report that
-            cache is not used. With or without one, misses are logged by this module: at level WARNING, or INFO where
-            they are `declared`.
-
-    Returns:
-        The options; others may stand beside them.
+        report: receives the pairs of each graph. A graph from inductor's cache would pass none, so that with a report
+            this cache is not used. Misses are always logged by this module: at level WARNING, or INFO if `declared`.
 
     Raises:
-        ValueError: inductor has another pass in this place.
+        ValueError: inductor's `post_grad_custom_pre_pass` is taken.
     """
     other = torch._inductor.config.post_grad_custom_pre_pass
     if other is not None:
@@ -145,16 +133,16 @@ def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
 
 
 def check_fused(report: list[Pair]) -> None:
-    """Hold what was compiled until now against what was asked for: every pair fused, by a kernel.
+    """Check that every pair compiled so far is fused, and runs as a kernel.
 
-    To be called after the first step, forward and backward, and again after one that compiled for new shapes.
+    To be called after the first step, forward and backward, and again after a step that compiled for new shapes.
 
     Args:
-        report: the one that `fusing` was given.
+        report: as given to `fusing`.
 
     Raises:
-        StrictError: a pair that is missed and not `declared`, an operator of this process without its kernel, a gather
-            or scatter that torch ran outside of this process's graphs, or none fused; with the reasons.
+        StrictError: for missed pairs that are not `declared`, operators that ran without their kernel, gathers and
+            scatters that torch ran outside of graphs, or if nothing is fused; with the reasons.
     """
     n_fused, want = sum(pair.fused for pair in report), "every pair fused"
     cases = [(pair.collective, pair.reason) for pair in report if not (pair.fused or pair.declared)]
@@ -174,7 +162,7 @@ def check_fused(report: list[Pair]) -> None:
 
 
 def _outside_of_graphs() -> list[tuple[str, str]]:
-    """List the gathers and scatters that torch broke off a graph for, to run them by themselves."""
+    """List the gathers and scatters that torch runs outside of graphs, at breaks."""
     cases = []
     for broken in graph_break_reasons:
         stack, (why, *_) = broken.user_stack, broken.reason.splitlines()
@@ -193,7 +181,7 @@ _PAIRED = re.compile(r"_?(all_gather|reduce_scatter)(?!_object)\w*")
 
 
 class _Pass(CustomGraphPass):
-    """Run the pass, as inductor calls it."""
+    """The pass, in inductor's form."""
 
     def __init__(self, report: list[Pair] | None) -> None:
         self._report = report
@@ -214,7 +202,7 @@ class _Pass(CustomGraphPass):
                 _logger.log(logging.INFO if pair.fused or pair.declared else logging.WARNING, "%s", pair)
 
     def uuid(self) -> bytes | None:
-        """Return what a compiled graph depends on beside its source; None to compile each graph anew."""
+        """Return a further key for inductor's cache; None not to use the cache."""
         if self._report is not None:
             return None
         modules = (layout_modes, calls, fuse_gather, fuse_scatter, gathered_values, view_tracking, graph_rewrite)

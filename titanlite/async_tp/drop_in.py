@@ -1,12 +1,12 @@
-"""Offer the collective matmuls under the names and signatures of `torch.ops.symm_mem.fused_*`, for code written so.
+"""Offer the collective matmuls under the names and signatures of `torch.ops.symm_mem.fused_*`, as drop-ins.
 
-Same arguments in the same order, same results; groups by name. What torch's operators take but these cannot carry out
-is a ValueError. Three things differ:
+Same arguments in the same order, same results; groups by name. Arguments that only torch's operators support raise
+ValueError. Three things differ:
 
 - Results are contiguous, whatever the gathered or scattered dim.
 - The plain products are differentiable.
-- A scaled product is scattered along `orig_scatter_dim` of `output_shape`, and so has the rows of torch's definition.
-  torch's own GPU code cuts the flattened rows instead, and for `[B, S, N]` scattered along S with B > 1 returns others.
+- A scaled product is scattered along `orig_scatter_dim` of `output_shape`, as in torch's definition. torch's GPU code
+  cuts the flattened rows instead, and returns other rows for `[B, S, N]` scattered along S with B > 1.
 
 Source: `torch/distributed/_symmetric_memory/__init__.py` of torch 2.11 to 2.14, whose `_fallback` functions are the
 definitions that the tests compare with.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from titanlite.errors import Problem
 from titanlite.kernels.all_gather_matmul import all_gather_matmul
-from titanlite.kernels.collectives import Group, named_group, scatter_dim
+from titanlite.kernels.collectives import Group, all_reduce, named_group, scatter_dim
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.kernels.products import FLOAT8, dtype_of_sum
 
@@ -37,7 +37,7 @@ def fused_all_gather_matmul(
     """Gather `A` along a dim and multiply it.
 
     Args:
-        A: […, K], 2-D to 4-D, this rank's shard; all ranks' are equally large.
+        A: […, K], 2-D to 4-D, this rank's shard; equally large on all ranks.
         Bs: [K, N] each; if the last dim is gathered, [ranks · K, N].
         gather_dim: of `A`.
         group_name: of the process group.
@@ -68,7 +68,7 @@ def fused_all_gather_scaled_matmul(
     """Gather a float8 tensor along a dim and multiply it.
 
     Args:
-        A: […, K], 2-D to 4-D, this rank's shard; all ranks' are equally large.
+        A: […, K], 2-D to 4-D, this rank's shard; equally large on all ranks.
         Bs: [K, N] each; float8.
         A_scale: float32: [] or [1] for the tensor, equal on all ranks; […, 1] for the rows of the shard; or […, 1] for
             the rows of the gathered tensor, equal on all ranks.
@@ -163,10 +163,10 @@ def fused_scaled_matmul_reduce_scatter(
         B_scale: float32: [] or [1, N].
         reduce_op: "sum" or "avg".
         orig_scatter_dim: of `output_shape`; that dim is a multiple of the number of ranks.
-        scatter_dim_after_maybe_reshape: a dim of `A`. Where the product is cut follows from the other two.
+        scatter_dim_after_maybe_reshape: a dim of `A`; otherwise unused.
         group_name: of the process group.
         output_shape: of the product before it is scattered, 2-D to 4-D; None if it is `A`'s with N at the end.
-        bias: [N], added to every rank's product, as torch does it: what is reduced has all ranks' biases in it.
+        bias: [N], added to every rank's product before the reduction, as by torch.
         result_scale: None.
         out_dtype: bfloat16, float16 or float32.
         use_fast_accum: whether sums may be left to the tensor cores.
@@ -211,14 +211,14 @@ def _error(where: str, saw: str, want: str, fix: str) -> ValueError:
 
 
 def _gathered_size(A: Tensor, gather_dim: int, group_name: str) -> int:
-    """Return the length of the gathered dim; 0 of a dim that is none, which the operator refuses in better words."""
+    """Return the length of the gathered dim; 0 for a dim that does not exist, which the operator refuses."""
     return A.shape[gather_dim] * named_group(group_name).size if -A.ndim <= gather_dim < A.ndim else 0
 
 
 def _scaled_options(
     op: str, A: Tensor, B: Tensor, result_scale: Tensor | None, out_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Return the dtype of a scaled product; raises for what only a float8 result could fulfil."""
+    """Return the dtype of a scaled product; raises for options that need a float8 result."""
     if not {A.dtype, B.dtype} <= set(FLOAT8):
         want, fix = f"{' or '.join(map(str, FLOAT8))}", f"{op.replace('_scaled', '')} for other dtypes"
         raise _error(f"{op}: A, B", f"{A.dtype}, {B.dtype}", want, fix)
@@ -233,12 +233,12 @@ def _scaled_options(
 
 
 def _scale_of_shard(op: str, A: Tensor, A_scale: Tensor, gather_dim: int, group: Group) -> tuple[Tensor, str]:
-    """Return the scale as `all_gather_matmul` takes it, and what it is of."""
+    """Return `scale` and `scale_of` for `all_gather_matmul`."""
     rows, gather_dim = [*A.shape[:-1], 1], gather_dim % A.ndim
     whole = list(rows)
     if gather_dim < A.ndim - 1:
         whole[gather_dim] *= group.size
-    if list(A_scale.shape) == rows:  # before the next: as torch, which takes [1, 1] of one row for that row's
+    if list(A_scale.shape) == rows:  # first, since torch takes [1, 1] of a shard of one row as that row's scale
         return A_scale, "row"
     if A_scale.numel() == 1:
         return A_scale, "tensor"
@@ -269,9 +269,5 @@ def _reduced(total: Tensor, dtype: torch.dtype, reduce_op: str, group: Group) ->
 
 
 def _sum_of_biases(bias: Tensor, by_columns: bool, group: Group) -> Tensor:
-    """Add up all ranks' biases, in float32; only this rank's part of them if the columns are scattered."""
-    wide = bias.float()
-    if by_columns:
-        return scatter_dim(wide, 0, group)
-    ops = torch.ops._c10d_functional
-    return ops.wait_tensor(ops.all_reduce(wide, "sum", group.name))
+    """Add up all ranks' biases in float32; only this rank's part if columns are scattered."""
+    return scatter_dim(bias.float(), 0, group) if by_columns else all_reduce(bias.float(), "sum", group)

@@ -1,13 +1,11 @@
 """All-gather and the matmuls that read it, as one `all_gather_matmul`.
 
-One operator has one form, one shard and one scale for all of its products. Of several groups of matmuls that differ in
-these (`gathered_values.py`), the largest is fused; the others multiply the gathered tensor that it returns, as
-everybody else does.
+All products of an operator have one form, one shard and one scale. If matmuls need several (`gathered_values.py`), the
+largest group of equal ones is fused; the others read the gathered tensor that the operator returns.
 """
 
 import math
 from collections import defaultdict
-from typing import NamedTuple
 
 import torch
 from torch.fx import Node
@@ -36,21 +34,7 @@ from titanlite.kernels.products import out_dtype_of
 aten = torch.ops.aten
 
 
-class Fused(NamedTuple):
-    """The matmuls that were fused.
-
-    Attributes:
-        matmuls: names of those that were fused.
-        left: why others were not.
-        scales: a second all-gather, of scales, that is in the operator now.
-    """
-
-    matmuls: tuple[str, ...]
-    left: list[str]
-    scales: Node | None
-
-
-def fuse_gather(rewrite: GraphRewrite, node: Node) -> Fused:
+def fuse_gather(rewrite: GraphRewrite, node: Node) -> tuple[tuple[str, ...], list[str], Node | None]:
     """Fuse an all-gather with the matmuls that read it.
 
     Args:
@@ -58,10 +42,10 @@ def fuse_gather(rewrite: GraphRewrite, node: Node) -> Fused:
         node: the all-gather.
 
     Returns:
-        What was done.
+        Names of the fused matmuls; why others are not fused; an all-gather of scales that the operator now does, too.
 
     Raises:
-        MissedError: nothing can be; the graph has what was inserted until then.
+        MissedError: nothing can be fused; the graph keeps the nodes inserted so far.
     """
     collective = collective_of(node)
     moved, uses = _readers(node)
@@ -87,11 +71,11 @@ def fuse_gather(rewrite: GraphRewrite, node: Node) -> Fused:
     rewrite.check_undisturbed([node, *fused])
     _put_gather(rewrite, collective, gathered, products, moved, [n for n, user in uses if user not in fused])
     scales = gathered.scale if gathered.scale_dims is not None else None
-    return Fused(tuple(n.name for n in fused), left, scales)
+    return tuple(n.name for n in fused), left, scales
 
 
 def _readers(node: Node) -> tuple[dict[Node, Layout | None], list[tuple[Node, Node]]]:
-    """Follow a node's elements: what they are moved to (a split has no layout), and (moved node, reader) pairs."""
+    """Follow a node's elements: return the nodes they move to (a split has no layout), and (moved node, reader)s."""
     tracker = ViewTracker()
     moved: dict[Node, Layout | None] = {node: identity(node.meta["val"].shape)}
     uses, left = [], [node]
@@ -165,7 +149,7 @@ def _put_gather(
 def _restored(escapes: list[Node], moved: dict[Node, Layout | None], gathered: Gathered) -> dict[Node, list[Modes]]:
     """Express moved tensors that others read as modes of the operator's first result.
 
-    A tensor that is not contiguous, a transpose for one, stays a movement of one that is, and keeps its strides.
+    A tensor that is not contiguous, such as a transpose, remains a movement of a contiguous one, and keeps its strides.
     """
     places, total = [], 1
     for n, old in reversed([mode for modes in gathered.dims for mode in modes]):
@@ -193,7 +177,7 @@ def _is_row_major(value: torch.Tensor) -> bool:
 
 
 def _no_reader_error(uses: list[tuple[Node, Node]]) -> MissedError:
-    """Return why no matmul reads the gathered tensor. That is as it should be unless one is near."""
+    """Return why no matmul reads the gathered tensor: a miss only if one is near."""
     users = [user for _, user in uses]
     for node, user in uses:
         if user in _elements_to(node) and (near := first_matmul(user, could_be_passed, _elements_to)):
@@ -212,5 +196,5 @@ def _moves_or_is_pointwise(node: Node) -> bool:
 
 
 def _elements_to(node: Node) -> list[Node]:
-    """Return who reads a node, but for those to whom it says which elements of another tensor to take."""
+    """Return a node's readers, except those that only take indices from it."""
     return [user for user in node.users if user.target != aten.index.Tensor or user.args[0] is node]

@@ -1,11 +1,11 @@
 """A matmul, or a sum of some, and the reduce-scatter that reads it, as one `matmul_reduce_scatter`.
 
-A reduce-scatter gives rank r the r-th part of dim 0. What comes before, splits and concatenations that brought another
-dim there, is followed back to the matmul's own `[M, N]`: the stride of the ranks in it says which rows or columns of
-the product each rank keeps, whatever the shapes in between were.
+A reduce-scatter gives rank r the r-th part of dim 0. Splits and concatenations that moved another dim there are
+followed back to the matmul's own `[M, N]`: the ranks' stride in it says which rows or columns of the product each rank
+keeps, whatever the shapes in between.
 
-A bias that each rank adds before the reduction is a product too, of a column of ones and the bias: the sum over the
-ranks then holds the sum of their biases, in the same accumulator.
+A bias that each rank adds before the reduction becomes a product of a column of ones and the bias: the sum over the
+ranks then includes the ranks' biases, in the same accumulator.
 """
 
 from typing import NamedTuple
@@ -38,17 +38,11 @@ REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 class Sum(NamedTuple):
-    """The tensor that is reduced.
+    """The tensor that is reduced."""
 
-    Attributes:
-        matmuls: the products.
-        biases: [N] each, added to all rows.
-        nodes: everything from the products to the reduce-scatter.
-    """
-
-    matmuls: list[Matmul]
-    biases: list[Node]
-    nodes: list[Node]
+    matmuls: list[Matmul]  # its terms
+    biases: list[Node]  # [N] each, added to all rows
+    nodes: list[Node]  # from the products to the reduce-scatter
 
 
 def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
@@ -62,7 +56,7 @@ def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
         Names of the matmuls.
 
     Raises:
-        MissedError: it cannot be; the graph has what was inserted until then.
+        MissedError: it cannot be fused; the graph keeps the nodes inserted so far.
     """
     collective, reduce_op = collective_of(node), str(node.args[1])
     if reduce_op not in ("sum", "avg"):
@@ -109,7 +103,7 @@ def _collect_terms(source: Node, tracker: ViewTracker, total: Sum) -> None:
 
 
 def _no_product_error(source: Node) -> MissedError:
-    """Return why what is reduced is no product. That is as it should be unless one is near."""
+    """Return why the reduced tensor is no product: a miss only if a matmul is near."""
     reads = source.args[0] if source.args else None
     if isinstance(reads, Node) and reads.target == torch.ops.titanlite.all_gather_matmul.default:
         return UnpairedError("its matmul is fused with an all-gather")
@@ -125,7 +119,7 @@ def _no_product_error(source: Node) -> MissedError:
 
 
 def _check_sum(total: Sum, node: Node) -> None:
-    """Raise MissedError if the sum is not one of the operator's."""
+    """Raise MissedError if the operator cannot compute the sum."""
     inside = {*total.nodes, node}
     for each in total.nodes:
         for user in each.users:
@@ -160,7 +154,7 @@ def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layo
     dims = reshaped(Layout((parts,)), out.shape) if parts is not None else None
     if dims is None or (stride % N and ranks * stride != N):
         raise MissedError("the parts of the ranks are no rows and no columns of the product")
-    shape, dim = [M], int(stride % N != 0)  # of the product but for N, and which of its dims is scattered
+    shape, dim = [M], int(stride % N != 0)  # of the product without N, and the scattered dim
     if dim == 0 and outer > 1:
         shape, dim = [outer, M // outer], 1
     with rewrite.graph.inserting_before(node):
@@ -194,9 +188,9 @@ def _put_scatter(rewrite: GraphRewrite, collective: CollectiveNode, layout: Layo
 
 
 def _bias_product(rewrite: GraphRewrite, biases: list[Node], shape: list[int], like: torch.Tensor) -> tuple[Node, Node]:
-    """Make factors whose product is the sum of the biases in each row: ones, and the biases above zeros.
+    """Make factors whose product has the sum of the biases in each row: ones, and the biases above zeros.
 
-    16 bytes of ones per row, which is the least that the kernels load.
+    A row of ones has 16 bytes, the least that the kernels load.
     """
     K = 16 // like.dtype.itemsize
     bias = biases[0]

@@ -1,9 +1,9 @@
-"""Describe what a matmul reads of a gathered tensor, in the words of `all_gather_matmul`: form, dim, scales.
+"""Describe a matmul's gathered operand by the arguments of `all_gather_matmul`: form, dim, scales.
 
-A matmul's operand is `[rows, columns]` of the gathered tensor, and somewhere in its modes stand the ranks. Where they
-stand says it all: in a dim that is kept or in the contracted one, in the left or the right operand. Modes before them
-in the same dim (a batch, where the sequence is split) become a dim of their own if kept; if contracted, the order of
-the sum is free, and the other operand is reordered instead.
+The operand is `[rows, columns]` of the gathered tensor, and one of its modes is the ranks. The place of this mode
+decides: in the kept or the contracted dim, of the left or the right operand. Modes before it in the same dim (a batch,
+if the sequence is split) become a dim of their own if kept; if contracted, the sum may run in any order, and the other
+operand is reordered instead.
 """
 
 import math
@@ -20,44 +20,25 @@ ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 class Gathered(NamedTuple):
-    """The gathered tensor as the operator takes it, and its scales.
+    """The gathered tensor as the operator takes it, and its scales."""
 
-    Attributes:
-        form: of the operator.
-        dim: of the shard.
-        dims: modes of the gathered tensor, over the collective's result.
-        dtype: of its elements.
-        out_dtype: of the products.
-        scale: a node, or None.
-        scale_of: "tensor" or "row".
-        scale_dims: where `scale` is all-gathered in the graph: modes of its shard.
-    """
-
-    form: str
-    dim: int
-    dims: tuple[Modes, ...]
+    form: str  # of the operator
+    dim: int  # of the shard
+    dims: tuple[Modes, ...]  # modes of the gathered tensor, over the collective's result
     dtype: torch.dtype
-    out_dtype: torch.dtype
+    out_dtype: torch.dtype  # of the products
     scale: Node | None
-    scale_of: str
-    scale_dims: tuple[Modes, ...] | None
+    scale_of: str  # "tensor" or "row"
+    scale_dims: tuple[Modes, ...] | None  # where `scale` is all-gathered in the graph: modes of its shard
 
 
 class Product(NamedTuple):
-    """A matmul that reads the gathered tensor.
-
-    Attributes:
-        matmul: the matmul.
-        gathered: its operand.
-        other: its other operand.
-        other_dims: modes of the other operand, if it has to be reordered.
-        other_scale: of the other operand, or None.
-    """
+    """A matmul that reads the gathered tensor."""
 
     matmul: Matmul
-    gathered: Gathered
-    other: Node
-    other_dims: tuple[Modes, ...] | None
+    gathered: Gathered  # one operand
+    other: Node  # the other operand
+    other_dims: tuple[Modes, ...] | None  # its modes, if it has to be reordered
     other_scale: Node | None
 
 
@@ -68,7 +49,7 @@ def product_of(
 
     Args:
         collective: the all-gather.
-        matmul: the matmul.
+        matmul: one of its readers.
         moved: everything that the gathered elements are moved to; a split has no layout.
         dependent: everything that is computed from them.
 
@@ -76,7 +57,7 @@ def product_of(
         The same product as one of the operator's.
 
     Raises:
-        MissedError: it is none of those.
+        MissedError: the operator does not compute it.
     """
     name = matmul.node.name
     is_left = matmul.left in moved
@@ -116,7 +97,7 @@ def product_of(
     if scale in dependent:
         raise MissedError(f"{name} has a scale that depends on the gathered tensor")
     batched = bool(before) and axis == kept
-    if scale_of == "row":  # of the tensor as the operator takes it
+    if scale_of == "row":  # of the operator's tensor, not the matmul's
         transposed = not is_left
     else:
         transposed = not batched and _lies_transposed(dims, rank, collective)
@@ -135,7 +116,7 @@ def product_of(
 
 
 def shard_size(collective: CollectiveNode) -> int:
-    """Elements of a shard: the stride of the ranks in the flat gathered tensor."""
+    """Return the elements of a shard: the stride of the ranks in the flat gathered tensor."""
     return math.prod(collective.input.meta["val"].shape)
 
 
@@ -161,7 +142,7 @@ def _reordered(other: Node, axis: int, before: int, ranks: int, after: int) -> t
 
 
 def _lies_transposed(dims: list[Modes], rank: Mode, collective: CollectiveNode) -> bool:
-    """Return whether the shard is a matrix as it lies only after a transpose."""
+    """Return whether the shard in its memory order is a matrix only after a transpose."""
     own = [tuple(mode for mode in modes if mode != rank) for modes in dims]
     size = shard_size(collective)
     straight, transposed = steps(own, size), steps(own[::-1], size)

@@ -1,4 +1,4 @@
-"""Matmuls and collectives of a graph after autograd: how to read them, and how to put other nodes in their place."""
+"""Matmuls and collectives of a graph after autograd: how to read and how to replace them."""
 
 import math
 import operator
@@ -39,11 +39,11 @@ _FACTORS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar}
 
 
 class MissedError(Exception):
-    """A collective stays as it is; the message says why."""
+    """A collective is not fused; the message says why."""
 
 
 class UnpairedError(MissedError):
-    """And rightly so: no matmul is next to it, or another collective has that."""
+    """Rightly so: no matmul is next to it, or another collective is fused with the matmul."""
 
 
 class Matmul(NamedTuple):
@@ -73,30 +73,24 @@ class CollectiveNode(NamedTuple):
 
 
 def is_matmul(node: Node) -> bool:
-    """Return whether a node multiplies matrices, or a batch of one matrix, which torch makes of `x [1, S, D] @ w`."""
+    """Return whether a node multiplies matrices, or a batch of one matrix, as torch does for `x [1, S, D] @ w`."""
     if node.target == aten.bmm.default:
         return is_static(node) and node.meta["val"].shape[0] == 1
     return node.target in MATMULS
 
 
 def could_be_passed(node: Node) -> bool:
-    """Return whether a pair could be fused if this stood before or behind it: a cast, a part, a factor."""
+    """Return whether a node between collective and matmul could be moved out of the pair: a cast, a part, a factor."""
     if node.target in _FACTORS:
         return not isinstance(node.args[1], Node)
     return node.target in _NO_ARITHMETIC or node.target in SPLITS or bool(sources(node))
 
 
 def matmul_of(node: Node) -> Matmul:
-    """Read a matmul.
-
-    Args:
-        node: one for which `is_matmul` is true.
-
-    Returns:
-        Its operands.
+    """Read a matmul, a node for which `is_matmul` is true.
 
     Raises:
-        MissedError: it does what the fused operators cannot.
+        MissedError: the fused operators cannot compute it.
     """
     given = arguments_of(node)
     if not all(type(n) is int for n in node.meta["val"].shape):
@@ -125,14 +119,8 @@ def matmul_of(node: Node) -> Matmul:
 def collective_of(node: Node) -> CollectiveNode:
     """Read an all-gather or a reduce-scatter.
 
-    Args:
-        node: the collective.
-
-    Returns:
-        What it does.
-
     Raises:
-        MissedError: shapes or group cannot be told.
+        MissedError: its shape or group is not known.
     """
     source, given = node.args[0], arguments_of(node)
     group = given["group_name"]
@@ -153,18 +141,14 @@ def check_ranks(collective: CollectiveNode) -> None:
 
 
 class GraphRewrite:
-    """A graph while it is rewritten.
-
-    Attributes:
-        graph: the graph.
-    """
+    """A graph while it is rewritten."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._fake_mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
         self._place = {node: i for i, node in enumerate(graph.nodes)}
         self._mutations = [i for node, i in self._place.items() if _mutates(node)]
-        self._erased: set[Node] = set()
+        self.erased: set[Node] = set()
         self._new: list[Node] = []
 
     def check_undisturbed(self, nodes: Iterable[Node]) -> None:
@@ -191,26 +175,23 @@ class GraphRewrite:
         return self.call(operator.getitem, node, index)
 
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
-        """Insert the node under another shape."""
+        """Insert a reshape."""
         if list(node.meta["val"].shape) == list(shape):
             return node
         return self.call(aten.reshape.default, node, list(shape))
 
     def arrange(self, node: Node, dims: Sequence[Modes]) -> Node:
-        """Rearrange a node's elements.
+        """Rearrange a node's elements, by a view if possible.
 
         Args:
             node: the source.
-            dims: modes of each dim of the result, over the flat source; all of its elements.
-
-        Returns:
-            The result, a view where that is possible.
+            dims: modes of each dim of the result, over the flat source.
 
         Raises:
-            MissedError: `dims` does not hold each element once.
+            MissedError: `dims` does not hold each element of the source once.
         """
         total = math.prod(node.meta["val"].shape)
-        if not total:  # on a rank for whose part of the weight nothing was left; it takes part in the collective
+        if not total:  # on a rank whose part of a weight is empty; it still takes part in the collective
             return self.reshape(node, [length(modes) for modes in dims])
         how = steps(dims, total)
         if how is None:
@@ -230,7 +211,7 @@ class GraphRewrite:
         return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def scale(self, node: Node, by_row: Sequence[int]) -> Node:
-        """Insert a scale of one number without dims, one of several rows under a shape."""
+        """Insert a scale: without dims if it is one number, else as `by_row`."""
         return self.reshape(node, [] if node.meta["val"].numel() == 1 else by_row)
 
     def full(self, shape: Sequence[int], value: float, like: torch.Tensor) -> Node:
@@ -238,31 +219,27 @@ class GraphRewrite:
         return self.call(aten.full.default, list(shape), value, dtype=like.dtype, device=like.device)
 
     def replace(self, instead: Mapping[Node, Node], nodes: Iterable[Node]) -> None:
-        """Have others read the new nodes, and erase the old ones and what led to them."""
+        """Replace nodes by others, and erase them and `nodes` where nothing reads them."""
         for old, new in instead.items():
             old.replace_all_uses_with(new)
         self.erase([*instead, *nodes])
 
     def erase(self, nodes: Iterable[Node]) -> None:
-        """Erase those of the nodes that nothing reads any more."""
-        left = {n for n in nodes if n not in self._erased}
+        """Erase the nodes that nothing reads any more."""
+        left = {n for n in nodes if n not in self.erased}
         while dead := [n for n in left if not n.users]:
             for node in dead:
                 self.graph.erase_node(node)
-                self._erased.add(node)
+                self.erased.add(node)
                 left.remove(node)
 
     def undo(self) -> None:
-        """Erase what was inserted for a rewrite that turned out to be impossible."""
+        """Erase the nodes inserted for a rewrite that turned out to be impossible."""
         self.erase(self._new)
-
-    def is_erased(self, node: Node) -> bool:
-        """Return whether the node is gone."""
-        return node in self._erased
 
 
 def first_matmul(start: Node, passes: Callable[[Node], bool], onwards: Callable[[Node], Iterable[Node]]) -> Node | None:
-    """Find the first matmul from a node on, past such nodes alone; `onwards` gives a node's next ones."""
+    """Find the first matmul from a node on, through nodes that satisfy `passes`; `onwards` gives a node's next ones."""
     found, left = {start}, [start]
     while left:
         last = left.pop()
@@ -283,7 +260,7 @@ def batches_error(nodes: Iterable[Node]) -> UnpairedError | None:
 
 
 def descendants(node: Node) -> set[Node]:
-    """Return all that depends on a node, and the node itself."""
+    """Return a node and everything that depends on it."""
     found, left = {node}, [node]
     while left:
         for user in left.pop().users:

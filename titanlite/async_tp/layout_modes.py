@@ -6,7 +6,7 @@ The source is taken as flat, in row-major order. Each dim of a moved tensor is a
 
     ((B, S·D),)   ((ranks, B·S·D), (S, D))   ((D, 1),)
 
-which says all: ranks are outermost in dim 1, each brings S rows, and B lies around them. Nothing here needs torch.
+that is, ranks are outermost in dim 1, each with S rows. Nothing here needs torch.
 """
 
 import math
@@ -19,15 +19,10 @@ Modes = tuple[Mode, ...]
 
 
 class Layout(NamedTuple):
-    """The places that the elements of a moved tensor come from.
+    """The places that the elements of a moved tensor come from."""
 
-    Attributes:
-        dims: modes of each dim; of a dim of length 1, none.
-        offset: of the first element, in the flat source.
-    """
-
-    dims: tuple[Modes, ...]
-    offset: int = 0
+    dims: tuple[Modes, ...]  # modes of each dim; a dim of length 1 has none
+    offset: int = 0  # of the first element, in the flat source
 
     @property
     def modes(self) -> Modes:
@@ -97,7 +92,7 @@ def narrowed(layout: Layout, dim: int, start: int, size: int) -> Layout | None:
 
 
 def joined(layouts: Sequence[Layout], dim: int) -> Layout | None:
-    """Join pieces side by side along a dim, or return None if they are not equal pieces at equal distances."""
+    """Join pieces side by side along a dim; None if they are not equal pieces at equal distances."""
     first = layouts[0]
     steps = {b.offset - a.offset for a, b in pairwise(layouts)}
     if len(layouts) == 1:

@@ -1,8 +1,8 @@
 """Track where the elements of a tensor lie after views, transposes, splits and concatenations, exactly and statically.
 
-Compilers spell one gather in many ways: a collective along dim 0, then split and cat, or slices, or views alone where a
-dim is 1, then a reshape to a matrix and perhaps a transpose. None of these computes anything. This file follows them,
-so that a pass asks where the ranks' rows are instead of matching each spelling. `layout_modes.py` has the arithmetic.
+Compilers write one gather in many ways: a collective along dim 0, then split and cat, or slices, or only views if a dim
+is 1, then a reshape to a matrix and perhaps a transpose. None of these computes anything. This file follows them, so
+that a pass asks where the ranks' rows are, instead of matching each pattern. `layout_modes.py` has the arithmetic.
 """
 
 import operator
@@ -39,15 +39,10 @@ SPLITS = {aten.split.Tensor, aten.split_with_sizes.default}
 
 
 class Moved(NamedTuple):
-    """A tensor as a rearrangement of another one.
+    """A tensor as a rearrangement of another one."""
 
-    Attributes:
-        source: the node that computed the elements.
-        layout: where they lie.
-    """
-
-    source: Node
-    layout: Layout
+    source: Node  # computed the elements
+    layout: Layout  # where they lie
 
 
 def is_static(node: object) -> bool:
@@ -69,7 +64,7 @@ class ViewTracker:
             node: a tensor of static shape.
 
         Returns:
-            What computed its elements, itself if not a movement, and where they lie.
+            The node that computed its elements, itself if it is no movement, and where they lie.
         """
         chain = [node]  # iterative: a chain of movements may be long
         while chain:
@@ -83,7 +78,7 @@ class ViewTracker:
         return self._known[node]
 
     def _moved(self, node: Node) -> Moved | None:
-        """Put one movement on top of those of its inputs, None if it cannot be expressed."""
+        """Compose a movement with its inputs' movements; None if the result is no layout."""
         before = [self._known[n] for n in sources(node)]
         if not before or any(b.source is not before[0].source for b in before):
             return None

@@ -1,9 +1,9 @@
 """Record a step: build the run for one rank of any world, and take its first step, on tensors without memory.
 
-Blocks of one kind do the same. So the first and the last are recorded with one of each other kind, then once more with
-another one of a kind: what that adds, all others of the kind add, too. What is reduced for all blocks at once, in the
-update, grows in bytes instead of calls. Where matrices are shared out over ranks, who has which depends on all of them,
-and all blocks are recorded. Of micro-steps between the first and the last one stands for all, too.
+Blocks of one kind do the same work. So the first and the last block are recorded with one of each other kind, then once
+more with a second block of a kind: what this one adds, every further block of the kind adds, too. A reduction over all
+blocks at once, in the update, grows in bytes instead of calls. Where ranks share out whole matrices, the distribution
+depends on all of them, and all blocks are recorded. One micro-step stands for all between the first and the last.
 
 What one rank cannot show stays a formula:
 
@@ -14,7 +14,7 @@ What one rank cannot show stays a formula:
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -40,33 +40,20 @@ from titanlite.training.step import train_step
 
 @dataclass(frozen=True)
 class Recording:
-    """The work of one rank in a step.
+    """The work of one rank in a step."""
 
-    Attributes:
-        collectives: how often it calls each.
-        flops: by direction.
-        kept: bytes that the forward pass of a micro-step leaves for backward.
-        pairs: how often collectives with a matmul ran, and whether as one kernel.
-        entries: of the receipt, but those of compiling and of memory; of the blocks that were recorded.
-    """
-
-    collectives: Mapping[Recorded, int]
-    flops: Mapping[str, int]
-    kept: int
-    pairs: Mapping[CollectiveMatmul, int]
-    entries: list[Entry]
+    collectives: Counter[Recorded]  # calls of each
+    flops: Counter[str]  # by direction
+    kept: int  # bytes that the forward pass of a micro-step leaves for backward
+    pairs: Counter[CollectiveMatmul]  # calls of collectives with a matmul, and whether these are one kernel
+    entries: list[Entry]  # of the receipt, without compiling and memory; for the blocks that were recorded
 
 
 @dataclass(frozen=True)
-class _Step:
-    """The work of a rank in a step with some of the blocks."""
+class _Step(Recording):
+    """The work of a rank in a step with some of the blocks; `collectives` without the update's."""
 
-    calls: Counter[Recorded]  # but for those of the update
     update: list[Recorded]
-    flops: Counter[str]
-    kept: int
-    pairs: Counter[CollectiveMatmul]
-    entries: list[Entry]
 
     def plus(self, n: int, one: "_Step", none: "_Step") -> "_Step":
         """Add n times what one step has that another has not."""
@@ -80,8 +67,8 @@ class _Step:
         ]
         return replace(
             self,
-            calls=summed(self.calls, one.calls, none.calls),
             update=update,
+            collectives=summed(self.collectives, one.collectives, none.collectives),
             flops=summed(self.flops, one.flops, none.flops),
             kept=self.kept + n * (one.kept - none.kept),
             pairs=summed(self.pairs, one.pairs, none.pairs),
@@ -100,13 +87,13 @@ def record(
     """Record the first step of a run.
 
     Args:
-        checked: the run; its save-list is given.
+        checked: the run, with a save-list.
         world: number of processes.
         device: one of `forecast.device_specs.DEVICES`; None: a CPU.
-        rank: the one that is recorded.
-        documents: of micro-batches, [N] int32 each, of each token the place at which its document begins; micro-steps
-            have them in turn. Without any, each sample is one.
-        all_blocks: record every block and micro-step, also those that are alike.
+        rank: to record.
+        documents: for each micro-batch, [N] int32, the place at which each token's document begins; micro-steps take
+            them in turn. Without any, each sample is one document.
+        all_blocks: record every block and micro-step, also equal ones.
     """
     n_layers, kinds = checked.dims.n_layers, _blocks_alike(checked)
     chosen = {0, n_layers - 1, *(numbers[0] for numbers in kinds)}
@@ -123,7 +110,7 @@ def record(
     for numbers in kinds:
         if others := [n for n in numbers if n not in chosen]:
             found = found.plus(len(others), step({*chosen, others[0]}), none)
-    collectives = +(found.calls + Counter(found.update))
+    collectives = +(found.collectives + Counter(found.update))
     return Recording(collectives, +found.flops, found.kept, +found.pairs, found.entries)
 
 
@@ -176,4 +163,4 @@ def _step(
         for pair, n_calls in work.pairs.items():
             pairs[pair] += times * n_calls
     update = [each for work in recorder.work for each in work.collectives if each.direction == "update"]
-    return _Step(calls - Counter(update), update, flops, max(recorder.kept), pairs, run.receipt.entries)
+    return _Step(calls - Counter(update), flops, max(recorder.kept), pairs, run.receipt.entries, update)

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from titanlite.device import Device
+from titanlite.kernels.collectives import process_group_of
 from titanlite.kernels.lowering import MatmulOperator, lowered
 from titanlite.sharding.sent_bytes import sent_bytes
 
@@ -37,23 +38,14 @@ UNKNOWN = "not known: this machine has no Triton (pip install triton)"
 
 
 class Recorded(NamedTuple):
-    """A collective that a step calls.
+    """A collective that a step calls."""
 
-    Attributes:
-        kind: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-        direction: "forward", "backward", "recomputation" or "update".
-        module: that calls it, blocks as "layers.*"; "" outside of all.
-        ranks: that take part.
-        n_bytes: of the whole of what it moves; of what this rank sends, for an all-to-all and inside an operator.
-        operator: of titanlite that it is inside of; "" if none.
-    """
-
-    kind: str
-    direction: str
-    module: str
+    kind: str  # "all_gather", "reduce_scatter", "all_reduce" or "all_to_all"
+    direction: str  # "forward", "backward", "recomputation" or "update"
+    module: str  # the caller, blocks as "layers.*"; "" outside of all modules
     ranks: int
-    n_bytes: int
-    operator: str = ""
+    n_bytes: int  # that move in all; for an all-to-all and inside an operator, that this rank sends
+    operator: str = ""  # of titanlite, that the collective is part of
 
     @property
     def sent_bytes(self) -> int:
@@ -63,45 +55,32 @@ class Recorded(NamedTuple):
 
 
 class CollectiveMatmul(NamedTuple):
-    """A collective with a matmul that a step calls.
+    """A collective with a matmul that a step calls."""
 
-    Attributes:
-        kind: "all_gather" or "reduce_scatter".
-        direction: as of `Recorded`.
-        module: likewise.
-        obstacle: why the two are not one kernel, or None.
-    """
-
-    kind: str
-    direction: str
-    module: str
-    obstacle: str | None
+    kind: str  # "all_gather" or "reduce_scatter"
+    direction: str  # as in `Recorded`
+    module: str  # as in `Recorded`
+    obstacle: str | None  # why the two are not one kernel, or None
 
 
 class MicroStep(NamedTuple):
-    """The work of a micro-step: from the beginning of its forward pass to that of the next, or to the end of the step.
+    """The work from the beginning of a micro-step's forward pass to the beginning of the next, or the step's end."""
 
-    Attributes:
-        collectives: in order.
-        flops: by direction.
-        pairs: how often each collective with a matmul was called.
-    """
-
-    collectives: list[Recorded]
-    flops: Counter[str]
-    pairs: Counter[CollectiveMatmul]
+    collectives: list[Recorded]  # in order
+    flops: Counter[str]  # by direction
+    pairs: Counter[CollectiveMatmul]  # calls
 
 
 class Recorder(TorchDispatchMode):
     """Note every collective, FLOP and byte of a step, as the innermost mode.
 
     Args:
-        device: that was built for.
-        model: that is recorded, and then no longer needed: it keeps a hook.
+        device: that the model was built for.
+        model: to record. It keeps a hook, so it is of no further use.
 
     Attributes:
         modules: knows which module is running; to be entered beside this mode.
-        work: first what is done before any micro-step, then of each; the last has the update, too.
+        work: what is done before any micro-step, then the work of each micro-step; the last one includes the update.
         kept: bytes that the forward pass of each micro-step left when backward began.
     """
 
@@ -134,10 +113,12 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _of_operator(self, func: Any, group: str, args: Any, kwargs: Any) -> Any:
-        of = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+        of = process_group_of(group)
         if self._device.is_gpu and isinstance(choice := getattr(func.on_gpus, "__self__", None), MatmulOperator):
             call = choice.call(*args)
-            why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or _obstacle(choice, call)
+            why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or (
+                choice.unsupported(call) if importlib.util.find_spec("triton") else UNKNOWN
+            )
             lowered[choice.lowered_as(call, why)] += 1
             kind = "all_gather" if func._opname == "all_gather_matmul" else "reduce_scatter"
             self.work[-1].pairs[CollectiveMatmul(kind, self._direction(), self._module(), why)] += 1
@@ -160,7 +141,7 @@ class Recorder(TorchDispatchMode):
             return
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         if "group_name" in given:
-            group = dist.distributed_c10d._resolve_process_group(given["group_name"])
+            group = process_group_of(given["group_name"])
         else:
             group = dist.ProcessGroup.unbox(given["process_group"])
         size, whole = group.size(), max(x.nbytes for x in tree_leaves((args, out)) if isinstance(x, Tensor))
@@ -200,11 +181,7 @@ class Recorder(TorchDispatchMode):
 
 
 class _RunningModule:
-    """Knows the module whose forward is running, be it once more, and the one whose backward is.
-
-    Args:
-        model: that it is part of.
-    """
+    """Knows the module of a model whose forward is running, also when recomputed, and the one whose backward is."""
 
     def __init__(self, model: nn.Module) -> None:
         self._backward = ModTracker()
@@ -230,21 +207,11 @@ class _RunningModule:
         self._forward.pop()
 
     def name(self, of_backward: bool) -> str:
-        """Return its name in the model, blocks as "layers.*"; "" outside of all.
-
-        Args:
-            of_backward: that of backward.
-        """
+        """Return the running module's name, blocks as "layers.*"; "" outside of all modules."""
         if not of_backward:
             return self._forward[-1] if self._forward else ""
         names = [name.partition(".")[2] for name in self._backward.parents]  # without the model's own
         return re.sub(r"\.\d+(?=\.|$)", ".*", max(names, key=len))
-
-
-def _obstacle(choice: MatmulOperator, call: Any) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return UNKNOWN
-    return choice.unsupported(call)
 
 
 def _is_backward() -> bool:
