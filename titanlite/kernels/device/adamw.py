@@ -1,7 +1,7 @@
 """Device code of `titanlite.kernels.adamw`: one kernel for all tensors, which it finds by a table.
 
-torch's takes a launch for each handful of tensors and writes the clipped gradient back: 32 bytes of each parameter in
-float32 where 28 are needed, at three quarters of memory's speed (`scripts/bench/optimizer.py`).
+torch launches a kernel for every few tensors, which writes the clipped gradient back: 32 bytes for each float32
+parameter where 28 are needed, at three quarters of memory's speed (`scripts/bench/optimizer.py`).
 """
 
 import triton
@@ -18,12 +18,12 @@ def _adamw(
     lr, decay_factor, one_less_beta1, beta2, one_less_beta2, eps, n,
     ALIGNED: tl.constexpr, MEASURE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of one tensor.
+    """Update one block of one tensor.
 
-    parameter, moment: the first of each; distances: [3, n] of parameters and both moments from these, in elements;
-    gradients: [n] of gradients from the first parameter; owners, blocks: which block of which tensor;
-    corrections: [2], 1 − β^t; squares: [2, blocks], of parameters before and of what each changes, if MEASURE. ALIGNED:
-    whether all addresses, and the sizes, allow for 16 bytes at once.
+    parameter, moment: the first of each; distances: [3, n], of parameters and both moments from these, in elements;
+    gradients: [n], distances of gradients from the first parameter; owners, blocks: each thread block's tensor and
+    block; corrections: [2], 1 − β^t; squares: [2, blocks], of parameters before and of their changes, if MEASURE.
+    ALIGNED: whether all addresses and sizes allow accesses of 16 bytes.
     """
     is_applied = tl.load(skip) == 0
     if is_applied | MEASURE:  # parameters are measured in a step that is left out, too

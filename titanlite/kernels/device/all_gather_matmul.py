@@ -1,6 +1,6 @@
 """All-gather → matmul in two launches: publish this rank's shard, then pull the others' while multiplying.
 
-The common shapes take `specialised_gather`, behind one thread block that meets the peers; the others `general_gather`.
+Common shapes take `specialised_gather`, behind one thread block that meets the peers; others take `general_gather`.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ COPY_BYTES = 128
 
 
 class _GatherMemory(NamedTuple):
-    """The tensors of one call, all allocated before the first launch; kernels read biases and scales one by one."""
+    """The tensors of one call, all allocated before the first launch; biases and scales are contiguous."""
 
     shard: Tensor
     gathered: Tensor
@@ -41,18 +41,13 @@ class _GatherMemory(NamedTuple):
     out: Tensor
     bias: Tensor | None
     scale: Tensor | None
-    whole_scale: Tensor | None  # of G; `scale` itself where it does not travel
+    whole_scale: Tensor | None  # of G; `scale` itself if it is not gathered
     other_scale: Tensor | None
-    slot_rows: int  # rows of a shard from slot to slot, so that one TMA descriptor reaches both
+    slot_rows: int  # rows of a shard from slot to slot, for one TMA descriptor of both
 
 
 def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]:
-    """Run the operator, its first product fused with the gather.
-
-    Args:
-        plan: of this call.
-        call: the operator's arguments.
-    """
+    """Run the operator, its first product fused with the gather."""
     to, at = channel(call.group), plan.at
     shard, scale, left = aligned(call.shard.contiguous()), call.scale, call.form.startswith("left")
     scale = None if scale is None else scale.contiguous()

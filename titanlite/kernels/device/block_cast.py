@@ -35,7 +35,7 @@ def _larger_each(a, b):
 
 @triton.jit
 def _bits(value):
-    """Return a number without its sign, as an integer as wide."""
+    """Return the bits of a number without its sign, as an integer of the same width."""
     if value.dtype.primitive_bitwidth == 16:
         size = value.to(tl.int16, bitcast=True) & 0x7FFF
     else:
@@ -61,10 +61,10 @@ def _cast_blocks(
     x, out, scale_invs, out_transposed, scale_invs_transposed, M, K, stride, most,
     ROWS: tl.constexpr, ROWS_TRANSPOSED: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cast one block of 128×128: what it is scaled by depends on nothing else.
+    """Cast one block of 128×128, whose scales depend on nothing else.
 
-    It is read as four matrices, of every fourth row each, so that a thread has four bytes that follow one another in
-    the transpose: threads exchange words, not bytes.
+    It is read as four matrices, each of every fourth row, so that a thread has four consecutive bytes of the transpose:
+    threads exchange words, not bytes.
     """
     i, j = tl.program_id(0), tl.program_id(1)
     q = tl.arange(0, BLOCK // 4)

@@ -1,17 +1,17 @@
 """Share memory among the ranks of a group, for their collective matmuls or for one of FSDP's collectives.
 
-One channel for each group and use: flags, slots of data, counters. The slots grow when an operator needs more, which
-is a collective like the operator itself, and not possible while a CUDA graph is captured.
+Each group and use has one channel: flags, slots of data, counters. The slots grow when an operator needs more, which is
+a collective, like the operator itself, and impossible while a CUDA graph is captured.
 
-The collective matmuls of a process run in the order in which they are issued, whatever group and stream they are issued
-on: two that filled a GPU in turn, and another GPU the other way round, would wait for each other. So do the calls of
-each of FSDP's collectives, which would take each other's signals for their own. Within one capture, edges of the graph
-hold them in order. Two duties are the caller's; otherwise results are wrong, or kernels wait until the watchdog ends
-the run, or outside of one until their deadline:
+The collective matmuls of a process run in the order in which they are issued, on any group and stream: two that fill
+one GPU in one order, and another GPU in the other, would wait for each other. The calls of each of FSDP's collectives
+are ordered, too, since they would take each other's signals for their own. Within a capture, edges of the graph keep
+the order. The caller has two duties. Otherwise results are wrong, or kernels wait until the watchdog ends the run, or
+outside of a run until their deadline:
 
-    all ranks issue operators in one order      from one thread at a time, therefore
-    a replay, which does not come by here,      its stream waits for that of the last operator or replay, and that of
-    overlaps neither operators nor replays      the next one for it
+    all ranks issue operators in one order      therefore from one thread at a time
+    a replay, which this file does not see,     its stream waits for the last operator's or replay's, and the next one's
+    overlaps neither operators nor replays      stream waits for it
 """
 
 import ctypes
@@ -29,13 +29,13 @@ from titanlite.kernels.collectives import process_group_of
 from titanlite.kernels.device.rendezvous import Rendezvous
 
 CHUNKS = 8
-"""Number of chunks of a shard: each has a ready flag with the peers, set as soon as the chunk is there."""
+"""Number of chunks of a shard, each with a ready flag at the peers, set as soon as the chunk is there."""
 HEADER = 8 + CHUNKS
-"""First words of a channel's local counters: blocks that have begun, tiles claimed, blocks that have ended, those of
-the first kernel that have ended, copies claimed, copies of the own shard claimed; the last CHUNKS: copies written, by
+"""First words of a channel's local counters: blocks that have begun, tiles claimed, blocks that have ended, blocks of
+the first kernel that have ended, copies claimed, copies of the own shard claimed; in the last CHUNKS, copies written by
 chunk."""
 COUNTERS = HEADER + 8192
-"""After them, one for each block of rows that arrives."""
+"""All counters: after the header, one for each block of rows that arrives."""
 
 OPERATORS = (
     "all_gather_matmul",
@@ -44,7 +44,7 @@ OPERATORS = (
     "FSDP's reduce-scatter",
     "exchange with experts",
 )
-"""Names by the number under which a kernel reports a failure."""
+"""Names by the number in a kernel's report of a failure."""
 
 _DEADLINE_S = 600.0
 
@@ -55,47 +55,29 @@ class PeerError(RuntimeError):
 
 @dataclass
 class Channel:
-    """The memory that the kernels of one group share, and who they are.
+    """The memory that the kernels of one group share, and its ranks."""
 
-    Attributes:
-        name: of the process group.
-        process_group: itself.
-        rank: this process's, in the group.
-        ranks: their number, 2 to 8.
-        operator: FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls.
-        n_slots: how often `slots` holds an operator's data.
-        number: of all channels of this process.
-        flags: [ranks · (1 + CHUNKS)] int32, written by peers: one for each, then the ready flags of each one's chunks.
-        peer_flags: [ranks] int64, addresses of all ranks' flags.
-        counters: [COUNTERS] int32; zero between operators.
-        epoch: [1] int32, number of operators so far.
-        deadline: [1] int64, nanoseconds.
-        failure: [4] int64 in host memory, for a kernel that gives up.
-    """
-
-    name: str
+    name: str  # of the process group
     process_group: dist.ProcessGroup
     rank: int
-    ranks: int
+    ranks: int  # 2 to 8
     device: torch.device
-    operator: int | None = None
-    n_slots: int = 2
-    number: int = field(init=False)
-    flags: Tensor = field(init=False)
-    peer_flags: Tensor = field(init=False)
-    counters: Tensor = field(init=False)
-    epoch: Tensor = field(init=False)
-    deadline: Tensor = field(init=False)
-    failure: Tensor = field(init=False)
+    operator: int | None = None  # FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls
+    n_slots: int = 2  # calls whose data `slots` has room for
+    number: int = field(init=False)  # among all channels of this process
+    flags: Tensor = field(init=False)  # [ranks · (1 + CHUNKS)] int32, by peers: one each, then ready flags of chunks
+    peer_flags: Tensor = field(init=False)  # [ranks] int64, addresses of all ranks' flags
+    counters: Tensor = field(init=False)  # [COUNTERS] int32; zero between operators
+    epoch: Tensor = field(init=False)  # [1] int32, number of operators so far
+    deadline: Tensor = field(init=False)  # [1] int64, nanoseconds
+    failure: Tensor = field(init=False)  # [4] int64 in host memory, for a kernel that gives up
     slots: Tensor | None = None  # [n_slots · capacity] bytes, symmetric
     peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
     capacity: int = 0
     blocks: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
     _rendezvous: Rendezvous = field(init=False)
-    _kept: list[tuple[Tensor | None, list[Tensor], Tensor | None]] = field(
-        default_factory=list
-    )  # captured graphs may still use outgrown slots
+    _kept: list[tuple[object, ...]] = field(default_factory=list)  # captured graphs may still use outgrown slots
 
     def __post_init__(self) -> None:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
@@ -113,23 +95,20 @@ class Channel:
         dist.barrier(self.process_group)
 
     def begin(self, n_bytes: int) -> int:
-        """Order the operator to come behind the process's last one, and make room for its data.
+        """Order the operator behind the process's last one, make room for its data, and return a slot's bytes.
 
         Args:
             n_bytes: per slot, equal on all ranks.
-
-        Returns:
-            Distance of the two slots in bytes.
         """
         self.order()
         self.make_room(n_bytes)
         return self.capacity
 
     def order(self) -> None:
-        """Have the current stream wait for the last operator that the next must not run beside.
+        """Make the current stream wait for the last operator that must not overlap with the next.
 
         Raises:
-            RuntimeError: it ran on a stream that is captured by now, of which nothing outside can wait.
+            RuntimeError: its stream is now being captured, so that nothing outside of the capture can wait for it.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
@@ -147,18 +126,14 @@ class Channel:
                     "  fix:  with torch.cuda.graph(graph, stream=torch.cuda.Stream())"
                 )
             current.wait_stream(last)
-        elif capture:  # a new one: those that have ended are forgotten
+        elif capture:  # a new one: forget those that have ended
             for of, on in list(_last.items()):
                 if of[0] and _capture(on.cuda_stream) != of[0]:
                     del _last[of]
         _last[key] = current
 
     def make_room(self, n_bytes: int) -> None:
-        """Have slots of a size, which a graph under capture keeps.
-
-        Args:
-            n_bytes: per slot, equal on all ranks.
-        """
+        """Make room for `n_bytes` per slot, equal on all ranks; a graph under capture keeps the slots."""
         if torch.cuda.is_current_stream_capturing():
             if n_bytes > self.capacity:
                 raise RuntimeError(
@@ -171,17 +146,13 @@ class Channel:
             self.grow(n_bytes)
 
     def grow(self, n_bytes: int) -> None:
-        """Make room, when all that the GPU runs has ended; a collective.
-
-        Args:
-            n_bytes: per slot, equal on all ranks.
-        """
-        torch.cuda.synchronize(self.device)  # nobody may still write into the slots that go
+        """Replace the slots by larger ones, when everything that the GPU runs has ended; a collective."""
+        torch.cuda.synchronize(self.device)  # nobody may still write into the old slots
         dist.barrier(self.process_group)
         self.peers, self.peer_slots, self.slots = [], None, None
         self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
-        torch.cuda.empty_cache()  # symmetric memory is not the allocator's, which may keep what it does not use
+        torch.cuda.empty_cache()  # symmetric memory does not come from the allocator, which may hold unused memory
         self.slots = symmetric_memory.empty(self.n_slots * self.capacity, dtype=torch.uint8, device=self.device)
         handle = self._rendezvous(self.slots)
         self.peers = [handle.get_buffer(r, (self.n_slots * self.capacity,), torch.uint8) for r in range(self.ranks)]
@@ -193,11 +164,11 @@ class Channel:
 _channels: dict[tuple[str, int | None], Channel] = {}
 _numbers = count()
 _last: dict[tuple[int, int | None], torch.cuda.Stream] = {}
-"""Streams of the last operators, by capture, 0 outside of any, and by channel: None for all collective matmuls."""
+"""The last operators' streams, by capture (0: none) and channel (None: all collective matmuls)."""
 
 
 def _capture(stream: int) -> int:
-    """Return the number, unique in this process, of the CUDA-graph capture that a stream takes part in; 0: none."""
+    """Return the number of the CUDA-graph capture that a stream is part of, unique in this process; 0: none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     args = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     error = _driver().cuStreamGetCaptureInfo_v2(*args)
@@ -208,18 +179,12 @@ def _capture(stream: int) -> int:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """Return CUDA's driver: torch has no call that tells captures apart."""
+    """Return CUDA's driver: torch cannot tell captures apart."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channel:
-    """Return the channel of a process group and a use, made at its first use by all its ranks together.
-
-    Args:
-        group: its name.
-        operator: FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls.
-        n_slots: how many calls' data there is room for.
-    """
+    """Return the channel of a process group and a use; the first call is a collective. Arguments as in `Channel`."""
     process_group = process_group_of(group)
     found = _channels.get((group, operator))
     if found is None or found.process_group is not process_group:  # names are used again after a group's end
@@ -230,11 +195,7 @@ def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channe
 
 
 def set_deadline(seconds: float) -> None:
-    """Set how long a kernel waits for a peer before it fails.
-
-    Args:
-        seconds: of all channels, from now on.
-    """
+    """Set how long kernels wait for a peer before they fail, in all channels."""
     global _DEADLINE_S
     _DEADLINE_S = seconds
     for found in _channels.values():
@@ -242,7 +203,7 @@ def set_deadline(seconds: float) -> None:
 
 
 def peer_failure() -> PeerError | None:
-    """Name the peer that a kernel of this process waited for in vain, if one did; CUDA's own error does not tell."""
+    """Return the error for a peer that a kernel waited for in vain, if any; CUDA's own error does not name it."""
     for found in _channels.values():
         number, peer, waited, op = found.failure.tolist()
         if number:

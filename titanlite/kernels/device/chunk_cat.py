@@ -14,7 +14,7 @@ BLOCK = 1024
 def _chunk_cat(source, out, size, part, width, first, BLOCK: tl.constexpr):
     """Copy a block of one tensor's part for one rank.
 
-    size: of the tensor; part: of it for a rank; width: of a row of `out`; first: where the tensor begins in a row.
+    size: elements of the tensor; part: elements for a rank; width: of a row of `out`; first: the tensor's place there.
     """
     rank = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -23,14 +23,13 @@ def _chunk_cat(source, out, size, part, width, first, BLOCK: tl.constexpr):
 
 
 def launch_chunk_cat(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
-    """Launch the kernel; arguments as of `titanlite.kernels.chunk_cat.chunk_cat`."""
     first = 0
     for tensor in tensors:
         first += _put(tensor.contiguous(), n_chunks, out, first)
 
 
 def _put(tensor: Tensor, n_chunks: int, out: Tensor, first: int) -> int:
-    """Copy one tensor, and say how many columns it takes."""
+    """Copy one tensor, and return its number of columns."""
     size, rows = tensor.numel(), cdiv(tensor.shape[0], n_chunks)
     part = rows * (size // tensor.shape[0])
     numbers = size, part, out.shape[1], first

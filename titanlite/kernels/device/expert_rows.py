@@ -1,7 +1,7 @@
 """Device code of the rows of `titanlite.kernels.routing`: tokens to the rows of their experts, and back to sums.
 
-All of it is bound by memory: each access is of 16 bytes of a row. Who has all rows of a token reads or writes the token
-once; by slots it is read once for each of its rows.
+All kernels are bound by memory, and access 16 bytes of a row at once. A kernel by token reads or writes the token once;
+a kernel by slot reads it once for each of its rows.
 """
 
 import torch
@@ -16,15 +16,14 @@ from titanlite.kernels.routing import as_bytes
 WIDEST = 2048
 """Numbers of a row that a thread block has at once."""
 BEHIND = tl.constexpr(128)
-"""Rows of no token behind the last of one that are zeros, as many as a tile of a grouped product has; others are not
-written."""
+"""Rows of zeros that are written behind the last row of a token: as many as a tile of a grouped product has."""
 NUMBERS = 8192
 """Numbers of all rows that a thread block copies, or multiplies, at once."""
 
 
 @triton.jit
 def is_far_behind(slots, row):
-    """Tell whether rows lie so far behind the last row of a token that nobody reads them."""
+    """Tell whether rows are so far behind the last row of a token that nobody reads them."""
     return tl.load(slots + row - BEHIND, mask=row >= BEHIND, other=0) < 0
 
 

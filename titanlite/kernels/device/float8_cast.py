@@ -1,7 +1,4 @@
-"""Device code of `titanlite.kernels.float8_cast`: maxima, and casts and transposes by tiles.
-
-Those by blocks are in `block_cast.py`.
-"""
+"""Device code of `titanlite.kernels.float8_cast`: maxima, casts and transposes by tiles; by blocks: `block_cast`."""
 
 import torch
 import triton
@@ -22,9 +19,9 @@ CHUNK, WIDTH = 1024, 128
 def _inverse(x):
     """Return 1 / x of float32, correctly rounded where both are normal: an approximation and two steps of Newton's.
 
-    Those leave one mantissa, of all ones, as exact as the approximation; `tests/unit/kernels/test_float8_cast.py` holds
-    that against every mantissa. `tl.div_rn` has branches, and a thread that takes many quotients waits at each
-    (scripts/bench/float8_cast.py, 1×128 both ways).
+    Only the mantissa of all ones remains as exact as the approximation; `tests/unit/kernels/test_float8_cast.py` checks
+    every mantissa. `tl.div_rn` has branches, at each of which a thread waits (scripts/bench/float8_cast.py, 1×128 both
+    ways).
     """
     y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     y = tl.fma(tl.fma(-x, y, 1.0), y, y)
@@ -33,7 +30,7 @@ def _inverse(x):
 
 @triton.jit
 def _quotient(most, value):
-    """Return `most` / `value`, correctly rounded, from 1e-12 to infinity. The greatest values have no normal inverse.
+    """Return `most` / `value`, correctly rounded, for values of 1e-12 to infinity; the greatest have no normal inverse.
 
     The quotient of two float32 numbers, rounded to float32, is that of float64 rounded twice: 53 ≥ 2·24 + 2 bits.
     """
@@ -64,10 +61,8 @@ def scale_from_amax(amax, most, POW2: tl.constexpr):
 
 @triton.jit
 def to_bytes(value, dtype: tl.constexpr):
-    """Cast float32 to float8: what is too large becomes the largest, NaN stays.
-
-    PTX's conversion sees to both, `.satfinite` (SM89 and later); Triton's interpreter does not.
-    """
+    """Cast float32 to float8, saturating; NaN stays NaN. So does PTX's `.satfinite` (SM89 and later), but not Triton's
+    interpreter."""
     return value.to(dtype)
 
 
@@ -81,7 +76,7 @@ def _of_greater_size(a, b):
 
 @triton.jit
 def _source(sources, m, M, NAMED: tl.constexpr):
-    """Return the rows that tiles are made of, and whether there are such: all, or those that are named."""
+    """Return a tile's rows, all in order or the selected ones, and whether they exist."""
     row, there = m, m < M
     if NAMED:
         row = tl.load(sources + m, mask=there, other=-1)
@@ -94,7 +89,7 @@ def _cast_amax(
     x, factors, sources, out, M, K, stride,
     BY_COLUMN: tl.constexpr, NAMED: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Find the greatest size of `x · factors` by column or of all, as the bits of a float32: NaN's are the greatest."""
+    """Find the greatest absolute `x · factors` by column or of all, as float32's bits; NaN's are the greatest."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     most = tl.zeros([BM, BK], tl.float32)
     first = tl.program_id(1) * CHUNK

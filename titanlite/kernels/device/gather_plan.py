@@ -30,7 +30,7 @@ from titanlite.kernels.products import (
 from titanlite.kernels.shapes import DimSplit, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
-"""Places of the gathered dim in G as stored: a row or a column, kept or contracted."""
+"""Places of the gathered dim in G in memory: rows or columns, kept or contracted."""
 
 UNIT = 128
 """Rows of a shard whose arrival is counted together."""
@@ -40,7 +40,7 @@ PUBLISHERS = 264
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The places of everything, for one call."""
+    """The layout of one call's operands."""
 
     wait: int  # ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS
     whole: DimSplit  # the gathered dim in G
@@ -72,7 +72,7 @@ def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) 
 def gather_unsupported_reason(
     shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
 ) -> str | None:
-    """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
+    """Return why this call is not to be fused, or None. Depends only on shapes, dtypes and the group's size."""
     if reason := unsupported_operands(shard.dtype, ranks):
         return reason
     dim %= shard.ndim
@@ -109,19 +109,19 @@ def _rows_and_columns(at: GatherLayout, other: Tensor, form: str) -> tuple[int, 
 class GatherPlan:
     """All that depends on a call's shapes, dtypes and strides, and on the rank."""
 
-    at: GatherLayout  # where everything lies
+    at: GatherLayout
     other: Rows  # how the other operand is read
-    pick: Tiles  # tiles
-    specialised: bool  # whether the kernel of that name takes the call
+    pick: Tiles
+    specialised: bool  # whether `specialised_gather` takes the call
     gathered: tuple[int, ...]  # shape of G, or [outer, padded dim, inner] where chunks are not all full
     matrix: tuple[int, int]  # the same as [rows, columns]
     out: list[int]  # shape of the product
-    out_dtype: torch.dtype  # its dtype
-    tma_store: bool  # whether all tiles lie within one rank's part and TMA may write them
-    moves_scale: bool  # whether scales travel
-    scale_bytes: int  # where they lie in a slot
-    scales: int  # how many this rank has
-    slot_bytes: int  # needed
+    out_dtype: torch.dtype
+    tma_store: bool  # whether all tiles are within one rank's part, so that TMA may write them
+    moves_scale: bool  # whether scales are gathered
+    scale_bytes: int  # their offset in a slot
+    scales: int  # this rank's number of scales
+    slot_bytes: int
     length: int  # words of this rank's shard per outer index
     slot_stride: int  # words of a full shard per outer index
     own_segment: int  # rows of this rank's shard that lie together in G
@@ -131,13 +131,7 @@ class GatherPlan:
 
 
 def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> GatherPlan:
-    """Plan a call for which `gather_unsupported_reason` is None.
-
-    Args:
-        call: the operator's arguments.
-        ranks: of the group.
-        choice: tiles; those of the tuning table if None.
-    """
+    """Plan a call for which `gather_unsupported_reason` is None, with tiles of `choice` or of the tuning table."""
     shard, size, form, fast_accum, other = call.shard, call.size, call.form, call.fast_accum, call.others[0]
     at = gather_layout(list(shard.shape), call.at, size, ranks.size, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
@@ -146,10 +140,8 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
     pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
     aligned_rows = N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
-    specialised = (
-        specialised and dtype.itemsize == 2 and pick.m >= UNIT
-    )  # a counter for each m rows; see `gather_unsupported_reason`
-    specialised = specialised and at.segment % pick.m == 0
+    # It has a counter for each m rows: enough, by `gather_unsupported_reason`, if m is no less than UNIT.
+    specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT and at.segment % pick.m == 0
     specialised = specialised and has_steps_for_parts(pick, at.K, itemsize, fast_accum)
     pick = pick if specialised else pick.narrow()
     BX = pick.m if left else pick.n

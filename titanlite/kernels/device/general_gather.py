@@ -1,10 +1,10 @@
 """All-gather → matmul for any shape: publish this rank's shard, then pull the others' while multiplying.
 
 `_publish` copies the shard to the rank's slot and to its place in the gathered tensor G; its last block signals the
-peers and waits for theirs. `_gather_matmul` is one persistent kernel. The first blocks to run claim copying: they pull
-the peers' shards into G, one block of rows of every peer in turn, so that all links are busy, and count what has
-arrived. All others compute tiles of the product, this rank's own rows first and then in the order of arrival, each tile
-waiting for its own rows only. Copying blocks compute too when nothing is left to copy.
+peers and waits for their signals. `_gather_matmul` is one persistent kernel. The first blocks to run copy: they pull
+the peers' shards into G, a block of rows from each peer in turn, so that all links are busy, and count what has
+arrived. The other blocks compute tiles of the product, this rank's own rows first and then in the order of arrival;
+each tile waits only for its own rows. Copying blocks compute, too, when nothing is left to copy.
 
 G stands for the gathered operand, O for the other one; X is G's dim that is kept, Y is O's. Where the contracted dim is
 the gathered one, a tile walks through it rank by rank, its own first.

@@ -1,8 +1,8 @@
 """Matmul → reduce-scatter for any shape: push tiles to their owners while multiplying; and the sum that follows.
 
-`_matmul_push` is a persistent matmul whose tiles go to the staging slot of the rank that owns them, through TMA stores
-that drain while the next tile is computed; owners take turns, so that all links are busy. Its last block signals the
-peers and waits for theirs. `_reduce` adds what all ranks have pushed here, whichever kernel has pushed it.
+`_matmul_push` is a persistent matmul that stores each tile by TMA in the staging slot of its owner rank, while the next
+tile is computed; owners take turns, so that all links are busy. Its last block signals the peers and waits for their
+signals. `_reduce` adds what all ranks have pushed here, by this kernel or the specialised one.
 """
 
 import triton

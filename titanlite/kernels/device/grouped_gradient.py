@@ -1,7 +1,7 @@
-"""Device code of the weights' gradients of `titanlite.kernels.grouped_matmul`: what is contracted has ragged ends.
+"""Device code of the weights' gradients of `titanlite.kernels.grouped_matmul`: the contracted rows have ragged ends.
 
-A tile of a group's gradient runs over the rows of the group. Its first and its last step may read rows of the groups
-beside it, too: of one operand they are set to zero where they lie.
+A tile of a group's gradient sums over the rows of the group. Its first and last step may also read rows of neighbouring
+groups, which are set to zero in one operand's buffer.
 """
 
 import torch
@@ -44,7 +44,7 @@ from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position
 
 _MANY = gl.constexpr(2048)
-"""Rows of a group from which on one step more weighs little."""
+"""Rows of a group from which on an additional step costs little."""
 
 
 @gluon.jit
@@ -91,8 +91,7 @@ def _produce_contracted(
 
 @gluon.jit
 def _clear_others(buffer, first, end, BY_ROWS: gl.constexpr):
-    """Set to zero what a block has of rows before the first and from the end on; with BY_ROWS they lie along its
-    columns."""
+    """Set a block's rows before the first and from the end on to zero; with BY_ROWS they are its columns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = buffer.load(layout)
     if BY_ROWS:
@@ -165,7 +164,7 @@ def _grouped_weight_gradient(
     BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr,
     SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """BY_ROWS: whether what is contracted lies along the rows of both operands, as float8 must."""
+    """BY_ROWS: whether the contracted dim is contiguous in both operands, as float8 needs it."""
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 2, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
     scale_bufs = words  # where there are no scales they are not used

@@ -1,7 +1,7 @@
 """Device code of `titanlite.kernels.grouped_matmul`: one launch for all groups, whatever rows they have.
 
-The tiles of a group begin at its first row; its last one reads rows of the next group, too, and stores none of them.
-The producer walks along the groups as the numbers of the tiles that it claims grow.
+The tiles of a group begin at its first row; the last one may also read rows of the next group, and does not store them.
+The producer advances through the groups as the numbers of its tiles grow.
 """
 
 import torch
@@ -150,9 +150,9 @@ def _grouped_matmul(
     B_K_MAJOR: gl.constexpr, BESIDE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     SPLIT: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """B_K_MAJOR: whether rows of weights lie along K. BESIDE: whether groups' lie beside each other, else below.
+    """B_K_MAJOR: whether rows of weights are along K. BESIDE: whether groups' weights are side by side, else stacked.
 
-    of_group: scales of a group's columns; 0 if all have the same.
+    of_group: number of scales of a group's columns; 0 if all groups have the same.
     """
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 1, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)

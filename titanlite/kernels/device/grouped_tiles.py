@@ -1,7 +1,7 @@
-"""Share roles and buffers between the kernels of `titanlite.kernels.grouped_matmul`.
+"""Roles and buffers that the kernels of `titanlite.kernels.grouped_matmul` share.
 
-A producer warp claims tiles and loads; two warpgroups of 64 rows each multiply, and do not wait for each other. A
-finished half of a tile leaves by TMA, part by part, while the next one is under way.
+A producer warp claims tiles and loads; two warpgroups of 64 rows each multiply, and do not wait for each other. TMA
+stores a finished half of a tile, part by part, during the next tile.
 """
 
 from typing import NamedTuple
@@ -30,9 +30,9 @@ COLUMNS = 256
 STEP_BYTES = 128
 """Bytes of a row that are contracted in one step: the width that TMA swizzles."""
 WORDS = gl.constexpr(5)
-"""Numbers that the producer tells the consumers of a tile."""
+"""Numbers about a tile that the producer sends to the consumers."""
 _OUT_BUFFERS = gl.constexpr(2)
-"""Parts of a consumer's result that are on their way out at once."""
+"""Parts of a consumer's result that are stored at once."""
 _OTHERS = 3072  # bytes of shared memory for scales, words, barriers and what warp specialisation keeps there
 SHARE = 16
 """Blocks of rows that share a pass over the columns."""
@@ -51,7 +51,7 @@ def allocate_tiles(a_desc, b_desc, c_desc, A_HALVES: gl.constexpr, STAGES: gl.co
 
 @gluon.jit
 def begin_load(a_desc, b_desc, ready, empty, it, A_HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Wait until the buffers of a step are free, and say how many bytes will come; returns the slot."""
+    """Wait until the buffers of a step are free, announce the bytes that will come, and return the slot."""
     slot = it % STAGES
     await_empty(empty, it, STAGES)
     mbarrier.expect(ready.index(slot), A_HALVES * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
@@ -69,11 +69,11 @@ def no_sums(BN: gl.constexpr, SPLIT: gl.constexpr, BITS: gl.constexpr):
 
 @gluon.jit
 def add_step(sums, rest, a, b, it, empty, HAS_BEFORE, SPLIT: gl.constexpr, STAGES: gl.constexpr):
-    """Add the product of a step, and release the buffers of the last one that is there.
+    """Add the product of a step, and release the buffers of the last finished one.
 
-    Hopper's tensor cores add float8 products with about 14 bits. With SPLIT they add those of one step alone, and steps
-    are added in float32, by one consumer while the other has the tensor cores; by halves of the columns, for products
-    of all of them beside the sums would not fit into registers.
+    Hopper's tensor cores add float8 products with about 14 bits. With SPLIT they add only the products of one step, and
+    steps are added in float32, by one consumer while the other uses the tensor cores; in halves of the columns, since
+    sums and products of all columns would not fit into registers.
     """
     if SPLIT:
         COLUMNS: gl.constexpr = sums.shape[1]
@@ -108,7 +108,7 @@ def allocate_scales(BN: gl.constexpr):
 
 @gluon.jit
 def load_scales(scales, column, columns, BN: gl.constexpr):
-    """Start to load the scales of a tile's columns, of so many columns in all: they come beside its products."""
+    """Start to load the scales of a tile's columns, of `columns` in all, beside its products."""
     at = column + gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(scales + at, mask=at < columns, other=0.0)
 
@@ -131,7 +131,7 @@ def store_part(part, p: gl.constexpr, c_desc, c_bufs, row, column, W: gl.constex
 
 @gluon.jit
 def store_rows(part, p: gl.constexpr, out, c_bufs, row, end, column, columns, W: gl.constexpr):
-    """Store a part as `store_part` does, but for rows from the end on, to a matrix of so many columns."""
+    """Store the rows of a part that are before the end, to a matrix of `columns` columns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c_buf = c_bufs.index(W * _OUT_BUFFERS + p % _OUT_BUFFERS)
     tma.store_wait(pendings=0)
@@ -144,7 +144,7 @@ def store_rows(part, p: gl.constexpr, out, c_bufs, row, end, column, columns, W:
 
 
 class TileShape(NamedTuple):
-    """How a kernel goes about its tiles: elements of a step, steps on their way, whether sums are split."""
+    """Elements of a step, steps loaded at once, and whether sums are split."""
 
     step: int
     stages: int
@@ -159,5 +159,5 @@ def tile_shape(dtype: torch.dtype, fast: bool) -> TileShape:
 
 
 def tile_parts(out: Tensor) -> Blocks:
-    """View a result, of any number of dims, as a matrix in parts of tiles as one consumer stores them."""
+    """View a result, of any number of dims, as a matrix in the parts of tiles that a consumer stores."""
     return blocks(out, (out.numel() // out.shape[-1], out.shape[-1]), out.shape[-1], (HALF.value, PART.value))

@@ -1,9 +1,9 @@
-"""Launching a kernel again without asking Triton which one it is.
+"""Launches of known kernels without Triton's lookup.
 
-Triton finds the compiled kernel from every argument's type, alignment and value at each launch, asks the driver of
-every pointer whether it is one, and has it encode every TMA descriptor anew; that takes longer than all else that an
-operator does on the host. An operator whose shapes it has seen knows the kernel, passes addresses, and keeps the
-descriptors: in a training step the same addresses come back.
+At each launch Triton finds the compiled kernel by every argument's type, alignment and value, asks the driver about
+every pointer, and encodes every TMA descriptor again, which takes longer than the rest of an operator's work on the
+host. For shapes it has seen, an operator knows the kernel, passes addresses, and keeps the descriptors, since training
+steps reuse addresses.
 """
 
 import inspect
@@ -35,14 +35,14 @@ def cdiv(n: int, size: int) -> int:
 class Blocks(NamedTuple):
     """A row-major matrix, or a tensor of rows, that TMA reads or writes block by block."""
 
-    memory: Tensor  # begins where the matrix does
+    memory: Tensor  # begins with the matrix
     shape: tuple[int, ...]  # of the matrix, in elements
-    stride: int | tuple[int, ...]  # from row to row; of a tensor, of all dims but the last
+    stride: int | tuple[int, ...]  # from row to row; for a tensor, of all dims except the last
     box: tuple[int, ...]  # shape of a block
     layout: Any = None  # of a block in shared memory, for Gluon; None for Triton
 
     def descriptor(self) -> TensorDescriptor | GluonDescriptor:
-        """Make the descriptor that Triton, or with a layout Gluon, takes."""
+        """Make the descriptor for Triton, or with a layout for Gluon."""
         strides = [self.stride, 1] if isinstance(self.stride, int) else [*self.stride, 1]
         if self.layout is None:
             return TensorDescriptor(self.memory, list(self.shape), strides, list(self.box))
@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
 
 
 class _Launcher:
-    """A kernel that is loaded, and how to launch it with other tensors."""
+    """A loaded kernel, to launch with other tensors."""
 
     def __init__(self, compiled: CompiledKernel, arguments: Sequence[Any], tensors: Sequence[Tensor | None]) -> None:
         # Triton wraps the launcher of a kernel with descriptors in a function that encodes them at each launch.
@@ -62,9 +62,9 @@ class _Launcher:
         self.function, self.metadata = compiled.function, compiled.packed_metadata
         self.device, self.current_stream = driver.active.get_current_device(), driver.active.get_current_stream
         place = {id(tensor): j for j, tensor in enumerate(tensors) if tensor is not None}
-        self.passed: list[Any] = []  # what the launcher wants
-        self.addresses: list[tuple[int, int]] = []  # where in it which tensor's address goes,
-        self.matrices: list[tuple[int, int, int, Blocks]] = []  # and where which one's descriptor, by its number
+        self.passed: list[Any] = []  # the launcher's arguments
+        self.addresses: list[tuple[int, int]] = []  # (place in `passed`, tensor) of each address,
+        self.matrices: list[tuple[int, int, int, Blocks]] = []  # (place, tensor, number, blocks) of each descriptor
         self.encoded: dict[tuple[int, int], Any] = {}  # descriptors, by number and address
         n = 0
         for a in arguments:
@@ -113,19 +113,19 @@ def ready(
     arguments: Callable[[], Sequence[Any]],
     **options: int,
 ) -> Callable[[], None]:
-    """Compile and load a kernel, unless it was before, and return what runs it on the current stream.
+    """Compile and load a kernel if it is new, and return a function that runs it on the current stream.
 
-    An operator of several kernels has all of them ready before it runs the first. To load one takes until all that the
-    GPU runs has ended (an H200, CUDA 13: 1.7 s beside a kernel of 1.7 s on another stream). If peers waited for a
-    kernel meanwhile that is yet to be loaded, and this GPU ran a collective for which their GPUs, full of such waiting,
-    have no room, nobody would go on. A process has one device.
+    An operator of several kernels has all of them ready before it runs the first. Loading waits until everything that
+    the GPU runs has ended (an H200, CUDA 13: 1.7 s beside a kernel of 1.7 s on another stream). It could deadlock if
+    peers waited for a kernel that is yet to be loaded, while this GPU runs a collective for which the peers' GPUs, full
+    of waiting blocks, have no room. A process has one device.
 
     Args:
         kernel: of Triton or Gluon.
-        key: equal keys mean equal arguments but for the addresses of `tensors`; their alignment is looked at here.
+        key: equal keys mean equal arguments except for the addresses of `tensors`, whose alignment is checked here.
         blocks: thread blocks, along one dim or two.
-        tensors: those among the arguments that lie elsewhere at each call.
-        arguments: gives all of the kernel's parameters, in order; called once for each key.
+        tensors: the arguments whose addresses differ between calls.
+        arguments: returns all parameters of the kernel, in order; called once for each key.
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
     grid = blocks if isinstance(blocks, tuple) else (blocks, 1)

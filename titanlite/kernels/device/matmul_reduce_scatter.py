@@ -1,6 +1,6 @@
 """Matmul → reduce-scatter in two launches: push tiles to their owners while multiplying, then add.
 
-The common shapes take `specialised_push`, the others `general_push`, where the sum of both is.
+Common shapes take `specialised_push`, others take `general_push`, which also has the sum for both.
 """
 
 import math
@@ -46,7 +46,7 @@ REDUCE_BLOCK = 4096
 
 
 def scatter_unsupported_reason(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | None:
-    """Return why this call is not to be fused, or None. Depends on shapes, dtypes and the group's size alone."""
+    """Return why this call is not to be fused, or None. Depends only on shapes, dtypes and the group's size."""
     left = lefts[0]
     if reason := unsupported_operands(left.dtype, ranks):
         return reason
@@ -64,7 +64,7 @@ def scatter_unsupported_reason(lefts: list[Tensor], rights: list[Tensor], ranks:
 
 
 def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
-    """Return scales as the kernel reads them: one after the other, and all by row if one is."""
+    """Return contiguous scales, all by row if one is."""
     if len(scales) > 1 and any(scale.numel() > 1 for scale in scales):
         scales = [scale if scale.numel() > 1 else scale.reshape(1).expand(rows) for scale in scales]
     return [scale.contiguous() for scale in scales]
@@ -84,12 +84,7 @@ class _ScatterMemory(NamedTuple):
 
 
 def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tensor:
-    """Run the operator, fused.
-
-    Args:
-        plan: of this call.
-        call: the operator's arguments.
-    """
+    """Run the operator, fused."""
     to, whole = channel(call.group), plan.whole
     left_scales, right_scales = _alike(call.left_scales, plan.M), _alike(call.right_scales, plan.N)
     kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales) if scales) or (0, 0)
@@ -181,20 +176,20 @@ class ScatterPlan:
 
     pick: Tiles
     whole: DimSplit  # the scattered dim
-    specialised: bool  # whether the kernel of that name takes the call
+    specialised: bool  # whether `specialised_push` takes the call
     by_cols: bool  # whether the last dim is scattered
     M: int  # rows of the product
     N: int  # columns
     out: list[int]  # shape of this rank's part
-    out_dtype: torch.dtype  # its dtype
-    n: int  # its elements
-    tma_store: bool  # whether all tiles lie within one owner's part and TMA may write them
+    out_dtype: torch.dtype
+    n: int  # elements of the part
+    tma_store: bool  # whether all tiles are within one owner's part, so that TMA may write them
     segment: int  # rows (columns if `by_cols`) that one owner has together
     size: int  # of the scattered dim, in rows or columns
     staged_rows: int  # of what one rank pushes to one owner
     staged_cols: int
-    staged: int  # its elements
-    slot_bytes: int  # needed
+    staged: int  # elements of what one rank pushes to one owner
+    slot_bytes: int
     own_segment: int  # elements that this rank has together,
     padded_segment: int  # and how far apart they are staged
     lefts: list[Rows]  # how the operands are read
@@ -202,13 +197,7 @@ class ScatterPlan:
 
 
 def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -> ScatterPlan:
-    """Plan a call for which `scatter_unsupported_reason` is None.
-
-    Args:
-        call: the operator's arguments.
-        ranks: of the group.
-        choice: tiles; those of the tuning table if None.
-    """
+    """Plan a call for which `scatter_unsupported_reason` is None, with tiles of `choice` or of the tuning table."""
     lefts, rights, dim, *_, out_dtype, fast_accum = call
     shape = product_shape(lefts[0].shape, rights[0].shape)
     dim %= len(shape)
@@ -232,7 +221,7 @@ def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -
     own = whole.length(ranks.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N
-    # Float8 rows run along K alone; and TMA begins at a whole 16 bytes of a row, which an owner's part does not always.
+    # Float8 rows run only along K. TMA begins at a multiple of 16 bytes of a row, which an owner's part may not.
     parts_begin_aligned = segment * itemsize % 16 == size * itemsize % 16 == 0
     return ScatterPlan(
         pick=pick,

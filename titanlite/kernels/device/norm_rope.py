@@ -1,7 +1,7 @@
 """Device code of `titanlite.kernels.norm_rope`: a few tokens at a time, all of their heads one after the other.
 
 A token's angles are read once for all heads. The gradients of both weights are sums over tokens and heads: each thread
-block adds those of its own tokens, in order, and a last pass adds the blocks, so that two runs give the same bits.
+block adds its own tokens, in order, and a last pass adds the blocks, so that two runs give the same bits.
 """
 
 import torch
@@ -14,12 +14,12 @@ from titanlite.kernels.device.launch import cdiv, launch
 from titanlite.kernels.device.rope import angles, halves, head_block, store, with_contiguous_heads
 
 BLOCKS = 8
-"""Thread blocks to a multiprocessor that compute gradients; its registers have room for three at a time."""
+"""Thread blocks per multiprocessor that compute gradients; its registers have room for three at a time."""
 
 
 @triton.jit
 def _mean(low, high, E: tl.constexpr):
-    """Sum over a head."""
+    """Return the mean over a head."""
     return ((tl.sum(low, 1) + tl.sum(high, 1)) / E)[:, None]
 
 

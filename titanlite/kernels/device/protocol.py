@@ -2,8 +2,8 @@
 
 Each pair of ranks shares one word per direction: `flags[src]` on a rank is the number of operators whose data `src` has
 made available to it. It only grows, so nothing is ever reset across GPUs. An operator has one such exchange. Two slots
-of data, taken in turn, are then enough: who has passed the exchange of operator e knows that all peers have finished
-reading operator e−2's slot (`tests/unit/kernels/test_protocol.py` checks every interleaving).
+of data, taken in turn, are then enough: after the exchange of operator e all peers have finished reading the slot of
+operator e−2 (`tests/unit/kernels/test_protocol.py` checks every interleaving).
 
 The specialised gather has further words, of the same kind: the ready flags of each shard's chunks.
 
@@ -51,7 +51,7 @@ def store_relaxed_sys(pointer, value):
 
 @triton.jit
 def fence_sys():
-    """Order all earlier writes, those of other blocks that this one has observed included, before later ones."""
+    """Order all earlier writes, also other blocks' writes that this block has observed, before later ones."""
     tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -65,7 +65,7 @@ def fence_async_proxy():
 
 @triton.jit
 def tma_stores_written():
-    """Wait until what this thread block has stored by TMA is written, at home or with a peer."""
+    """Wait until this thread block's TMA stores are written, to this GPU or a peer's."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -123,8 +123,8 @@ def meet(
 ):  # fmt: skip
     """Wait until every rank has come to this operator: one thread block, before a kernel that fills the GPU.
 
-    It takes the scales along, one for each of the `rows` of this rank's shard: to every rank's slot, in the order of
-    the gathered rows, and from there to `scale_whole`. SCALES: 0 none, 1 one number, 2 one for each row.
+    It also moves scales, one for each of the `rows` of this rank's shard: to every rank's slot, in the order of the
+    gathered rows, and from there to `scale_whole`. SCALES: 0 none, 1 one number, 2 one for each row.
     """
     epoch = tl.load(epoch_word)
     if SCALES > 0:
@@ -149,7 +149,7 @@ def meet(
 
 @triton.jit
 def wait_for_count(counter, count, epoch, deadline, failure):
-    """Wait until blocks of this launch have added up to `count`; then TMA may load what they stored."""
+    """Wait until blocks of this launch have counted to `count`; then TMA may load what they stored."""
     seen = load_acquire_gpu(counter)
     if seen < count:
         limit = tl.load(deadline)

@@ -1,9 +1,9 @@
-"""Share memory among the ranks of a group, whatever other groups they have shared memory in before.
+"""Share memory among the ranks of a group, also if they have shared memory in other groups before.
 
 Torch numbers the exchanges of a rendezvous by process instead of by group, so ranks that have been in different groups
-wait for each other under different keys, for ever (pytorch/pytorch#196082; in 2.11 to 2.14). A group of our own of the
-same ranks is registered, with a store that counts the group's own exchanges. Torch takes the store from the group or
-from what is registered under its name, by version: both lead to that store.
+wait for each other under different keys, forever (pytorch/pytorch#196082; in 2.11 to 2.14). Here a further group of the
+same ranks is registered, with a store that counts this group's exchanges. Depending on its version, torch takes the
+store from the group or by its name: both lead to that store.
 """
 
 from itertools import count
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 
 class _GroupStore(dist.Store):
-    """A store whose keys "prefix/number/…" are numbered anew, in the order in which the numbers come."""
+    """A store that renumbers keys "prefix/number/…" in the order of their first use."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Rendezvous:
 
     Args:
         process_group: the ranks.
-        use: what for, where they have several.
+        use: tells several rendezvous of the group apart.
     """
 
     _numbers = count()

@@ -1,7 +1,7 @@
 """Device code of the gradient of `titanlite.kernels.rms_norm`: a few rows at a time, read once.
 
-The gradient of the weight is a sum over rows: each thread block adds those of its own rows, in order, and a second
-kernel adds the blocks, so that two runs give the same bits.
+The weight's gradient is a sum over rows: each thread block adds its own rows, in order, and a second kernel adds the
+blocks, so that two runs give the same bits.
 """
 
 import torch
@@ -13,9 +13,9 @@ from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 1024
-"""Numbers of a thread block at a time, or a row if that is more; 16 for each thread if D is a power of two."""
+"""Numbers that a thread block has at a time, or a row if it has more; 16 per thread if D is a power of two."""
 WARPS = 24
-"""Thread blocks to a multiprocessor that compute gradients: its registers have room for no more."""
+"""Warps per multiprocessor that compute gradients: its registers have room for no more."""
 COLUMNS = 8
 """Parts of the weight's gradient that a thread block adds up."""
 

@@ -1,5 +1,6 @@
-"""Device code of the gradient of `titanlite.kernels.rope`'s rotated heads: a few tokens at a time, all of their heads
-one after the other. A token's angles are read once for all heads.
+"""Device code of the gradient of `titanlite.kernels.rope.rotated_heads`: a few tokens at a time, head by head.
+
+A token's angles are read once for all heads.
 """
 
 import triton
@@ -9,12 +10,12 @@ from torch import Tensor
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 2048
-"""Numbers of a head of all tokens that a thread block has at a time; 16 for each of its threads."""
+"""Numbers that a thread block has at a time, of one head of some tokens; 16 per thread."""
 
 
 @triton.jit
 def angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
-    """Load the angles of the tokens in `m`, with a mask of the numbers there are."""
+    """Load the angles of the tokens in `m`, and return the mask of valid numbers, too."""
     e = tl.arange(0, HALF)[None, :]
     inside = (m < M)[:, None] & (e < E // 2)
     at = (m % S)[:, None] * (E // 2) + e
@@ -69,7 +70,7 @@ def head_block(E: int) -> tuple[int, int]:
 
 
 def with_contiguous_heads(*grads: Tensor) -> list[Tensor]:
-    """Return tensors [M, heads, E], copied where the numbers of a head lie apart."""
+    """Return tensors [M, heads, E], copied where a head is not contiguous."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in grads]
 
 

@@ -1,11 +1,11 @@
 """Device code of `titanlite.kernels.routing`: the choice of experts and its gradient, and where the rows lie.
 
-The choice: a thread block holds the logits of a few tokens and takes the highest K times, and of equal ones the lowest
-expert. They are compared as integers of the same order, of which a warp finds the maximum with one instruction.
+The choice: a thread block has the logits of a few tokens and takes the highest K times, among equal ones the lowest
+expert. Logits are compared as integers of the same order, whose maximum a warp finds with one instruction.
 
-The rows, in three kernels: each thread block counts those of its choices by expert; the counts of an expert are added
-up over the blocks before; then each thread block places its choices behind those before it. Nothing depends on which
-thread block runs first.
+The rows take three kernels: each thread block counts its choices by expert; an expert's counts are summed over the
+preceding blocks; each thread block then places its choices behind theirs. The order in which blocks run does not
+matter.
 """
 
 import torch
@@ -17,12 +17,12 @@ from titanlite.kernels.device.launch import cdiv, launch
 from titanlite.kernels.routing import LEAST_SUM, check_route
 
 LOGITS = 2048
-"""Logits that a thread block holds, of whole tokens: 16 for each thread."""
+"""Logits that a thread block has, of whole tokens: 16 per thread."""
 CHOICES = 128
-"""Choices that a thread block counts and places, COLUMNS of them at a time beside all of them."""
+"""Choices that a thread block counts and places; it compares all with COLUMNS at a time."""
 COLUMNS = 32
 EXPERTS, COUNTS = 8, 4096
-"""Experts whose counts a thread block adds up, and counts that it has at a time, 16 for each thread."""
+"""Experts whose counts a thread block adds up, and counts that it has at a time, 16 per thread."""
 
 TAKEN = tl.constexpr(-(2**31))
 """Lower than any number's integer."""
@@ -30,7 +30,7 @@ TAKEN = tl.constexpr(-(2**31))
 
 @triton.jit
 def _ordered(x):
-    """Return int32 of the same order as float32: both zeros are equal, and what is not a number comes after all."""
+    """Return int32 of the same order as float32: both zeros are equal, and NaN is the greatest."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -47,7 +47,7 @@ def _softmax_sum(x, inside):
 def _weights_of_chosen(
     chosen, inside, highest, total, SCORE: tl.constexpr, NORMALISED: tl.constexpr, LEAST_SUM: tl.constexpr
 ):
-    """[ROWS, SLOTS] of the logits that were chosen. `highest` and `total` are of all logits, for "softmax" alone."""
+    """Return the weights of chosen logits, [ROWS, SLOTS]. "softmax" needs `highest` and `total` of all logits."""
     if SCORE == "sigmoid":
         weights = tl.where(inside, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
         if NORMALISED:
@@ -139,7 +139,7 @@ def _route_grad(
 
 @triton.jit
 def _expert_counts(choices, slots, counts, n, first, G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr):
-    """counts: [blocks, G] of the choices of each thread block. All slots are set to -1 meanwhile."""
+    """Count each thread block's choices, [blocks, G], and set all slots to -1."""
     block, g = tl.program_id(0), tl.arange(0, WIDTH)
     i = block * CHOICES + tl.arange(0, CHOICES)
     expert = tl.load(choices + i, mask=i < n, other=-1) - first
@@ -150,7 +150,7 @@ def _expert_counts(choices, slots, counts, n, first, G: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _expert_begins(counts, begins, totals, blocks, G: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """begins: [blocks, G], each expert's rows in the thread blocks before; totals: [G], in all. For a few experts."""
+    """Sum, for a few experts: begins: [blocks, G], rows in the preceding blocks; totals: [G], in all blocks."""
     g = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, blocks, ROWS):
@@ -167,7 +167,7 @@ def _expert_places(
     choices, begins, totals, rows, slots, offsets, n, first,
     G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Place each choice behind the experts before its own, and the choices of its own before it."""
+    """Place each choice behind all rows of lower experts and its own expert's earlier choices."""
     block = tl.program_id(0)
     i = block * CHOICES + tl.arange(0, CHOICES)
     expert = tl.load(choices + i, mask=i < n, other=-1) - first

@@ -15,7 +15,7 @@ WARPS = 4
 
 @triton.jit
 def _numbers(table, ALIGNED: tl.constexpr):
-    """Load a number of this block's row. The compiler believes no hint on it, but it believes arithmetic."""
+    """Load a number of this block's row. The compiler ignores a hint on it, but not arithmetic."""
     number = tl.load(table + tl.program_id(0))
     if ALIGNED:
         number = number // 8 * 8
@@ -48,7 +48,7 @@ def _momentum_rows(
     gradients, momenta, g_like, m_like, flat, owners, ats, widths, places, divisor, skip, momentum,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row; gradients, momenta: [tensors] int64, addresses."""
+    """Update one part of a row. gradients, momenta: [tensors] int64, addresses."""
     along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = along < _numbers(widths, ALIGNED)
     at = _numbers(ats, ALIGNED) + along
@@ -74,8 +74,8 @@ def _update_rows(
     parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, decay_factor, skip, squares,
     MEASURE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of a row; parameters: [tensors] int64, addresses; squares: [2, rows, parts], of parameters before and of
-    what changes, if MEASURE."""
+    """Update one part of a row. parameters: [tensors] int64, addresses; squares: [2, rows, parts], of parameters before
+    and of their changes, if MEASURE."""
     is_applied = tl.load(skip) == 0
     if is_applied | MEASURE:  # parameters are measured in a step that is left out, too
         along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -100,7 +100,6 @@ def _grid(rows: RowTable) -> tuple[tuple[int, int], int]:
 
 
 def launch_move(rows: RowTable, tensor: Tensor, flat: Tensor, out: bool) -> None:
-    """Launch the copy of `take_rows` and `put_rows`."""
     if len(rows):
         grid, block = _grid(rows)
         tables = rows.at, rows.columns, rows.flat
@@ -117,7 +116,6 @@ def launch_momentum(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Launch the kernel of `momentum_rows`."""
     if len(rows):
         grid, block = _grid(rows)
         aligned = rows.aligned and gradients.aligned and momenta.aligned
@@ -140,7 +138,6 @@ def launch_update(
     measure: bool,
     decay_factor: float,
 ) -> Tensor | None:
-    """Launch the kernel of `update_rows`, and return what that does."""
     if not len(rows):
         return flat.new_empty(2, 0, dtype=torch.float32) if measure else None
     grid, block = _grid(rows)

@@ -1,6 +1,6 @@
-"""Device code of `titanlite.kernels.scaled_copy`: a thread block for each tile, which is transposed while it is there.
+"""Device code of `titanlite.kernels.scaled_copy`: each thread block copies a tile, and transposes it in between.
 
-Both memories are accessed by rows of 128 bytes or more.
+Reads and writes are of rows of 128 bytes or more.
 """
 
 import triton
@@ -20,7 +20,7 @@ def _scaled_copy(
     x, out, norms, factor, eps, R, C, x_batch, x_row, x_column, out_batch, out_row, out_column,
     TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x_batch, …: strides; those of columns in x, and of columns or rows in out, are 1 where memory is in order."""
+    """x_batch, …: strides, usually 1 for columns of `x`, and for columns or rows of `out`."""
     across = tl.cdiv(C, COLUMNS)
     place, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = (place // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -40,7 +40,6 @@ def _scaled_copy(
 
 
 def launch_scaled_copy(x: Tensor, out: Tensor, factor: float, norm: Tensor | None, eps: float) -> Tensor:
-    """Launch the kernel; arguments as of `titanlite.kernels.scaled_copy.scaled_copy`."""
     given, norm = (x, out), None if norm is None else norm.contiguous()
     if x.stride(2) != 1:
         given = x.mT, out.mT

@@ -1,24 +1,24 @@
 """FSDP's collectives without multiprocessors: copy engines push what a rank has into its peers' memory.
 
-A matmul that shares its multiprocessors with NCCL's kernels loses much of the time that they take; beside copies it
-loses less (benchmarks/results/runs.jsonl). Both collectives are two meetings of the ranks, a thread block
-each, with copies between them:
+NCCL's kernels take multiprocessors from a concurrent matmul and slow it down; copies slow it down less
+(benchmarks/results/runs.jsonl). Both collectives are two meetings of the ranks, a thread block each, with copies
+between them:
 
     all-gather       meet: all buffers may be written; push the own shard to each rank; meet: all have arrived
     reduce-scatter   meet; push to each rank its part of the own gradient; meet; add the parts, rank 0's first
 
-A gradient travels in the dtype that autograd made it in and is added up in float32: the sum is that of float32
-gradients, for half the bytes where it is bfloat16. Two runs give the same bits.
+A gradient is sent in autograd's dtype and added up in float32: the same sum as of float32 gradients, for half the bytes
+if it is bfloat16. Two runs give the same bits.
 
-A rank comes to a meeting when the stream of the call has come there:
+A rank reaches a meeting when the stream of the call does:
 
-    a peer's buffer is free        it has come to the first meeting, on a stream that waits for whoever read the buffer
-                                   last: FSDP has it wait for the copy out of the gather before the last, hence two
-                                   slots (`tests/ranks/parallel/test_copy_engines.py`); the sum is on the stream itself
-    what peers pushed is there     they have come to the second meeting, behind their copies
+    a peer's buffer is free        after the first meeting: its stream waits for the buffer's last reader. FSDP makes it
+                                   wait for the copy out of the gather before the last, hence two slots
+                                   (`tests/ranks/parallel/test_copy_engines.py`); the sum is on the stream itself
+    what peers pushed is there     after the second meeting, which is behind their copies
 
-Two slots are enough as long as no more than one gather is ahead of the one that is yet to be copied out. FSDP does no
-more by itself; experts that `parallel/fsdp.py` asks for ahead of their block have memory of their own.
+Two slots are enough as long as at most one gather is ahead of the one that is yet to be copied out, as in FSDP. Experts
+that `parallel/fsdp.py` gathers ahead of their block have memory of their own.
 """
 
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def _meet(
 
 @triton.jit
 def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the ranks' parts in their order. `arrived`: [RANKS, size], but for this rank's part, which is `own`."""
+    """Add the ranks' parts in their order. `arrived`: [RANKS, size], except this rank's part, which is `own`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load((own if RANK == 0 else arrived) + at, mask=at < size, other=0.0).to(tl.float32)
     for r in tl.static_range(1, RANKS):
@@ -62,21 +62,18 @@ def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr
 
 
 class Exchange:
-    """Memory that the ranks of a group push into, in as many slots as the channel has, taken in turn."""
+    """Memory that the ranks of a group push into: the channel's slots, taken in turn."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.turn = 0
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of the next slot.
+        """Return memory of the next slot, valid until the slot's next turn.
 
         Args:
-            size: elements, equal on all ranks. More than ever before is a collective that waits for the GPU.
+            size: elements, equal on all ranks. A new maximum makes it a collective that waits for the GPU.
             dtype: of the elements.
-
-        Returns:
-            [size]: this call's until the same slot is given again.
         """
         to, n_bytes = self.channel, size * dtype.itemsize
         to.make_room(n_bytes)
@@ -86,11 +83,7 @@ class Exchange:
         return to.slots[first : first + n_bytes].view(dtype)
 
     def push(self, parts: tuple[Tensor, ...]) -> None:
-        """Put this rank's part into the buffer of every other rank.
-
-        Args:
-            parts: for each rank, of equal sizes.
-        """
+        """Push to every other rank's buffer its part; parts have equal sizes."""
         to = self.channel
         n_bytes = parts[0].nbytes
         first = self.turn * to.capacity + to.rank * n_bytes
@@ -99,13 +92,13 @@ class Exchange:
                 to.peers[peer][first : first + n_bytes].copy_(parts[peer].view(torch.uint8))
 
     def peers(self) -> list[int]:
-        """All other ranks, of which every rank begins with another one."""
+        """Return all other ranks; every rank begins with a different one."""
         to = self.channel
         return [(to.rank + i) % to.ranks for i in range(1, to.ranks)]
 
     @contextmanager
     def between_meetings(self) -> Iterator[None]:
-        """Let ranks meet, before which no peer's memory may be written, and again when all have written."""
+        """Let ranks meet before any writes to a peer's memory, and again when all have written."""
         to = self.channel
         met = to.rank, to.ranks, MAX_RANKS, to.operator
         meet = ready(
@@ -122,18 +115,15 @@ class AllGather(Exchange):
     """FSDP's all-gather.
 
     Args:
-        group: name of that of the ranks that share parameters, 2 to `MAX_RANKS` of one host. Making it is a collective.
+        group: name of the group that shares parameters, 2 to `MAX_RANKS` ranks of one host. Construction is a
+            collective.
     """
 
     def __init__(self, group: str) -> None:
         super().__init__(channel(group, FSDP_GATHER, n_slots=2))
 
     def __call__(self, shard: Tensor) -> None:
-        """Push a shard to every rank.
-
-        Args:
-            shard: this rank's place in what `buffer` gave last: [size / ranks].
-        """
+        """Push a shard, this rank's [size / ranks] of the last `buffer`, to every rank."""
         self.push((shard,) * self.channel.ranks)
 
 
@@ -144,11 +134,7 @@ class ReduceScatter(Exchange):
         super().__init__(channel(group, FSDP_REDUCE, n_slots=1))
 
     def prepare(self, size: int, dtype: torch.dtype) -> None:
-        """Make room, and load kernels, before memory is full of activations. A collective.
-
-        Args:
-            size, dtype: of `x`.
-        """
+        """Make room for `x` of a size and dtype, and load kernels, before activations fill the memory; a collective."""
         x = torch.zeros(size, dtype=dtype, device=self.channel.device)
         self(x, torch.empty(size // self.channel.ranks, device=x.device))
 

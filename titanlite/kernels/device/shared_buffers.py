@@ -1,7 +1,7 @@
 """Buffers of shared memory between one warp that loads and two warpgroups of 64 rows that compute.
 
-The producer tells the consumers, in words that every thread reads, what they are to do: a number that came out of a
-reduction would make the compiler take their loops for divergent.
+The producer sends the consumers numbers in words that every thread reads: the compiler would take a loop over the
+result of a reduction for divergent.
 """
 
 from triton.experimental import gluon
@@ -48,7 +48,7 @@ def allocate_words(N: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(N: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate barriers of N buffers: that they are ready, and that as many consumers have done with them."""
+    """Allocate two barriers for each of N buffers: it is filled; CONSUMERS have read it."""
     ready = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):

@@ -1,7 +1,7 @@
 """The copying warp of `specialised_gather`, in Gluon: through a ring of four buffers in shared memory, TMA both ways.
 
-It first brings this rank's shard to its slot and sets the ready flags of its chunks, then pulls the peers' chunks. No
-multiprocessor is given up for it. Copies are claimed as tiles are.
+It first copies this rank's shard to its slot and sets the ready flags of its chunks, then pulls the peers' chunks. It
+takes no multiprocessor from the matmul. Copies are claimed, as tiles are.
 """
 
 from triton.experimental import gluon
@@ -11,12 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from titanlite.kernels.device.specialised_protocol import HEADER, N_CHUNKS, barrier, execute, signal, wait_for_chunk
 
 OWN_PER_CLAIM = gl.constexpr(8)
-"""Copies of the own shard that are claimed and counted together; of the peers', as many as a tile is high."""
+"""Copies of the own shard that are claimed and counted together; of a peer's, the copies of a tile's rows."""
 
 
 @gluon.jit
 def _claim(counter, n):
-    """Add n to a counter without waiting for what it was, by a role of one warp; its first lane alone gets to know."""
+    """Add n to a counter, by a role of one warp, without waiting for the old value, which only the first lane gets."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -36,7 +36,7 @@ def _claim(counter, n):
 
 @gluon.jit
 def _claimed(ticket):
-    """Return what `_claim` has found to all lanes."""
+    """Return the result of `_claim` to all lanes."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -54,7 +54,7 @@ def _next(t, ticket, counter, PER_CLAIM: gl.constexpr):
 
 @gluon.jit
 def _copied_block(t, rank, OWN: gl.constexpr, PER_CLAIM: gl.constexpr, RANKS: gl.constexpr):
-    """Return whose block copy number t takes, and which: runs of the peers' blocks take turns."""
+    """Return the source rank and the block of copy number t; the peers' blocks alternate in runs."""
     source = rank
     block = t
     if not OWN:
@@ -69,13 +69,9 @@ def _fetch(
     t, i, known, froms, ring, bars, from_row, rank, col_blocks, chunk_blocks, flags, epoch, deadline, failure,
     OWN: gl.constexpr, PER_CLAIM: gl.constexpr, RANKS: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
-    """Start copy number t, as this block's i-th: a block of a shard into shared memory.
+    """Start copy number t, this thread block's i-th: a block of a shard into shared memory.
 
-    Args:
-        known: bits of the chunks that are known to be ready.
-
-    Returns:
-        The same, afterwards.
+    `known` has the bits of chunks that are known to be ready, and is returned with more of them.
     """
     bar, buf = bars.index(i % 4), ring.index(i % 4)
     source, block = _copied_block(t, rank, OWN, PER_CLAIM, RANKS)
@@ -100,7 +96,7 @@ def _stored(
     t, rank, counters, peer_flags, copies, col_blocks, chunk_blocks, units, epoch,
     OWN: gl.constexpr, RANKS: gl.constexpr, PER_CLAIM: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr,
 ):  # fmt: skip
-    """Count what has been written, copy number t the last, and set the ready flag of a chunk that is whole."""
+    """Count written copies up to number t, and set the ready flag of a complete chunk."""
     source, block = _copied_block(t, rank, OWN, PER_CLAIM, RANKS)
     n = t % PER_CLAIM + 1
     if OWN:
@@ -121,13 +117,9 @@ def _copies(
     OWN: gl.constexpr, PER_CLAIM: gl.constexpr,
     RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of shards through a ring of four buffers, three on their way, into G, and this rank's to its slot.
+    """Copy blocks of shards through a ring of four buffers, three at once, into G, and this rank's also to its slot.
 
-    Args:
-        i: copies of this thread block so far.
-
-    Returns:
-        The same, afterwards. All has been written, and counted.
+    `i` is the number of this thread block's copies, and is returned when all are written and counted.
     """
     blocks = rows // CM * col_blocks
     chunk_blocks = gl.cdiv(gl.cdiv(blocks, N_CHUNKS), OWN_PER_CLAIM) * OWN_PER_CLAIM
@@ -207,8 +199,8 @@ def copy_shards(
 ):  # fmt: skip
     """Copy this rank's shard to its slot, then the peers' from theirs.
 
-    Of the thread blocks that run, every second one, the first included, copies all there is of the own shard before it
-    waits for a peer: no rank then waits for one that waits for it.
+    Every second running thread block, the first included, copies what it can of the own shard before it waits for a
+    peer, so that ranks do not wait for each other.
     """
     shard_desc, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure = given[:11]
     slot_row, rank, rows, segment, col_blocks = given[11:]

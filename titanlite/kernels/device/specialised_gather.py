@@ -1,7 +1,7 @@
 """All-gather → matmul for the common shapes: `specialised_matmul` with a third role, a warp that copies.
 
-The copier (`specialised_copy`) brings this rank's shard to its slot and the peers' shards into G; the producer waits
-for the rows of a tile, not for all.
+The copier (`specialised_copy`) copies this rank's shard to its slot and the peers' shards into G; the producer waits
+only for the rows of a tile.
 """
 
 from triton.experimental import gluon
@@ -72,12 +72,12 @@ def gather_matmul(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CM: gl.constexpr, CN: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Gather and multiply as the kernels of `general_gather`, for the form "left" gathered along rows in whole tiles.
+    """Gather and multiply like `general_gather`, for the form "left" gathered along rows in whole tiles.
 
-    s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks as they are multiplied; shard_desc,
-    w_desc, p0 … p7: the shard, G and all ranks' slots, in blocks as they are copied; rest_desc: O again, in blocks of
-    what a tile of 192 columns has beyond 128. OF_ROWS, OF_COLUMNS: scales of G and of O: 0 none, 1 one number, 2 one
-    for each row. FAST: add all products in the tensor cores.
+    s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks of the matmul; shard_desc, w_desc,
+    p0 … p7: the shard, G and all ranks' slots, in blocks of copies; rest_desc: O again, in blocks of the columns beyond
+    128 of a tile of 192. OF_ROWS, OF_COLUMNS: scales of G and of O: 0 none, 1 one number, 2 one for each row. FAST: add
+    all products in the tensor cores.
     """
     epoch = gl.load(epoch_word)
     a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = shared_buffers(

@@ -1,17 +1,17 @@
 """The matmul inside both collective matmuls, with its warps specialised: one produces, two warpgroups consume.
 
-The producer warp claims tiles and loads their operands, running ahead over the end of a tile into the next, so that a
-wait for rows from a peer does not stop the tensor cores; a finished tile is stored while they work on the next one.
+The producer warp claims tiles and loads their operands. It runs ahead into the next tile, so that a wait for a peer's
+rows does not stop the tensor cores; a finished tile is stored while they work on the next one.
 
 In float8 each consumer warpgroup has half of a tile's rows and does not wait for the other: one adds its sums while the
-other has the tensor cores. In 16 bits they are one consumer, which takes less power. The kernels that are made of these
-roles are `specialised_gather`, which has a third, and `specialised_push`.
+other uses the tensor cores. In 16 bits both are one consumer, which takes less power. `specialised_gather`, with a
+third role, and `specialised_push` are made of these roles.
 
-Tiles are claimed, not dealt out: a block that gets its multiprocessor late, because another stream's kernel has it,
-finds less left to do and holds nobody up.
+Tiles are claimed, not assigned: a block that starts late, because another stream's kernel has its multiprocessor, finds
+less left to do and delays nobody.
 
-Written in Gluon, Triton's lower layer, because Triton itself specialises no warps on Hopper. It takes the common
-shapes: rows in whole tiles. The kernels of the two stems take the others.
+It is written in Gluon, Triton's lower layer, because Triton does not specialise warps on Hopper. It takes rows in whole
+tiles; `general_gather` and `general_push` take the rest.
 """
 
 from triton.experimental import gluon
@@ -31,7 +31,7 @@ CONSUMER_REGISTERS = gl.constexpr(216)
 WORKER_REGISTERS = gl.constexpr(72)
 """Registers of a thread of the producer, or of the copier."""
 PART = gl.constexpr(64)
-"""Columns of a tile that are stored together: 128 bytes, the width that TMA swizzles."""
+"""Columns of a tile that are stored together: 128 bytes, TMA's swizzle width."""
 
 
 @gluon.constexpr_function
@@ -64,7 +64,7 @@ def shared_buffers(
     a_desc, b_desc, rest_desc, c_desc, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Allocate what producer and consumers share: operands, parts of results, numbers of tiles, and barriers."""
+    """Allocate buffers of producer and consumers: operands, parts of results, numbers of tiles, and barriers."""
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
     b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
@@ -111,7 +111,7 @@ def _store_part(
     part, p: gl.constexpr, tile, dests, c_buf, first_row, x_blocks, y_tiles,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Start to store part number p of a tile, or of a consumer's rows of it, which begin at `first_row` instead."""
+    """Start to store part number p of a tile, or of a consumer's rows of it; they begin at `first_row`."""
     tma.store_wait(pendings=0)
     c_buf.store(part)
     fence_async_shared()
@@ -128,7 +128,7 @@ def _start_product(
     acc, use_acc, it, a_bufs, b_bufs, ready, CONSUMER: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Start the product of step `it`, or of a consumer's rows, when its operands are there."""
+    """Start the product of step `it`, or of a consumer's rows, when its operands have arrived."""
     slot = it % STAGES
     mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
     a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
@@ -140,7 +140,7 @@ def _start_product(
 
 @gluon.jit
 def _release_buffers(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
-    """Wait until the tensor cores have done with the step before `it` in the same sum, and release its buffers."""
+    """Wait until the tensor cores have finished the step before `it` of the same sum, and release its buffers."""
     sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
     if HAS_BEFORE:
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
@@ -186,8 +186,8 @@ def consume(
     """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column.
 
     given: destinations, bias, scales of rows and columns, the buffers and barriers; the first row, how the tiles lie.
-    OWNERS: among how many the rows of the operand are dealt out, `segment` rows each; a destination is an owner.
-    CONSUMER: number of this one of CONSUMERS, which share the rows of each tile.
+    OWNERS: number of ranks that own the operand's rows, `segment` rows each in turn; a destination is an owner.
+    CONSUMER: the number of this consumer among CONSUMERS, which share the rows of each tile.
     """
     dests, bias, row_scale, column_scale, a_bufs, b_bufs, _rest, c_bufs, tiles, ready, empty = given[:11]
     first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]
@@ -239,10 +239,10 @@ def consume_in_steps(
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Consume by one of two consumers, with the product of each step added to the others in float32.
+    """Do what `consume` does, as one of two consumers, but add the product of each step in float32.
 
-    One consumer adds, and stores, while the other has the tensor cores. Sums and products take twice the registers,
-    which a tile of 256 columns would not leave; one of 192 comes as 128 and 64, for tensors have powers of two.
+    One consumer adds and stores while the other uses the tensor cores. Sums and products take twice the registers, too
+    many for a tile of 256 columns; a tile of 192 is two tensors, of 128 and 64, since sizes are powers of two.
     """
     dests, bias, row_scale, column_scale, a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = given[:11]
     first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]

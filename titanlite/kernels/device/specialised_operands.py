@@ -30,37 +30,31 @@ def _layout(box: tuple[int, int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
 
 
 def consumers(dtype: torch.dtype) -> int:
-    """Return how many consumers share a tile: two of a warpgroup each, or one of two (collective_matmuls.jsonl)."""
+    """Return how many consumers share a tile: two of one warpgroup, or one of two (collective_matmuls.jsonl)."""
     return 2 if dtype.itemsize == 1 else 1
 
 
 def stages(pick: Tiles, itemsize: int, ring: int = 0) -> int:
-    """Return how many steps of operands fit into a multiprocessor's shared memory.
-
-    Args:
-        pick: tiles.
-        itemsize: bytes of an operand's element.
-        ring: bytes of the buffers for copies.
-    """
+    """Return how many steps of operands fit into shared memory, beside `ring` bytes of buffers for copies."""
     words = 2048  # barriers and what warp specialisation keeps there
     free = SHARED_MEMORY - words - ring - pick.m * PART.value * 2
     return free // ((pick.m + pick.n) * pick.k * itemsize)
 
 
 def operand_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks:
-    """View an operand [N, K], whose rows are a tile's columns, in blocks of a step: of the `first_columns`."""
+    """View an operand [N, K], whose rows are a tile's columns, in blocks of a step and of the `first_columns`."""
     box = (first_columns(n), k) if rows.k_major else (k, n)
     return blocks(operand, rows.shape, rows.stride, box)
 
 
 def rest_blocks(operand: Tensor, rows: Rows, n: int, k: int) -> Blocks | None:
-    """View the same in blocks of the rest of a tile's columns, if there is one."""
+    """View it in blocks of the rest of a tile's columns, if there is one."""
     rest = n - first_columns(n)
     return blocks(operand, rows.shape, rows.stride, (rest, k)) if rest else None
 
 
 def has_steps_for_parts(pick: Tiles, K: int, itemsize: int, fast_accum: bool) -> bool:
-    """Check that the next tile has a step beside which to store each part; sums in steps are stored before."""
+    """Check that the next tile has as many steps as parts to store meanwhile; sums in steps are stored before."""
     return in_steps(itemsize, fast_accum) or pick.n // PART.value <= cdiv(K, pick.k)
 
 
@@ -70,7 +64,7 @@ def blocks(matrix: Tensor, shape: tuple[int, int], stride: int, box: tuple[int, 
 
 
 def peer_blocks(to: Channel, dtype: torch.dtype, columns: int, box: tuple[int, int]) -> list[Blocks | None]:
-    """View all ranks' two slots as one matrix each, with None up to `MAX_RANKS`."""
+    """View each rank's two slots as one matrix; filled up with None to `MAX_RANKS`."""
     key = (dtype, columns, box)
     found = to.blocks.get(key)
     if found is None:

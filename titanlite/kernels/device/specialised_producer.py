@@ -1,7 +1,4 @@
-"""The producer warp of both specialised kernels, in Gluon: what it tells the consumers, and how it loads for them.
-
-It runs ahead over the end of a tile into the next; see `specialised_matmul`.
-"""
+"""The producer warp of both specialised kernels (`specialised_matmul`), in Gluon: messages to consumers, and loads."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -55,9 +52,9 @@ def load_operands(
 
 @gluon.jit
 def tile_position(number, x_tiles, y_tiles, GROUP: gl.constexpr):
-    """Return the block of rows and that of columns of a tile, by its number.
+    """Return a tile's block of rows and block of columns, by its number.
 
-    GROUP blocks of rows share a pass over the columns, so that the tiles on their way at once read few operands.
+    GROUP blocks of rows share a pass over the columns, so that concurrent tiles read few operands.
     """
     width = GROUP * y_tiles
     first = (number // width) * GROUP

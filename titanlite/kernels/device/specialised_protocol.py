@@ -1,7 +1,7 @@
 """The signals of `protocol` between the warps of a specialised kernel, and its end, in Gluon.
 
-The gather has further words, one for each chunk of each shard: a rank sets a chunk's ready flag as soon as its slot has
-the chunk.
+The gather has further words, one for each chunk of each shard: a rank sets a chunk's ready flag as soon as the chunk is
+in its slot.
 """
 
 from triton.experimental import gluon
@@ -51,8 +51,8 @@ def wait_for_copies(counter, count, epoch, deadline, failure):
 def ready_chunks(flags, epoch, RANKS: gl.constexpr):
     """Read which chunks are ready, as bits: number `source · N_CHUNKS + chunk`.
 
-    A flag is written only by operators that have its chunk, so it may lie behind by any number of them. It is never
-    ahead: a peer is at its next operator when all have come to that, behind this one.
+    A flag is written only by operators that have its chunk, so it may be behind by any number of them. It is never
+    ahead: a peer begins its next operator only when all ranks have reached it, after this one.
     """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     known = gl.to_tensor(0).to(gl.int64)
@@ -83,7 +83,7 @@ def wait_for_chunk(word, flags, epoch, deadline, failure, RANKS: gl.constexpr):
 
 @gluon.jit
 def signal(peer_flags, word, epoch, RANKS: gl.constexpr):
-    """Store `epoch + 1` in a word of every rank's flags, behind all that this block has seen happen."""
+    """Store `epoch + 1` in a word of every rank's flags, after everything that this block has observed."""
     _fence_sys()
     for r in gl.static_range(RANKS):
         _store_relaxed_sys(gl.load(peer_flags + r) + word * 4, epoch + 1)
@@ -110,7 +110,7 @@ def leave_kernel(
     counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank,
     MEET: gl.constexpr, RANKS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Leave the counters as the next operator wants them, by a kernel's last block. MEET: meet all ranks before."""
+    """Reset the counters for the next operator, by a kernel's last block. MEET: meet all ranks before."""
     barrier()
     finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == gl.num_programs(0) - 1:

@@ -1,7 +1,7 @@
-"""Device code of `titanlite.kernels.swiglu`: the gate, or its gradient, and the cast of it, a row at a time.
+"""Device code of `titanlite.kernels.swiglu`: the gate, or its gradient, and their casts, a row at a time.
 
-A row with a scale of its own is computed once and waits in registers for its maximum. With one scale for all, a first
-pass finds the maximum and stores nothing.
+A row with a scale of its own is computed once and kept in registers until its maximum is known. With one scale for all,
+a first pass finds the maximum and stores nothing.
 """
 
 import torch
@@ -33,7 +33,7 @@ def gate_blocks(x, blocks, first, BLOCKS: tl.constexpr):
 def fast_sigmoid(x):
     """Return the sigmoid, off by at most (2 + |x|) units in the last place, as its argument is rounded.
 
-    It is zero where float32 has no normal number: `tl.sigmoid` takes twice the instructions to tell subnormal ones.
+    Subnormal results are zero: `tl.sigmoid` needs twice the instructions for them.
     """
     return tl.inline_asm_elementwise(
         "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
@@ -48,7 +48,7 @@ def fast_sigmoid(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Round, two numbers with one instruction to bfloat16; one by one each would cost as much as an exponential."""
+    """Round; to bfloat16 two numbers with one instruction: one at a time would cost as much as an exponential."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -91,7 +91,7 @@ def larger_or_nan(a, b):
 
 @triton.jit
 def greatest_size(a, dtype: tl.constexpr):
-    """Return the greatest size once rounded, as the bits of a float32: those of NaN are the greatest."""
+    """Return the greatest absolute value, rounded, as the bits of a float32; NaN's are the greatest."""
     most = tl.reduce(tl.reduce(tl.abs(a), 1, larger_or_nan), 0, larger_or_nan)
     return most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
 
@@ -161,7 +161,7 @@ def _swiglu_grad_rows(
 
 @triton.jit
 def _swiglu_amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """Find the greatest sizes of the result, and with `grad` of its gradients."""
+    """Find the greatest absolute results, and with BACKWARD gradients."""
     dtype: tl.constexpr = x.dtype.element_ty
     first, start = tl.program_id(1) * BLOCKS, tl.program_id(0).to(tl.int64) * ROWS
     result, gradient = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)

@@ -1,6 +1,6 @@
 """Device code of `titanlite.kernels.symmetric_product`: a thread block for each tile on or below the diagonal.
 
-It writes the tile, and the same turned above the diagonal.
+It also writes the transposed tile above the diagonal.
 """
 
 import triton
@@ -54,7 +54,6 @@ def _symmetric_product(
 def launch_symmetric_product(
     x: Tensor, y: Tensor, added: Tensor | None, alpha: float, beta: float, diagonal: float
 ) -> Tensor:
-    """Launch the kernel; arguments as of `titanlite.kernels.symmetric_product.symmetric_product`."""
     B, R, C = x.shape
     x, y, out = x.contiguous(), y.contiguous(), x.new_empty(B, R, R)
     added = None if added is None else added.contiguous()

@@ -1,7 +1,7 @@
 """The tiles of a collective matmul, by shape: a table of measured shapes, and a rule for all others.
 
-`tiles.toml` holds what `scripts/bench/collective_matmul.py --tune` found best. It is part of the package, so that
-nobody tunes at run time and all ranks choose alike.
+`tiles.toml` has what `scripts/bench/collective_matmul.py --tune` found best. It is part of the package, so that nothing
+is tuned at run time and all ranks choose the same tiles.
 """
 
 import tomllib
@@ -14,33 +14,22 @@ from importlib.resources import files
 class Tiles:
     """Sizes of a kernel's tiles and of its copies.
 
-    Attributes:
-        m: rows of a tile.
-        n: columns.
-        k: of the contracted dim, in one step.
-        warps: per thread block.
-        stages: steps of k on their way at once (not specialised; a specialised kernel has as many as fit).
-        group: blocks of rows that share a pass over all columns: the tiles on their way at once read few operands from
-            memory, so that a GPU at its power limit runs faster (not: matmul → reduce-scatter, not specialised).
-        copiers: thread blocks that copy first (all-gather, not specialised).
-        copy_rows: rows of 128 bytes that one copy takes (all-gather, specialised).
-        plain: take none of them: NCCL and cuBLAS one after the other are faster.
-        specialised: take the kernel whose warps are specialised, where the shape allows it.
+    In groups of rows, concurrent tiles read few operands from memory, so that a GPU at its power limit runs faster.
     """
 
-    m: int = 128
-    n: int = 256
-    k: int = 64
-    warps: int = 8
-    stages: int = 3
-    group: int = 16
-    copiers: int = 48
-    copy_rows: int = 32
-    plain: bool = False
-    specialised: bool = True
+    m: int = 128  # rows of a tile
+    n: int = 256  # columns
+    k: int = 64  # of the contracted dim, in one step
+    warps: int = 8  # per thread block
+    stages: int = 3  # steps loaded at once (general kernels; a specialised one has as many as fit)
+    group: int = 16  # blocks of rows that share a pass over all columns (not the general matmul → reduce-scatter)
+    copiers: int = 48  # thread blocks that copy first (general all-gather)
+    copy_rows: int = 32  # rows of 128 bytes in one copy (specialised all-gather)
+    plain: bool = False  # use no kernel: NCCL and cuBLAS one after the other are faster
+    specialised: bool = True  # use the kernel with specialised warps, if the shape allows it
 
     def narrow(self) -> "Tiles":
-        """Return the same for the kernels that are not specialised, whose tiles have powers of two."""
+        """Return tiles for the general kernels, whose sizes are powers of two."""
         return replace(self, n=128) if self.n == WIDE else self
 
 
@@ -48,20 +37,18 @@ class Tiles:
 def tiles(
     op: str, itemsize: int, ranks: int, M: int, N: int, K: int, fast_accum: bool = False, out_itemsize: int = 2
 ) -> Tiles:
-    """Choose the tiles for a product of `[M, K] @ [K, N]`.
+    """Choose the tiles for the whole product of `[M, K] @ [K, N]`.
 
     Args:
         op: "all_gather_matmul" or "matmul_reduce_scatter".
-        itemsize: of the operands, in bytes.
+        itemsize: bytes of an operand's element.
         ranks: of the group.
-        M: rows of the whole product.
-        N: its columns.
-        K: contracted.
-        fast_accum: whether float8 products are added by the tensor cores alone.
-        out_itemsize: of the product, in bytes.
+        M, N, K: sizes of the product.
+        fast_accum: whether tensor cores alone add float8 products.
+        out_itemsize: bytes of a result's element.
     """
     if in_steps(itemsize, fast_accum) or out_itemsize > 2:
-        # Each step's sum is added to the whole, and both take registers; or a tile on its way out takes twice the room.
+        # A step's sum and the whole sum both take registers; or a tile to be stored takes twice the shared memory.
         wide = out_itemsize == 2 and -N % WIDE <= N / 20
         return replace(tiles(op, itemsize, ranks, M, N, K, True), n=WIDE if wide else 128, stages=4)
     known = measured_tiles().get((op, itemsize, ranks, M, N, K))
@@ -70,8 +57,7 @@ def tiles(
     k = 128 // itemsize
     if op == "matmul_reduce_scatter":
         return Tiles(n=128, k=k, stages=4) if N <= 128 or K <= 1024 else Tiles(k=k)
-    # The longer the gather beside the matmul, the larger its copies, the fewer the operands on their way, and the fewer
-    # the rows that are awaited together.
+    # The longer the gather takes beside the matmul, the larger are its copies, and the fewer rows are awaited together.
     matmul_s, gather_s = M * N * K * itemsize / MATMUL, (ranks - 1) / ranks * M * K * itemsize / LINK
     rows, group = (64, 4) if gather_s > matmul_s / 2 else (32, 16)
     if N <= 128:
@@ -80,13 +66,13 @@ def tiles(
 
 
 def in_steps(itemsize: int, fast_accum: bool) -> bool:
-    """Check that sums are made in float32 every 128 products, as float8's are unless the tensor cores may add all."""
+    """Check that each 128 products are added in float32, as in float8 unless tensor cores may add all."""
     return itemsize == 1 and not fast_accum
 
 
 WIDE = 192
-"""Columns of a tile that is added up in steps, where that leaves few of them unused and the kernel is specialised:
-wider than 128, since an H100 reads operands from its L2 cache no faster than such tiles are multiplied."""
+"""Columns of a tile that is added up in steps, if that leaves few columns unused and the kernel is specialised: wider
+than 128, since an H100 reads operands of narrower tiles from its L2 cache no faster than it multiplies them."""
 LINK = 340e9
 """Bytes per second to and from all peers of an H200 together (collective_matmuls.jsonl of benchmarks/results)."""
 MATMUL = 700e12

@@ -1,6 +1,7 @@
-"""Device code of `titanlite.kernels.token_exchange`: copy engines bring tokens, a kernel stores rows with their owners.
+"""Device code of `titanlite.kernels.token_exchange`: copy engines gather tokens, a kernel stores rows with their
+owners.
 
-All calls of a group share one piece of memory, which the meetings of `shard_exchange` keep apart.
+All calls of a group use the same memory, in turn, between the meetings of `shard_exchange`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ _ALIGNMENT = 16
 
 
 def _exchange(group: str, tensors: Sequence[Tensor]) -> Exchange:
-    """Return the memory of a group, of which all ranks have agreed that they call alike."""
+    """Return the memory of a group, after its ranks have agreed on the call."""
     what = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
     agree(OPERATORS[EXPERTS], group, what, "", None)
     return Exchange(channel(group, EXPERTS, n_slots=1))
@@ -33,7 +34,7 @@ def _send_rows(
     o, slots, dots, peer_slots, R, of_rank, dots_at,
     HAS_DOTS: tl.constexpr, RANKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store rows, [R, D], and a number of each with the rank that has the row's token, in the place of its slot."""
+    """Store rows, [R, D], and a number for each, with the rank that has the row's token, at its slot's place."""
     r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
     slot = tl.load(slots + r, mask=r < R, other=-1)
     owner = tl.maximum(slot, 0) // of_rank
@@ -41,7 +42,7 @@ def _send_rows(
     there = slot >= 0
     found = tl.load(o + r.to(tl.int64)[:, None] * D + d, mask=there[:, None] & (d < D), other=0.0)
     to = place.to(tl.int64)[:, None] * D + d
-    for peer in tl.static_range(RANKS):  # an address for each row would be one of which no alignment is known
+    for peer in tl.static_range(RANKS):  # the alignment of an address for each row would not be known
         rows = tl.multiple_of(tl.load(peer_slots + peer).to(tl.pointer_type(o.dtype.element_ty)), 16)
         tl.store(rows + to, found, mask=(there & (owner == peer))[:, None] & (d < D))
     if HAS_DOTS:  # noqa: SIM102  # known when compiling
@@ -76,7 +77,7 @@ def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
 
 @cache
 def _beside() -> torch.cuda.Stream:
-    """Return the stream of copies to peers, beside which a kernel copies what stays."""
+    """Return the stream of copies to peers, concurrent with a kernel for copies within the GPU."""
     return torch.cuda.Stream()
 
 
@@ -86,12 +87,12 @@ def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """View memory as numbers of 8 bytes, or single ones if it is no multiple of these."""
+    """View memory as numbers of 8 bytes, or as bytes if size or address is no multiple of 8."""
     return x.view(-1).view(torch.uint8).view(torch.uint8 if x.nbytes % 8 or x.data_ptr() % 8 else torch.int64)
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Lay parts of memory behind one another: where each begins, and where the last one ends."""
+    """Place parts one after another in memory; return where each begins, and the end."""
     begins = [0]
     for n_bytes in sizes:
         begins.append(cdiv(begins[-1] + n_bytes, _ALIGNMENT) * _ALIGNMENT)
@@ -117,9 +118,9 @@ def _slots_of(choices: Tensor) -> Tensor:
 
 
 def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
-    """Send rows; return those of this rank's slots, [M·K, D], and their numbers, [M·K] float32, of use with `dots`.
+    """Send rows; return the rows of this rank's slots, [M·K, D], and with `dots` their numbers, [M·K] float32.
 
-    They are the group's memory until its next call.
+    Both are the group's memory, valid until its next call.
     """
     by, o, n = _exchange(group, (o, choices)), o.contiguous(), choices.numel()
     (R, D), to = o.shape, by.channel
