@@ -131,8 +131,7 @@ def _check_gather(call: GatherCall) -> None:
     for name, given in (("biases", biases), ("other_scales", other_scales)):
         if given and len(given) != len(others):
             raise ValueError(f"{op}: {len(given)} {name} for {len(others)} products; want one each")
-    shapes = out_shapes([*shard.shape[:dim], size, *shard.shape[dim + 1 :]], others, form)
-    for i, (bias, shape) in enumerate(zip(biases, shapes, strict=False)):
+    for i, (bias, shape) in enumerate(zip(biases, out_shapes(call.whole, others, form), strict=False)):
         if list(bias.shape) != shape[-1:]:
             raise ValueError(f"{op}: biases[{i}] of shape {list(bias.shape)}; want {shape[-1:]}")
     for i, (other_scale, other) in enumerate(zip(other_scales, others, strict=False)):

@@ -221,7 +221,7 @@ def _query_blocks(
 
 def _grouped(x: Tensor, K: int) -> Tensor:
     """[n, heads, E] → [K, heads / K · n, E], in the dtype of sums."""
-    return x.to(_of_sums(x.dtype)).unflatten(1, (K, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(1, (K, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _packed(x: Tensor, n: int) -> Tensor:
@@ -236,16 +236,12 @@ def _scores(q: Tensor, k: Tensor, unseen: Tensor) -> Tensor:
     return scores.unflatten(1, (-1, len(unseen))).add_(bias).flatten(1, 2)
 
 
-def _of_sums(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
 # By hand: without numbers there are no bounds, and a compiler would not know the device of results.
 def _shapes(q, k, v, starts, bounds, *others):
     """Make [M, H, E], and for the sums [M, H], heads outermost in memory; of whole samples [B, H, S]."""
     (M, H, _), longest = q.shape, others[-2]
     shape = (H, M) if bounds is not None else (M // longest, H, longest)
-    sums = q.new_empty(shape, dtype=_of_sums(q.dtype))
+    sums = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), sums if bounds is None else sums.t()
 
 

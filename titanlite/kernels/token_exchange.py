@@ -103,8 +103,12 @@ def _to_owners(o: Tensor, slots: Tensor, choices: Tensor, group: Group) -> Tenso
 
 def _arrived(choices: Tensor, n_experts: int) -> Tensor:
     """Find each slot's row in the result of `_to_owners`: [M, K] int32."""
-    slots = torch.arange(choices.numel(), dtype=torch.int32, device=choices.device).view_as(choices)
-    return choices // n_experts * choices.numel() + slots
+    return choices // n_experts * choices.numel() + slots_of(choices)
+
+
+def slots_of(choices: Tensor) -> Tensor:
+    """Return the slots m·K + k of choices, [M, K] int32."""
+    return torch.arange(choices.numel(), dtype=torch.int32, device=choices.device).view_as(choices)
 
 
 class Routing(NamedTuple):

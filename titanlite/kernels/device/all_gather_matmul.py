@@ -140,7 +140,8 @@ def _general_launches(plan: GatherPlan, call: GatherCall, to: Channel, memory: _
         lambda: (
             words_of_shard, to.slots, g_words, scale, whole_scale, slot_bytes,
             at.whole.outer, plan.length, plan.slot_stride, plan.slot_stride * to.ranks, plan.scale_bytes,
-            plan.scales, 0 if call.scale_of == "shard" else 1, plan.own_segment, at.segment, at.segment * to.ranks,
+            shard.numel() // at.columns if moves_scale else 0, 0 if call.scale_of == "shard" else 1,
+            plan.own_segment, at.segment, at.segment * to.ranks,
             to.flags, to.peer_flags, *state,
             to.rank, to.ranks, triton.next_power_of_2(to.ranks), moves_scale, plan.block,
         ),

@@ -92,7 +92,7 @@ def launch_gather_rows(x: Tensor, slots: Tensor, top_k: int, after: Tensor | Non
     R, D = len(slots), x.shape[1]
     out = x.new_empty(R, D)
     if out.numel():
-        width, rows = _tile_of(D, NUMBERS)
+        width, rows = tile_of(D, NUMBERS)
         tensors = as_bytes(x), slots, as_bytes(out)
         launch(
             _gather_rows, (R, top_k, D, x.element_size()), (cdiv(R, rows), cdiv(D, width)), tensors,
@@ -137,7 +137,7 @@ def _launch_by_token(kernel: JITFunction, given: Tensor, rows: Tensor, weights: 
         raise TypeError(f"rows of experts: weights are {weights.dtype} on a GPU; want float32")
     if M * D == 0:
         return
-    width, tokens = _tile_of(D, WIDEST)
+    width, tokens = tile_of(D, WIDEST)
     tensors = given, rows, rows if weights is None else weights.contiguous(), out
     launch(
         kernel, (M, K, D, given.dtype, weights is None), (cdiv(M, tokens), cdiv(D, width)), tensors,
@@ -145,7 +145,7 @@ def _launch_by_token(kernel: JITFunction, given: Tensor, rows: Tensor, weights: 
     )  # fmt: skip
 
 
-def _tile_of(D: int, numbers: int) -> tuple[int, int]:
+def tile_of(D: int, numbers: int) -> tuple[int, int]:
     """Return the columns and the rows of a thread block."""
     width = min(WIDEST, triton.next_power_of_2(D))
     return width, numbers // width

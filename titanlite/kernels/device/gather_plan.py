@@ -120,7 +120,6 @@ class GatherPlan:
     tma_store: bool  # whether all tiles are within one rank's part, so that TMA may write them
     moves_scale: bool  # whether scales are gathered
     scale_bytes: int  # their offset in a slot
-    scales: int  # this rank's number of scales
     slot_bytes: int
     length: int  # words of this rank's shard per outer index
     slot_stride: int  # words of a full shard per outer index
@@ -167,7 +166,6 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
         tma_store=tma_store,
         moves_scale=call.moves_scale,
         scale_bytes=scale_bytes,
-        scales=shard.numel() // at.columns if call.moves_scale else 0,
         slot_bytes=scale_bytes + 4 * at.rows * ranks.size + at.columns * itemsize,
         length=length,
         slot_stride=at.whole.chunk * at.whole.inner * itemsize // 8,

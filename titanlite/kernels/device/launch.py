@@ -141,13 +141,6 @@ def ready(
     return partial(known.launch, grid, tensors, addresses)
 
 
-def launch(
-    kernel: JITFunction,
-    key: Hashable,
-    blocks: int | tuple[int, int],
-    tensors: Sequence[Tensor | None],
-    arguments: Callable[[], Sequence[Any]],
-    **options: int,
-) -> None:
+def launch(*arguments: Any, **options: int) -> None:
     """Run a kernel on the current stream. Arguments as of `ready`."""
-    ready(kernel, key, blocks, tensors, arguments, **options)()
+    ready(*arguments, **options)()

@@ -89,7 +89,7 @@ def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tens
     left_scales, right_scales = _alike(call.left_scales, plan.M), _alike(call.right_scales, plan.N)
     kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales) if scales) or (0, 0)
     bias = None if call.bias is None else call.bias.contiguous()
-    a = [rows.placed(_flat(x)) for rows, x in zip(plan.lefts, call.lefts, strict=True)]
+    a = [rows.placed(x.flatten(0, -2)) for rows, x in zip(plan.lefts, call.lefts, strict=True)]
     b = [rows.placed(x, transposed=True) for rows, x in zip(plan.rights, call.rights, strict=True)]
     out = call.lefts[0].new_empty(plan.out, dtype=plan.out_dtype)
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
@@ -98,12 +98,13 @@ def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tens
     slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
     memory = _ScatterMemory(a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes)
     push = (_specialised_push if plan.specialised else _general_push)(plan, call, to, memory)
+    staged = plan.staged_rows * plan.staged_cols
     reduce = ready(
         _reduce, (plan, to.number, to.capacity), 2 * multiprocessors(to.device), (out, bias),
         lambda: (
             to.slots, slot_bytes, to.epoch, out, bias,
-            plan.n, plan.own_segment, plan.padded_segment, plan.staged, plan.out[-1],
-            to.ranks, not whole.even, to.ranks * plan.staged >= 2**31, bias is not None, REDUCE_BLOCK,
+            plan.n, plan.own_segment, plan.padded_segment, staged, plan.out[-1],
+            to.ranks, not whole.even, to.ranks * staged >= 2**31, bias is not None, REDUCE_BLOCK,
         ),
         num_warps=8,
     )  # fmt: skip
@@ -188,7 +189,6 @@ class ScatterPlan:
     size: int  # of the scattered dim, in rows or columns
     staged_rows: int  # of what one rank pushes to one owner
     staged_cols: int
-    staged: int  # elements of what one rank pushes to one owner
     slot_bytes: int
     own_segment: int  # elements that this rank has together,
     padded_segment: int  # and how far apart they are staged
@@ -238,14 +238,9 @@ def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -
         size=size,
         staged_rows=staged_rows,
         staged_cols=staged_cols,
-        staged=staged_rows * staged_cols,
         slot_bytes=ranks.size * staged_rows * row_bytes + row_bytes,
         own_segment=max(1, own * inner),
         padded_segment=whole.chunk * inner,
-        lefts=rows_of([_flat(x) for x in lefts], itemsize > 1 and (by_cols or parts_begin_aligned)),
+        lefts=rows_of([x.flatten(0, -2) for x in lefts], itemsize > 1 and (by_cols or parts_begin_aligned)),
         rights=rows_of([x.t() for x in rights], itemsize > 1 and (not by_cols or parts_begin_aligned)),
     )
-
-
-def _flat(left: Tensor) -> Tensor:
-    return left if left.ndim == 2 else left.flatten(0, -2)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from titanlite.kernels.device.float8_cast import scale_from_amax, to_bytes
 from titanlite.kernels.device.launch import cdiv, launch
+from titanlite.kernels.swiglu import BLOCK as COLUMNS
 
-BLOCK = tl.constexpr(128)
+BLOCK = tl.constexpr(COLUMNS)
 WIDEST = 128
 """Blocks of 128 that a thread block holds; wider rows are computed twice."""
 PART, ROWS = 16, 16

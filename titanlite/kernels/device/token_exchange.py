@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from titanlite.kernels.device.channel import OPERATORS, channel
-from titanlite.kernels.device.expert_rows import NUMBERS, WIDEST, launch_combine
+from titanlite.kernels.device.expert_rows import NUMBERS, launch_combine, tile_of
 from titanlite.kernels.device.launch import cdiv, ready
 from titanlite.kernels.device.shard_exchange import Exchange
 from titanlite.kernels.lowering import agree
 from titanlite.kernels.products import EXPERTS
+from titanlite.kernels.token_exchange import slots_of
 
 _ALIGNMENT = 16
 
@@ -103,18 +104,14 @@ def launch_combine_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, weights: Tensor, n_experts: int, group: str
 ) -> Tensor:
     arrived, _ = _at_owners(o, slots, choices, None, group)
-    return launch_combine(arrived, _slots_of(choices), weights)
+    return launch_combine(arrived, slots_of(choices), weights)
 
 
 def launch_gradients_at_owners(
     o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor, n_experts: int, group: str
 ) -> tuple[Tensor, Tensor]:
     arrived, of_weights = _at_owners(o, slots, choices, dots.contiguous(), group)
-    return launch_combine(arrived, _slots_of(choices), None), of_weights.view_as(choices).clone()
-
-
-def _slots_of(choices: Tensor) -> Tensor:
-    return torch.arange(choices.numel(), dtype=torch.int32, device=choices.device).view_as(choices)
+    return launch_combine(arrived, slots_of(choices), None), of_weights.view_as(choices).clone()
 
 
 def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
@@ -127,8 +124,7 @@ def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, g
     sizes = n * D * o.element_size(), n * 4
     begins = _begins(sizes)
     memory = by.buffer(begins[-1], torch.uint8)
-    width = min(WIDEST, triton.next_power_of_2(D))
-    rows = NUMBERS // width
+    width, rows = tile_of(D, NUMBERS)
     tensors = o, slots.contiguous(), slots if dots is None else dots, to.peer_slots
     send = ready(
         _send_rows, (R, D, n, o.dtype, dots is None, to.number), (cdiv(R, rows), cdiv(D, width)), tensors,
