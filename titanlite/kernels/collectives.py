@@ -47,36 +47,27 @@ def all_reduce(x: Tensor, by: str, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.all_reduce(x, by, group.name))
 
 
-class _Gather(torch.autograd.Function):
+class _GatherOrScatter(torch.autograd.Function):
+    """An all-gather or a reduce-scatter, whose gradient is the other one."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, *group: str | int) -> Tensor:
-        ctx.group = Group(*group)  # type: ignore[arg-type]
-        return all_gather(x, ctx.group)
+    def forward(ctx, x: Tensor, gathers: bool, *group: str | int) -> Tensor:
+        ctx.gathers, ctx.group = gathers, Group(*group)  # type: ignore[arg-type]
+        return (all_gather if gathers else reduce_scatter)(x, ctx.group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return reduce_scatter(grad, ctx.group), None, None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, *group: str | int) -> Tensor:
-        ctx.group = Group(*group)  # type: ignore[arg-type]
-        return reduce_scatter(x, ctx.group)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return all_gather(grad, ctx.group), None, None, None
+        return (reduce_scatter if ctx.gathers else all_gather)(grad, ctx.group), None, None, None, None
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
     """Gather the tokens of all ranks, [M/tp, D] → [M, D]; backward sums and scatters the gradient."""
-    return _Gather.apply(x, *group)  # type: ignore[no-any-return]
+    return _GatherOrScatter.apply(x, True, *group)  # type: ignore[no-any-return]
 
 
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
     """Sum partial results [M, D] over all ranks, keep this rank's tokens [M/tp, D]; backward gathers the gradient."""
-    return _Scatter.apply(x, *group)  # type: ignore[no-any-return]
+    return _GatherOrScatter.apply(x, False, *group)  # type: ignore[no-any-return]
 
 
 def named_group(name: str) -> Group:
