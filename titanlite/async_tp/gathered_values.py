@@ -153,7 +153,7 @@ def _lies_transposed(dims: list[Modes], rank: Mode, collective: CollectiveNode) 
 def _gathered_scale(
     scale: Node, axis: int, collective: CollectiveNode, before: int, after: int
 ) -> tuple[Node, tuple[Modes, ...]]:
-    """Find the all-gather that brought the scales of the gathered rows, and how they lie in its shard."""
+    """Find the all-gather of the gathered rows' scales, and the modes of its shard."""
     reason = "scales by row that are not all-gathered beside the tensor"
     source, layout = ViewTracker().trace(scale)
     if source.target != ALL_GATHER:

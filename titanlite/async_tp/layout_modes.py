@@ -1,4 +1,4 @@
-"""Layouts, and their arithmetic: where the elements of a moved tensor lie in the flat tensor that they come from.
+"""Layouts, the places of a moved tensor's elements in the flat tensor that they come from, and their arithmetic.
 
 The source is taken as flat, in row-major order. Each dim of a moved tensor is an ordered product of modes
 `(size, stride)`, strides counted in the flat source, the last mode running fastest (the layouts of CuTe). A gathered
@@ -109,7 +109,7 @@ def relocated(modes: Modes, places: Sequence[tuple[int, int, int]]) -> Modes | N
 
     Args:
         modes: in the old flat tensor.
-        places: how the old flat tensor lies in the new one: (size, old stride, new stride) each.
+        places: (size, old stride, new stride) of each mode of the old flat tensor in the new one.
 
     Returns:
         The modes in the new flat tensor, or None if one of them is in no place, or cut unevenly.

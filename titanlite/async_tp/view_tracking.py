@@ -1,4 +1,4 @@
-"""Track where the elements of a tensor lie after views, transposes, splits and concatenations, exactly and statically.
+"""Track the places of a tensor's elements through views, transposes, splits and concatenations, exactly and statically.
 
 Compilers write one gather in many ways: a collective along dim 0, then split and cat, or slices, or only views if a dim
 is 1, then a reshape to a matrix and perhaps a transpose. None of these computes anything. This file follows them, so

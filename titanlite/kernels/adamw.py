@@ -33,7 +33,7 @@ def adamw(state: AdamWState) -> Callable[[list[Tensor], float, Tensor, Tensor, b
     """Prepare the update of a state.
 
     Args:
-        state: its tensors are changed in place, and stay where they are.
+        state: its tensors are changed in place, and must not move in memory.
 
     Returns:
         A function that applies one update, which `state.updates` already counts. It takes

@@ -175,13 +175,13 @@ def _own(places: Tensor, C: int) -> Tensor:
 
 
 def _lists(chunks: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """Return the chunks that are sent, those that come, and how many for and from each rank."""
+    """Return the chunks to send and to receive, and how many to and from each rank."""
     each = counts.tolist()
     return chunks[0, : sum(each[0])], chunks[1, : sum(each[1])], each
 
 
 def _swap_chunks(rows: Tensor, sent: list[int], got: list[int], group: str) -> Tensor:
-    """Give each rank its rows, and return those of all others, in order of the ranks."""
+    """Exchange rows with all ranks; received rows are in the order of the ranks."""
     arrived = rows.new_empty(sum(got), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows, got, sent, group=process_group_of(group))
     return arrived

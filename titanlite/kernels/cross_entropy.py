@@ -54,7 +54,7 @@ def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float
 
 
 def over_ranks(lse: Tensor, picked: Tensor, group: Group | None) -> tuple[Tensor, Tensor]:
-    """Combine the statistics of each rank's columns, [M] each, to those of the whole vocabulary; collective."""
+    """Combine the statistics of each rank's columns, [M] each, for the whole vocabulary; a collective."""
     if group is None:
         return lse, picked
     both = all_gather(torch.stack((lse, picked))[None], group)  # [tp, 2, M]

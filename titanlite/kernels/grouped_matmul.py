@@ -35,7 +35,7 @@ def _is_loop(left: Tensor, right: Tensor, *_: Any) -> bool:
 
 
 def _grouped_flops(left_shape: Any, right_shape: Any, *_: Any, **__: Any) -> int:
-    """Count every row, also those of no group."""
+    """Count every row, also rows of no group."""
     R, K = left_shape
     return 2 * R * K * right_shape[1]
 
@@ -90,7 +90,7 @@ def scaled_grouped_matmul(
 
     Args:
         a: [R, K] float8.
-        weight: [G, N, K] float8, rows contiguous: those of a group lie together, or beside those of the others.
+        weight: [G, N, K] float8, rows contiguous; groups are stacked, or side by side.
         scale_inv: [R, 1] float32, of the rows of `a`.
         weight_scale_inv: [G, N] float32, or [1, N] for all groups.
         offsets: as of `grouped_matmul`.

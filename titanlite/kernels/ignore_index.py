@@ -1,4 +1,4 @@
-"""Name the target of a token that has nothing to predict; apart, for those who read data without torch."""
+"""The target of a token that has nothing to predict; a file of its own, so that reading data needs no torch."""
 
 IGNORE_INDEX = -100
 """A target with nothing to predict: it adds neither to the loss nor to the count of targets."""

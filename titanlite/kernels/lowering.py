@@ -57,7 +57,7 @@ class MatmulOperator(Generic[C]):
     check: Callable[[C], None]  # raises ValueError for operands that do not fit, and says which would
     plain: Callable[[C], Any]  # the definition, of a call that was checked
     in_words: Callable[[C], str]  # all that must be equal on all ranks, and no more: a call is new to all or to none
-    shapes: Callable[[C], tuple[str, str]]  # of the operands that may differ between ranks; of those to count calls by
+    shapes: Callable[[C], tuple[str, str]]  # of operands that may differ between ranks; to count calls by
     unsupported: Callable[[C], str | None]  # why the kernels cannot take it, or None
     plan: Callable[[C, Group], Any]  # plans the kernels of calls with these shapes, dtypes and strides
     launch: Callable[[Any, C], Any]  # (plan, call) → results

@@ -2,7 +2,7 @@
 
 Several products are summed before they are reduced, so that the gradients of projections that share an input (q, k, v;
 gate and up) cost one reduce-scatter. The definition below multiplies, then reduces. On GPUs with peer access, tiles
-leave for their owner as soon as they are computed, and the owner adds those of all ranks in float32, in rank order, so
+leave for their owner as soon as they are computed, and the owner adds all ranks' tiles in float32, in rank order, so
 that two runs give the same bits (`titanlite/kernels/device/`).
 """
 

@@ -123,7 +123,7 @@ def differentiate(
 
     Args:
         op: the operator.
-        tensors: its arguments → all tensors among them, except those that count as constants.
+        tensors: its arguments → all tensors among them, except constants.
         save: (ctx, arguments, results as the operator returns them); saves what backward needs.
         backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.
     """

@@ -148,7 +148,7 @@ def _chosen_weights(logits: Tensor, choices: Tensor, score: str, normalised: boo
 
 @operator("expert_rows", "routing.launch_expert_rows")
 def expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort rows by expert, those of one expert by token and then by slot.
+    """Sort rows by expert, an expert's rows by token and then by slot.
 
     Args:
         choices: [M, K] int32.

@@ -1,4 +1,4 @@
-"""Tables of rows of many tensors, with each row's place in the memory of those that travel; and tables of tensors."""
+"""Tables of rows of many tensors, with each travelling row's place in the exchanged memory; and tables of tensors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

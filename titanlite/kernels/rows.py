@@ -66,7 +66,7 @@ def momentum_rows(
     momentum: float,
     nesterov: bool,
 ) -> None:
-    """Update the momentum of rows, and write what is to be orthogonalised for those that travel.
+    """Update the momentum of rows, and write u of the travelling ones, to be orthogonalised.
 
         m ← μ m + (1 - μ) g;   u = μ m + (1 - μ) g, or m
 

@@ -1,4 +1,4 @@
-"""Copies of matrices, each scaled and converted to another dtype, and transposed if the result lies so in memory.
+"""Copies of matrices, each scaled and converted to another dtype, and transposed if the result's memory is.
 
 Orthogonalisation begins and ends with one. On a GPU a kernel reads and writes each number once, both in order
 (`titanlite/kernels/device/scaled_copy.py`).

@@ -103,7 +103,7 @@ def swiglu_grad_cast(
 
     Returns:
         Bytes [M, 2F] of the gradient, and their inverse scales, [M, 1] or [] float32; bytes [M, F] and inverse scales
-        of `swiglu(x)`, bitwise equal to those of `swiglu_cast`.
+        of `swiglu(x)`, bitwise equal to `swiglu_cast`'s.
     """
     of_grad = cast_by_amax(swiglu_grad.definition(grad, x), by_row, dtype, pow2)
     return *of_grad, *cast_by_amax(gated(x), by_row, result_dtype, pow2)

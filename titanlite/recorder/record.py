@@ -5,7 +5,7 @@ more with a second block of a kind: what this one adds, every further block of t
 blocks at once, in the update, grows in bytes instead of calls. Where ranks share out whole matrices, the distribution
 depends on all of them, and all blocks are recorded. One micro-step stands for all between the first and the last.
 
-What one rank cannot show stays a formula:
+Formulas remain for what one rank cannot show:
 
     the busiest rank                        keys that are exchanged (`forecast/step_time.py`), matrices that are
                                             shared out (`forecast/update_work.py`)

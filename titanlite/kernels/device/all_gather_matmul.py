@@ -83,7 +83,7 @@ def _specialised_launches(plan: GatherPlan, call: GatherCall, to: Channel, memor
     """Load the kernels for the common shapes."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
-    launched = (plan, to.number, to.capacity)  # slots that have grown lie elsewhere
+    launched = (plan, to.number, to.capacity)  # grown slots are elsewhere in memory
     slot_bytes = slot_rows * at.columns * shard.dtype.itemsize
     copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
     N, BM, BN, BK, by = plan.out[-1], pick.m, pick.n, pick.k, consumers(shard.dtype)

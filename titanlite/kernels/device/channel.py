@@ -126,7 +126,7 @@ class Channel:
                     "  fix:  with torch.cuda.graph(graph, stream=torch.cuda.Stream())"
                 )
             current.wait_stream(last)
-        elif capture:  # a new one: forget those that have ended
+        elif capture:  # a new one: forget ended captures
             for of, on in list(_last.items()):
                 if of[0] and _capture(on.cuda_stream) != of[0]:
                     del _last[of]

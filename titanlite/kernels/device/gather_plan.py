@@ -46,7 +46,7 @@ class GatherLayout:
     whole: DimSplit  # the gathered dim in G
     rows: int  # of a full shard seen as [rows, columns]
     columns: int  # of a shard
-    segment: int  # rows of a shard that lie together in G
+    segment: int  # rows of a shard that are contiguous in G
     X: int  # kept dim of G
     K: int  # contracted dim
 
@@ -123,7 +123,7 @@ class GatherPlan:
     slot_bytes: int
     length: int  # words of this rank's shard per outer index
     slot_stride: int  # words of a full shard per outer index
-    own_segment: int  # rows of this rank's shard that lie together in G
+    own_segment: int  # rows of this rank's shard that are contiguous in G
     size: int  # rows of the whole G per outer index
     block: int  # words that a thread block of the first kernel copies at once
     publishers: int  # thread blocks of the first kernel

@@ -73,7 +73,7 @@ def _gather_matmul(
 ):  # fmt: skip
     """Pull and multiply.
 
-    rows, words: of a shard in its slot, in 8-byte words per row. segment: rows of a shard that lie together in G;
+    rows, words: of a shard in its slot, in 8-byte words per row. segment: contiguous rows of a shard in G;
     whole_rows: rows of G per outer index, padded; size: the same, not padded. chunk: length of a full chunk of the
     gathered dim, in elements, where it is contracted or a column.
     """

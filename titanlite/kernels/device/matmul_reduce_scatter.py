@@ -152,7 +152,7 @@ def _general_push(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _
     Ks: list[int] = []
     scales: list[Tensor | None] = []
     for i in range(MAX_PAIRS):
-        at = min(i, len(a) - 1)  # what is not there is not read
+        at = min(i, len(a) - 1)  # absent pairs are not read
         for x, rows, n in ((a[at], a_rows[at], pick.m), (b[at], b_rows[at], pick.n)):
             pairs.append(Blocks(x, rows.shape, rows.stride, (n, pick.k) if rows.k_major else (pick.k, n)))
         Ks.append(call.lefts[at].shape[-1])

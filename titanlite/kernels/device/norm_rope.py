@@ -61,7 +61,7 @@ def _norm_rope(
 
 @triton.jit
 def _head_grad(grad, x, out, wl, wh, al, ah, c, s, inside, eps, E: tl.constexpr, HALF: tl.constexpr):
-    """Store the gradient of a head, and add that of the weight to `al` and `ah`."""
+    """Store the gradient of a head, and add the weight's gradient to `al` and `ah`."""
     dl, dh = halves(grad, inside, E, HALF)
     low, high = halves(x, inside, E, HALF)
     scale = tl.rsqrt(_mean(low * low, high * high, E) + eps)

@@ -44,7 +44,7 @@ class Rendezvous:
 
     Args:
         process_group: the ranks.
-        use: tells several rendezvous of the group apart.
+        use: a name for this rendezvous among the group's.
     """
 
     _numbers = count()

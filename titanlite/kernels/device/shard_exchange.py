@@ -83,7 +83,7 @@ class Exchange:
         return to.slots[first : first + n_bytes].view(dtype)
 
     def push(self, parts: tuple[Tensor, ...]) -> None:
-        """Push to every other rank's buffer its part; parts have equal sizes."""
+        """Push each other rank's part into its buffer; parts have equal sizes."""
         to = self.channel
         n_bytes = parts[0].nbytes
         first = self.turn * to.capacity + to.rank * n_bytes
