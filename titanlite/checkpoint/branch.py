@@ -21,19 +21,19 @@ _LISTED = 8  # runs or checkpoints that a message lists at most
 
 
 def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
-    """Return what a run that starts from a run of titanlite goes on from: its checkpoints, and the step of one.
+    """Return (folder of checkpoints, step) of another run of titanlite that a run starts from.
 
     Args:
         path: `checkpoint.initial_load_path`: the folder of a run or of its checkpoints, of which the newest complete
             one is taken, or of one checkpoint.
-        run: folder of the run that branches off. Where it has done so before, it does so at the same step.
+        run: folder of the run that branches off, which does so at the same step at each start.
 
     Returns:
-        None where it is no such folder, as one in Hugging Face's layout.
+        None for another folder, as one in Hugging Face's layout.
 
     Raises:
-        CheckpointError: it is a run's, and has no complete checkpoint, or not that step's any more; or it is not
-            there, and others beside it are.
+        CheckpointError: the run has no complete checkpoint, or no longer the one of that step; or there is no such
+            folder, but other runs or checkpoints are beside it.
     """
     folder = Path(os.path.expanduser(path))
     require_reachable(folder / "config.json")
@@ -64,11 +64,7 @@ def branch_point(path: str, run: Path) -> tuple[Path, int] | None:
 
 
 def remembered_step(path: str, run: Path) -> int | None:
-    """Return the step at which a run has branched off what a path names; None if it has not.
-
-    Raises:
-        CheckpointError: the file that says it is damaged.
-    """
+    """Return the step at which a run branched off a path, or None; raise CheckpointError if its record is damaged."""
     try:
         said = read_json(run / _RECORD)
         of, step = _real(said["initial_load_path"]), int(said["step"])
@@ -81,28 +77,28 @@ def remembered_step(path: str, run: Path) -> int | None:
 
 
 def remember_branch(path: str, run: Path, step: int) -> None:
-    """Write down at which step a run has branched off what a path names."""
+    """Record the step at which a run branches off a path."""
     write_durably(run / _RECORD, json.dumps({"initial_load_path": _real(path), "step": step}) + "\n")
 
 
 def _real(path: str) -> str:
-    """Return a path as it is whatever way it was written."""
+    """Return the one form of a path."""
     return os.path.realpath(os.path.expanduser(path))
 
 
 def _is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run, which may have saved nothing yet."""
+    """Return whether a folder is a run's, which may have saved nothing yet."""
     is_begun = all(os.path.exists(folder / name) for name in ("status.json", "config.toml"))
     return is_begun or os.path.isdir(folder / "checkpoints")
 
 
 def _is_of_checkpoints(folder: Path) -> bool:
-    """Return whether a folder is, or would be, that of a run's checkpoints."""
+    """Return whether a folder is, or would be, a run's folder of checkpoints."""
     return folder.name == "checkpoints" and _is_run(folder.parent)
 
 
 def _refuse_missing(path: str, folder: Path) -> None:
-    """Refuse what is not there, if there are checkpoints or runs beside it: it was to be one of these."""
+    """Refuse a path that does not exist beside checkpoints or runs: one of these was meant."""
     if _is_of_checkpoints(folder.parent) or complete_steps(folder.parent):
         _refuse_checkpoint(path, folder)
     if _is_of_checkpoints(folder):
@@ -123,7 +119,7 @@ def _refuse_missing(path: str, folder: Path) -> None:
 
 
 def _refuse_checkpoint(path: str, folder: Path) -> None:
-    """Refuse what was to be a checkpoint of a run, and is none."""
+    """Refuse a path beside a run's checkpoints that is not a complete one."""
     if not (steps := complete_steps(folder.parent)):
         _refuse_run(path, folder.parent.parent)
     want = f"a complete checkpoint of the run: of step {_list_of(steps)}"

@@ -19,16 +19,7 @@ _FILES = THREADS + 3  # of a checkpoint, at least: tensors, state.json, the mani
 
 
 def lack_of_disk_space(root: Path, config: Config, each: int) -> str | None:
-    """Say so if the checkpoints that will be there at once need more room than is free.
-
-    Args:
-        root: where they are.
-        config: of the run.
-        each: bytes of one.
-
-    Returns:
-        One line for the user; None if there is room.
-    """
+    """Return a warning if the disk has no room for the checkpoints that a run will have at once; `each` is in bytes."""
     steps, last = complete_steps(root), last_step(config)
     newest, interval = max(steps, default=0), config.checkpoint.interval
     to_come = math.ceil(last / interval) - newest // interval  # at each multiple, and at the end

@@ -108,17 +108,17 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
     """Fill a run's parameters with the weights of a folder. Collective.
 
     Args:
-        path: the folder; `config/hugging_face.py` has held its config.json against the run's.
+        path: the folder, whose config.json is the run's (`config/config_json.py`).
         architecture: `model.name`.
-        model: its weights are not read.
-        parameters: all of them by name, laid out in any way; float32.
+        model: the model; its weights are not read.
+        parameters: all of them by name, in any layout; float32.
 
     Returns:
         How many weights were read.
 
     Raises:
-        CheckpointError: weights are missing, of other shapes, or there are others (all are listed); or a rank has read
-            others than rank 0, from a disk of its own. On all ranks.
+        CheckpointError: weights are missing, surplus or of other shapes (all are listed); or a rank with a disk of its
+            own has read others than rank 0. On all ranks.
     """
 
     def load_here() -> tuple[int, int]:
@@ -133,16 +133,7 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
 
 
 def check_weights(path: str, architecture: str, model: nn.Module) -> None:
-    """Refuse a folder whose weights are not those of a model, by the headers of its files.
-
-    Args:
-        path: the folder.
-        architecture: `model.name`.
-        model: whole; its weights are not read.
-
-    Raises:
-        CheckpointError: as of `load_weights`.
-    """
+    """Raise the CheckpointError of `load_weights` by the headers of a folder's files alone."""
     with _folder_of(path, "initial weights") as folder, ExitStack() as opened:
         # As numpy's: for torch a file is mapped as if all of it might be written, for which not every host has room.
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "np"))) for file in weight_files(folder)}
@@ -159,10 +150,7 @@ def _folder_of(path: str, who: str) -> Generator[Path]:
 
 
 def _full_name(layout: HubLayout, name: str) -> str | None:
-    """Return the whole name of a tensor of a folder; None if it is no weight.
-
-    A model that was saved without its head does not name what is above its layers.
-    """
+    """Return the full name of a tensor of a folder, whose prefix may be missing; None if it is not a weight."""
     base = layout.names["norm"].partition(".")[0]
     return None if _BUFFER.search(name) else name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}"
 
@@ -170,7 +158,7 @@ def _full_name(layout: HubLayout, name: str) -> str | None:
 def _find_weights(
     folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping[str, Tensor], saved: Mapping[Path, Any]
 ) -> tuple[dict[str, tuple[Any, str]], bool]:
-    """Give the file and the name in it of each weight, once all are known to be there; and whether a tied head is."""
+    """Check the names, shapes and dtypes of a folder; return (file, name) of each weight, and if it has a tied head."""
     places: dict[str, list[tuple[Path, str]]] = {}
     for file, content in saved.items():
         for name in content.keys():  # noqa: SIM118  it is no mapping
@@ -285,7 +273,7 @@ def _weights_by_file(n_bytes: Mapping[str, int]) -> list[list[str]]:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, seq_len: int) -> None:
-    """Write tokenizer.json and what stands beside it; bytes become a tokenizer that knows each byte by its number."""
+    """Write tokenizer.json and the files beside it; the tokenizer "bytes" gets one token for each byte."""
     import tokenizers
     from tokenizers import decoders, models
 

@@ -1,7 +1,7 @@
 """Tell whether the state of a checkpoint's optimizer is that of a run's, without torch.
 
-It is if each parameter has the rule that it had, state of the same dtype, and a rule of the user's own file keeps what
-it kept. What a rule is given, as its learning rate or momentum, may change.
+It is if each parameter has the same rule with state of the same dtype, and rules of the user's own file keep the same
+tensors. Settings of a rule, as its learning rate or momentum, may change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,7 @@ PREFIX = "optimizer/"
 
 
 def optimizer_identity(config: Optimizer, rules: Mapping[str, str], own: Mapping[str, OwnRule]) -> dict[str, Any]:
-    """Return what a checkpoint says of its optimizer, as `SavedState.optimizer`.
-
-    Args:
-        config: `[optimizer]`.
-        rules: of each parameter.
-        own: rules of the user's own file.
-    """
+    """Return `SavedState.optimizer`, from the rule of each parameter and the rules of the user's own file."""
     used = {*rules.values()}
     state = {name: list(rule.state) for name, rule in own.items() if name in used}
     return {"rules": dict(rules), "state_dtype": config.state_dtype, "state": state}
@@ -39,13 +33,13 @@ def leaves_state(
     rules: Mapping[str, str],
     own: Mapping[str, OwnRule],
 ) -> bool:
-    """Decide whether a start leaves the optimizer's state in the checkpoint, and begins with a fresh one.
+    """Return whether a start leaves the optimizer's state in the checkpoint, and begins with a fresh one.
 
     Args:
-        folder: the checkpoint, or where there is one.
-        state: what it says beside the tensors.
+        folder: the checkpoint.
+        state: its state.json.
         config: `[optimizer]` of the run.
-        rules: of each of its parameters; none where they are not known.
+        rules: of the run's parameters; empty where they are not known.
         own: rules of the user's own file.
 
     Raises:
@@ -59,25 +53,19 @@ def leaves_state(
 
 
 def afresh(folder: Path) -> str:
-    """Say that the state in a checkpoint is left there."""
+    """Return the notice that the state in a checkpoint is not used."""
     return f"the optimizer's state starts afresh: that of {folder.name} is of another optimizer"
 
 
 def changed_file(state: SavedState, own: Mapping[str, OwnRule], step: int) -> list[str]:
-    """Say so where the user's file of rules is not the one of a checkpoint.
-
-    Args:
-        state: what the checkpoint says beside the tensors.
-        own: rules of the file now.
-        step: of the checkpoint.
-    """
+    """Return a notice if the user's file of rules is another than at this step's checkpoint."""
     now = next((rule.sha256 for rule in own.values()), None)
     same = state.optimizer_file in (None, now)
     return [] if same else [f"changed: optimizer.file is not the one of step {step}: rules may update otherwise"]
 
 
 def taken_by_branch(is_fresh: bool) -> str:
-    """Say what a run takes of another one's checkpoint; all but the optimizer's state if that is fresh."""
+    """Return what a run takes from another run's checkpoint, in words."""
     return "weights and place in the data" if is_fresh else "weights, optimizer and place in the data"
 
 

@@ -62,7 +62,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Read the files that this process wrote into a folder back, and describe each for the manifest."""
+    """Return the manifest's entry of each of these files, which are read back."""
     found = list(names)
     sums = _sha256s([folder / name for name in found])
     return {name: FileEntry((folder / name).stat().st_size, sha256) for name, sha256 in zip(found, sums, strict=True)}
@@ -71,7 +71,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 def commit(tmp: Path, entries: Mapping[str, FileEntry]) -> Path:
     """Write the manifest, make everything durable and rename `tmp` to its final name.
 
-    Call on one process, once every writer has closed and synced its files.
+    One process calls it, when every writer has closed and synced its files.
 
     Args:
         tmp: `step-<step>.tmp`, holding exactly the files of `entries`.
@@ -113,10 +113,9 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
 
     Args:
         folder: the checkpoint.
-        share: which part of the files to hash, so that several processes can split the reading. Names and sizes are
-            always checked in full.
-        shares: into how many parts the files are split.
-        largest: size in bytes of the largest file to hash; larger ones are compared by size alone. None: all.
+        share: the part of the files to hash, so that processes can share the reading; names and sizes are all checked.
+        shares: number of parts.
+        largest: bytes of the largest file to hash; larger ones are compared by size alone. None: all.
 
     Raises:
         CheckpointError: names every file that is missing, altered or not a plain file of this checkpoint, or the first
@@ -138,11 +137,7 @@ def verify(folder: Path, *, share: int = 0, shares: int = 1, largest: int | None
 
 
 def complete_steps(root: Path) -> list[int]:
-    """Return the steps that have a complete checkpoint, oldest first. Folders of any other name are not ours.
-
-    Raises:
-        CheckpointError: a folder cannot be read.
-    """
+    """Return the steps with a complete checkpoint, oldest first; raise CheckpointError if a folder is unreadable."""
     try:
         steps = {int(p.name.removeprefix("step-")) for p in _named_as_steps(root) if _has_manifest(p)}
     except OSError as e:
@@ -151,7 +146,7 @@ def complete_steps(root: Path) -> list[int]:
 
 
 def partial_folders(root: Path) -> list[str]:
-    """Return folders that are named as checkpoints, and none: copied in part, or tampered with; no save leaves any."""
+    """Return folders that are named as checkpoints but are not complete, as of a copy that broke off."""
     whole = {step_folder(root, step).name for step in complete_steps(root)}
     return sorted(p.name for p in _named_as_steps(root) if p.name not in whole)
 
@@ -162,10 +157,10 @@ def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
     Args:
         root: folder of the checkpoints.
         keep: how many to keep; 0 keeps all.
-        spare: step that the run was resumed from: kept beside the newest, as the last one known to load.
+        spare: step that the run was resumed from, which is kept, too: the last one known to load.
 
     Returns:
-        The steps deleted, oldest first.
+        The deleted steps, oldest first.
     """
     if keep == 0:
         return []
@@ -211,7 +206,7 @@ def _has_manifest(folder: Path) -> bool:
 
 
 def _manifest(folder: Path) -> dict[str, FileEntry]:
-    """Read the manifest strictly: what it says is not trusted until it has been checked."""
+    """Read the manifest, and refuse names that lead out of the folder."""
     try:
         raw = cast(object, parse_json(read_plain(folder / MANIFEST)))
         files = cast(dict[str, Any], cast(dict[str, Any], raw)["files"])
@@ -230,7 +225,7 @@ def _manifest(folder: Path) -> dict[str, FileEntry]:
 
 
 def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Check that the folder holds the files of `entries`, at their sizes, and nothing else."""
+    """Refuse a folder that does not hold exactly the files of `entries`, at their sizes."""
     found: dict[str, int] = {}
     problems: list[Problem] = []
     for item in sorted(os.scandir(folder), key=lambda i: i.name):
@@ -254,7 +249,7 @@ def _check_files(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def cannot_be_read(where: str, e: OSError) -> CheckpointError:
-    """Return the error of what the system cannot read, which may be whole."""
+    """Return the error for files that the system cannot read, and that may be whole."""
     want, fix = "folders and files that can be read", "make it readable, or start as the user that trained"
     return CheckpointError.of(where, e.filename or "a file", e.strerror or str(e), want, fix)
 

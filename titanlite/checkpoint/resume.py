@@ -30,7 +30,7 @@ MODEL, AVERAGE = "model/", "ema/"
 
 
 def nothing_to_do(config: Config, done: int) -> str | None:
-    """Say so where a run that has done so many steps takes none."""
+    """Return a notice if a run that has done so many steps takes no more."""
     last = last_step(config)
     if done < last:
         return None
@@ -39,10 +39,7 @@ def nothing_to_do(config: Config, done: int) -> str | None:
 
 
 def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | None:
-    """Choose a checkpoint; nothing is touched.
-
-    Returns:
-        The step to load; None for a fresh start.
+    """Return the step to load, or None for a fresh start; nothing is touched.
 
     Raises:
         CheckpointError: the named step is not there, newer ones exist, there are some in spite of `never`, or a folder
@@ -74,11 +71,7 @@ def step_to_resume(root: Path, resume: Literal["auto", "never"] | int) -> int | 
 
 
 def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
-    """Return the checkpoint that a start goes on from, its folder of checkpoints and step; None if there is none.
-
-    Args:
-        root: checkpoints of the run's own folder.
-        config: of the run.
+    """Return (folder of checkpoints, step) that a start goes on from, of the run or of another; None if there is none.
 
     Raises:
         CheckpointError: as `step_to_resume` and `branch_point` say.
@@ -99,7 +92,7 @@ def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
 
 
 def dims_of(folder: Path, state: SavedState) -> ModelDims:
-    """Return the dimensions that a checkpoint was saved with: its recipe may have changed since."""
+    """Return the dimensions that a checkpoint was saved with; the recipe may have changed since."""
     given = {key: value for key, value in state.model.items() if value is not None}
     problems = Problems(Origin(str(folder)))
     dims = from_table(ModelDims, {"help": "", **given}, problems)
@@ -115,15 +108,15 @@ def other_text(
     strict: bool,
     inputs: Mapping[str, str] | None = None,
 ) -> str | None:
-    """Say so where a run goes on with other text than it was saved with, or with ids of another tokenizer.
+    """Return a warning if a run goes on with other text than it was saved with, or with ids of another tokenizer.
 
     Args:
         folder: the checkpoint.
-        state: what it says beside the tensors.
-        corpora: fingerprint of the tokens of each source that is trained on, by its name, if it is known yet.
-        inputs: hash of what these tokens are made of; it decides where a fingerprint was or is not known.
-        tokenizer: fingerprint of what made them; "" if that is not known.
+        state: its state.json.
+        corpora: fingerprint of the tokens of each source, by its name; "" if it is not known yet.
+        tokenizer: fingerprint of what made them; "" if it is not known.
         strict: `job.strict`.
+        inputs: hash of each source's files, compared where a fingerprint was or is not known.
 
     Raises:
         CheckpointError: with `strict`, if the tokenizer is another: what ids mean is part of what the weights know.
@@ -151,10 +144,7 @@ def other_text(
 
 
 def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
-    """Return what a checkpoint says of its run, for whichever folder it is resumed in, as JSON.
-
-    Texts and tokenizers have fingerprints there, and the optimizer its tensors.
-    """
+    """Return `model`, `training` and `data` of `SavedState`: what must be the same in any folder it is resumed in."""
     model = {key: value for key, value in asdict(dims).items() if key not in ("help", "refs")}
     training = {key: getattr(config.training, key) for key in ("seq_len", "seed")}
     data = {key: getattr(config.data, key) for key in ("shuffle_window", "packing")}
@@ -162,16 +152,16 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
 
 
 def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims, per_step: int | None) -> None:
-    """Refuse a run that is another one than was saved, in what its folder's config does not show or has never said.
+    """Refuse to resume with another model, seed, sequence length or order of data.
 
-    Another batch that only follows from another layout is refused. One that is given may differ.
+    A batch that differs only because the layout does is refused, too; one that is given may differ.
 
     Args:
         folder: the checkpoint.
-        state: what it says beside the tensors.
+        state: its state.json.
         config: of this run.
         dims: its model's dimensions.
-        per_step: sequences that a step of this run takes; None if the number of ranks is not known.
+        per_step: sequences of a step of this run; None if the number of ranks is not known.
 
     Raises:
         CheckpointError: the recipe of the model has changed since, or the checkpoint is of another run.
@@ -211,11 +201,7 @@ def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims
 
 
 def require_average(where: str, checkpoint: Path, state: SavedState) -> None:
-    """Check that a checkpoint holds an average of the weights, which `--ema` asks for.
-
-    Raises:
-        CheckpointError: it holds none.
-    """
+    """Raise CheckpointError if a checkpoint has no average of the weights, which `--ema` asks for."""
     if not state.has_average:
         want = "a checkpoint with an average of weights: this one has none, since optimizer.ema_decay was 0"
         fix = "leave --ema out, or train on with --optimizer.ema_decay 0.999 and take a later step"
@@ -223,13 +209,7 @@ def require_average(where: str, checkpoint: Path, state: SavedState) -> None:
 
 
 def changed_average(state: SavedState, config: Config, step: int) -> list[str]:
-    """Tell what becomes of the average of weights, where a run goes on with one that the checkpoint does not have.
-
-    Args:
-        state: what the checkpoint says beside the tensors.
-        config: of this run.
-        step: of the checkpoint.
-    """
+    """Return a notice if only one of a run and the checkpoint of a step has an average of weights."""
     decay = config.optimizer.ema_decay
     if decay and not state.has_average:
         return [f"the average of weights (optimizer.ema_decay = {decay}) begins at those of step {step}"]
@@ -239,19 +219,14 @@ def changed_average(state: SavedState, config: Config, step: int) -> list[str]:
 
 
 def changed_routing(state: SavedState, dims: ModelDims) -> list[str]:
-    """Tell how routers are trained from here on, where a checkpoint was trained otherwise.
-
-    Args:
-        state: what the checkpoint says beside the tensors; `check_state` takes it.
-        dims: of this run's model.
-    """
+    """Return a notice for each setting of routers that differs from the checkpoint's; `check_state` allows them."""
     was = state.model.get("experts")
     changes = _what_changed("experts", was, asdict(dims.experts)) if was and dims.experts else []
     return [f"changed: {name}: {show(before)} → {show(now)}" for name, before, now in changes]
 
 
 def _what_changed(key: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
-    """Return what differs: of two tables each key by itself, with its value before and now."""
+    """Return (key, before, now) of a value that differs; of two tables, of each key."""
     if not (isinstance(was, dict) and isinstance(now, dict)):
         return [(key, was, now)] * (was != now)
     before, after = cast(dict[str, Any], was), cast(dict[str, Any], now)
@@ -260,7 +235,7 @@ def _what_changed(key: str, was: Any, now: Any) -> list[tuple[str, Any, Any]]:
 
 
 def lasting(value: Any) -> Any:
-    """Return what of a value a run keeps: how routers are trained may change, but a bias is there or is not."""
+    """Return a value without what may change: how routers are trained, but not whether they have a bias."""
     if not (isinstance(value, dict) and "balance_bias" in value):
         return value  # pyright: ignore[reportUnknownVariableType]
     experts = cast(dict[str, Any], value)

@@ -38,10 +38,7 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def restore_rng(tensors: Mapping[str, Tensor]) -> None:
-    """Set this rank's generators to the states in `tensors`; other names in it are ignored.
-
-    What a checkpoint could not fill still has the present state, and restoring that changes nothing.
-    """
+    """Set this rank's generators to the states in `tensors`; other names in it are ignored."""
     for kind, (_, put) in _generators().items():
         if _name(kind) in tensors:
             put(tensors[_name(kind)])
@@ -75,7 +72,7 @@ def _set_numpy(state: Tensor) -> None:
 
 
 def _pack(words: Iterable[int], gauss: float | None) -> Tensor:
-    """Pack a Mersenne twister's words, and the second value of a pair of Gaussians if one is pending: int64 [n + 2]."""
+    """Return the n words of a Mersenne twister, and the pending second Gaussian of a pair, as int64 [n + 2]."""
     bits = struct.unpack("<q", struct.pack("<d", gauss or 0.0))[0]
     return torch.tensor([*words, int(gauss is not None), bits], dtype=torch.int64)
 

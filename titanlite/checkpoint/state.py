@@ -32,11 +32,11 @@ class Checkpoints:
     """All checkpoints of one run."""
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], object] = lambda text: None) -> None:
-        """Name the folder; nothing is touched.
+        """Name the folder of the checkpoints, on a file system that all ranks share.
 
         Args:
-            root: folder of the checkpoints, on a file system that all ranks share.
-            keep: complete checkpoints to keep; 0 keeps all. The one resumed from is kept besides.
+            root: the folder; nothing is touched.
+            keep: complete checkpoints to keep; 0 keeps all. The one resumed from is kept, too.
             warn: called with a text, on every rank, if one could not be written at the first attempt.
         """
         self.root = root
@@ -79,11 +79,7 @@ class Checkpoints:
         return folder
 
     def check_shared(self) -> None:
-        """Check at start that each rank sees what rank 0 makes where the checkpoints are to be, as every save needs.
-
-        Raises:
-            CheckpointError: one does not; it and its host are named, on all ranks.
-        """
+        """Raise CheckpointError if a rank does not see the folder; the rank and its host are named, on all ranks."""
 
         def make() -> Path:  # under a name that no host has looked for: NFS remembers for a while what was not there
             made = (self.root if self.root.is_dir() else self.root.parent) / f"seen-{secrets.token_hex(4)}.tmp"
@@ -116,21 +112,21 @@ class Checkpoints:
     def load(
         self, step: int, tensors: Mapping[str, Tensor], check: Callable[[SavedState], tuple[str, ...]] | None = None
     ) -> tuple[SavedState, list[str]]:
-        """Verify a checkpoint, the ranks sharing the reading, and fill `tensors` in place, resharding as needed.
+        """Verify a checkpoint, of which each rank reads a share, and fill `tensors` in place, resharded as needed.
 
         Args:
             step: from `choose`.
-            tensors: as for `save`, under the present layout. `rng/` entries are filled if the number of ranks is the
-                same, and else keep what they have.
-            check: raises what is wrong with the `state` given to `save`, before tensors are read; those whose names
-                begin as it returns are left in the checkpoint, and as they are.
+            tensors: as for `save`, under the present layout. `rng/` entries are filled only if the number of ranks is
+                the same.
+            check: raises if the checkpoint does not fit the run, before tensors are read. Tensors whose names begin
+                with a prefix that it returns are neither read nor changed.
 
         Returns:
             The `state` given to `save`, and notices for the user (random state not restored, other versions).
 
         Raises:
-            CheckpointError: damaged (the next older good one is named), not seen by a rank, or of another model or
-                optimizer.
+            CheckpointError: it is damaged (the newest good one is named), a rank does not see it, or it is of another
+                model or optimizer.
         """
         folder = publish.step_folder(self.root, step)
         on_all_ranks(lambda: store.check_seen(folder))  # before a file that is only elsewhere is taken for lost

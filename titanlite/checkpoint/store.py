@@ -103,12 +103,12 @@ def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup 
 
 
 def read(folder: Path, tensors: Mapping[str, Tensor], optional: tuple[str, ...] = ()) -> set[str]:
-    """Fill tensors in place from a checkpoint, whatever layout it was written under. Collective.
+    """Fill tensors in place from a checkpoint of any layout. Collective.
 
     Args:
-        folder: a checkpoint; verify it first, for damage inside a tensor shows nowhere else.
-        tensors: what to fill. The names of all ranks together must be those of the checkpoint.
-        optional: names that begin so may be absent here or there; they are read where they fit and else left alone.
+        folder: a checkpoint. Verify it first: damage inside a tensor is not noticed here.
+        tensors: to fill. The names of all ranks together must be the checkpoint's.
+        optional: prefixes of names that the run or the checkpoint may lack; read where they are in both and alike.
 
     Returns:
         The names that were read on this rank.
@@ -147,11 +147,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def check_seen(folder: Path) -> None:
-    """Raise if this rank does not see a folder that it shares with all ranks: elsewhere, files would seem to be lost.
-
-    Raises:
-        CheckpointError: it is not there; the rank and its host are named.
-    """
+    """Raise CheckpointError, with this rank and its host, if the rank does not see a folder that all ranks share."""
     if not folder.is_dir():
         fix = "set job.dump_folder to a folder on a file system that all hosts share"
         place = f"rank {rank()} on {socket.gethostname()}"
@@ -159,7 +155,7 @@ def check_seen(folder: Path) -> None:
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """DCP's writer of safetensors, that writes tensor by tensor, and has the system's reason for a failure."""
+    """DCP's writer of safetensors, but it writes tensor by tensor and says why the system failed."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -204,12 +200,12 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _bytes_of(item: Any) -> int:
-    """Return the size of what DCP's planner has a rank write."""
+    """Return the bytes of an item of DCP's plan."""
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class _Reader(HuggingFaceStorageReader):
-    """DCP's reader, given what the files hold."""
+    """DCP's reader, with the metadata that `_index` has read."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(str(folder))
@@ -321,7 +317,7 @@ def _not_ours(folder: Path, where: str, saw: str) -> CheckpointError:
 
 
 def _check_before_writing(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Compare free space with what all ranks will write, and plain tensors of one name with each other."""
+    """Refuse a disk that is too small for what all ranks write, and plain tensors that differ between ranks."""
 
     def survey() -> tuple[float, dict[str, tuple[str, int]], int]:
         check_seen(folder)
@@ -383,11 +379,7 @@ def _check_same(
 
 
 def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], fix: str) -> None:
-    """Raise with every problem that some names have.
-
-    Raises:
-        CheckpointError: there are such names.
-    """
+    """Raise CheckpointError with each (place, names, want) that has names."""
     found = [Problem(where, few_names(names), want, fix) for where, names, want in problems if names]
     if found:
         raise CheckpointError(describe(str(folder), found))
@@ -395,7 +387,7 @@ def require_none(folder: Path, problems: Sequence[tuple[str, list[str], str]], f
 
 @contextmanager
 def _dcp_errors(folder: Path, verb: str) -> Generator[None]:
-    """Turn DCP's exception, which `except Exception` does not catch, into ours; it is the same on all ranks."""
+    """Raise CheckpointError for DCP's CheckpointException, a BaseException; it is the same on all ranks."""
     try:
         if dist.is_initialized():  # perhaps in a thread, and filters of warnings are those of all threads
             yield
