@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.ranks import run_ranks
-from titanlite.kernels import lowering
+from titanlite.kernels import all_gather_matmul, lowering, matmul_reduce_scatter  # noqa: F401  # they register operators
 from titanlite.kernels.lowering import Lowered, agree, lowered
 from titanlite.kernels.products import NOTHING
 from titanlite.kernels.token_exchange import no_token_exchange
