@@ -65,8 +65,13 @@ class TorchtitanConfig:
 
     def is_off(self, key: str) -> bool:
         """Return whether a key belongs to a feature that is not on."""
-        switches = (s for s, keys in SWITCHES.items() if s not in (key, *stands_for(key)) and key.startswith(keys))
-        return any(self(switch) in (default_there(switch), None) for switch in switches)
+        off = (s for s, keys in SWITCHES.items() if s not in (key, *stands_for(key)) and key.startswith(keys))
+        return not all(map(self._is_on, off))
+
+    def _is_on(self, switch: str) -> bool:
+        """Return whether a feature is on, by its switch or by what an earlier release called that."""
+        names = [key for key in self.given if KEYS.get(key) == (None, f"use {switch} = {{}}")]
+        return any(self(name) not in (default_there(switch), None) for name in (switch, *names))
 
     def _is_settled(self, key: str) -> bool:
         """Return whether another key covers this one, or its value is what titanlite has."""

@@ -136,9 +136,17 @@ def test_a_key_that_means_something_else_says_so(convert, text: str, line: str, 
     assert (f"\n{line}\n" in made) != is_other
 
 
-def test_a_section_without_a_counterpart_is_answered_whole(convert) -> None:
-    _, made, _ = convert("[experimental]\nx = [{a = 1}]\n")
+def test_a_key_of_an_earlier_release_is_answered(convert) -> None:
+    _, made, _ = convert("[training]\nbatch_size = 4\ncompile = true\n[experimental]\nx = [{a = 1}]\n")
+    assert "\nlocal_batch_size = 4  # was training.batch_size\n" in made
+    assert "\nenable = true  # was training.compile\n" in made
     assert "\n# experimental.x = […]: titanlite has no experimental section\n" in made
+    on = "enable_checkpoint = true\ninterval = 3600\n"
+    _, made, said = convert(f'[checkpoint]\n{on}interval_type = "seconds"\n')
+    assert '\n# interval_type = "seconds": checkpoint.interval counts steps\n' in made
+    assert "\n        line 4  checkpoint.interval_type" in said
+    _, made, _ = convert("[validation]\nenabled = true\nseq_len = 64\n")
+    assert "\n# seq_len = 64: validation uses training.seq_len\n" in made
 
 
 @pytest.mark.parametrize(

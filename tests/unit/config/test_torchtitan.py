@@ -222,6 +222,7 @@ def test_what_is_converted_is_what_was_asked(keys: dict[str, Any], expected: dic
             ["line 2  training.enable_cpu_offload = true", "remove it, a key of torchtitan"],
         ),
         ("[job]\nprint_config = false", ["line 2  job.print_config = false", "; the resolved config"]),
+        ("[training]\nbatch_size = 4", ["titanlite convert FILE writes training.local_batch_size"]),
         ("[metrics]\nenable_wandb = true", ['titanlite convert FILE writes metrics.wandb = "online"']),
         ("[memory_estimation]\nenable = true", ["line 1  memory_estimation", "titanlite plan FILE --world N"]),
         (
