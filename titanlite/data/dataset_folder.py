@@ -1,36 +1,47 @@
-"""Find which files of a local folder `datasets` chooses without being asked, and how text becomes records.
+"""Find what `datasets` chooses without being asked: the files of a local folder, and how text becomes records.
 
 Where names say what is training data (train-0.jsonl, test/a.parquet) it takes these alone, else the files of the most
-frequent type. A folder whose README says which files to read is read as that says.
+frequent type. What it has chosen is asked of it, not derived. A file that it did not choose may be records that were
+meant to be trained on, or lie there for another reason, as a licence: its name decides. A folder whose README says
+which files to read is read as that says.
 
-Files that titanlite can read itself it reads itself, so that their documents are the same with and without `hf:`: the
-library cuts text at newlines and drops these, and takes strings that look like dates for dates. Of the rest, text is
-one document per file, and "NA" in a table is text.
+Files that titanlite reads itself it reads here, too, so that their documents are the same with and without `hf:`: the
+library cuts text at newlines and drops these, and takes strings that look like dates for dates. Of what is left, text
+is one document per file, and "NA" in a table is text.
 """
 
 import dataclasses
 import os
+import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.data.sources import Source, by_ending, ending, files_below
+from titanlite.data.sources import SUFFIXES, Source, ending, files_below
+from titanlite.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import DatasetBuilder
 
 _OWN = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # .json.gz may be one value, which the library reads
-_RECORDS = {".jsonl", ".parquet", ".csv", ".tsv", ".arrow"}
 _OPTIONS = {"sample_by": "document", "encoding": "utf-8-sig", "keep_default_na": False, "parse_agent_traces": False}
+_RECORDS = re.compile(r"\.(jsonl|ndjson|parquet|csv|tsv|arrow)(\.(gz|zst|xz|bz2|lz4|zip))?$", re.IGNORECASE)
+_BESIDE = re.compile(
+    r"(readme|licen[cs]e|notice|copying|citation|changelog|requirements|config|state|stats|metadata|croissant"
+    r"|dataset_infos?|dataset_dict)\b.*",
+    re.IGNORECASE,
+)
 
 
 def left_out(source: Source) -> list[str]:
     """Compare a local folder with what `datasets` reads of it, in all its splits.
 
     Returns:
-        One line about files that are in no split, or none.
+        One line about files that are left out and are no records, or none.
 
     Raises:
-        DataError: they are records.
+        DataError: records are left out, or what has the suffix of those that are read.
     """
     from datasets.load import dataset_module_factory
 
@@ -41,19 +52,20 @@ def left_out(source: Source) -> list[str]:
         return []
     splits = [files for one in found.builder_configs for files in (one.data_files or {}).values()]
     chosen = {Path(f).resolve() for files in splits for f in files}
-    below = map(Path, sorted(files_below(source.name, source.key, folder)))
-    others = [f for f in below if f.resolve() not in chosen and f.name != "README.md"]
-    if records := [f for f in others if _RECORDS & {suffix.lower() for suffix in f.suffixes}]:
-        what = f", a folder of which `datasets` leaves out {by_ending(records)}, as {records[0]}"
-        want = "files of one type, all named for a split, as train-0.jsonl, or none; or `configs` in its README.md"
-        pattern = os.path.join(folder, "**", f"*{ending(records[0]) or '.jsonl'}")
-        fix = f"move them to another folder; or name the files without hf: and splits, as in {pattern!r}"
-        raise source.refused(what, want, fix)
-    return [f"{by_ending(others)} in no split of the folder, as {others[0]}"] if others else []
+    # All but what `datasets` never reads: hidden files, folders named as __pycache__, its own descriptions.
+    names = sorted(os.path.relpath(f, folder) for f in files_below(source.name, source.key, folder))
+    own = (Path(folder, name) for name in names if not re.search(r"(^|/)__.*/", name) and name != "README.md")
+    below = [f for f in own if f.is_file()]
+    others = [f for f in below if f.resolve() not in chosen]
+    suffixes = {_suffix(f) for f in below if f.resolve() in chosen}
+    records = [f for f in others if _RECORDS.search(f.name) or (_suffix(f) in suffixes and not _BESIDE.match(f.name))]
+    if records:
+        raise _folder_refused(source, folder, records, suffixes)
+    return [f"{_counts(others)} in no split of the folder, as {others[0]}"] if others else []
 
 
 def builder_of(source: Source) -> "DatasetBuilder":
-    """Return the builder of a dataset, its defaults set so that they change no text."""
+    """Make what reads a dataset through `datasets`, its defaults set so that they change no text."""
     from datasets import load_dataset_builder
 
     assert source.dataset  # noqa: S101  # it is one
@@ -80,3 +92,27 @@ def own_files(builder: "DatasetBuilder", split: str) -> tuple[Path, ...]:
     files = [Path(f) for name in splits for f in of_splits.get(name, [""])]
     is_asked = any(getattr(builder.config, name) != default for name, default in defaults.items())
     return () if is_asked or any(ending(f) not in _OWN for f in files) else tuple(files)
+
+
+def _folder_refused(source: Source, folder: str, records: list[Path], suffixes: set[str]) -> DataError:
+    saw = f"{source.name!r}, a folder of which `datasets` leaves out {_counts(records)}, as {records[0]}"
+    want = "files of one type, all of them named for a split, as train-0.jsonl, or none; or a README.md that names them"
+    fix = "move those that are left out to another folder"
+    if suffixes == {_suffix(f) for f in records} and (suffix := min(suffixes)).endswith(SUFFIXES):
+        fix += f"; or write, without hf: and splits, {os.path.join(folder, '**', f'*{suffix}')!r} for all of them"
+    readme = "---", "configs:", "- config_name: default", '  data_files: "PATTERN"', "---"
+    begin = f"or begin {os.path.join(folder, 'README.md')} with the pattern of what is to be read:"
+    fix = "\n      ".join([f"{fix};", begin, *readme])
+    return DataError.of("data", source.key, saw, want, fix)
+
+
+def _suffix(file: Path) -> str:
+    """Return the suffix, with that of the compression: `.jsonl.gz`."""
+    match = _RECORDS.search(file.name)
+    return match[0] if match else file.suffix
+
+
+def _counts(files: Iterable[Path]) -> str:
+    """Count files by suffix, as `2 .txt files, 1 .py file`, the most frequent suffix first."""
+    counts = Counter(_suffix(f) or f.name for f in files).most_common()
+    return ", ".join(f"{n:,} {suffix} file{'s' * (n > 1)}" for suffix, n in counts)

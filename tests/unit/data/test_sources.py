@@ -4,7 +4,9 @@ import errno
 import gzip
 import json
 import os
+import re
 import sysconfig
+import textwrap
 from pathlib import Path
 
 import pyarrow
@@ -574,41 +576,69 @@ def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
     assert tally.skipped == ["3 of the 5 rows that the dataset is said to have"]
 
 
-@pytest.mark.parametrize(
-    ("names", "n_read", "told", "refused"),
-    [
-        ("data/train-0.parquet LICENSE.txt README.md", 1, "1 .txt in no split of the folder, as {}/LICENSE.txt", ""),
-        ("train.parquet stats.json croissant.json", 1, "2 .json in no split of the folder, as {}/croissant.json", ""),
-        ("train.txt LICENSE.txt", 1, "1 .txt in no split of the folder, as {}/LICENSE.txt", ""),
-        ("a.jsonl more/b.jsonl more/pipeline.py", 2, "1 .py in no split of the folder, as {}/more/pipeline.py", ""),
-        ("a.csv b.tsv .hidden.jsonl .cache/c.jsonl README.md", 2, "", ""),
-        ("train-0.jsonl books.jsonl more/poems.jsonl", 1, "", "2 .jsonl, as {}/books.jsonl"),
-        ("a.jsonl b.parquet c.parquet d.csv stats.json", 2, "", "1 .jsonl, 1 .csv, as {}/a.jsonl"),
-        ("train/a.parquet raw/a.jsonl.bz2", 1, "", "1 .bz2, as {}/raw/a.jsonl.bz2"),
-    ],
-)
-def test_what_a_dataset_leaves_out_is_told_and_refused_where_it_is_records(
-    names: str, n_read: int, told: str, refused: str, tmp_path: Path
-) -> None:
-    pytest.importorskip("datasets")
-    folder = tmp_path / "in"
-    for path in map(folder.joinpath, names.split()):
+def write_records(folder: Path, *names: str) -> str:
+    """Files of a dataset, by their suffixes; a folder's name, as a source has it."""
+    for name in names:
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".parquet":
             write_parquet(path, text=["one"])
+        elif path.suffix.lower() == ".jsonl":
+            path.write_text('{"text": "one"}\n')
         else:
-            path.write_text({".jsonl": '{"text": "one"}\n', ".json": "{}", ".md": ""}.get(path.suffix, "text\none\n"))
-    if refused:
-        with pytest.raises(DataError, match=r"(?s)leaves out .*fix:  move them to another folder; or name") as e:
-            read(f"hf:{folder}")
-        assert f"leaves out {refused.format(folder)}\n" in str(e.value)
-        chosen = max(names.split(), key=lambda name: ("train" in name, ".parquet" in name))
-        (folder / "README.md").write_text(
-            f'---\nconfigs:\n- config_name: default\n  data_files: "{chosen.replace("b.parquet", "*.parquet")}"\n---\n'
-        )
-    texts, tally = read(f"hf:{folder}")
+            path.write_text("{}" if path.suffix == ".json" else "text\none\n")
+    return f"hf:{folder}"
+
+
+@pytest.mark.parametrize(
+    ("names", "n_read", "left_out"),
+    [
+        ("data/train-0.parquet LICENSE.txt README.md", 1, "1 .txt file in no split of the folder, as {}/LICENSE.txt"),
+        ("train.parquet stats.json croissant.json", 1, "2 .json files in no split of the folder, as {}/croissant.json"),
+        ("train.jsonl notes.txt", 1, "1 .txt file in no split of the folder, as {}/notes.txt"),
+        ("train.txt LICENSE.txt", 1, "1 .txt file in no split of the folder, as {}/LICENSE.txt"),
+        ("a.jsonl more/b.jsonl more/pipeline.py", 2, "1 .py file in no split of the folder, as {}/more/pipeline.py"),
+        ("a.csv b.tsv __x/x.json .hidden.jsonl .cache/c.jsonl README.md", 2, ""),
+        ("a.csv README.md", 1, ""),
+    ],
+)
+def test_what_a_dataset_leaves_out_beside_its_records_is_told(
+    names: str, n_read: int, left_out: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    texts, tally = read(write_records(tmp_path / "in", *names.split()))
     assert len(texts) == n_read
-    assert tally.skipped == ([told.format(folder)] if told else [])  # nothing of what a README has named
+    assert tally.skipped == ([left_out.format(tmp_path / "in")] if left_out else [])
+
+
+@pytest.mark.parametrize(
+    ("names", "left_out"),
+    [
+        ("train-0.jsonl books.jsonl more/poems.jsonl", "2 .jsonl files, as {}/books.jsonl"),
+        ("train.txt books.txt LICENSE.txt", "1 .txt file, as {}/books.txt"),
+        ("a.JSONL b.parquet", "1 .JSONL file, as {}/a.JSONL"),
+        ("a.jsonl b.parquet c.parquet d.csv stats.json", "1 .jsonl file, 1 .csv file, as {}/a.jsonl"),
+        ("train/a.parquet raw/a.jsonl.bz2", "1 .jsonl.bz2 file, as {}/raw/a.jsonl.bz2"),
+    ],
+)
+def test_a_dataset_that_leaves_records_out_is_refused(names: str, left_out: str, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "in"
+    source = write_records(folder, *names.split())
+    resolve(source)  # by names alone it is all right
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nconfigs:\n- of a machine\n")
+    with pytest.raises(DataError, match=r"`datasets` leaves out") as e:
+        read(source)
+    said = f"data.source = '{source}', a folder of which `datasets` leaves out {left_out.format(folder)}\n"
+    assert said in str(e.value)
+    assert (f"or write, without hf: and splits, '{folder}/**/*.jsonl' for" in str(e.value)) == ("train-0" in names)
+    readme = re.search(r"or begin .*/in/README\.md with the pattern of what is to be read:\n([\S\s]*)", str(e.value))
+    assert readme is not None
+    chosen = next(name for name in ("train-0.jsonl", "train.txt", "train/a.parquet", "b.parquet") if name in names)
+    (folder / "README.md").write_text(textwrap.dedent(readme[1]).replace("PATTERN", chosen))
+    texts, tally = read(source)
+    assert len(texts) == 1
+    assert tally.skipped == []  # they were named
 
 
 def test_parts_of_a_dataset() -> None:
