@@ -8,7 +8,6 @@ import importlib.util
 import os
 from collections.abc import Collection
 from operator import attrgetter
-from typing import cast
 
 from titanlite.config.check_data import check_data, check_held_out
 from titanlite.config.check_mesh import (
@@ -23,10 +22,20 @@ from titanlite.config.check_mesh import (
 from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.ranges import check_ranges
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config, schema_keys
+from titanlite.config.schema import Config
 from titanlite.config.stages import data_ranks, longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 
+_FROM_HOME = (  # keys of paths in which ~ stands for a home
+    "job.dump_folder",
+    "job.recipe_dirs",
+    "data.source",
+    "data.tokenizer",
+    "data.cache_dir",
+    "validation.source",
+    "evaluation.tasks",
+    "checkpoint.initial_load_path",
+)
 _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
 
 
@@ -88,15 +97,13 @@ def check_config(
 def check_homes(config: Config, origin: Origin) -> None:
     """Refuse text that begins with the home of somebody who has none, as a container's user without an entry."""
     problems = Problems(origin)
-    for key in schema_keys():
-        value: object = attrgetter(key)(config)
-        for path in cast("tuple[object, ...]", value) if isinstance(value, tuple) else (value,):
-            if not isinstance(path, str) or not path.startswith("~"):
-                continue
+    for key in _FROM_HOME:
+        value: str | tuple[str, ...] = attrgetter(key)(config)
+        for path in (value,) if isinstance(value, str) else value:
             whose = path.partition("/")[0]
             is_own = whose == "~"
-            # It is as it was where it cannot be expanded; and a folder may be called that.
-            if os.path.expanduser(path) == path and not os.path.lexists(whose):
+            # As it is where it cannot be expanded; and a folder may be called that.
+            if whose.startswith("~") and os.path.expanduser(path) == path and not os.path.lexists(whose):
                 want = "a path that leads somewhere; "
                 want += f"HOME is not set, and user {os.geteuid()} has none" if is_own else f"no user is {whose[1:]}"
                 problems.add(key, show(path), want, f"write the path out{', or set HOME' * is_own}")

@@ -4,6 +4,7 @@
 anything else is replaced whole. A config names the files by path, a recipe by name.
 """
 
+import copy
 import errno
 import os
 import stat
@@ -19,7 +20,7 @@ from titanlite.durable import require_reachable
 from titanlite.errors import ConfigError, Problem, describe, nearest
 
 Table = dict[str, Any]
-_DEEPEST = 32  # tables and lists in each other; what has a meaning takes a few
+_DEEPEST = 32  # tables and lists in each other, and files that extend each other; what has a meaning takes a few
 _LARGEST = 1 << 17  # bytes of a file: one that is larger is something else
 
 
@@ -46,11 +47,15 @@ def read_merged(
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
+    known = dict[str, tuple[Table, dict[str, Place]]]()  # by what a file is, whatever its path
 
     def read_chain(path: Path, above: dict[str, Path]) -> tuple[Table, dict[str, Place]]:
         """Read a file that those `above` extend."""
+        real = os.path.realpath(path)
+        if real in known:
+            return known[real]
         own, lines = _read_one(path)
-        chain, line = {**above, os.path.realpath(path): path}, lines.pop("extends", None)
+        chain, line = {**above, real: path}, lines.pop("extends", None)
         extends: object = own.pop("extends", [])
 
         def refuse(saw: str, want: str, fix: str) -> ConfigError:
@@ -61,7 +66,7 @@ def read_merged(
         def merge(over: Table, over_places: dict[str, Place]) -> None:
             before = table.get(added_first)
             there = {*cast("Table", before)} if isinstance(before, dict) else set[str]()
-            _merge_table(table, places, over)
+            _merge_table(table, places, copy.deepcopy(over))  # which another file may extend as well
             places.update(over_places)
             if there and isinstance(after := table[added_first], dict):
                 items = sorted(cast("Table", after).items(), key=lambda each: each[0] in there)  # stable
@@ -80,8 +85,12 @@ def read_merged(
                 circle = " → ".join(map(str, (*chain.values(), base)))
                 want = f"files that do not extend each other in a circle: {circle}"
                 raise refuse(show(name), want, "remove this name")
+            if len(chain) == _DEEPEST:
+                want = f"at most {_DEEPEST} files that extend each other, from {next(iter(chain.values()))} on"
+                raise refuse(show(name), want, "list files beside each other: a later one wins")
             merge(*read_chain(base, chain))
         merge(own, {key: Place(str(path), at) for key, at in lines.items()})
+        known[real] = table, places
         return table, places
 
     return read_chain(path, {})

@@ -23,6 +23,7 @@ from tests.unit.data.test_tokenizer import make_tokenizer
 from titanlite.activation_checkpoint.operations import CLASSES, PIECE_ATTENTION
 from titanlite.commands import COMMANDS, main, module_of
 from titanlite.config.architectures import ARCHITECTURES
+from titanlite.config.check import _FROM_HOME
 from titanlite.config.hugging_face import config_json
 from titanlite.config.toml_file import shipped_folder
 from titanlite.data.tokenizer import FileTokenizer
@@ -310,7 +311,7 @@ def test_a_cache_in_a_home_that_is_not_there(
         assert f'\n  data.cache_dir = "~/.cache/titanlite/data"\n      {no_home}' in call(name, file, *flags, ends=2)
 
 
-@pytest.mark.parametrize("key", ["job.dump_folder", "data.source", "evaluation.tasks"])
+@pytest.mark.parametrize("key", _FROM_HOME)
 def test_a_path_from_a_home_that_is_not_there(key: str, no_home: str, file: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         checked_run(["--config", file, "--data.cache_dir=cache", f"--{key}=~/x"])

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+import tomli
 
 from titanlite.config.build import from_table
 from titanlite.config.problems import Origin, Place, Problems
@@ -178,10 +179,29 @@ def test_a_circle_of_extends_is_shown(tmp_path: Path) -> None:
     assert f"{itself} → {itself}" in message(itself)
 
 
-def test_a_file_that_is_extended_by_two_ways_is_the_same_in_each(tmp_path: Path) -> None:
+def test_a_file_that_is_extended_often_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, loads = list[str](), tomli.loads
+    monkeypatch.setattr(tomli, "loads", lambda text: read.append(text) or loads(text))
+    for n in range(14):
+        write(tmp_path, f'extends = ["{n + 1}.toml", "{n + 1}.toml"]\n[training]\nseed = {n}\n', f"{n}.toml")
+    write(tmp_path, "[training]\nsteps = 5\nseed = 14\n", "14.toml")
+    config, origin = read_config(tmp_path / "0.toml")
+    assert len(read) == 15
+    assert (config.training.steps, config.training.seed) == (5, 0)
+    assert origin.of("training.steps") == Place(str(tmp_path / "14.toml"), 2)
+    # What extends it twice, by ways of different length, sees it as it is.
     write(tmp_path, "[training]\nsteps = 7\n", "own.toml")
     write(tmp_path, 'extends = ["own.toml"]\n[training]\nsteps = 8\n', "over.toml")
     assert read_config(write(tmp_path, 'extends = ["over.toml", "own.toml"]'))[0].training.steps == 7
+
+
+def test_a_long_chain_of_extends_ends_in_words(tmp_path: Path) -> None:
+    for n in range(1100):
+        write(tmp_path, f'extends = ["{n + 1}.toml"]', f"{n}.toml")
+    want = f"at most 32 files that extend each other, from {tmp_path / '0.toml'} on"
+    assert f'{tmp_path / "31.toml"}: 1 problem\n  line 1  extends = "32.toml"\n      want: {want}' in message(
+        tmp_path / "0.toml"
+    )
 
 
 BEYOND = {
