@@ -1,6 +1,7 @@
 """What one command refuses or warns of is refused or told by each other that it concerns, before its work begins."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,6 +119,20 @@ def a_link_for_its_logs() -> None:
     Path("outputs/run/logs").symlink_to("nowhere")
 
 
+def a_pipe_for_its_metrics() -> None:
+    RunFolder("outputs/run").path.mkdir(parents=True)
+    os.mkfifo("outputs/run/metrics.jsonl")
+
+
+def a_folder_for_its_status() -> None:
+    Path("outputs/run/status.json").mkdir(parents=True)
+
+
+def a_link_for_its_lock() -> None:
+    RunFolder("outputs/run").path.mkdir(parents=True)
+    Path("outputs/run/lock").symlink_to("nowhere")
+
+
 def nothing() -> None:
     pass
 
@@ -139,6 +154,9 @@ TABLE = [
         (*STARTS, "data", "prepare", "verify-resume"),
     ),
     (a_link_for_its_logs, (), "outputs/run/logs = ", STARTS),
+    (a_pipe_for_its_metrics, (), "a pipe in place of a file: 'outputs/run/metrics.jsonl'", STARTS),
+    (a_folder_for_its_status, (), "Is a directory: 'outputs/run/status.json'", STARTS),
+    (a_link_for_its_lock, (), "a link in place of a file: 'outputs/run/lock'", STARTS),
     (another_run, ("--checkpoint.resume=4",), "checkpoint.resume = ", STARTS),
 ]
 
