@@ -24,7 +24,16 @@ import tomli
 import tomli_w
 
 from titanlite.config.schema import Config
-from titanlite.durable import disk_space_in, earlier, is_at, open_plain, read_plain, require_writable, write_durably
+from titanlite.durable import (
+    disk_space_in,
+    earlier,
+    is_at,
+    open_plain,
+    read_plain,
+    require_plain,
+    require_writable,
+    write_durably,
+)
 from titanlite.errors import ConfigError, FolderLostError
 from titanlite.json_file import parse_json
 from titanlite.observe.status import read_status
@@ -223,6 +232,12 @@ class RunFolder:
                 want = "a folder that can be written: the run would end when it comes to that"
                 fix = "make it writable or move it away, or choose another job.name"
                 raise ConfigError.of(str(self.path), str(folder), str(e.strerror), want, fix) from None
+        files = [self.path / "lock", self.logs / "rank0.log", self.metrics, self.experts]
+        files += [path.with_name(f"{path.name}.tmp") for path in (self.config, self.receipt)]
+        for path in (*files, self.status.with_name(f"{self.status.name}.0.tmp")):
+            require_plain(path)
+        if folder := next((path for path in (self.status, self.receipt) if path.is_dir()), None):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
         return notices
 
     def _check_new(self, config: Config) -> None:
