@@ -46,13 +46,28 @@ def require(kind: Kind, name_or_path: str, extra_dirs: Sequence[str], origin: Or
 
 
 @overload
-def load(kind: Literal["model"], name_or_path: str, *given: Any, **named: Any) -> ModelDims: ...
+def load(
+    kind: Literal["model"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+) -> ModelDims: ...
 @overload
-def load(kind: Literal["float8"], name_or_path: str, *given: Any, **named: Any) -> Float8Recipe: ...
+def load(
+    kind: Literal["float8"], name_or_path: str, extra_dirs: Sequence[str] = (), origin: Origin | None = None
+) -> Float8Recipe: ...
 @overload
-def load(kind: Literal["activation_checkpoint"], name_or_path: str, *given: Any, **named: Any) -> SaveList: ...
+def load(
+    kind: Literal["activation_checkpoint"],
+    name_or_path: str,
+    extra_dirs: Sequence[str] = (),
+    origin: Origin | None = None,
+) -> SaveList: ...
 @overload
-def load(kind: Literal["optimizer"], name_or_path: str, *given: Any, **named: Any) -> OptimizerRecipe: ...
+def load(
+    kind: Literal["optimizer"],
+    name_or_path: str,
+    extra_dirs: Sequence[str] = (),
+    origin: Origin | None = None,
+    rules: Mapping[str, OwnRule] = _NO_RULES,
+) -> OptimizerRecipe: ...
 def load(
     kind: Kind,
     name_or_path: str,

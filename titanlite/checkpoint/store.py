@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES as _DTYPES
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -60,6 +59,18 @@ from titanlite.json_file import MALFORMED, as_type, parse_json
 _SHOWN = 8  # names per problem in a message
 _FILE_BYTES = 4 * GIB  # about the largest: a reader maps a whole file, for which it must have room
 _OFFSETS, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"  # by which DCP's reader finds where a part belongs
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

@@ -33,7 +33,7 @@ def number_of(
         number = kind(given[flag])
     except ValueError:
         number = None
-    if number is None or not above < number < below:
+    if number is None or not above < number < below or (kind is int and not given[flag].isdecimal()):
         raise ConfigError.of("command line", flag, given[flag], want, fix)
     return number
 

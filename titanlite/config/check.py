@@ -95,7 +95,7 @@ def check_config(
 
 
 def check_homes(config: Config, origin: Origin) -> None:
-    """Refuse text that begins with the home of somebody who has none, as a container's user without an entry."""
+    """Refuse a path that begins with the home of a user who has none, as a container's user without an entry."""
     problems = Problems(origin)
     for key in _FROM_HOME:
         value: str | tuple[str, ...] = attrgetter(key)(config)

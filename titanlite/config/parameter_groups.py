@@ -48,6 +48,9 @@ def update_settings(
         origin: the places of the keys of `config`.
         of_matrices: parameters that are made of whole matrices; None: that was checked before.
 
+    Returns:
+        The settings by name, in the order of `shapes`.
+
     Raises:
         ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, one that is
             excluded from weight decay has some by its group, or one without matrices has a rule for them.

@@ -176,14 +176,16 @@ def _has_locked(folder: int) -> bool:
 
 
 def read_status(path: Path) -> dict[str, Any]:
-    """Read what a `status.json` says: at least "state" and "updated".
+    """Read a `status.json`: at least "state" and "updated"; "started" is a text and "error" a table, where they are.
 
     Raises:
         OSError: there is none, it cannot be read, or is no plain file.
         ValueError: it does not say that.
     """
     content = parse_json(read_plain(path))
-    if not isinstance(content, dict) or not {"state", "updated"} <= content.keys():
+    kinds = {"state": str, "updated": str, "started": str, "error": dict}
+    is_one = isinstance(content, dict) and {"state", "updated"} <= content.keys()
+    if not is_one or not all(isinstance(content.get(key, of()), of) for key, of in kinds.items()):
         raise ValueError("no JSON object with a state")
     return content
 

@@ -20,7 +20,7 @@ from titanlite.preflight.run_folder import RunFolder
 
 
 def check_start(config: Config, inputs: Inputs) -> None:
-    """Refuse what a start on this host would be refused for, without torch and before a process is started."""
+    """Raise the TitanliteError of a start on this host, without torch and before a process is started."""
     folder = RunFolder.of(config)
     folder.foresee(config)
     check_cache(inputs, config.data)
@@ -47,7 +47,7 @@ def check_branch_trains(config: Config) -> None:
 
 
 def check_first_state(config: Config, dims: ModelDims, origin: Origin, world_size: int | None) -> None:
-    """Hold what a fresh run starts from against its config: a folder of weights, or another run's checkpoint."""
+    """Raise TitanliteError if a fresh run cannot start from its folder of weights or another run's checkpoint."""
     if (branch := branch_of(config)) is None:
         check_initial_load_path(config, dims, origin)
     else:

@@ -87,6 +87,11 @@ def test_each_parameter_is_in_one_unit(tmp_path):
             if not tied:
                 ends = [{"tok_embeddings.weight"}, {"norm.weight", "output.weight"}]
             assert sorted(map(sorted, units(model))) == sorted(map(sorted, blocks + ends))
+            with torch.device("meta"):
+                whole = Llama3(dataclasses.replace(SIZES, tied_embeddings=tied), S)
+            planned = fsdp_units(whole, Config(), build_mesh(Parallelism(), CPU))
+            assert [unit.is_block for unit in planned].count(True) == len(blocks)
+            assert [unit.is_read_backward for unit in planned].count(False) == (not tied)  # a looked-up table is not
 
     run_ranks(body, tmp_path, 2)
 

@@ -107,6 +107,10 @@ def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
     assert run.status["error"]["type"] == "StrictError"
     (skipped,) = run.receipt["memory"]["skipped"]
     assert skipped["what"] == "peak"
+    lenient = desk.run("lenient", 1, AUTO, budget(8), "--job.strict=false", *TWO_STEPS, plant=plant)
+    assert len(lenient.steps) == 2
+    assert "warning: the run exceeds its memory budget" in lenient.output
+    assert lenient.receipt["memory"]["skipped"]
 
 
 def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> None:

@@ -215,3 +215,25 @@ def test_a_start_with_nothing_to_do_leaves_an_end_as_it_was(tmp_path: Path, stat
     stays = state == "finished" or (state == "stopped" and not is_last)
     assert Status(path, 7).idle(is_last) == stays
     assert (path.read_text() == before) == stays
+
+
+@pytest.mark.parametrize(
+    "edited",
+    [
+        {"state": "failed", "updated": "2099"},
+        {"state": "failed", "updated": "2099", "error": "a bug"},
+        {"state": "stopped", "updated": 5},
+        {"state": ["running"], "updated": "2099", "started": 5},
+        ["running"],
+    ],
+)
+def test_a_file_that_somebody_has_edited_ends_no_run(tmp_path, monkeypatch, edited):
+    monkeypatch.setattr(module, "_RENEW_S", 0.0)
+    path = tmp_path / "status.json"
+    first, second = (Status(path, rank=rank) for rank in (0, 1))
+    for write in (first.progress, second.stalled, second.failed, first.finished):
+        run = guard._run_of(path)
+        path.write_text(json.dumps(edited))
+        guard._say_failed(path, run, 1, "ChildProcessError", "rank 1 was killed")
+        write(3)
+    assert (read(path)["state"], read(path)["step"]) == ("finished", 3)
