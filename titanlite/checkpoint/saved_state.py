@@ -1,6 +1,7 @@
 """Name what a checkpoint says of its run beside the tensors: every key of `state.json`, read and written here alone.
 
-`training/loop.py::Loop` gives the values. A new field with a default needs no new version.
+`training/loop.py::Loop` gives the values, except those of the save itself (`Checkpoints.save`); `training/train.py`
+takes them up at a start. A new field with a default needs no new version.
 
 No torch here: commands read it before they import that.
 """

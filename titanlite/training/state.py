@@ -29,7 +29,8 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
     Returns:
         `model/<name>`, `optimizer/…`, `ema/<name>` of an average and `rng/rank<r>/…`; weights, moments and averages are
-        laid out as the parameters, and share the run's memory. Older checkpoints lack a new name: see `restore`.
+        laid out as the parameters, and share the run's memory. A checkpoint without a name is refused, unless `restore`
+        leaves its prefix out.
     """
     # Not the model's own: after validation these are gathered weights in the compute dtype.
     masters = run.optimizer.parameters
