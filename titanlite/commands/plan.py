@@ -53,8 +53,9 @@ def run(argv: list[str]) -> int:
     if _PRICES in given and odd:
         want = f"no {odd} together with {_PRICES}: it belongs to the sharding plan"
         raise ConfigError.of("command line", odd, given[odd], want, "remove one")
-    want, fix = ("the GiB of a device", 80) if world else (_NEEDS_WORLD, f"{given.get(_GIB)} --world 8")
-    device_gib = number_of(given, _GIB, float, want, f"{_GIB} {fix}", below=math.inf if world else 0)
+    if _GIB in given and world is None:
+        raise ConfigError.of("command line", _GIB, given[_GIB], _NEEDS_WORLD, f"{_GIB} {given[_GIB]} --world 8")
+    device_gib = number_of(given, _GIB, float, "the GiB of a device", f"{_GIB} 80", below=math.inf)
     device = _device(given, world)
     if "--json" in given:
         require_place("--json", Path(given["--json"]))

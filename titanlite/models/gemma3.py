@@ -6,6 +6,8 @@ Axes as in `llama3.py`. A norm's weight is the factor itself; published checkpoi
 Source: Gemma Team 2025, "Gemma 3 Technical Report", section 2.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -55,9 +57,12 @@ class Gemma3(llama3.Llama3):
 
     def __init__(self, dims: ModelDims, seq_len: int) -> None:
         super().__init__(dims, seq_len)
-        self.layers = nn.ModuleList(Gemma3Block(dims, window) for window in dims.windows)
         for name in ("local_cos", "local_sin"):
             self.register_buffer(name, torch.empty_like(self.cos), persistent=False)
+
+    def make_blocks(self, dims: ModelDims) -> Iterable[nn.Module]:
+        """See `Llama3.make_blocks`."""
+        return (Gemma3Block(dims, window) for window in dims.windows)
 
     def fill_buffers(self) -> None:
         """Compute the rotary tables; call once the model is off the meta device."""

@@ -10,7 +10,7 @@ rank that holds a part of the heads runs the same code.
 Source: Llama Team 2024, "The Llama 3 Herd of Models", section 3.2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -98,13 +98,17 @@ class Llama3(nn.Module):
         super().__init__()
         self.dims, self.seq_len = dims, seq_len
         self.tok_embeddings = Embedding(dims.vocab_size, dims.dim, INIT_STD)
-        self.layers = nn.ModuleList(self.block(dims) for _ in range(dims.n_layers))
+        self.layers = nn.ModuleList(self.make_blocks(dims))
         self.norm = RMSNorm(dims.dim, dims.norm_eps)
         self.output = Linear(dims.dim, {"output": dims.vocab_size}, std=INIT_STD)
         if dims.tied_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.register_buffer("cos", torch.empty(seq_len, dims.head_width // 2), persistent=False)
         self.register_buffer("sin", torch.empty_like(self.cos), persistent=False)
+
+    def make_blocks(self, dims: ModelDims) -> Iterable[nn.Module]:
+        """Make the layers, in order."""
+        return (self.block(dims) for _ in range(dims.n_layers))
 
     def fill_buffers(self) -> None:
         """Compute the rotary table; call once the model is off the meta device."""

@@ -43,9 +43,13 @@ class MixtralBlock(nn.Module):
         super().__init__()
         residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as Llama's
         self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.attention: nn.Module = llama3.Attention(dims, residual_std)
+        self.attention = self.attention_of(dims, residual_std)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
+
+    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
+        """Make the attention."""
+        return llama3.Attention(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
@@ -57,17 +61,17 @@ class MixtralBlock(nn.Module):
 class Qwen3MoEBlock(MixtralBlock):
     """The block with queries and keys normalised head by head."""
 
-    def __init__(self, dims: ModelDims) -> None:
-        super().__init__(dims)
-        self.attention = QKNormAttention(dims, llama3.INIT_STD, self.experts.w2.std)
+    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
+        """Make the attention."""
+        return QKNormAttention(dims, llama3.INIT_STD, residual_std)
 
 
 class OLMoEBlock(MixtralBlock):
     """The block with queries and keys normalised over all heads."""
 
-    def __init__(self, dims: ModelDims) -> None:
-        super().__init__(dims)
-        self.attention = WideNormAttention(dims, self.experts.w2.std)
+    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
+        """Make the attention."""
+        return WideNormAttention(dims, residual_std)
 
 
 class Mixtral(llama3.Llama3):
