@@ -211,7 +211,7 @@ def test_all_of_it_is_said_at_once_and_of_alike_blocks_once(tmp_path: Path) -> N
 
 def test_plan_and_a_run_refuse_it_under_any_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under tensor parallelism no layer of `blocks.0` had the collectives of the plan's `layers.0`, in silence."""
-    blocks = "self.layers = nn.ModuleList(self.block(dims) for _ in range(dims.n_layers))"
+    blocks = "self.layers = nn.ModuleList(self.make_blocks(dims))"
     two_names = f"{blocks.replace('layers', 'blocks', 1)}; self.layers = nn.ModuleList(self.blocks)"
     flags = [*mine(tmp_path, (blocks, two_names)), "--job.dump_folder", str(tmp_path / "runs")]
     for layout in (["--world", "2"], TP_2):
