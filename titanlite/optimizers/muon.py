@@ -123,18 +123,19 @@ class Muon:
         if not self.buckets:
             return
         self._begin(skip)
-        shards = tensor_table("gradient", [grads[name] for name in self.locals])  # their memory may be another's now
-        coming, going = self._collect(self._tables[0], shards, divisor, skip), None
-        for tables, behind in zip(self._tables, (*self._tables[1:], None), strict=True):
+        shards = tensor_table("gradient", [grads[name] for name in self.locals])  # allocated anew each step
+        coming, previous = self._collect(self._tables[0], shards, divisor, skip), None
+        for tables, following in zip(self._tables, (*self._tables[1:], None), strict=True):
             collected = coming.wait()
-            if behind is not None:
-                coming = self._collect(behind, shards, divisor, skip)
-            result = tables, self._hand_back(tables, self._orthogonalise(tables, collected))
-            if going is not None:
-                self._apply(*going, lr, skip, norms, decay_factor)
-            going = result
-        if going is not None:
-            self._apply(*going, lr, skip, norms, decay_factor)
+            if following is not None:  # its rows travel while this bucket is computed
+                coming = self._collect(following, shards, divisor, skip)
+            results = self._orthogonalise(tables, collected)
+            returning = self._hand_back(tables, results)
+            if previous is not None:  # its results have travelled while this bucket was computed
+                self._apply(*previous, lr, skip, norms, decay_factor)
+            previous = tables, returning
+        assert previous is not None  # noqa: S101
+        self._apply(*previous, lr, skip, norms, decay_factor)
         self._end()
 
     def _begin(self, skip: Tensor) -> None:
@@ -146,13 +147,13 @@ class Muon:
     def _collect(self, tables: "_Tables", grads: TensorTable, divisor: Tensor, skip: Tensor) -> "_Exchange":
         """Update the momentum, and begin to send the owners what they orthogonalise."""
         sent, rule = self._empty(tables.bucket.given), self.rule
-        momentum_rows(tables.holds, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
+        momentum_rows(tables.shard_to_given, grads, self._momenta, sent, divisor, skip, rule.momentum, rule.nesterov)
         return self._exchange(sent, tables.bucket.given, tables.bucket.collected)
 
     def _orthogonalise(self, tables: "_Tables", collected: Tensor) -> Tensor:
         """Return the results of this rank's stacks, flat, one after another."""
         whole = collected.new_empty(sum(math.prod(shape) for shape in tables.own))
-        put_rows(tables.comes, whole, collected)
+        put_rows(tables.collected_to_stacks, whole, collected)
         for matrices, _, _ in self._at_once(tables, whole):
             orthogonalise(matrices, self.rule.polynomials, self.rule.eps, out=matrices)
         return whole
@@ -171,7 +172,7 @@ class Muon:
     def _hand_back(self, tables: "_Tables", results: Tensor) -> "_Exchange":
         """Begin to send results to the holders."""
         sent = self._empty(tables.bucket.returned)
-        take_rows(tables.goes, results, sent)
+        take_rows(tables.stacks_to_returned, results, sent)
         return self._exchange(sent, tables.bucket.returned, tables.bucket.taken)
 
     def _apply(
@@ -184,7 +185,7 @@ class Muon:
         decay_factor: float,
     ) -> None:
         """Update rows of this rank's shards."""
-        given = tables.takes, self._parameters, taken.wait(), tables.scales, tables.decays, lr, skip
+        given = tables.taken_to_shard, self._parameters, taken.wait(), tables.scales, tables.decays, lr, skip
         squares = update_rows(*given, measure=norms is not None, decay_factor=decay_factor)
         if norms is not None and squares is not None:
             stacks, rows = tables.bucket.stacks, tables.bucket.taken.rows
@@ -201,13 +202,13 @@ class Muon:
 
     def _tables_of(self, bucket: Bucket, numbers: Mapping[str, int]) -> "_Tables":
         """Look up each row that this rank holds or owns, in its tensor and in the exchanges."""
-        sent, taken = dict(_places_of_runs(bucket.given)), dict(_places_of_runs(bucket.taken))
-        holds, takes, scales, decays = [], [], [], []
+        in_given, in_taken = dict(_places_of_runs(bucket.given)), dict(_places_of_runs(bucket.taken))
+        given, taken, scales, decays = [], [], [], []
         for rows in bucket.taken.rows:  # all that this rank holds
             name, of, columns, _ = bucket.stacks[rows.stack]
             run = numbers[name], rows.at * rows.columns, rows.columns
-            holds.append((*run, sent.get(rows.stack, NOWHERE)))
-            takes.append((*run, taken[rows.stack]))
+            given.append((*run, in_given.get(rows.stack, NOWHERE)))
+            taken.append((*run, in_taken[rows.stack]))
             pace, n = self.paces[name], len(rows.at)
             scale = pace.lr_factor * self.rule.scale * math.sqrt(max(of.shape[1], columns))
             scales.append(torch.full((n,), scale, dtype=torch.float64))
@@ -224,10 +225,10 @@ class Muon:
         on = self.mesh.device
         return _Tables(
             bucket=bucket,
-            holds=table(holds).on(on),
-            takes=table(takes).on(on),
-            comes=of_stacks(bucket.collected),
-            goes=of_stacks(bucket.returned),
+            shard_to_given=table(given).on(on),
+            taken_to_shard=table(taken).on(on),
+            collected_to_stacks=of_stacks(bucket.collected),
+            stacks_to_returned=of_stacks(bucket.returned),
             scales=torch.cat(scales).to(on) if scales else torch.empty(0, device=on),
             decays=torch.cat(decays).to(on) if decays else torch.empty(0, device=on),
             own=list(own.values()),
@@ -239,12 +240,12 @@ class _Tables:
     """A bucket, with the tables by which its rows are moved."""
 
     bucket: Bucket
-    holds: RowTable  # rows of this rank's shards, with their places in `bucket.given`
-    takes: RowTable  # the same rows, with their places in `bucket.taken`
-    comes: RowTable  # rows of this rank's stacks, with their places in `bucket.collected`
-    goes: RowTable  # the same rows, with their places in `bucket.returned`
-    scales: Tensor  # of `takes`: the update's factor of the learning rate
-    decays: Tensor  # of `takes`: the weight decay's factor of the learning rate
+    shard_to_given: RowTable  # rows of this rank's shards, with their places in `bucket.given`
+    taken_to_shard: RowTable  # the same rows, with their places in `bucket.taken`
+    collected_to_stacks: RowTable  # rows of this rank's stacks, with their places in `bucket.collected`
+    stacks_to_returned: RowTable  # the same rows, with their places in `bucket.returned`
+    scales: Tensor  # of each row of `taken_to_shard`: the update's factor of the learning rate
+    decays: Tensor  # of each row of `taken_to_shard`: the weight decay's factor of the learning rate
     own: list[tuple[int, ...]]  # [B, R, C] of each of this rank's stacks
 
 

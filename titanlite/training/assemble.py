@@ -164,22 +164,25 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
             has a rule that matches nothing.
     """
     config, dims, float8 = asked.config, asked.dims, asked.float8
+
+    # The model, and what the config names of it.
     own = asked.optimizer.own_rules
     try_rules((own[group.rule], group.own) for group in asked.optimizer.groups.values() if group.rule in own)
     model = build_model(config.model, dims, longest_seq_len(config))
     settings, counts = _find_what_is_named(asked, model), count_parameters(model)
-    of_blocks = None  # a user's file may have other blocks than its recipe says
+    of_blocks = None  # all; a user's file may have more or fewer blocks than its recipe says
     if blocks is not None:
         for n in {*range(dims.n_layers)}.difference(blocks):
             del model.layers._modules[str(n)]  # other blocks keep their names
         of_blocks = asked.save_list and [asked.save_list.active(dims.n_layers)[n] for n in blocks]
+
+    # The mesh, and this rank's part of each layer, in float8 where the recipe converts it.
     receipt, mesh = Receipt(), build_mesh(config.parallelism, device, has_experts(model))
     versions = {"titanlite": titanlite.__version__, "torch": torch.__version__, "python": platform.python_version()}
     receipt.add(Entry("environment", None, {**versions, "device": device.name}, count=1))
     if device.is_gpu:
         receipt.add(choose_attention(device, config, dims))
     receipt.add_later(partial(mesh_entry, config.parallelism, mesh))
-
     largest = largest_stage(config)
     plan = sharding_plan(largest, dims).layers if mesh.tp_group is not None else {}
     converted, warnings = split_model(model, largest, float8, mesh, plan, receipt), ()
@@ -191,10 +194,13 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
             receipt.add(Entry("float8_numerics", freq, {"layers": n}, count=n, key=key))
         cost = emulation_cost(converted, device)
         warnings = (f'float8.recipe = "{config.float8.recipe}" is {cost}',) if cost else ()
+
+    # What it takes of memory, and the activations that are kept for backward.
     is_known = device.is_gpu or not device.is_named
     why = no_copy_engines(mesh) if is_known and uses_copy_engines(config, mesh.fsdp.size(-1)) else None
     parallelism = replace(config.parallelism, fsdp_copy_engines="never") if why else config.parallelism
-    as_it_is, host = replace(largest, parallelism=parallelism), device.host if device.is_named else ranks_of_a_host()
+    as_it_is = replace(largest, parallelism=parallelism)
+    host = device.host if device.is_named else ranks_of_a_host()
     whole = model if blocks is None else None
     memory = MemoryModel(as_it_is, dims, float8, asked.optimizer, dist.get_world_size(), whole, host)
     save_list, chosen, use = asked.save_list, None, None
@@ -204,8 +210,9 @@ def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = N
     if save_list is not None:
         use = apply_activation_checkpoint(model, save_list, of_blocks)
         check_matches(save_list, memory.run, config.job.strict)
-    of_model = model, mesh, *counts, settings
-    return Assembly(asked, *of_model, converted, memory, why, save_list, chosen, use, receipt, warnings)
+    return Assembly(
+        asked, model, mesh, *counts, settings, converted, memory, why, save_list, chosen, use, receipt, warnings
+    )
 
 
 def _find_what_is_named(asked: CheckedRun, model: nn.Module) -> dict[str, UpdateSettings]:

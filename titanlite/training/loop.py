@@ -19,6 +19,7 @@ from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
 from titanlite.config.check import last_step
 from titanlite.data.batches import Batch
+from titanlite.errors import NoMoreDataError
 from titanlite.evaluation.score import Evaluator
 from titanlite.float8.numerics import float8_numerics
 from titanlite.observe.peak_flops import mean_attended, windows_of
@@ -71,14 +72,16 @@ class Loop:
             NoMoreDataError: on all ranks, there is no more data; the steps that were taken are saved.
         """
         config, report, feed, comm = self.run.config, self.report, self.feed, self.run.config.comm
-        last, new_shapes = last_step(config), {start + 1, *report.table.first_steps}
-        windows, in_flight = windows_of(self.run.model), deque[InFlight]()
-        stopping, step, done, no_more = False, start, start, None
+        windows, last = windows_of(self.run.model), last_step(config)
+        new_shapes = {start + 1, *report.table.first_steps}  # the first steps with batches of a shape
+        in_flight = deque[InFlight]()
+        stopping, step, done = False, start, start  # `done`: the last step taken
+        end_of_data: NoMoreDataError | None = None
         if idle := nothing_to_do(config, start):
             report.console.notice(idle)
         report.restart_clock()
         for step in range(start + 1, last + 1):
-            # Queue the step. The first one of a shape may compile, and has the longer limit.
+            # Queue the step. The first one of a shape may compile, so it has the longer limit.
             if is_new := step in new_shapes:
                 self.watchdog.set_timeout(comm.init_timeout_seconds)
             self.watchdog.progress(step, "step")
@@ -87,14 +90,15 @@ class Loop:
             in_flight.append(self._queue(step, micro_batches, windows))
             self.profiler.end(step)
 
-            # Read results: one step late, but before anything that relies on them. All ranks read the same numbers.
+            # Read results: one step late, or at once where something relies on them. All ranks read the same numbers.
             due = self._due(step, last)
             pauses = any(due) or is_new
-            while len(in_flight) > (0 if pauses or stopping or step == last else 1):
+            late = 0 if pauses or stopping or step == last else 1
+            while len(in_flight) > late:
                 outcome = in_flight.popleft().read()
-                stopping |= outcome.stop_asked
                 if outcome.stop_asked:
-                    no_more = feed.check.tell() or no_more
+                    stopping = True
+                    end_of_data = feed.check.tell() or end_of_data
                 if not outcome.lacked_data:
                     report.step(outcome)
                     done = outcome.step
@@ -126,8 +130,8 @@ class Loop:
         feed.wait.close()
         # Steps that a lack of data cut off before a checkpoint was due are saved now.
         self._end(done, save=start < done < step and done % config.checkpoint.interval > 0)
-        if no_more is not None and done < last:
-            raise no_more
+        if end_of_data is not None and done < last:
+            raise end_of_data
         return done
 
     def _queue(self, step: int, micro_batches: list[Batch], windows: list[int]) -> InFlight:

@@ -59,30 +59,32 @@ def train_step(
         is `logged` the numbers of `GroupNorms`.
     """
     # Every rank of a tensor-parallel group sees the same targets, hence the division.
-    of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
-    counted = of_batches.sum()
-    dist.all_reduce(counted)
-    targets = (counted // run.mesh.tp_size).float()  # rounded once: float32 is exact up to 2^24
-    divided_by = targets.clamp(min=1)  # without targets all losses are 0
+    targets_of_batches = torch.stack([(batch.targets != IGNORE_INDEX).sum() for batch in batches])
+    all_targets = targets_of_batches.sum()
+    dist.all_reduce(all_targets)
+    targets = (all_targets // run.mesh.tp_size).float()  # rounded once: float32 is exact up to 2^24
+    divisor_of_loss = targets.clamp(min=1)  # without targets all losses are 0
     if run.routers is not None and run.mesh.context is not None:
-        dist.all_reduce(of_batches, group=run.mesh.context.get_group())
+        dist.all_reduce(targets_of_batches, group=run.mesh.context.get_group())
+    shares = targets_of_batches / divisor_of_loss
 
-    means, by_source = _forward_backward(run, batches, divided_by, of_batches / divided_by, len(sources))
+    means, by_source = _forward_backward(run, batches, divisor_of_loss, shares, len(sources))
     gradients = run.optimizer.gradients()
     reduce_replicated_gradients(run.parameters, run.mesh.tp_group)
     norms = run.optimizer.group_norms() if logged else None
     norm = run.optimizer.norm(gradients, norms)
     loss = means["loss"]
-    of_rank = {"stop_asked": stop_requested, "attended": attended / dist.get_world_size(), "lacked_data": lacks_data}
-    own = {"loss": loss} | {name: torch.full_like(loss, number) for name, number in of_rank.items()} | means
-    totals = torch.stack([*own.values()])
+    # One all-reduce sums the terms of this rank over all ranks.
+    numbers = {"stop_asked": stop_requested, "attended": attended / dist.get_world_size(), "lacked_data": lacks_data}
+    terms = {"loss": loss} | {name: torch.full_like(loss, number) for name, number in numbers.items()} | means
+    totals = torch.stack([*terms.values()])
     dist.all_reduce(totals)
-    found = dict(zip(own, totals.unbind(), strict=True))
+    results = dict(zip(terms, totals.unbind(), strict=True))
     if sources:
         dist.all_reduce(by_source)
 
-    # All are reduced values, so every rank takes the same decision.
-    skip = (~torch.isfinite(found["loss"] + norm) | (found["lacked_data"] > 0) | (targets == 0)).float()
+    # Every rank takes the same decision, since it depends on reduced values alone.
+    skip = (~torch.isfinite(results["loss"] + norm) | (results["lacked_data"] > 0) | (targets == 0)).float()
     max_norm = run.config.training.max_norm
     divisor = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     with span(OPTIMIZER):
@@ -93,24 +95,25 @@ def train_step(
         precompute_scales(run.parameters, run.mesh.fsdp)
         if run.routers is not None:
             run.routers.balance(skip)
-    found |= {"grad_norm": norm, "skipped": skip, "targets": targets}
+    results |= {"grad_norm": norm, "skipped": skip, "targets": targets}
     if sources:
         total, count = by_source
         of_sources = torch.where(count > 0, total / count, NONE).float().unbind()
-        found |= {f"loss.{name}": mean for name, mean in zip(sources, of_sources, strict=True)}
-    return found if norms is None else found | norms.numbers()
+        results |= {f"loss.{name}": mean for name, mean in zip(sources, of_sources, strict=True)}
+    return results if norms is None else results | norms.numbers()
 
 
 def _forward_backward(
-    run: "Run", batches: "list[Batch]", targets: Tensor, shares: Tensor, n_sources: int
+    run: "Run", batches: "list[Batch]", divisor: Tensor, shares: Tensor, n_sources: int
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Fill the gradients.
 
     Args:
         run: the run.
         batches: of the step.
-        targets: [] float32, of the step, by which losses are divided.
-        shares: [micro-steps] float32, the share of them of each micro-batch, on all ranks that have a part of it.
+        divisor: [] float32, the number of targets of the whole step.
+        shares: [micro-steps] float32, the fraction of these targets in each micro-batch, over all ranks that split its
+            sequences.
         n_sources: for losses by source.
 
     Returns:
@@ -127,15 +130,15 @@ def _forward_backward(
         if run.mesh.tp_size == 1:  # with tensor parallelism the plan checks the head
             require_whole(logits.shape, [len(batch.targets), run.dims.vocab_size], run.model, run.config.model)
         if batch.sources is None:
-            part = run.loss(logits, batch.targets, squares=squares) / targets
+            part = run.loss(logits, batch.targets, squares=squares) / divisor
         else:
-            own = torch.zeros_like(batch.sources, dtype=torch.float32)
-            part = run.loss(logits, batch.targets, own, squares) / targets
-            by_source += _by_source(own, batch, n_sources)
+            losses = torch.zeros_like(batch.sources, dtype=torch.float32)  # of each sequence
+            part = run.loss(logits, batch.targets, losses, squares) / divisor
+            by_source += _by_source(losses, batch, n_sources)
         del logits  # the largest tensor: backward can free it early
         part.backward()
         loss += part.detach()
-    means = {"loss": loss} if squares is None else {"loss": loss, "z_loss": squares / targets}
+    means = {"loss": loss} if squares is None else {"loss": loss, "z_loss": squares / divisor}
     return {name: mean / run.mesh.tp_size for name, mean in means.items()}, by_source
 
 
