@@ -21,10 +21,11 @@ orders of the two are among the interleavings here, and one of them reads the wr
 which an operator visits its peers, as each visit may be as early or as late as any.
 """
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pytest
 
@@ -48,21 +49,35 @@ class Protocol:
 
 
 class Step(NamedTuple):
-    """One step of a stream.
-
-    Attributes:
-        does: "write", "signal", "wait" or "read".
-        rank: whose memory or flag it is.
-        slot: of that memory.
-        parts: of that slot: one for each rank. Of a wait: the ranks whose signals are waited for.
-        value: what a write leaves and a read wants, or the epoch that is signalled and waited for.
-    """
+    """One step of a stream: "write", "signal", "wait" or "read"."""
 
     does: str
-    rank: int
+    rank: int  # whose memory or flag it is
     slot: int = 0
-    parts: tuple[int, ...] = ()
-    value: tuple[str, int] | int = 0
+    parts: tuple[int, ...] = ()  # of the slot, one for each rank; of a wait, the ranks whose signals are waited for
+    value: tuple[str, int] | int = 0  # what a write leaves and a read wants, or the epoch
+
+
+State = TypeVar("State")
+
+
+def first_fault(
+    start: State, moves: Callable[[State], Iterator[State | str]], is_end: Callable[[State], bool]
+) -> str | None:
+    """Search every state that moves lead to for a move that is a fault, in words, or a state without moves."""
+    seen, left = {start}, [start]
+    while left:
+        state, stuck = left.pop(), True
+        for reached in moves(state):
+            if isinstance(reached, str):
+                return reached
+            stuck = False
+            if reached not in seen:
+                seen.add(reached)
+                left.append(reached)
+        if stuck and not is_end(state):
+            return f"nobody can go on from {state}"
+    return None
 
 
 def stream(operators: str, me: int, ranks: int, protocol: Protocol) -> list[Step]:
@@ -109,16 +124,8 @@ def exchange(me: int, ranks: int, epoch: int, protocol: Protocol) -> list[Step]:
     return [*before, *pushes, *after, Step("read", me, 0, everyone, value)]
 
 
-def first_fault(operators: Sequence[str], protocol: Protocol) -> str | None:
-    """Search all interleavings of the ranks' streams for a read of a wrong number or a wait without end.
-
-    Args:
-        operators: each rank's, a letter each.
-        protocol: the rules.
-
-    Returns:
-        The fault in words, or None.
-    """
+def fault_of_slots(operators: Sequence[str], protocol: Protocol) -> str | None:
+    """Search all interleavings of the ranks' streams, a letter an operator, for a wrong number or an endless wait."""
     ranks = len(operators)
     streams = [stream(ops, me, ranks, protocol) for me, ops in enumerate(operators)]
     # How far a rank is says what it has signalled: signalled[rank][steps done][to].
@@ -135,42 +142,30 @@ def first_fault(operators: Sequence[str], protocol: Protocol) -> str | None:
         return [(step.rank * protocol.slots + step.slot) * ranks + part for part in step.parts]
 
     touched = [[cells(step) for step in steps] for steps in streams]
-    start = ((0,) * ranks, (None,) * (ranks * protocol.slots * ranks))
-    seen, left = {start}, [start]
-    while left:
-        done, memory = left.pop()
-        stuck = True
-        for me in range(ranks):
-            at = done[me]
+
+    def moves(state: tuple[tuple, tuple]) -> Iterator[tuple[tuple, tuple] | str]:
+        done, memory = state
+        for me, at in enumerate(done):
             if at == len(streams[me]):
                 continue
             step, after = streams[me][at], memory
-            if step.does == "wait":
-                if any(signalled[rank][done[rank]][me] < step.value for rank in step.parts):
-                    continue
-            elif step.does == "write":
-                written = list(memory)
-                for cell in touched[me][at]:
-                    written[cell] = step.value
-                after = tuple(written)
-            elif step.does == "read":
-                found = {memory[cell] for cell in touched[me][at]}
-                if found != {step.value}:
-                    return f"rank {me} reads {found} of rank {step.rank}, wants {step.value}"
-            stuck = False
-            state = ((*done[:me], at + 1, *done[me + 1 :]), after)
-            if state not in seen:
-                seen.add(state)
-                left.append(state)
-        if stuck and any(at < len(steps) for at, steps in zip(done, streams, strict=True)):
-            return f"nobody can go on after {done} steps"
-    return None
+            if step.does == "wait" and any(signalled[rank][done[rank]][me] < step.value for rank in step.parts):
+                continue
+            if step.does == "write":
+                written = dict.fromkeys(touched[me][at], step.value)
+                after = tuple(written.get(cell, value) for cell, value in enumerate(memory))
+            elif step.does == "read" and (found := {memory[cell] for cell in touched[me][at]}) != {step.value}:
+                yield f"rank {me} reads {found} of rank {step.rank}, wants {step.value}"
+            yield (*done[:me], at + 1, *done[me + 1 :]), after
+
+    start = ((0,) * ranks, (None,) * (ranks * protocol.slots * ranks))
+    return first_fault(start, moves, lambda state: all(map(operator.eq, state[0], map(len, streams))))
 
 
 @pytest.mark.parametrize(("ranks", "length"), [(2, 4), (2, 6), (3, 3), (3, 4), *slow((4, 2))])
 def test_no_interleaving_reads_a_wrong_number_or_waits_forever(ranks: int, length: int):
     for operators in map("".join, product("APR", repeat=length)):  # shorter ones are how these begin
-        assert first_fault([operators] * ranks, Protocol()) is None, operators
+        assert fault_of_slots([operators] * ranks, Protocol()) is None, operators
 
 
 @pytest.mark.parametrize("operators", ["AAA", "AAR", "ARA", "ARR", "RAA", "RAR", "RRA", "RRR", "PPP", "PRP", "RPA"])
@@ -186,40 +181,35 @@ def test_no_interleaving_reads_a_wrong_number_or_waits_forever(ranks: int, lengt
     ids=["one-slot", "no-wait", "wait-for-last-epoch", "signal-first", "signal-one-peer"],
 )
 def test_faults_are_found(fault: Protocol, found: str, operators: str):
-    assert found in (first_fault([operators] * 3, fault) or "")
+    assert found in (fault_of_slots([operators] * 3, fault) or "")
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 4), (3, 2)])
 def test_one_slot_is_enough_between_two_meetings(ranks: int, calls: int):
-    assert first_fault([EXCHANGE * calls] * ranks, Protocol(slots=1)) is None
+    assert fault_of_slots([EXCHANGE * calls] * ranks, Protocol(slots=1)) is None
     for fault in (Protocol(slots=1, meets_before=False), Protocol(slots=1, meets_after=False)):
-        assert "reads" in (first_fault([EXCHANGE * calls] * ranks, fault) or "")
+        assert "reads" in (fault_of_slots([EXCHANGE * calls] * ranks, fault) or "")
 
 
 def test_slots_must_be_counted_over_both_kinds():
     apart = Protocol(counts_kinds_apart=True)
-    assert first_fault(["AAA"] * 2, apart) is None
-    assert "reads" in (first_fault(["AR"] * 2, apart) or "")
+    assert fault_of_slots(["AAA"] * 2, apart) is None
+    assert "reads" in (fault_of_slots(["AR"] * 2, apart) or "")
 
 
 def test_ranks_must_agree_on_the_order():
-    assert "reads" in (first_fault(["AR", "RA"], Protocol()) or "")
-    assert "nobody can go on" in (first_fault(["AA", "A"], Protocol()) or "")
+    assert "reads" in (fault_of_slots(["AR", "RA"], Protocol()) or "")
+    assert "nobody can go on" in (fault_of_slots(["AA", "A"], Protocol()) or "")
 
 
 class Operator(NamedTuple):
-    """An operator among those that every rank issues.
+    """An operator among those that every rank issues."""
 
-    Attributes:
-        group: ranks that meet in it.
-        stream: on which a rank issues it.
-    """
-
-    group: tuple[int, ...]
-    stream: int
+    group: tuple[int, ...]  # ranks that meet in it
+    stream: int  # on which a rank issues it
 
 
-def first_fault_of_streams(issued: Sequence[Sequence[Operator]], room: int, ordered: bool) -> str | None:
+def fault_of_streams(issued: Sequence[Sequence[Operator]], room: int, ordered: bool) -> str | None:
     """Search all ways in which GPUs may run operators of several streams for two that meet wrongly, or a deadlock.
 
     An operator that has begun holds its GPU until it ends; another begins beside it if there is room. It reads its
@@ -229,53 +219,40 @@ def first_fault_of_streams(issued: Sequence[Sequence[Operator]], room: int, orde
         issued: each rank's operators in the order in which it issues them, by which ranks know one from another.
         room: how many operators a GPU runs at once.
         ordered: whether an operator waits for the end of all that the rank issued before, else of its stream's.
-
-    Returns:
-        The fault in words, or None.
     """
     names = [[(op, ops[:i].count(op)) for i, op in enumerate(ops)] for ops in issued]
     before = [
         [[j for j in range(i) if ordered or ops[j].stream == op.stream] for i, op in enumerate(ops)] for ops in issued
     ]
-    # Of each rank, of each operator: the epoch that it took, or None, and whether it has ended.
-    start = tuple(((None, False),) * len(ops) for ops in issued)
-    seen, left = {start}, [start]
 
     def signalled(state: tuple, rank: int, group: tuple[int, ...], epoch: int) -> list[tuple[Operator, int]]:
         far = zip(issued[rank], names[rank], state[rank], strict=True)
         return [name for op, name, (taken, _) in far if op.group == group and taken == epoch]
 
-    while left:
-        state = left.pop()
-        stuck = True
+    def moves(state: tuple) -> Iterator[tuple | str]:
         for me, far in enumerate(state):
             for i, (op, name) in enumerate(zip(issued[me], names[me], strict=True)):
                 taken, ended = far[i]
+                if ended:
+                    continue
                 if taken is None:
                     running = sum(at is not None and not over for at, over in far)
                     if running == room or not all(far[j][1] for j in before[me][i]):
                         continue
-                    epoch = sum(over and of.group == op.group for of, (_, over) in zip(issued[me], far, strict=True))
-                    if signalled(state, me, op.group, epoch):
-                        return f"rank {me}: two operators take epoch {epoch}"
-                    now = epoch, False
-                elif not ended:
-                    met = [signalled(state, peer, op.group, taken) for peer in op.group]
+                    now = sum(over and of.group == op.group for of, (_, over) in zip(issued[me], far, strict=True))
+                    if signalled(state, me, op.group, now):
+                        yield f"rank {me}: two operators take epoch {now}"
+                else:
+                    now, met = taken, [signalled(state, peer, op.group, taken) for peer in op.group]
                     if [] in met:
                         continue
                     if any(theirs != [name] for theirs in met):
-                        return f"rank {me}: {name} meets another operator"
-                    now = taken, True
-                else:
-                    continue
-                stuck = False
-                reached = (*state[:me], (*far[:i], now, *far[i + 1 :]), *state[me + 1 :])
-                if reached not in seen:
-                    seen.add(reached)
-                    left.append(reached)
-        if stuck and not all(over for far in state for _, over in far):
-            return "nobody can go on"
-    return None
+                        yield f"rank {me}: {name} meets another operator"
+                yield (*state[:me], (*far[:i], (now, taken is not None), *far[i + 1 :]), *state[me + 1 :])
+
+    # Of each rank, of each operator: the epoch that it took, or None, and whether it has ended.
+    start = tuple(((None, False),) * len(ops) for ops in issued)
+    return first_fault(start, moves, lambda state: all(over for far in state for _, over in far))
 
 
 BOTH, OTHERS, ENDS = (0, 1), (1, 2), (0, 2)
@@ -298,11 +275,11 @@ def issued(ranks: int, *operators: tuple[tuple[int, ...], int]) -> list[list[Ope
     ids=["one-group-alone", "one-group-beside", "a-ring-of-groups", "a-group-within", "rows-and-columns"],
 )
 def test_operators_of_two_streams_need_an_order(operators: list[list[Operator]], room: int, found: str):
-    assert found in (first_fault_of_streams(operators, room, ordered=False) or "")
-    assert first_fault_of_streams(operators, room, ordered=True) is None
+    assert found in (fault_of_streams(operators, room, ordered=False) or "")
+    assert fault_of_streams(operators, room, ordered=True) is None
 
 
 def test_an_order_of_streams_must_be_that_of_all_ranks():
     first, second = Operator(BOTH, 0), Operator((0, 1, 2), 1)
     for room in (1, 2):
-        assert first_fault_of_streams([[first, second], [second, first], [second]], room, ordered=True)
+        assert fault_of_streams([[first, second], [second, first], [second]], room, ordered=True)
