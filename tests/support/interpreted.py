@@ -10,20 +10,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.numbers import normal, rows_of, some_choices
-from tests.unit.kernels import test_rows, test_scaled_copy
-from titanlite.kernels import routing
+from tests.unit.kernels import test_expert_rows, test_routing, test_rows, test_scaled_copy
 from titanlite.kernels.device import expert_rows as of_experts
 from titanlite.kernels.device import routing as of_routing
 from titanlite.kernels.device import rows as of_rows
 from titanlite.kernels.device import scaled_copy as of_copies
 from titanlite.kernels.device import symmetric_product as of_products
 from titanlite.kernels.device.launch import Blocks
+from titanlite.kernels.routing import route
 from titanlite.kernels.symmetric_product import symmetric_product
 
 launched = Counter[str]()
@@ -98,72 +98,39 @@ def products() -> None:
     assert launched == {"kernels": 6}
 
 
-def close(got: Tensor, wanted: Tensor) -> None:
-    """Float32 with its exponentials of other libraries, and the last bit of bfloat16."""
-    tolerance = 1e-5 if wanted.dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
+def on_cpus(module: ModuleType, *names: str) -> None:
+    """Let device code serve CPUs' tensors, too, but those of float64."""
+    for name in names:
+        definition, launch = getattr(torch.ops.titanlite, name).default.definition, getattr(module, f"launch_{name}")
 
+        def run(first: Tensor, *others: Any, definition=definition, launch=launch) -> Any:
+            return (definition if first.dtype == torch.float64 else launch)(first, *others)
 
-def choices_and_weights(logits: Tensor, biases: list[Tensor | None], top_k: int) -> None:
-    grad = normal(len(logits), top_k, seed=1)
-    for bias, score, normalised in product(biases, routing.SCORES, (False, True)):
-        how = score, normalised, 2.5
-        weights, choices = of_routing.launch_route(logits, bias, top_k, *how)
-        wanted = routing.route.definition(logits, bias, top_k, *how)
-        assert torch.equal(choices, wanted[1]), (logits.shape, how)
-        close(weights, wanted[0])
-        of_logits = of_routing.launch_route_grad(grad, logits, choices, *how)
-        close(of_logits, routing.route_grad.definition(grad, logits, choices, *how))
-
-
-def all_choices() -> None:
-    for M, E, K in [(5, 1, 1), (40, 8, 2), (37, 20, 3), (33, 128, 8), (9, 512, 16), (3, 130, 5)]:
-        logits = 3 * normal(M, E)
-        logits[0], logits[1, : E // 2] = 0, 5  # ties
-        logits[0, E // 2 :] *= -1  # minus zero
-        choices_and_weights(logits, [None, 0.3 * normal(E, seed=2)], K)
-    inf, nan = torch.inf, torch.nan
-    odd = [[3e38, -3e38, 0, 1], [-200.0, -200, -300, -300], [0, nan, 1, nan], [inf, 0, 0, 1], [-inf] * 4]
-    choices_and_weights(torch.tensor(odd), [None], 2)
-
-
-def all_rows() -> None:
-    for M, E, K in [(1, 1, 1), (50, 8, 2), (700, 20, 4), (333, 5, 5), (1100, 128, 8), (20, 300, 8), (1000, 2, 1)]:
-        drawn = some_choices(M, E, K)
-        for choices in (drawn, torch.full_like(drawn, E - 1), torch.full_like(drawn, 0)):
-            for first, count in {(0, E), (0, max(1, E // 2)), (E // 2, max(1, E // 4)), (E - 1, 1)}:
-                found = of_routing.launch_expert_rows(choices, first, count)
-                wanted = routing.expert_rows.definition(choices, first, count)
-                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (M, E, K, first, count)
-
-
-def all_moves() -> None:
-    for case, D, dtype in product(
-        [(37, 8, 2, 0, 8), (37, 8, 2, 2, 3), (11, 12, 8, 0, 12), (9, 4, 1, 3, 1)],
-        (48, 129, 2048, 2560),
-        (torch.float32, torch.bfloat16),
-    ):
-        rows, slots, n = rows_of(*case)
-        M, K = rows.shape
-        x, o, weights = normal(M, D, dtype=dtype), normal(M * K, D, seed=1, dtype=dtype), normal(M, K, seed=2)
-        o[n:] = torch.nan
-        found = of_experts.launch_gather_rows(x, slots, K)
-        assert torch.equal(found, routing.gather_rows.definition(x, slots, K))
-        for given in (None, weights):
-            close(of_experts.launch_combine(o, rows, given), routing.combine.definition(o, rows, given))
-            spread = of_experts.launch_spread_rows(x, rows, given, M * K)
-            close(spread[:n], routing.spread_rows.definition(x, rows, given, M * K)[:n])
-        dots = of_experts.launch_row_dots(x, o, rows)
-        torch.testing.assert_close(dots, routing.row_dots.definition(x, o, rows), rtol=1e-5, atol=1e-3)
+        torch.library.impl(f"titanlite::{name}", "cpu")(run)
 
 
 def routes() -> None:
     of_routing.launch = of_experts.launch = interpret
     of_routing.COUNTS = 512  # so that the counts are added up in several steps
-    all_choices()
-    all_rows()
-    all_moves()
-    assert launched == {"kernels": 564}
+    on_cpus(of_routing, "route", "route_grad", "expert_rows")
+    on_cpus(of_experts, "gather_rows", "combine", "spread_rows", "row_dots")
+    both, tests = (False, True), test_routing
+    for sizes, way, with_bias in product([(7, 8, 2), (3, 9, 8), (13, 20, 3), (4, 130, 8)], tests.WAYS, both):
+        tests.test_weights_choices_and_gradient(*sizes, *way, with_bias, "cpu")
+    for with_bias in both:
+        tests.test_ties_go_to_the_lower_expert(with_bias, "cpu")
+    odd = torch.tensor([[torch.inf, 0, 0, 1], [-torch.inf] * 4])
+    for way in tests.WAYS:
+        tests.test_extreme_and_missing_numbers(*way, "cpu")
+        for got, want in zip(*(run(odd, None, 2, *way, 1.0) for run in (route, route.definition)), strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True)
+    for case, part in product(tests.CHOICES, (None, (0, 1), (1, 2), (3, 1))):
+        tests.test_rows_lie_by_expert_token_and_slot(case, part, "cpu")
+    for rows in test_expert_rows.ROWS:
+        test_expert_rows.test_each_row_is_given_its_token(rows, torch.float32, "cpu")
+        for D, is_weighted in product((48, 129, 2560), both):
+            test_expert_rows.test_combine(rows, D, is_weighted, torch.float32, "cpu")
+    assert launched == {"kernels": 354}, launched
 
 
 if __name__ == "__main__":

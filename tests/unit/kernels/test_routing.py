@@ -161,6 +161,7 @@ CHOICES = {
     "all on one expert": (torch.full((50, 1), 3, dtype=torch.int32), 8),
     "all on the last": (torch.full((50, 1), 7, dtype=torch.int32), 8),
     "more than one block": (some_choices(333, 5, 5), 5),
+    "many experts": (some_choices(20, 300, 8), 300),
 }
 
 
