@@ -76,13 +76,14 @@ def test_scales_are_laid_out_as_torch_wants_them(transposed: bool, left_of, righ
         assert torch.equal(got, scale_inv)
 
 
-def test_no_gpu_is_unsupported() -> None:
-    assert block_scaling_unsupported_reason(CPU) == "the device is no GPU"
-
-
 @pytest.mark.parametrize(
     ("capability", "cuda", "why"),
-    [((10, 0), "12.9", "this GPU has 10.0"), ((9, 0), "12.8", "built with 12.8"), ((9, 0), "13.0", None)],
+    [
+        (None, "12.9", "the device is no GPU"),
+        ((10, 0), "12.9", "this GPU has 10.0"),
+        ((9, 0), "12.8", "built with 12.8"),
+        ((9, 0), "13.0", None),
+    ],
 )
 def test_which_gpus_have_it(capability, cuda, why, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", cuda)

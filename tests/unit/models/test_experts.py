@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.unit.kernels.test_experts import one_by_one
+from tests.unit.kernels.test_routing import loop_route
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.config.recipe_schema import Experts, ModelDims
 from titanlite.kernels.router_losses import count_routing, router_losses, with_loss
@@ -43,24 +45,15 @@ def tokens(dtype: torch.dtype = torch.float64) -> Tensor:
 
 def by_loop(layer: MixtureOfExperts, x: Tensor) -> Tensor:
     """One token after the other, through plain matrices of each expert."""
-    of, router = layer.of, layer.router.weight
-    parts = layer.w13.split(layer.w13.weight) | layer.w2.split(layer.w2.weight)
-    w1, w3, w2 = (parts[name].unflatten(0, (of.n_experts, -1)) for name in ("w1", "w3", "w2"))
-    rows = []
-    for token in x:
-        logits = router @ token
-        scores = logits.sigmoid() if of.score == "sigmoid" else logits.softmax(0)
-        order = (scores if layer.bias is None else scores + layer.bias).sort(descending=True, stable=True).indices
-        chosen = order[: of.top_k]
-        weights = logits[chosen].softmax(0) if of.score == "softmax_of_chosen" else scores[chosen]
-        if of.normalised:
-            weights = weights / weights.sum()
-        each = [w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token)) for e in chosen.tolist()]
-        rows.append(sum(weight * of.scale * y for weight, y in zip(weights, each, strict=True)))
+    of, E = layer.of, layer.of.n_experts
+    logits = x @ layer.router.weight.T
+    weights, choices = loop_route(logits, layer.bias, of.top_k, of.score, of.normalised, of.scale)
+    w13, w2 = (w.weight.unflatten(0, (E, -1)) for w in (layer.w13, layer.w2))
+    y = one_by_one(x, weights, torch.tensor(choices), w13, w2)
     if layer.shared is None:
-        return torch.stack(rows)
+        return y
     wide = layer.shared.w13.split(layer.shared.w13.weight)
-    return torch.stack(rows) + (F.silu(x @ wide["w1"].T) * (x @ wide["w3"].T)) @ layer.shared.w2.weight.T
+    return y + (F.silu(x @ wide["w1"].T) * (x @ wide["w3"].T)) @ layer.shared.w2.weight.T
 
 
 @pytest.mark.parametrize("case", CASES)
