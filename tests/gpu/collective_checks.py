@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.collective_cases import (
     BF16,
     E4M3,
-    F64,
     Case,
     Gather,
     Given,
@@ -31,9 +29,7 @@ from tests.support.collective_cases import (
     prepared,
     scatters,
 )
-from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.lowering import no_peer_access
-from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 
 ROWS = Gather("rows", "M K", 0, ("K N",), dtype=BF16)
 TILES = Gather("whole-tiles", "T K", 0, ("K N",), dtype=BF16)
@@ -43,7 +39,7 @@ FLOAT8 = Gather("float8", "2 S K", 1, ("K N",), dtype=E4M3, scale_of="row", othe
 SUM = Scatter("sum", "M", ("K", "P"), 0, dtype=BF16)
 PUSHED = Scatter("whole-tiles", "T", ("K",), 0, dtype=BF16)
 COLUMNS = Scatter("columns", "2 S", ("K",), 2, dtype=BF16, bias=True)
-FLOAT8_SUM = Scatter("float8-sum", "2 S", ("K",), 1, dtype=E4M3, left_scale_of="row", right_scale_of="row")
+FLOAT8_SUM = Scatter("float8-sum", "2 S", ("K",), 1, dtype=E4M3, scale_of="row", other_scale_of="row")
 SEVERAL: list[Case] = [ROWS, SUM, BATCH, RIGHT, COLUMNS, FLOAT8, FLOAT8_SUM]
 
 
@@ -348,108 +344,46 @@ def shards(device: str, group: Ranks) -> list[str]:
     return problems
 
 
-LAYERS, MICRO_BATCHES = 3, 2
+def one_case(case: Case, device: str, group: Ranks) -> list[str]:
+    """A case, with NaN in all buffers ahead of every operator."""
+    return check_case(case, device, group, before=lambda: spoil(device, group))
 
 
-class Network(NamedTuple):
-    """Weights and data of a network of which every number is an integer that bfloat16 holds.
-
-    A row of a weight has one number that is not 0: a 1 or a -1. Numbers are thus moved, not summed: forwards they keep
-    their size, and backwards they at most double in a layer.
-    """
-
-    weights: list[Tensor]  # of each layer [F, D], then [D, F]
-    inputs: list[Tensor]  # of each micro-batch, [M, D]
-    grads: list[Tensor]  # of its output
-
-    @classmethod
-    def seeded(cls, seed: int, device: str) -> "Network":
-        """In float64, equal on all ranks."""
-        D, F, M = (384, 768, 768) if device == "cuda" else (24, 48, 24)
-        rng = torch.Generator().manual_seed(seed)
-
-        def signs(*shape: int, probability: float) -> Tensor:
-            return torch.randn(shape, generator=rng).sign() * (torch.rand(shape, generator=rng) < probability)
-
-        def weight(rows: int, columns: int) -> Tensor:
-            chosen = torch.cat([torch.randperm(columns, generator=rng) for _ in range(-(-rows // columns))])[:rows]
-            return torch.zeros(rows, columns).scatter_(1, chosen[:, None], signs(rows, 1, probability=1.0))
-
-        weights = [weight(*shape) for _ in range(LAYERS) for shape in ((F, D), (D, F))]
-        inputs = [signs(M, D, probability=0.5) for _ in range(MICRO_BATCHES)]
-        grads = [signs(M, D, probability=0.1) for _ in range(MICRO_BATCHES)]
-        return cls(*([t.to(device, F64) for t in ts] for ts in (weights, inputs, grads)))
-
-    def run(self, layer: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-        """Outputs, then all gradients, those of the weights summed over the micro-batches."""
-        weights, inputs = ([t.clone().requires_grad_() for t in ts] for ts in (self.weights, self.inputs))
-        outs: list[Tensor] = []
-        for x, grad in zip(inputs, self.grads, strict=True):
-            for w_in, w_out in zip(weights[::2], weights[1::2], strict=True):
-                x = layer(x, w_in, w_out)
-            x.backward(grad)
-            outs.append(x.detach())
-        return [*outs, *(t.grad for t in (*inputs, *weights) if t.grad is not None)]
-
-
-def _network(device: str, group: Ranks, seed: int, between: Callable[[], object]) -> list[str]:
-    whole, ranks, me = Network.seeded(seed, device), len(group.ranks), group.me
-    tokens = whole.inputs[0].shape[0]
-
-    def fused(x: Tensor, w_in: Tensor, w_out: Tensor) -> Tensor:
-        _, hidden = all_gather_matmul(x, [w_in.t()], 0, tokens, group.name)
-        return matmul_reduce_scatter([hidden.relu()], [w_out.t()], 0, group.name)
-
-    def own(x: Tensor, dim: int) -> Tensor:
-        return x.chunk(ranks, dim)[me].to(BF16).contiguous()
-
-    dims_of_weights = [i % 2 for i in range(len(whole.weights))]
-    mine = Network(
-        [own(w, dim) for w, dim in zip(whole.weights, dims_of_weights, strict=True)],
-        [own(x, 0) for x in whole.inputs],
-        [own(grad, 0) for grad in whole.grads],
-    )
-    wanted = whole.run(lambda x, w_in, w_out: (x @ w_in.t()).relu() @ w_out.t())
-    assert all(t.abs().max() <= 256 for t in wanted)
-    with Between(between):
-        got = mine.run(fused)
-    dims = [0] * (2 * MICRO_BATCHES) + dims_of_weights
-    return differences(f"seed {seed}", got, [t.chunk(ranks, dim)[me] for t, dim in zip(wanted, dims, strict=True)])
-
-
-def network_of_spoilt_buffers(device: str, group: Ranks) -> list[str]:
-    """Layers and micro-batches, forward and backward, with NaN in all buffers ahead of every operator."""
-    return _network(device, group, 0, lambda: spoil(device, group))
-
-
-def network_out_of_step(device: str, group: Ranks) -> list[str]:
-    """The same on ranks of which each is late in its turn, over and over with other numbers."""
-    turn = iter(range(10**6))
-    runs = [_network(device, group, seed, lambda: delay(device, group, next(turn))) for seed in range(5)]
-    return [text for problems in runs for text in problems]
-
-
-EXTRA = {
+ON_ANY_DEVICE = {
     "operators out of step": out_of_step,
     "two streams": two_streams,
+}
+ON_GPUS = {
     "CUDA graph": captured,
     "forked CUDA graph": captured_on_two_streams,
     "others get through": others_get_through,
     "counted far": counted_far,
     "shards": shards,
-    "network of spoilt buffers": network_of_spoilt_buffers,
-    "network out of step": network_out_of_step,
 }
+
+
+def _of_one_group(device: str) -> dict[str, Callable[[str, Ranks], list[str]]]:
+    cases: list[Case] = [*gathers(device), *scatters(device)]
+    each = {f"{type(case).__name__.lower()} {case.id}": partial(one_case, case) for case in cases}
+    return ON_ANY_DEVICE | (ON_GPUS if device == "cuda" else {}) | each
+
+
+def _of_several(world: int) -> dict[str, tuple[Callable[[str, list[Ranks]], list[str]], list[tuple[int, ...]]]]:
+    """Checks of several groups, and the ranks of these."""
+    everyone = tuple(range(world))
+    turns = [(0, 1), (2, 3), (0, 2), (1, 3)] if world >= 4 else [everyone, everyone]
+    if world >= 8:
+        turns = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)]
+    overlapping = [(0, 1, 3), (0, 2), (1, 3), everyone] if world >= 4 else [everyone]
+    return {
+        "groups take turns": (groups_take_turns, turns),
+        "some have met before": (some_have_met_before, overlapping),
+    }
 
 
 def names(world: int, device: str, only: str = "") -> list[str]:
     """All checks with `only` in their name, in the order in which they run."""
-    left_out = (
-        [] if device == "cuda" else ["CUDA graph", "forked CUDA graph", "others get through", "counted far", "shards"]
-    )
-    extra = [f"{title} {name}" for title in EXTRA if title not in left_out for name in partitions(world)]
-    cases = [f"{_kind(case)} {case.id} {name}" for case in _cases(device) for name in partitions(world)]
-    every = [*extra, "groups take turns", "some have met before", *cases]
+    every = [*_of_several(world), *(f"{title} {name}" for title in _of_one_group(device) for name in partitions(world))]
     if not any(only in name for name in every):
         raise ValueError(f"no check of {world} ranks on {device} has {only!r} in its name; one is called {every[0]!r}")
     return [name for name in every if only in name]
@@ -457,30 +391,6 @@ def names(world: int, device: str, only: str = "") -> list[str]:
 
 def checks(world: int, device: str) -> dict[str, Callable[[], list[str]]]:
     """This rank's part of every check; there is none in a group that it is not in. All ranks call this together."""
-    mine = groups(world)
-    everyone = tuple(range(world))
-    taking_turns = [(0, 1), (2, 3), (0, 2), (1, 3)] if world >= 4 else [everyone, everyone]
-    if world >= 8:
-        taking_turns = [(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)]
-    turns = own_groups(taking_turns)
-    overlapping = own_groups([(0, 1, 3), (0, 2), (1, 3), everyone] if world >= 4 else [everyone])
-    found = {
-        "groups take turns": lambda: groups_take_turns(device, turns),
-        "some have met before": lambda: some_have_met_before(device, overlapping),
-    }
-    for name, group in mine.items():
-        for title, check in EXTRA.items():
-            found[f"{title} {name}"] = lambda check=check, group=group: check(device, group)
-        for case in _cases(device):
-            found[f"{_kind(case)} {case.id} {name}"] = lambda case=case, group=group: check_case(
-                case, device, group, before=lambda: spoil(device, group)
-            )
-    return found
-
-
-def _cases(device: str) -> list[Case]:
-    return [*gathers(device), *scatters(device)]
-
-
-def _kind(case: Case) -> str:
-    return "gather" if isinstance(case, Gather) else "scatter"
+    of_one = _of_one_group(device)
+    mine = {f"{t} {name}": partial(of_one[t], device, group) for name, group in groups(world).items() for t in of_one}
+    return mine | {t: partial(check, device, own_groups(of)) for t, (check, of) in _of_several(world).items()}

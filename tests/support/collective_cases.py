@@ -49,15 +49,8 @@ def sizes(text: str, device: str) -> list[int]:
     return [int(axis) if axis.isdigit() else SIZES[device][axis] for axis in text.split()]
 
 
-@dataclass(frozen=True)
-class Gather:
-    """A case of `all_gather_matmul`."""
-
-    id: str
-    whole: str  # shape of G
-    dim: int
-    others: tuple[str, ...]
-    form: str = "left"
+@dataclass(frozen=True, kw_only=True)
+class _Case:
     dtype: torch.dtype = F64
     other_dtype: torch.dtype | None = None
     out_dtype: torch.dtype | None = None
@@ -70,23 +63,25 @@ class Gather:
 
 
 @dataclass(frozen=True)
-class Scatter:
-    """A case of `matmul_reduce_scatter`."""
+class Gather(_Case):
+    """A case of `all_gather_matmul`."""
+
+    id: str
+    whole: str  # shape of G
+    dim: int
+    others: tuple[str, ...]
+    form: str = "left"
+
+
+@dataclass(frozen=True)
+class Scatter(_Case):
+    """A case of `matmul_reduce_scatter`, whose others are on the right."""
 
     id: str
     rows: str  # the dims before N
     inner: tuple[str, ...]  # K of each product
     dim: int
     columns: str = "N"
-    dtype: torch.dtype = F64
-    right_dtype: torch.dtype | None = None
-    out_dtype: torch.dtype | None = None
-    bias: bool = False
-    bias_dtype: torch.dtype | None = None
-    memory: str = "contiguous"
-    left_scale_of: str = "tensor"
-    right_scale_of: str = "tensor"
-    devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 Case = Gather | Scatter
@@ -266,21 +261,21 @@ _SCATTERS_OF_A_DTYPE = [
     Scatter("bfloat16-float32-bias", "2 S", ("K", "P"), 1, dtype=BF16, bias=True, bias_dtype=F32),
     Scatter("float16-to-bfloat16", "M", ("K", "P"), 0, dtype=F16, out_dtype=BF16),
     Scatter("e4m3", "M", ("K",), 0, dtype=E4M3),
-    Scatter("e4m3-e5m2", "2 S", ("K", "P"), 1, dtype=E4M3, right_dtype=E5M2),
-    Scatter("e5m2-e4m3-columns", "2 S", ("K", "P"), 2, dtype=E5M2, right_dtype=E4M3, bias=True),
+    Scatter("e4m3-e5m2", "2 S", ("K", "P"), 1, dtype=E4M3, other_dtype=E5M2),
+    Scatter("e5m2-e4m3-columns", "2 S", ("K", "P"), 2, dtype=E5M2, other_dtype=E4M3, bias=True),
     Scatter("e5m2", "M", ("K",), 0, dtype=E5M2, devices=("cpu",)),
     Scatter("e4m3-to-float32", "M", ("K", "P"), 0, dtype=E4M3, out_dtype=F32),
-    Scatter("e4m3-ragged", "m", ("K",), 0, dtype=E4M3, left_scale_of="row", right_scale_of="row"),
-    Scatter("e4m3-ragged-columns", "2 S", ("K",), 2, "n", dtype=E4M3, right_scale_of="row"),
-    Scatter("e4m3-odd", "x", ("y", "x"), 0, "z", dtype=E4M3, left_scale_of="row", devices=("cpu",)),
-    Scatter("e4m3-whole-tiles", "T", ("K",), 0, "w", dtype=E4M3, left_scale_of="row", right_scale_of="row"),
-    Scatter("e4m3-narrow-tiles", "T", ("K",), 0, "n", dtype=E4M3, left_scale_of="row", right_scale_of="row"),
+    Scatter("e4m3-ragged", "m", ("K",), 0, dtype=E4M3, scale_of="row", other_scale_of="row"),
+    Scatter("e4m3-ragged-columns", "2 S", ("K",), 2, "n", dtype=E4M3, other_scale_of="row"),
+    Scatter("e4m3-odd", "x", ("y", "x"), 0, "z", dtype=E4M3, scale_of="row", devices=("cpu",)),
+    Scatter("e4m3-whole-tiles", "T", ("K",), 0, "w", dtype=E4M3, scale_of="row", other_scale_of="row"),
+    Scatter("e4m3-narrow-tiles", "T", ("K",), 0, "n", dtype=E4M3, scale_of="row", other_scale_of="row"),
     Scatter("e4m3-transposed", "M", ("K",), 0, dtype=E4M3, memory="transposed"),
-    Scatter("e4m3-by-row", "M", ("K",), 0, dtype=E4M3, left_scale_of="row", right_scale_of="row", bias=True),
-    Scatter("e4m3-by-row-batch", "2 S", ("K", "P"), 1, dtype=E4M3, left_scale_of="row", right_scale_of="row"),
-    Scatter("e4m3-by-row-columns", "2 S", ("K",), -1, dtype=E4M3, left_scale_of="row", right_scale_of="row"),
-    Scatter("e4m3-by-row-and-tensor", "M", ("K", "P"), 0, dtype=E4M3, left_scale_of="row"),
-    Scatter("e4m3-by-tensor-and-row", "2 3 S", ("K",), 2, dtype=E4M3, right_scale_of="row"),
+    Scatter("e4m3-by-row", "M", ("K",), 0, dtype=E4M3, scale_of="row", other_scale_of="row", bias=True),
+    Scatter("e4m3-by-row-batch", "2 S", ("K", "P"), 1, dtype=E4M3, scale_of="row", other_scale_of="row"),
+    Scatter("e4m3-by-row-columns", "2 S", ("K",), -1, dtype=E4M3, scale_of="row", other_scale_of="row"),
+    Scatter("e4m3-by-row-and-tensor", "M", ("K", "P"), 0, dtype=E4M3, scale_of="row"),
+    Scatter("e4m3-by-tensor-and-row", "2 3 S", ("K",), 2, dtype=E4M3, other_scale_of="row"),
 ]
 
 
@@ -486,9 +481,9 @@ def _check(case: Case, device: str, group: Ranks, kind: str, before: Callable[[]
 
     truths = truths_of(case, every)
     wanted = truths(*(operand.double() for given in every for operand in given.operands))[group.me]
-    fused = _fused()
+    fused = fused_calls()
     problems, outs = (_run_twice if kind == "normal" else _run_beside_fake)(run, every[group.me], before)
-    fused = bool(_fused() - fused)
+    fused = bool(fused_calls() - fused)
     if isinstance(case, Gather):
         problems += _compare_gathered(case, device, group, kind, every, outs, wanted, fused)
     else:
@@ -529,7 +524,7 @@ def _compare_scattered(case: Scatter, device, group, kind, every, outs, wanted, 
     return _compare("sum", outs[0], wanted[0], allowed, roundings.out_dtype)
 
 
-def _fused() -> int:
+def fused_calls() -> int:
     """How many operators this process has run in device code."""
     return sum(n for how, n in lowered.items() if how.reason is None)
 
@@ -699,13 +694,13 @@ def scatter_given(case: Scatter, device: str, group: Ranks, r: int, kind: str, r
     own = [*rows, N]
     own[case.dim] = split(own, case.dim, own[case.dim], n).length(r)
     operands = [rng.operand([*rows, K], case.dtype) for K in inner]
-    operands += [rng.operand([K, N], case.right_dtype or case.dtype) for K in inner]
+    operands += [rng.operand([K, N], case.other_dtype or case.dtype) for K in inner]
     if case.bias:
         operands.append(rng.operand(own[-1:], case.bias_dtype or out_dtype))
     if case.dtype not in FLOAT8:
         return Given(operands, grads=[] if kind == "zeros" else [rng.operand(own, out_dtype)])
-    scales = [rng.scale([*rows, 1] if case.left_scale_of == "row" else []) for _ in inner]
-    return Given(operands, scales + [rng.scale([1, N] if case.right_scale_of == "row" else []) for _ in inner])
+    scales = [rng.scale([*rows, 1] if case.scale_of == "row" else []) for _ in inner]
+    return Given(operands, scales + [rng.scale([1, N] if case.other_scale_of == "row" else []) for _ in inner])
 
 
 def partial_sum(case: Scatter, given: Given, operands: list[Tensor] | tuple[Tensor, ...]) -> Tensor:

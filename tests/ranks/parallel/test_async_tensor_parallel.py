@@ -14,19 +14,19 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch._dynamo  # the first call of an operator imports it: once here, not in every forked rank
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.gpu.collective_checks import Between, spoil
+from tests.gpu.collective_checks import Between, delay, spoil
 from tests.gpu.ranks_on_gpus import run_on_gpus
 from tests.support.collective_cases import Ranks
 from tests.support.count_collectives import CountCollectives
@@ -36,20 +36,13 @@ from titanlite import recipes
 from titanlite.activation_checkpoint.apply import apply_activation_checkpoint
 from titanlite.activation_checkpoint.operations import FUSED
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
-from titanlite.kernels.all_gather_matmul import all_gather_matmul
-from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
+from titanlite.kernels.collectives import Group
 from titanlite.kernels.lowering import lowered
-from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
 from titanlite.models.layers import Linear, Sequences
 from titanlite.models.llama3 import Llama3
 from titanlite.parallel.initialise import initialise
 from titanlite.parallel.replicated_gradients import reduce_replicated_gradients
-from titanlite.parallel.tensor import (
-    ColumnParallelLinear,
-    LayerPlan,
-    RowParallelLinear,
-    apply_tensor_parallel,
-)
+from titanlite.parallel.tensor import LayerPlan, apply_tensor_parallel
 from titanlite.sharding.layers import plan_layers
 
 # No two layers of a block have local weights of the same shape, transposed or not: a call tells its layer.
@@ -105,35 +98,10 @@ class Calls(CountCollectives):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class BiasedColumn(ColumnParallelLinear):
-    """With a bias for each of this rank's features: the operators add it, and no model has one."""
-
-    bias: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, group = self.weight.to_local(), self.group  # type: ignore[operator]
-        if self.fused is None:
-            return F.linear(gather_tokens(x, group), weight, self.bias)
-        return all_gather_matmul(x, [weight.t()], 0, len(x) * group.size, group.name, biases=[self.bias])[1]
-
-
-class BiasedRow(RowParallelLinear):
-    """With a bias that is added once, after the sum over the ranks."""
-
-    bias: nn.Parameter
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, group = self.weight.to_local(), self.group  # type: ignore[operator]
-        if self.fused is None:
-            return scatter_tokens(F.linear(x, weight), group) + self.bias
-        return matmul_reduce_scatter([x], [weight.t()], 0, group.name, bias=self.bias)
-
-
 class Case(NamedTuple):
     """What a block is run with."""
 
     batch: int = 2
-    biased: bool = False
     dtype: torch.dtype = torch.float32
     save_list: SaveList = NONE
     backend: str | None = None  # of the compiler
@@ -160,7 +128,7 @@ def _planned() -> None:
         plan_of("cpu", dataclasses.replace(SIZES["cpu"], n_layers=n_layers), 2)
 
 
-def assembled(mesh: DeviceMesh, fused: bool, dims: ModelDims, save_list: SaveList, biased: bool = False) -> Llama3:
+def assembled(mesh: DeviceMesh, fused: bool, dims: ModelDims, save_list: SaveList) -> Llama3:
     device = mesh.device_type
     with torch.device("meta"):
         model = Llama3(dims, S[device])
@@ -170,11 +138,6 @@ def assembled(mesh: DeviceMesh, fused: bool, dims: ModelDims, save_list: SaveLis
     model.to_empty(device=device)
     model.fill_buffers()
     initialise(model, seed=0)
-    for module in [m for m in model.layers.modules() if isinstance(m, Linear)] if biased else []:
-        column = isinstance(module, ColumnParallelLinear)
-        module.__class__ = BiasedColumn if column else BiasedRow
-        features = module.weight.to_local().shape[0]  # type: ignore[operator]
-        module.bias = nn.Parameter(torch.linspace(-1, 1, features, device=device))
     return model
 
 
@@ -193,7 +156,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 def run_block(mesh: DeviceMesh, case: Case, fused: bool) -> Ran:
     device, ranks, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
     dims, tokens = SIZES[device], case.batch * S[device]
-    model = assembled(mesh, fused, dims, case.save_list, case.biased)
+    model = assembled(mesh, fused, dims, case.save_list)
     block, given = model.layers[0].to(case.dtype), (model.cos, model.sin, Sequences(model.seq_len))
     rng = torch.Generator().manual_seed(case.batch)
     whole = [torch.randn(tokens, dims.dim, generator=rng) for _ in range(2)]
@@ -262,9 +225,7 @@ def test_block(save_list, tmp_path):
         mesh = tensor_parallel_mesh()
         for dtype in (torch.float32, torch.bfloat16):
             for batch in (1, 2, 3):
-                for biased in (False, True):
-                    case = Case(batch, biased, dtype, SAVE_LISTS[save_list])
-                    check_block(mesh, case, RECOMPUTED.get(save_list, []))
+                check_block(mesh, Case(batch, dtype, SAVE_LISTS[save_list]), RECOMPUTED.get(save_list, []))
 
     run_ranks(body, tmp_path)
 
@@ -273,8 +234,8 @@ COMPILED = {
     "none": Case(batch=1),
     "full": Case(dtype=torch.bfloat16),
     "balanced": Case(batch=3),
-    "matmuls": Case(biased=True),
-    "two matmuls": Case(biased=True, dtype=torch.bfloat16),
+    "matmuls": Case(),
+    "two matmuls": Case(dtype=torch.bfloat16),
 }
 
 
@@ -328,7 +289,13 @@ def check_accumulation(mesh: DeviceMesh, dtype: torch.dtype, save_list: SaveList
     device, group = mesh.device_type, mesh.get_group()
     ranks = Ranks(group.group_name, tuple(range(mesh.size())), mesh.get_local_rank())
     plain = accumulate(mesh, False, dtype, save_list, lambda: None)
-    fused = accumulate(mesh, True, dtype, save_list, lambda: spoil(device, ranks))
+    turn = count()
+
+    def spoil_and_delay() -> None:
+        spoil(device, ranks)
+        delay(device, ranks, next(turn))
+
+    fused = accumulate(mesh, True, dtype, save_list, spoil_and_delay)
     head = f"{GATHER} output", f"{SCATTER} output"
     assert fused.forward.fused == [*FORWARD * LAYERS, head[0]] * MICRO_BATCHES
     assert Counter(fused.backward.fused) == Counter([*(BACKWARD + recomputed) * LAYERS, head[1]] * MICRO_BATCHES)
@@ -349,15 +316,13 @@ def test_gradient_accumulation(save_list, tmp_path):
 
 
 def blocks_and_layers(device: str) -> None:
-    """Blocks, then layers and micro-batches with NaN in all buffers ahead of each operator: on GPUs, these are real."""
+    """Blocks; then layers and micro-batches, with NaN in all buffers ahead of each operator, on ranks late in turn."""
     mesh, dtype = tensor_parallel_mesh(device, dist.get_world_size()), torch.bfloat16
     tolerance = allowed(dtype, pairs=8)
     for save_list in ("none", "full", "balanced"):
         recomputed = RECOMPUTED.get(save_list, [])
         for batch in (1, 2, 3):
-            for biased in (False, True):
-                case = Case(batch, biased, dtype, SAVE_LISTS[save_list])
-                check_block(mesh, case, recomputed, tolerance)
+            check_block(mesh, Case(batch, dtype, SAVE_LISTS[save_list]), recomputed, tolerance)
         check_accumulation(mesh, dtype, SAVE_LISTS[save_list], recomputed)
     assert bool(lowered) == (device == "cuda")
     assert not {how.reason for how in lowered if how.reason}
