@@ -38,9 +38,8 @@ FAMILIES = {
     for name, cases in families(every).items()
 }
 # float64 takes the same code as what is rounded, of 16 bits as of 32; here one form of it is exact.
-MORE = [name for name in FAMILIES if name.endswith("float64") and name != "gather right-float64"]
-MORE += ["gather left-float8"]
-QUICK = [name for name in FAMILIES if not name.endswith("float16") and name not in MORE]
+QUICK = [name for name in FAMILIES if not name.endswith(("float64", "float16", "left-float8"))]
+QUICK.append("gather right-float64")
 CASES: dict[str, Case] = {f"gather {case.id}": case for case in gathers("cpu")}
 CASES |= {f"scatter {case.id}": case for case in scatters("cpu")}
 ONE_OF_EACH_KIND = [
@@ -52,7 +51,7 @@ ONE_OF_EACH_KIND = [
 ]
 
 
-@pytest.mark.parametrize("family", [*QUICK, *slow(*MORE)])
+@pytest.mark.parametrize("family", QUICK)
 def test_cases(family: str, tmp_path):
     run_ranks(lambda: check_cases(FAMILIES[family], WORLD, everywhere=False), tmp_path, WORLD)
 
