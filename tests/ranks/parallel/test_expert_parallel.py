@@ -5,20 +5,13 @@ each rank sums the gradient of a weight over its own tokens, and FSDP sums those
 the bounds of `tests/ranks/training/test_layouts.py` hold.
 """
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
-from tests.support.short_run import Trained, assemble, checked, require_loads, take_steps, train
-from titanlite.config.schema import Config, Model
-from titanlite.errors import ShardingError
-from titanlite.models.find import build_model
-from titanlite.parallel.expert import experts_to_share
-from titanlite.recipes import load
+from tests.support.short_run import Trained, assemble, checked, take_steps, train
 
 MOE = ["--model.name", "qwen3_moe", "--optimizer.lr", "3e-4"]
 DEGREE = "--parallelism.expert_parallel_degree"
@@ -120,23 +113,6 @@ class Mine(moe.Qwen3MoE):
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("flags", [[], ["--compile.enable"]])
-def test_experts_anywhere_in_a_model_train_alike(world: int, flags: list[str], tmp_path: Path) -> None:
-    """Two layers of them in a block, none in the next, and some outside of blocks."""
-    (tmp_path / "mine.py").write_text(OWN)
-    (tmp_path / "model").mkdir()
-    recipe = (Path(__file__).parents[3] / "recipes" / "model" / "qwen3_moe-debug.toml").read_text()
-    (tmp_path / "model" / "mine-odd.toml").write_text(recipe)
-    flags = ["--model.file", str(tmp_path / "mine.py"), "--model.flavor", "odd", "--optimizer.lr", "3e-4", *flags]
-    flags += ["--job.recipe_dirs", str(tmp_path)]
-    truth = train(tmp_path, world, flags, steps=2, timeout_s=300)
-    got = train(tmp_path, world, [*flags, DEGREE, "2"], steps=2, timeout_s=300)
-    assert sum(".experts.w13." in name or "between.w13." in name for name in got.gradients) == 4
-    assert max(off_by(got, truth).values()) <= 1e-6
-
-
 def test_experts_are_gathered_while_backward_is_in_the_block_behind(tmp_path, monkeypatch) -> None:
     asked = checked(tmp_path, 4, [*MOE, "--model.n_layers", "3", DEGREE, "2"])
     gather, after = _fsdp_param_group.foreach_all_gather, _fsdp_param_group.FSDPParamGroup.post_backward
@@ -167,22 +143,3 @@ def test_experts_are_gathered_while_backward_is_in_the_block_behind(tmp_path, mo
             assert all(backward.index(f"gather {part.format(n)}") < behind for part in (first, rest))
 
     run_ranks(body, tmp_path, 4)
-
-
-def test_a_model_without_experts_or_with_too_few_is_refused() -> None:
-    """Models of a file of one's own are: of ours the config says so."""
-    dims = load("model", "qwen3_moe-debug")
-    config = Config(model=Model(name="qwen3_moe"))
-    model = build_model(config.model, dims, 64)
-    assert len(experts_to_share(model, 4)) == dims.n_layers
-    with pytest.raises(ShardingError, match=r"layers\.0\.experts = 8 experts\n +want: a multiple of .* = 3"):
-        experts_to_share(model, 3)
-    with pytest.raises(ShardingError, match="the model has no experts"):
-        experts_to_share(model.layers[0].attention, 2)  # type: ignore[index]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [("2", "4"), ("4", "1"), ("1", "2")])
-def test_a_checkpoint_loads_under_another_degree(before: str, after: str, tmp_path: Path) -> None:
-    asked = [checked(tmp_path, 4, [*MOE, DEGREE, degree, "--optimizer.ema_decay", "0.5"]) for degree in (before, after)]
-    run_ranks(lambda: require_loads(*asked, tmp_path / "checkpoint"), tmp_path, 4)

@@ -131,34 +131,52 @@ def distances(got: Trained, truth: Trained) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [[f"{TP}2", f"{EP}2"], [f"{TP}2"]])
-def test_a_model_file_and_mixtral_train_alike(layout: list[str], tmp_path: Path) -> None:
-    """Each part of the file's is compared with the whole before the first step, too."""
+@pytest.mark.parametrize(
+    ("ranks", "world", "both", "layout"),
+    [
+        (2, 4, [BATCH], [f"{TP}2", f"{EP}2"]),
+        (2, 4, [BATCH], [f"{TP}2"]),
+        *((n, n, more, [f"{EP}2"]) for n in (2, 4) for more in ([], ["--compile.enable"])),
+    ],
+)
+def test_a_model_file_and_mixtral_train_alike(
+    ranks: int, world: int, both: list[str], layout: list[str], tmp_path: Path
+) -> None:
+    """The file has two layers of experts in a block, none in the next, and some outside of blocks."""
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine-odd.toml").write_text(RECIPE.replace("shared = 4\n", ""))
     own = [f"--model.file={tmp_path / 'mine.py'}", "--model.flavor=odd", f"--job.recipe_dirs={tmp_path}"]
-    for model in (own, ["--model.name=mixtral"]) if EP in layout[-1] else (own,):
-        flags = [*model, "--optimizer.lr=3e-4", BATCH]
-        assert_alike(train(tmp_path, 4, [*flags, *layout], steps=3), train(tmp_path, 2, flags, steps=3))
+    for model in (own, ["--model.name=mixtral"]) if len(layout) > 1 else (own,):
+        flags = [*model, "--optimizer.lr=3e-4", *both]
+        truth = train(tmp_path, ranks, flags, steps=3, timeout_s=300)
+        assert_alike(train(tmp_path, world, [*flags, *layout], steps=3, timeout_s=300), truth)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
-    [([f"{TP}2", f"{EP}2"], []), ([f"{EP}2"], [f"{TP}2"]), ([f"{TP}2"], [f"{TP}4", f"{EP}2"])],
+    [
+        *(([f"{TP}2", f"{EP}2"], []), ([f"{EP}2"], [f"{TP}2"]), ([f"{TP}2"], [f"{TP}4", f"{EP}2"])),
+        *(([f"{EP}2"], [f"{EP}4"]), ([f"{EP}4"], []), ([], [f"{EP}2"])),
+    ],
 )
 def test_a_checkpoint_loads_under_another_layout(
     before: list[str], after: list[str], flags: list[str], tmp_path: Path
 ) -> None:
-    one = "--training.local_batch_size=1"
-    asked = [checked(tmp_path, 4, [*flags, one, *layout]) for layout in (before, after)]
+    flags += ["--training.local_batch_size=1", "--optimizer.ema_decay=0.5"]
+    asked = [checked(tmp_path, 4, [*flags, *layout]) for layout in (before, after)]
     run_ranks(lambda: require_loads(*asked, tmp_path / "checkpoint"), tmp_path, 4)
 
 
 def test_what_cannot_be_split_is_refused() -> None:
     dims = load("model", "qwen3_moe-debug")
     model = build_model(Model(name="qwen3_moe"), dims, 64)
+    assert len(experts_to_share(model, 4)) == dims.n_layers
+    with pytest.raises(ShardingError, match=r"layers\.0\.experts = 8 experts\n +want: a multiple of .* = 3"):
+        experts_to_share(model, 3)
+    with pytest.raises(ShardingError, match="the model has no experts"):
+        experts_to_share(model.layers[0].attention, 2)  # type: ignore[index]
     first: MixtureOfExperts = model.layers[0].experts  # type: ignore[index,union-attr,assignment]
     first.compute = lambda *operands: experts(*operands)
     assert len(experts_to_share(model, 1)) == dims.n_layers
@@ -173,7 +191,3 @@ def test_what_cannot_be_split_is_refused() -> None:
     model.sharding = {**moe.Qwen3MoE.sharding, "layers.*.experts.w2.weight": "tp:1"}  # type: ignore[assignment]
     with pytest.raises(ShardingError, match=r"experts\.w2\.weight = split by an annotation\n +want: no annotation"):
         plan_layers(model, 64, 2)
-
-
-def test_the_layout_is_that_of_llama() -> None:
-    assert moe.Mixtral.sharding == {k: v for k, v in moe.llama3.Llama3.sharding.items() if "feed_forward" not in k}
