@@ -17,6 +17,7 @@ import torch.distributed.tensor.experimental._func_map
 import torch.export._trace
 
 from tests.support.forks import fork
+from titanlite.kernels.collectives import Group
 
 # What every rank would import for itself: two seconds of it where blocks are compiled.
 _IMPORTED_ONCE = (
@@ -56,6 +57,11 @@ def run_ranks(body: Callable[[], object], folder: Path, world: int = 2, timeout_
     bad = [f"--- rank {r}: {end}\n{out[r]}" for r, end in sorted(ended.items()) if end != "ok"]
     assert not bad, "\n".join(bad)
     return out
+
+
+def world_group() -> Group:
+    """All ranks."""
+    return Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())  # type: ignore[union-attr]
 
 
 def _rank(body: Callable[[], object], rank: int, world: int, store: Path) -> int:

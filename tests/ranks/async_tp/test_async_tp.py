@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from threading import Thread
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
     parallelize_module,
 )
 from torch.fx import GraphModule
@@ -109,36 +106,6 @@ def test_recomputed_block(per_op, collectives, tmp_path):
         # could have drawn random numbers, such as attention in one kernel.
         with sdpa_kernel(SDPBackend.MATH):
             check(recomputed(block(True, torch.bfloat16), per_op), 2, torch.bfloat16, collectives)
-
-    run_ranks(body, tmp_path, 2)
-
-
-class Gated(nn.Module):
-    """Four layers that share an input, whose gradient is the sum of four products, of a batch of one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ins = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(4))
-        self.out = nn.Linear(8, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = (w(x[0]) for w in self.ins)
-        return self.out(a * b + c * d)[None]
-
-
-@pytest.mark.slow
-def test_sum_of_four_products_for_a_batch_of_one(tmp_path):
-    def body() -> None:
-        torch.manual_seed(0)
-        whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-        plan: dict[str, Any] = {"0": whole, "0.out": RowwiseParallel(output_layouts=Shard(0))}
-        plan |= {f"0.ins.{i}": ColwiseParallel() for i in range(4)}
-        mesh = init_device_mesh("cpu", (2,))
-        model = parallelize_module(nn.Sequential(Gated()).double(), mesh, plan)
-        (truth, got), report = runs_of(model, 1, 4, torch.float64)
-        assert [pair.fused for pair in report] == [True] * 4, "\n".join(map(str, report))
-        for g, t in zip(got, truth, strict=True):
-            torch.testing.assert_close(g, t, rtol=1e-12, atol=1e-12)
 
     run_ranks(body, tmp_path, 2)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tests.support.needs import DEVICES
 from tests.support.numbers import F32, within
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 from titanlite.kernels import cross_entropy
-from titanlite.kernels.collectives import Group
 from titanlite.kernels.cross_entropy import IGNORE_INDEX, CrossEntropy
 
 M, V = 24, 64
@@ -87,7 +86,7 @@ def test_split_vocabulary_is_the_whole_one(tp, keys, dtype, tmp_path):
 
     def body() -> None:
         rank = dist.get_rank()
-        entropy = CrossEntropy(Group(dist.group.WORLD.group_name, tp, rank), **keys)
+        entropy = CrossEntropy(world_group(), **keys)
         got = loss_and_gradient(entropy, logits.chunk(tp, 1)[rank], targets)
         check(got, (true_loss, true_grad.chunk(tp, 1)[rank], squares), dtype)
         everyone = [torch.empty_like(got.loss) for _ in range(tp)]

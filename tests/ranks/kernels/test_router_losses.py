@@ -4,11 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.needs import DEVICES, slow
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 from titanlite.kernels.collectives import Group, all_reduce
 from titanlite.kernels.router_losses import router_losses
 
@@ -55,8 +54,6 @@ def test_losses_of_all_tokens_are_plain_means(device: str, M: int) -> None:
 @pytest.mark.parametrize("world", [2, *slow(3)])
 def test_ranks_add_up_plain_means(world: int, tmp_path: Path) -> None:
     def body() -> None:
-        assert dist.group.WORLD is not None
-        group = Group(dist.group.WORLD.group_name, world, dist.get_rank())
-        assert [line for M in SIZES for line in differing(M, group=group)] == []
+        assert [line for M in SIZES for line in differing(M, group=world_group())] == []
 
     run_ranks(body, tmp_path, world)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.count_collectives import CountCollectives
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 from tests.support.short_run import assemble, checked, take_steps
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.collectives import Group
@@ -35,10 +35,11 @@ def test_gradients_of_replicated_parameters_are_summed(tmp_path):
         rank = dist.get_rank()
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, rank + 1.0)
-        group = Group(dist.group.WORLD.group_name, 2, rank)
         with CountCollectives() as seen:
-            reduce_replicated_gradients(list(model.parameters()), group)
-            reduce_replicated_gradients([p for p in model.parameters() if not is_replicated(p)], group)  # of none
+            reduce_replicated_gradients(list(model.parameters()), world_group())
+            reduce_replicated_gradients(
+                [p for p in model.parameters() if not is_replicated(p)], world_group()
+            )  # of none
         assert seen.counts == {"allreduce_": 1}
         for name, parameter in model.named_parameters():
             expected = 3.0 if name.endswith("norm.weight") else rank + 1.0
