@@ -26,32 +26,30 @@ from titanlite.kernels.all_gather_matmul import all_gather_matmul
 from titanlite.kernels.collectives import Group
 from titanlite.kernels.float8_cast import cast_rows, cast_transpose, transpose
 from titanlite.kernels.matmul_reduce_scatter import matmul_reduce_scatter
-from titanlite.kernels.scaled_matmul import scaled_matmul
+from titanlite.kernels.products import scaled_matmul
 from titanlite.kernels.swiglu import swiglu_cast, swiglu_grad_cast
 
 
 class FusedFloat8:
-    """The matmuls of a recipe: plain, and as `titanlite.kernels.linear.FusedMatmul` with a collective.
+    """The matmuls of a recipe without a `scope.obstacle`: plain, and with a collective as `FusedMatmul`'s functions.
 
-    Args:
-        recipe: the arithmetic; see `scope.obstacle`.
-        over: of plain products, as of `Float8Matmul`.
+    `over` is of plain products, as of `Float8Matmul`.
     """
 
     def __init__(self, recipe: Float8Recipe, over: AmaxGroups = ALL_HERE) -> None:
         self.recipe, self.over = recipe, over
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
-        return _Gathered.apply(x, weight, None, self.recipe, self.over)  # type: ignore[no-any-return]
+        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
+        return _Product.apply(x, weight, True, None, self.recipe, self.over)  # type: ignore[no-any-return]
 
     def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
         """Return `all_gather(x [M/tp, K]) @ weight [N, K].T` [M, N]."""
-        return _Gathered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
+        return _Product.apply(x, weight, True, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Return `reduce_scattered_product(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
-        return _Scattered.apply(x, weight, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
+        """Return `reduce_scatter(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
+        return _Product.apply(x, weight, False, group, self.recipe, self._all_over(group))  # type: ignore[no-any-return]
 
     def _all_over(self, group: Group) -> AmaxGroups:
         """Return the groups of products with a collective: operands are cast in parts, before they are gathered."""
@@ -90,13 +88,9 @@ def _columns(scale_inv: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Cast | Tensor, x: Cast | Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """Return `grad.T @ x`, the sum over tokens [N, K].
+    """Return `grad.T @ x` [N, K], the sum over tokens of [M, N] and [M, K].
 
-    Args:
-        grad: [M, N].
-        x: [M, K]. One of the two may be in high precision: it is then cast by column.
-        recipe: the arithmetic.
-        dtype: of the result.
+    One of the two may be in high precision: it is then cast by column.
     """
     fast, pow2 = recipe.accumulation.grad_weight == "fast", recipe.scale_rounding == "pow2_floor"
     if isinstance(grad, Cast) and isinstance(x, Cast) and grad.scale_inv.ndim == x.scale_inv.ndim == 0:
@@ -196,50 +190,37 @@ def feed_forward(x: Tensor, w13: Tensor, w2: Tensor, group: Group | None, recipe
 
 
 @torch._dynamo.allow_in_graph  # Dynamo cannot trace a weight in float8
-class _Gathered(torch.autograd.Function):
+class _Product(torch.autograd.Function):
+    """The product of gathered tokens, or the one whose tokens are scattered; backward has the other collective."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, group: Group | None, recipe: Float8Recipe, over: AmaxGroups
+        ctx: Any, x: Tensor, weight: Tensor, gathers: bool, group: Group | None, recipe: Float8Recipe, over: AmaxGroups
     ) -> Tensor:
         how = _output(recipe, over)
-        gathered, y = _gathered_product(how.cast(x, recipe), weight, group, recipe, how, x.dtype)
-        ctx.save_for_backward(*gathered, weight)
-        ctx.group, ctx.recipe, ctx.over = group, recipe, over
+        c = how.cast(x, recipe)
+        if gathers:
+            kept, y = _gathered_product(c, weight, group, recipe, how, x.dtype)
+        else:
+            kept = c if is_cast_from_bytes(recipe, group is not None) else (x,)
+            y = _scattered_product(c, weight, group, recipe, how, x.dtype)
+        ctx.save_for_backward(*kept, weight)
+        ctx.given = gathers, group, recipe, over
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (qdata, scale_inv, weight), group, recipe = ctx.saved_tensors, ctx.group, ctx.recipe
-        d_x = d_weight = None
-        how = _grad_input(recipe, ctx.over)
+        (*kept, weight), (gathers, group, recipe, over) = ctx.saved_tensors, ctx.given
+        how, d_x, d_weight = _grad_input(recipe, over), None, None
         g = how.cast(grad, recipe)
-        if ctx.needs_input_grad[0]:
+        if not gathers:
+            g, d_x = _gathered_product(g, weight, group, recipe, how, grad.dtype)
+        elif ctx.needs_input_grad[0]:
             d_x = _scattered_product(g, weight, group, recipe, how, grad.dtype)
         if ctx.needs_input_grad[1]:
-            source = g if is_cast_from_bytes(recipe, group is not None) else grad
-            d_weight = _weight_gradient(source, Cast(qdata, scale_inv), recipe, weight.dtype)
-        return d_x, d_weight, None, None, None
-
-
-@torch._dynamo.allow_in_graph
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, recipe: Float8Recipe, over: AmaxGroups) -> Tensor:
-        how = _output(recipe, over)
-        c = how.cast(x, recipe)
-        ctx.save_for_backward(*(c if is_cast_from_bytes(recipe, group is not None) else (x,)), weight)
-        ctx.group, ctx.recipe, ctx.over = group, recipe, over
-        return _scattered_product(c, weight, group, recipe, how, x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (*x, weight), recipe = ctx.saved_tensors, ctx.recipe
-        how = _grad_input(recipe, ctx.over)
-        gathered, d_x = _gathered_product(how.cast(grad, recipe), weight, ctx.group, recipe, how, grad.dtype)
-        d_weight = None
-        if ctx.needs_input_grad[1]:
-            d_weight = _weight_gradient(gathered, x[0] if len(x) == 1 else Cast(*x), recipe, weight.dtype)
-        return d_x, d_weight, None, None, None
+            source = g if not gathers or is_cast_from_bytes(recipe, group is not None) else grad
+            d_weight = _weight_gradient(source, kept[0] if len(kept) == 1 else Cast(*kept), recipe, weight.dtype)
+        return d_x, d_weight, *[None] * 4
 
 
 @torch._dynamo.allow_in_graph

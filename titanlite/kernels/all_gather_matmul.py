@@ -17,7 +17,7 @@ Float8 operands carry scales. G has one for the tensor, equal on all ranks ("ten
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,8 +28,8 @@ from titanlite.kernels.operators import device_code
 from titanlite.kernels.products import (
     FLOAT8,
     GatherCall,
-    check_together,
     contracts_last,
+    differences,
     gather_scale,
     gradient_of_bias,
     gradient_of_right,
@@ -99,60 +99,58 @@ def _gather_and_multiply(call: GatherCall) -> list[Tensor]:
     return [*results, scale.contiguous()] if scale is not None and call.moves_scale else results
 
 
-def _check_gather(call: GatherCall) -> None:
-    """Raise ValueError for operands that do not fit, and say which would."""
+def _mistakes_of_gather(call: GatherCall) -> Iterator[str]:
+    """Say of operands that do not fit which would; what comes later relies on what came before."""
     shard, others, dim, size, group, form, biases, scale, scale_of, other_scales, *_ = call
-    op, ranks = "all_gather_matmul", named_group(group)
+    ranks = named_group(group)
     if form not in FORMS:
-        raise ValueError(f"{op}: form {form!r}; want one of {', '.join(FORMS)}")
+        yield f"form {form!r}; want one of {', '.join(FORMS)}"
     if not -shard.ndim <= dim < shard.ndim:
-        raise ValueError(f"{op}: dim {dim} of a shard with {shard.ndim} dims; want {-shard.ndim} to {shard.ndim - 1}")
+        yield f"dim {dim} of a shard with {shard.ndim} dims; want {-shard.ndim} to {shard.ndim - 1}"
     if not 2 <= shard.ndim <= 4 or (form != "left" and shard.ndim != 2):
         want = "2 to 4 dims" if form == "left" else f"2 dims for the form {form!r}"
-        raise ValueError(f"{op}: a shard of {shard.ndim} dims; want {want}")
+        yield f"a shard of {shard.ndim} dims; want {want}"
     whole = split(shard.shape, dim, size, ranks.size)
     dim %= shard.ndim
     if shard.shape[dim] != whole.length(ranks.rank):
-        raise ValueError(
-            f"{op}: rank {ranks.rank} of {ranks.size} passes {shard.shape[dim]} of {size} rows along dim {dim}; "
+        yield (
+            f"rank {ranks.rank} of {ranks.size} passes {shard.shape[dim]} of {size} rows along dim {dim}; "
             f"want {whole.length(ranks.rank)}: chunks of {whole.chunk}"
         )
     contracted = (-1 if contracts_last(form) else 0) % shard.ndim
     K = size if contracted == dim else shard.shape[contracted]
     for i, other in enumerate(others):
         if form.startswith("left") and other.ndim != 2:
-            raise ValueError(f"{op}: others[{i}] has {other.ndim} dims; want [K, N]")
+            yield f"others[{i}] has {other.ndim} dims; want [K, N]"
         own = other.shape[0] if form.startswith("left") else other.shape[-1]
         if own != K:
-            raise ValueError(f"{op}: others[{i}] of shape {list(other.shape)} contracts {own}; the gathered tensor {K}")
+            yield f"others[{i}] of shape {list(other.shape)} contracts {own}; the gathered tensor {K}"
         if other.dtype != shard.dtype and not {other.dtype, shard.dtype} <= set(FLOAT8):
-            raise ValueError(f"{op}: others[{i}] is {other.dtype}, shard is {shard.dtype}; want equal dtypes")
-    check_together(op, [shard, *others, *biases], [scale, *other_scales])
+            yield f"others[{i}] is {other.dtype}, shard is {shard.dtype}; want equal dtypes"
+    yield from differences([shard, *others, *biases], [scale, *other_scales])
     for name, given in (("biases", biases), ("other_scales", other_scales)):
         if given and len(given) != len(others):
-            raise ValueError(f"{op}: {len(given)} {name} for {len(others)} products; want one each")
+            yield f"{len(given)} {name} for {len(others)} products; want one each"
     for i, (bias, shape) in enumerate(zip(biases, out_shapes(call.whole, others, form), strict=False)):
         if list(bias.shape) != shape[-1:]:
-            raise ValueError(f"{op}: biases[{i}] of shape {list(bias.shape)}; want {shape[-1:]}")
+            yield f"biases[{i}] of shape {list(bias.shape)}; want {shape[-1:]}"
     for i, (other_scale, other) in enumerate(zip(other_scales, others, strict=False)):
         rows = other.shape[1] if form.startswith("left") else math.prod(other.shape[:-1])
         if other_scale.numel() not in (1, rows):
-            raise ValueError(f"{op}: other_scales[{i}] has {other_scale.numel()} numbers; want one, or {rows}")
+            yield f"other_scales[{i}] has {other_scale.numel()} numbers; want one, or {rows}"
     if scale_of not in SCALES:
-        raise ValueError(f"{op}: scale_of {scale_of!r}; want one of {', '.join(SCALES)}")
+        yield f"scale_of {scale_of!r}; want one of {', '.join(SCALES)}"
     if (shard.dtype in FLOAT8) != (scale is not None) or (scale is not None) != bool(other_scales):
-        raise ValueError(f"{op}: {shard.dtype} operands need {'both scales' if shard.dtype in FLOAT8 else 'no scale'}")
+        yield f"{shard.dtype} operands need {'both scales' if shard.dtype in FLOAT8 else 'no scale'}"
     if scale is not None:
         rows = math.prod(shard.shape[:-1])
         if scale.numel() != (rows if scale_of == "row" else 1):
             want = f"{rows} numbers, one for each row" if scale_of == "row" else "one number"
-            raise ValueError(f"{op}: a scale of {scale.numel()} numbers, one for each {scale_of}; want {want}")
+            yield f"a scale of {scale.numel()} numbers, one for each {scale_of}; want {want}"
         if scale_of != "tensor" and contracted != shard.ndim - 1:
-            raise ValueError(
-                f"{op}: scales by {scale_of} along the contracted dim of the form {form!r}; want one scale"
-            )
+            yield f"scales by {scale_of} along the contracted dim of the form {form!r}; want one scale"
         if scale_of == "shard" and dim == shard.ndim - 1:
-            raise ValueError(f"{op}: scales by shard of a tensor split along the contracted dim; want one scale")
+            yield "scales by shard of a tensor split along the contracted dim; want one scale"
 
 
 def _gather_in_words(call: GatherCall) -> str:
@@ -160,12 +158,6 @@ def _gather_in_words(call: GatherCall) -> str:
         f"{call.shard.dtype} {dims(call.whole)} gathered along dim {call.at}, {call.form}, scaled by {call.scale_of}, "
         f"to {out_dtype_of(call.shard.dtype, call.out_dtype)}, fast_accum {call.fast_accum}"
     )
-
-
-def _unfused_gather_reason(call: GatherCall) -> str | None:
-    from titanlite.kernels.device.gather_plan import gather_unsupported_reason
-
-    return gather_unsupported_reason(*call[:4], named_group(call.group).size, call.form, call.scale_of)
 
 
 def _save_gathered(ctx, call: GatherCall, results) -> None:
@@ -242,11 +234,11 @@ MatmulOperator(
     schema="(Tensor shard, Tensor[] others, SymInt dim, SymInt size, str group, str form, Tensor[] biases, "
     "Tensor? scale, str scale_of, Tensor[] other_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor[]",
     call=GatherCall,
-    check=_check_gather,
+    mistakes=_mistakes_of_gather,
     plain=_gather_and_multiply,
     in_words=_gather_in_words,
     shapes=lambda call: (shapes_of(*call.others), shapes_of(call.shard, *call.others)),
-    unsupported=_unfused_gather_reason,
+    unsupported=device_code("gather_plan.gather_unsupported_reason"),
     plan=device_code("gather_plan.plan_gather"),
     launch=device_code("all_gather_matmul.launch_all_gather_matmul"),
     save=_save_gathered,

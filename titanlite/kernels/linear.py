@@ -5,7 +5,7 @@ of any model: gather → matmul is column-parallel, matmul → scatter is row-pa
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,28 +18,18 @@ Matmul = Callable[[Tensor, Tensor], Tensor]
 """`x [M, K], weight [N, K] → x @ weight.T [M, N]`, differentiable."""
 
 
-class FusedMatmul(Protocol):
-    """A matmul fused with its collective, forward and backward."""
+class FusedMatmul(NamedTuple):
+    """A matmul fused with its collective, forward and backward; functions of (x, weight [N, K], group)."""
 
-    def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Return `all_gather(x [M/tp, K]) @ weight [N, K].T` [M, N]."""
-        ...
-
-    def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Return `reduce_scatter(x [M, K] @ weight [N, K].T)` [M/tp, N]."""
-        ...
+    gathered: Callable[[Tensor, Tensor, Group], Tensor]  # → all_gather(x [M/tp, K]) @ weight.T [M, N]
+    scattered: Callable[[Tensor, Tensor, Group], Tensor]  # → reduce_scatter(x [M, K] @ weight.T) [M/tp, N]
 
 
-class FusedLinear:
-    """The fused matmul in the dtype of its operands."""
-
-    def gathered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Gather and multiply."""
-        return all_gather_matmul(x, [weight.t()], 0, x.shape[0] * group.size, group.name)[1]
-
-    def scattered(self, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        """Multiply and scatter."""
-        return matmul_reduce_scatter([x], [weight.t()], 0, group.name)
+FUSED_LINEAR = FusedMatmul(
+    lambda x, w, group: all_gather_matmul(x, [w.t()], 0, len(x) * group.size, group.name)[1],
+    lambda x, w, group: matmul_reduce_scatter([x], [w.t()], 0, group.name),
+)
+"""The fused matmul in the dtype of its operands."""
 
 
 def linear(

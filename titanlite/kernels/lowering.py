@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -54,11 +54,11 @@ class MatmulOperator(Generic[C]):
     name: str
     schema: str  # the operator's signature
     call: Callable[..., C]  # the operator's arguments → one value
-    check: Callable[[C], None]  # raises ValueError for operands that do not fit, and says which would
+    mistakes: Callable[[C], Iterator[str]]  # of operands that do not fit: which would, the first one first
     plain: Callable[[C], Any]  # the definition, of a call that was checked
     in_words: Callable[[C], str]  # all that must be equal on all ranks, and no more: a call is new to all or to none
     shapes: Callable[[C], tuple[str, str]]  # of operands that may differ between ranks; to count calls by
-    unsupported: Callable[[C], str | None]  # why the kernels cannot take it, or None
+    unsupported: Callable[[C, int], str | None]  # (call, ranks) → why it is not to be fused, or None
     plan: Callable[[C, Group], Any]  # plans the kernels of calls with these shapes, dtypes and strides
     launch: Callable[[Any, C], Any]  # (plan, call) → results
     save: Callable[[Any, C, Any], None]  # (ctx, call, results), see `operators.differentiate`
@@ -77,8 +77,12 @@ class MatmulOperator(Generic[C]):
 
     def _definition(self, *arguments: Any) -> Any:
         call = self.call(*arguments)
-        self.check(call)
+        self._check(call)
         return self.plain(call)
+
+    def _check(self, call: C) -> None:
+        if mistake := next(self.mistakes(call), None):
+            raise ValueError(f"{self.name}: {mistake}")
 
     def _on_gpus(self, *arguments: Any) -> Any:
         """Run the operator on a GPU: fused where that is possible, its definition otherwise."""
@@ -99,14 +103,15 @@ class MatmulOperator(Generic[C]):
 
     def _choose(self, call: C) -> tuple[Lowered, Callable[[C], Any]]:
         """Validate a new call, and choose with all ranks what runs it; rank 0 warns if it should have been fused."""
-        self.check(call)
+        self._check(call)
         own, _ = self.shapes(call)
-        reason = no_peer_access(call.group) or self.unsupported(call)
+        group = named_group(call.group)
+        reason = no_peer_access(call.group) or self.unsupported(call, group.size)
         reason = agree(self.name, call.group, self.in_words(call), own, reason)
         row = self.lowered_as(call, reason)
         if reason is None:
-            return row, functools.partial(self.launch, self.plan(call, named_group(call.group)))
-        if not row.expected and named_group(call.group).rank == 0:
+            return row, functools.partial(self.launch, self.plan(call, group))
+        if not row.expected and group.rank == 0:
             _logger.warning("%s of %s is not fused: %s", self.name, row.shapes, reason)
         return row, self.plain
 
@@ -123,8 +128,7 @@ def agree(op: str, group: str, what: str, own: str, reason: str | None) -> str |
     ask again, and the latter wait until the group's timeout.
 
     Args:
-        op: the operator.
-        group: name of the process group.
+        op, group: names of the operator and of the process group.
         what: all that must be equal on all ranks, and no more, in words: a call is new to all or to none.
         own: shapes of the operands that may differ.
         reason: why this rank cannot fuse it, or None.
@@ -172,11 +176,8 @@ def _gather_objects(group: dist.ProcessGroup, own: Any) -> list[Any]:
 def no_shared_memory(group: str, operator: int, n_slots: int, device: Device | None = None) -> str | None:
     """Return why the ranks of a group cannot share memory for a use, or None; a collective, once.
 
-    They try it if nothing else is in the way, since the system may not allow it.
-
-    Args:
-        group, operator, n_slots: as of `device.channel.channel`.
-        device: to build for; None: this process's.
+    They try it if nothing else is in the way, since the system may not allow it. The use is described as of
+    `device.channel.channel`; `device` is built for, None: this process's.
     """
     process_group = process_group_of(group)
     if device is not None and device.is_named:

@@ -7,7 +7,7 @@ that two runs give the same bits (`titanlite/kernels/device/`).
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from titanlite.kernels.operators import device_code
 from titanlite.kernels.products import (
     FLOAT8,
     ScatterCall,
-    check_together,
+    differences,
     gradient_of_bias,
     gradient_of_right,
     out_dtype_of,
@@ -85,37 +85,37 @@ def _multiply_and_scatter(call: ScatterCall) -> Tensor:
     return out if bias is None else (out + bias).to(dtype)
 
 
-def _check_scatter(call: ScatterCall) -> None:
-    """Raise ValueError for operands that do not fit, and say which would."""
-    op, (lefts, rights, dim, group, bias, left_scales, right_scales, *_) = "matmul_reduce_scatter", call
+def _mistakes_of_scatter(call: ScatterCall) -> Iterator[str]:
+    """Say of operands that do not fit which would; what comes later relies on what came before."""
+    lefts, rights, dim, group, bias, left_scales, right_scales, *_ = call
     if not lefts or len(lefts) != len(rights):
-        raise ValueError(f"{op}: {len(lefts)} lefts and {len(rights)} rights; want as many of each, at least one")
+        yield f"{len(lefts)} lefts and {len(rights)} rights; want as many of each, at least one"
     first, N = lefts[0], rights[0].shape[-1]
     if not 2 <= first.ndim <= 4 or not -first.ndim <= dim < first.ndim:
-        raise ValueError(f"{op}: dim {dim} of a product of {first.ndim} dims; want 2 to 4 dims, and one of them")
+        yield f"dim {dim} of a product of {first.ndim} dims; want 2 to 4 dims, and one of them"
     for i, (left, right) in enumerate(zip(lefts, rights, strict=True)):
         if right.ndim != 2 or left.shape[:-1] != first.shape[:-1] or list(right.shape) != [left.shape[-1], N]:
-            raise ValueError(
-                f"{op}: product {i} is {list(left.shape)} @ {list(right.shape)}, product 0 {list(first.shape)} @ "
+            yield (
+                f"product {i} is {list(left.shape)} @ {list(right.shape)}, product 0 {list(first.shape)} @ "
                 f"{list(rights[0].shape)}; want […, K] @ [K, N], equal but for K"
             )
         dtypes = {left.dtype, right.dtype, first.dtype}
         if len(dtypes) > 1 and not dtypes <= set(FLOAT8):
-            raise ValueError(f"{op}: operands of {', '.join(sorted(map(str, dtypes)))}; want equal dtypes")
+            yield f"operands of {', '.join(sorted(map(str, dtypes)))}; want equal dtypes"
     if (first.dtype in FLOAT8) != bool(left_scales) or bool(left_scales) != bool(right_scales):
-        raise ValueError(f"{op}: {first.dtype} operands need {'both scales' if first.dtype in FLOAT8 else 'no scale'}")
+        yield f"{first.dtype} operands need {'both scales' if first.dtype in FLOAT8 else 'no scale'}"
     for name, scales in (("left_scales", left_scales), ("right_scales", right_scales)):
         if scales and len(scales) != len(lefts):
-            raise ValueError(f"{op}: {len(scales)} {name} for {len(lefts)} products; want one each")
+            yield f"{len(scales)} {name} for {len(lefts)} products; want one each"
     for name, scales, rows in (("left", left_scales, math.prod(first.shape[:-1])), ("right", right_scales, N)):
         for i, scale in enumerate(scales):
             if scale.numel() not in (1, rows):
-                raise ValueError(f"{op}: {name}_scales[{i}] has {scale.numel()} numbers; want one, or {rows}")
-    check_together(op, [*lefts, *rights, bias], [*left_scales, *right_scales])
+                yield f"{name}_scales[{i}] has {scale.numel()} numbers; want one, or {rows}"
+    yield from differences([*lefts, *rights, bias], [*left_scales, *right_scales])
     ranks, shape = named_group(group), product_shape(first.shape, rights[0].shape)
     own = split(shape, dim, N, ranks.size).length(ranks.rank) if dim % first.ndim == first.ndim - 1 else N
     if bias is not None and list(bias.shape) != [own]:
-        raise ValueError(f"{op}: a bias of shape {list(bias.shape)}; want [{own}]")
+        yield f"a bias of shape {list(bias.shape)}; want [{own}]"
 
 
 def _scatter_in_words(call: ScatterCall) -> str:
@@ -124,12 +124,6 @@ def _scatter_in_words(call: ScatterCall) -> str:
         f"{dims(product_shape(first.shape, call.rights[0].shape))} scattered along dim {call.dim % first.ndim}, "
         f"{first.dtype} to {out_dtype_of(first.dtype, call.out_dtype)}, fast_accum {call.fast_accum}"
     )
-
-
-def _unfused_scatter_reason(call: ScatterCall) -> str | None:
-    from titanlite.kernels.device.matmul_reduce_scatter import scatter_unsupported_reason
-
-    return scatter_unsupported_reason(call.lefts, call.rights, named_group(call.group).size)
 
 
 def _save_operands(ctx, call: ScatterCall, results) -> None:
@@ -175,11 +169,11 @@ MatmulOperator(
     schema="(Tensor[] lefts, Tensor[] rights, SymInt dim, str group, Tensor? bias, Tensor[] left_scales, "
     "Tensor[] right_scales, ScalarType? out_dtype, bool fast_accum) -> Tensor",
     call=ScatterCall,
-    check=_check_scatter,
+    mistakes=_mistakes_of_scatter,
     plain=_multiply_and_scatter,
     in_words=_scatter_in_words,
     shapes=lambda call: (shapes := shapes_of(*call.lefts, *call.rights), shapes),
-    unsupported=_unfused_scatter_reason,
+    unsupported=device_code("matmul_reduce_scatter.scatter_unsupported_reason"),
     plan=device_code("matmul_reduce_scatter.plan_scatter"),
     launch=device_code("matmul_reduce_scatter.launch_matmul_reduce_scatter"),
     save=_save_operands,

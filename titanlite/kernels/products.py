@@ -1,13 +1,15 @@
 """The plain products inside the collective matmuls: their shapes, scales and gradients."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import mm_flop
 
 from titanlite.kernels.collectives import gather_dim, named_group
+from titanlite.kernels.operators import operator
 from titanlite.kernels.shapes import unviewed
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -121,15 +123,15 @@ def product_shape(left: torch.Size | list[int], right: torch.Size | list[int]) -
     return [*left[:-1], right[1]]
 
 
-def check_together(op: str, operands: Iterable[Tensor | None], scales: Iterable[Tensor | None]) -> None:
-    """Raise ValueError for operands on several devices and scales other than float32; kernels only see addresses."""
+def differences(operands: Iterable[Tensor | None], scales: Iterable[Tensor | None]) -> Iterator[str]:
+    """Say of operands on several devices and scales other than float32 what is wanted; kernels only see addresses."""
     scales = [scale for scale in scales if scale is not None]
     devices = {t.device for t in (*operands, *scales) if t is not None}
     if len(devices) > 1:
-        raise ValueError(f"{op}: operands on {', '.join(sorted(map(str, devices)))}; want one device")
+        yield f"operands on {', '.join(sorted(map(str, devices)))}; want one device"
     for scale in scales:
         if scale.dtype != torch.float32:
-            raise ValueError(f"{op}: a scale of {scale.dtype}; want torch.float32")
+            yield f"a scale of {scale.dtype}; want torch.float32"
 
 
 def out_dtype_of(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
@@ -146,19 +148,13 @@ def product(
     out_dtype: torch.dtype | None = None,
     fast_accum: bool = False,
 ) -> Tensor:
-    """Return `left @ right + bias`, accumulated in float32 (float64's in float64) and rounded once.
+    """Return `left […, K] @ right [K, N] + bias`, contiguous, summed in float32 (float64 in float64) and rounded once.
 
     Args:
-        left: […, K].
-        right: [K, N].
         bias: [N], any dtype.
-        left_scale: float8 only: [] or […, 1] float32.
-        right_scale: float8 only: [] or [1, N] float32.
+        left_scale, right_scale: float8 only: float32, [] or […, 1] and [1, N].
         out_dtype: of the result; the operands' (bfloat16 for float8) if None.
         fast_accum: float8 only: sums may be left to tensor cores, which keep about 14 bits.
-
-    Returns:
-        […, N], contiguous.
     """
     dtype = out_dtype_of(left.dtype, out_dtype)
     shape = product_shape(left.shape, right.shape)
@@ -278,3 +274,16 @@ def _ones(shape: tuple[int, ...], device: torch.device) -> Tensor:
     ones = torch.ones(shape, dtype=torch.float32, device=device)
     torch.cuda.current_stream(device).synchronize()
     return ones
+
+
+@operator("scaled_matmul", None, flops=lambda *given, **_: mm_flop(*given[:2]))
+def scaled_matmul(
+    left: Tensor,
+    right: Tensor,
+    left_scale_inv: Tensor | None,
+    right_scale_inv: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> Tensor:
+    """Return `scaled_product`, as one operator on every device: a trace on a CPU is then what runs on a GPU."""
+    return scaled_product(left, right, left_scale_inv, right_scale_inv, out_dtype, fast_accum)

@@ -31,31 +31,22 @@ from titanlite.device import Device
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.kernels.collectives import Group, scatter_tokens
 from titanlite.kernels.layer_norm import layer_norm
-from titanlite.kernels.linear import FusedLinear, FusedMatmul, linear
+from titanlite.kernels.linear import FUSED_LINEAR, FusedMatmul, linear
 from titanlite.kernels.lowering import lowered
 from titanlite.kernels.routing import router_logits
 from titanlite.models.experts import MixtureOfExperts, Router
 from titanlite.models.layers import Embedding, LayerNorm, Linear, RMSNorm, add_bias, runs_forward_of
 from titanlite.receipt import Entry, Skipped
 
-_FUSED_LINEAR = FusedLinear()
-
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The plan of one module with parameters on a tensor-parallel rank.
+    """The plan of one module with parameters on a tensor-parallel rank."""
 
-    Attributes:
-        placements: of its parameters, by their names in the module.
-        gathers: gathers tokens before it computes; backward reduces and scatters their gradient.
-        scatters: reduces and scatters tokens after it has computed; backward gathers their gradient.
-        takes_rows: takes this rank's tokens of a whole input.
-    """
-
-    placements: Mapping[str, Placement]
-    gathers: bool = False
-    scatters: bool = False
-    takes_rows: bool = False
+    placements: Mapping[str, Placement]  # of its parameters, by their names in the module
+    gathers: bool = False  # tokens before it computes; backward reduces and scatters their gradient
+    scatters: bool = False  # reduces and scatters tokens after it has computed; backward gathers their gradient
+    takes_rows: bool = False  # this rank's tokens of a whole input
 
 
 def _rank_part(weight: Any) -> Any:
@@ -64,17 +55,11 @@ def _rank_part(weight: Any) -> Any:
 
 
 class ParallelLinear(Linear):
-    """A `Linear` that is split over the ranks of a group.
-
-    Attributes:
-        group: the ranks.
-        split_operands: operands of its unfused matmul of which this rank has a part.
-        asynchronous: whether to fuse its collectives into its matmuls.
-    """
+    """A `Linear` that is split over the ranks of a group."""
 
     group: Group
-    split_operands: ClassVar[tuple[str, ...]]
-    asynchronous: bool
+    split_operands: ClassVar[tuple[str, ...]]  # of its unfused matmul, of which this rank has a part
+    asynchronous: bool  # whether to fuse its collectives into its matmuls
 
     @property
     def unfused(self) -> str | None:
@@ -86,7 +71,7 @@ class ParallelLinear(Linear):
         """Return the operators that fuse its collectives with its matmuls, or None."""
         if not self.asynchronous or self.unfused is not None:
             return None
-        return _FUSED_LINEAR if self.matmul is F.linear else self.matmul.fused  # type: ignore[attr-defined]
+        return FUSED_LINEAR if self.matmul is F.linear else self.matmul.fused  # type: ignore[attr-defined]
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -192,17 +177,13 @@ def _layer_class(module: nn.Module, plan: LayerPlan) -> type[nn.Module] | None:
 def apply_tensor_parallel(
     model: nn.Module, plan: Mapping[str, LayerPlan], mesh: DeviceMesh, group: Group, asynchronous: bool = False
 ) -> Entry:
-    """Make each layer of a model a tensor-parallel one, in place.
+    """Make each layer of a model a tensor-parallel one, in place; return the receipt's entry.
 
     Args:
         model: on the meta device; its layers are those of `titanlite.models.layers`.
-        plan: of the model, from `plan_layers`; the same on all ranks.
-        mesh: 1-D.
-        group: the same ranks.
+        plan: from `plan_layers`; the same on all ranks.
+        mesh, group: the ranks, 1-D.
         asynchronous: fuse the collectives of linear layers into their matmuls.
-
-    Returns:
-        The receipt's entry: which layers are split.
 
     Raises:
         ShardingError: a layer has parameters that the plan does not place, or there is no layer for its plan; or ranks

@@ -117,7 +117,7 @@ class Recorder(TorchDispatchMode):
         if self._device.is_gpu and isinstance(choice := getattr(func.on_gpus, "__self__", None), MatmulOperator):
             call = choice.call(*args)
             why = self._device.obstacle_between(dist.get_process_group_ranks(of)) or (
-                choice.unsupported(call) if importlib.util.find_spec("triton") else UNKNOWN
+                choice.unsupported(call, of.size()) if importlib.util.find_spec("triton") else UNKNOWN
             )
             lowered[choice.lowered_as(call, why)] += 1
             kind = "all_gather" if func._opname == "all_gather_matmul" else "reduce_scatter"

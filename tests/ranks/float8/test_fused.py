@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 from tests.support.sqnr import sqnr
 from titanlite import recipes
 from titanlite.config.recipe_schema import Float8Recipe
@@ -21,7 +20,7 @@ from titanlite.float8.fused import feed_forward
 from titanlite.float8.matmul import Float8Matmul
 from titanlite.float8.scope import joins_feed_forward
 from titanlite.float8.weight import GatheredWeight
-from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
+from titanlite.kernels.collectives import gather_tokens, scatter_tokens
 from titanlite.kernels.swiglu import swiglu
 
 RECIPES = ("rowwise", "tensorwise")
@@ -35,15 +34,11 @@ def numbers(seed: int, *shape: int, spread: bool = False) -> Tensor:
     return x * torch.exp(torch.randn(shape[0], 1, generator=rng, dtype=torch.float64)) if spread else x
 
 
-def world_of_two() -> tuple[Group, int]:
-    return Group(dist.group.WORLD.group_name, 2, dist.get_rank()), dist.get_rank()  # type: ignore[union-attr]
-
-
 class Run:
     """A tensor-parallel layer in float8, fused and not, and in float64; forward and backward."""
 
     def __init__(self, recipe: Float8Recipe, gathers: bool, spread: bool = False) -> None:
-        group, rank = world_of_two()
+        _, _, rank = group = world_group()
         matmul = Float8Matmul(recipe, CPU)
         tokens, whole, grad = numbers(0, M, K, spread=spread), numbers(1, N, K), numbers(2, M, N, spread=spread)
         x = tokens.chunk(2)[rank] if gathers else tokens.chunk(2, 1)[rank]
@@ -102,7 +97,7 @@ def test_collectives_and_accumulation_are_those_of_the_recipe(tmp_path) -> None:
     """Nothing but the two fused operators, no maximum among them; forward is fast, backward is not."""
 
     def body() -> None:
-        group, rank = world_of_two()
+        _, _, rank = group = world_group()
         for recipe, gathers in itertools.product(RECIPES, (True, False)):
             matmul = Float8Matmul(recipes.load("float8", recipe), CPU)
             function = matmul.fused.gathered if gathers else matmul.fused.scattered
@@ -123,7 +118,7 @@ def test_collectives_and_accumulation_are_those_of_the_recipe(tmp_path) -> None:
 
 def test_a_weight_that_was_gathered_in_float8(tmp_path) -> None:
     def body() -> None:
-        group, rank = world_of_two()
+        _, _, rank = group = world_group()
         for recipe in RECIPES:
             chosen = recipes.load("float8", recipe)
             matmul = Float8Matmul(chosen, CPU)
@@ -199,7 +194,7 @@ def test_a_feed_forward_in_one_is_as_exact_as_in_parts(recipe: str, tmp_path) ->
     matmul, F = Float8Matmul(chosen, CPU), 512
 
     def body() -> None:
-        group, rank = world_of_two()
+        _, _, rank = group = world_group()
         for ranks in (group, None):
             if not joins_feed_forward(chosen, ranks is not None):
                 assert recipe == "tensorwise"
@@ -252,8 +247,3 @@ def test_finer_scales_for_weight_gradients_are_not_fused() -> None:
 def test_scales_by_row_that_are_no_powers_of_two_are_not_fused() -> None:
     exact = dataclasses.replace(recipes.load("float8", "rowwise"), scale_rounding="exact")
     assert "are not powers of two" in str(Float8Matmul(exact, CPU).unfused)
-
-
-def test_a_matmul_in_high_precision_is_not_fused() -> None:
-    assert Float8Matmul(recipes.load("float8", "rowwise"), CPU).unfused is None
-    assert "high precision" in str(Float8Matmul(recipes.load("float8", "rowwise_with_gw_hp"), CPU).unfused)

@@ -5,17 +5,13 @@ import torch
 import torch.distributed as dist
 
 from tests.support.numbers import normal
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, world_group
 from titanlite.kernels.collectives import Group, gather_tokens, scatter_tokens
-from titanlite.kernels.linear import FusedLinear, linear
+from titanlite.kernels.linear import FUSED_LINEAR, linear
 from titanlite.models.layers import Linear
 from titanlite.parallel.tensor import ColumnParallelLinear
 
 M, D = 12, 5
-
-
-def world_group() -> Group:
-    return Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
 
 
 def of_rank(rank: int, *shape: int) -> torch.Tensor:
@@ -54,15 +50,6 @@ def test_backward_is_the_transpose(op, tp, tmp_path):
     run_ranks(body, tmp_path, tp)
 
 
-def test_input_that_is_not_contiguous(tmp_path):
-    def body() -> None:
-        group = world_group()
-        x = of_rank(group.rank, D, M).t()
-        assert torch.equal(gather_tokens(x, group), torch.cat([of_rank(r, D, M).t() for r in range(2)]))
-
-    run_ranks(body, tmp_path, 2)
-
-
 def test_linear_layers_on_ranks_are_one_linear_layer(tmp_path):
     x, w_in, w_out = of_rank(0, M, 6), of_rank(1, 8, 6), of_rank(2, 6, 8)
     leaves = [t.clone().requires_grad_() for t in (x, w_in, w_out)]
@@ -88,7 +75,7 @@ def test_what_cannot_be_fused_is_refused(sides: tuple[str, ...]):
     # It used to be dropped in silence: the scatter, or all of the fusing.
     group = Group("of nobody", 2, 0)
     with pytest.raises(ValueError, match=r"linear: fused with gather .*; want one of the two"):
-        linear(of_rank(0, M, D), of_rank(1, 8, D), **dict.fromkeys(sides, group), fused=FusedLinear())
+        linear(of_rank(0, M, D), of_rank(1, 8, D), **dict.fromkeys(sides, group), fused=FUSED_LINEAR)
 
 
 def test_an_arithmetic_of_its_own_is_not_replaced_by_fusing():

@@ -64,6 +64,7 @@ from titanlite.kernels.products import (
     NOTHING,
     SLOWER,
     GatherCall,
+    ScatterCall,
     out_shapes,
     product_shape,
 )
@@ -161,12 +162,12 @@ def call_case(case: Case, rank: int, ranks: int) -> None:
         case = replace(case, others=case.others[:1])
     call = call_of(case, "cuda", given_of(case, "cuda", Ranks("g", tuple(range(ranks)), rank), rank, "zeros"), "g")
     if isinstance(call, GatherCall):
-        if gather_plan.gather_unsupported_reason(*call[:4], ranks, call.form, call.scale_of):
+        if gather_plan.gather_unsupported_reason(call, ranks):
             return
         results, (product,) = GATHER(*call), out_shapes(call.whole, call.others, call.form)
         shapes = [call.whole, product, *[[*call.whole[:-1], 1]] * call.moves_scale]
     else:
-        if scatter.scatter_unsupported_reason(call.lefts, call.rights, ranks):
+        if scatter.scatter_unsupported_reason(call, ranks):
             return
         own = product_shape(call.lefts[0].shape, call.rights[0].shape)
         own[call.dim] = split(own, call.dim, own[call.dim], ranks).length(rank)
@@ -188,16 +189,22 @@ def test_cases(ranks: int, launches: Launches):
     assert kernels == general | {"gather_matmul", "matmul_push"}
 
 
-def gather_rows(x: Tensor, w: Tensor, **changed) -> list[Tensor]:
-    to = {"biases": [], "scale": None, "scale_of": "tensor", "other_scales": [], "out_dtype": None}
-    to |= {"fast_accum": False} | changed
-    return GATHER(x, [w], 0, 4 * x.shape[0], "g", "left", *to.values())
+def gather_of(shard: Tensor, other: Tensor, dim: int = 0, **changed) -> GatherCall:
+    """Of four ranks."""
+    how = "left", [], None, "tensor", [], None, False
+    return GatherCall(shard, [other], dim, 4 * shard.shape[dim], "g", *how)._replace(**changed)
 
 
-def scatter_rows(xs: list[Tensor], ws: list[Tensor], **changed) -> Tensor:
-    to = {"bias": None, "left_scales": [], "right_scales": [], "out_dtype": None}
-    to |= {"fast_accum": False} | changed
-    return SCATTER(xs, ws, 0, "g", *to.values())
+def scatter_of(lefts: list[Tensor], rights: list[Tensor], **changed) -> ScatterCall:
+    return ScatterCall(lefts, rights, 0, "g", None, [], [], None, False)._replace(**changed)
+
+
+def gather_rows(*given, **changed) -> list[Tensor]:
+    return GATHER(*gather_of(*given, **changed))
+
+
+def scatter_rows(*given, **changed) -> list[Tensor]:
+    return SCATTER(*scatter_of(*given, **changed))
 
 
 def test_biases_of_two_dtypes(launches: Launches):
@@ -225,7 +232,7 @@ def test_a_group_of_another_size_under_the_name_of_one_that_ended(launches: Laun
     for rank, ranks in ((1, 4), (0, 2)):
         launches.join(rank, ranks)
         launches.arguments.clear()
-        GATHER(x, [w], 0, 128 * ranks, "g", "left", [], None, "tensor", [], None, False)
+        gather_rows(x, w, size=128 * ranks)
         out = scatter_rows([torch.zeros(512, 64, dtype=BF16)], [w])
         assert out.shape == (512 // ranks, 256)
         assert all(named["RANKS"] == ranks for named in launches.arguments if "RANKS" in named)
@@ -249,25 +256,21 @@ def test_sums_of_more_elements_than_32_bits_count(rows: int, wide: bool, launche
     assert launches.arguments[-1]["WIDE"] is wide
 
 
-EMPTY = [
-    ([0, 64], 0, 0, [64, 32], "left"),
-    ([128, 0], 0, 512, [0, 32], "left"),
-    ([128, 64], 0, 512, [64, 0], "left"),
-    ([0, 128, 64], 1, 512, [64, 32], "left"),
-    ([128, 0], 0, 512, [32, 512], "right"),
-]
-
-
-@pytest.mark.parametrize(("shard", "dim", "size", "other", "form"), EMPTY)
-def test_nothing_to_gather_or_multiply(shard: list[int], dim: int, size: int, other: list[int], form: str):
-    args = torch.zeros(shard, dtype=BF16), [torch.zeros(other, dtype=BF16)]
-    assert gather_plan.gather_unsupported_reason(*args, dim, size, 4, form, "tensor") == NOTHING
-
-
-@pytest.mark.parametrize(("M", "K", "N"), [(0, 64, 32), (512, 0, 32), (512, 64, 0)])
-def test_nothing_to_scatter(M: int, K: int, N: int):
-    args = [torch.zeros(M, K, dtype=BF16)], [torch.zeros(K, N, dtype=BF16)]
-    assert scatter.scatter_unsupported_reason(*args, 4) == NOTHING
+@pytest.mark.parametrize(
+    ("shard", "dim", "other", "form"),
+    [
+        ([0, 64], 0, [64, 32], "left"),
+        ([128, 0], 0, [0, 32], "left"),
+        ([128, 64], 0, [64, 0], "left"),
+        ([0, 128, 64], 1, [64, 32], "left"),
+        ([128, 0], 0, [32, 512], "right"),
+    ],
+)
+def test_nothing_to_move_or_multiply(shard: list[int], dim: int, other: list[int], form: str):
+    left, right = torch.zeros(shard, dtype=BF16), torch.zeros(other, dtype=BF16)
+    assert gather_plan.gather_unsupported_reason(gather_of(left, right, dim, form=form), 4) == NOTHING
+    if form == "left":
+        assert scatter.scatter_unsupported_reason(scatter_of([left], [right]), 4) == NOTHING
 
 
 def test_device_code_takes_the_arguments_of_its_operator():
@@ -409,9 +412,9 @@ def test_the_table_may_have_the_plain_path_as_faster(monkeypatch: pytest.MonkeyP
     for module in (scatter, gather_plan):
         monkeypatch.setattr(module, "tiles", tiles.tiles.__wrapped__)  # nothing is kept of this table
     left, right = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((16384, 14336), (14336, 8192)))
-    assert scatter.scatter_unsupported_reason([left], [right], ranks) == reason
-    given = left[: 16384 // ranks], [right], 0, 16384, ranks, "left", "tensor"
-    assert gather_plan.gather_unsupported_reason(*given) is None
+    assert scatter.scatter_unsupported_reason(scatter_of([left], [right]), ranks) == reason
+    gathers = gather_of(left[: 16384 // ranks], right, size=16384)
+    assert gather_plan.gather_unsupported_reason(gathers, ranks) is None
 
 
 @pytest.mark.parametrize(

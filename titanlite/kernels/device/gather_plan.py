@@ -69,24 +69,22 @@ def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) 
     return GatherLayout(wait, whole, rows, columns, segment, X, K)
 
 
-def gather_unsupported_reason(
-    shard: Tensor, others: list[Tensor], dim: int, size: int, ranks: int, form: str, scale_of: str
-) -> str | None:
+def gather_unsupported_reason(call: GatherCall, ranks: int) -> str | None:
     """Return why this call is not to be fused, or None. Depends only on shapes, dtypes and the group's size."""
+    shard, others, form = call.shard, call.others, call.form
     if reason := unsupported_operands(shard.dtype, ranks):
         return reason
-    dim %= shard.ndim
-    if not others or not others[0].numel() or not math.prod([*shard.shape[:dim], size, *shard.shape[dim + 1 :]]):
+    if not others or not others[0].numel() or not math.prod(call.whole):
         return NOTHING
-    at = gather_layout(list(shard.shape), dim, size, ranks, form)
+    at = gather_layout(list(shard.shape), call.at, call.size, ranks, form)
     itemsize = shard.dtype.itemsize
     if at.columns * itemsize % 16:
         return f"rows of {at.columns * itemsize} bytes; the copies want a multiple of 16"
     if not at.whole.even and at.wait != ROWS:
-        return f"{size} rows over {ranks} ranks are uneven along a contracted dim or columns"
+        return f"{call.size} rows over {ranks} ranks are uneven along a contracted dim or columns"
     if at.wait >= CONTRACTED_ROWS and at.whole.chunk % (128 // itemsize):
         return f"chunks of {at.whole.chunk} of the contracted dim; the kernels want a multiple of {128 // itemsize}"
-    if at.wait == CONTRACTED_COLS and scale_of == "shard":
+    if at.wait == CONTRACTED_COLS and call.scale_of == "shard":
         return "a scale for each shard of the contracted dim"
     if shard.dtype in FLOAT8 and not contracts_last(form):
         return f"float8 in the form {form!r}; Hopper multiplies float8 along rows only"

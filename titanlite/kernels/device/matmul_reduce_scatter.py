@@ -45,14 +45,14 @@ REDUCE_BLOCK = 4096
 """Elements that a thread block adds."""
 
 
-def scatter_unsupported_reason(lefts: list[Tensor], rights: list[Tensor], ranks: int) -> str | None:
+def scatter_unsupported_reason(call: ScatterCall, ranks: int) -> str | None:
     """Return why this call is not to be fused, or None. Depends only on shapes, dtypes and the group's size."""
-    left = lefts[0]
+    lefts, left = call.lefts, call.lefts[0]
     if reason := unsupported_operands(left.dtype, ranks):
         return reason
     if len(lefts) > MAX_PAIRS:
         return f"a sum of {len(lefts)} products; the kernels take up to {MAX_PAIRS}"
-    shape = product_shape(left.shape, rights[0].shape)
+    shape = product_shape(left.shape, call.rights[0].shape)
     if not math.prod(shape) or not all(a.shape[-1] for a in lefts):
         return NOTHING
     for K in (a.shape[-1] for a in lefts):
