@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.gpu.ranks_on_gpus import run_on_gpus
 from tests.support.numbers import differ, normal
+from tests.support.ranks import world_group
 from titanlite import recipes
 from titanlite.float8.experts import Float8Experts
-from titanlite.kernels.collectives import Group
-from titanlite.kernels.experts import Experts, ParallelExperts, experts
+from titanlite.kernels.experts import PlainExperts
 from titanlite.kernels.routing import combine, expert_rows
 from titanlite.kernels.token_exchange import (
     combine_at_owners,
@@ -43,10 +43,6 @@ class Shape(NamedTuple):
 SHAPES = [Shape(96, 4, 256, 128, 2), Shape(37, 1, 128, 256, 3), Shape(512, 8, 2048, 128, 4)]
 
 
-def here() -> Group:
-    return Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())  # type: ignore[union-attr]
-
-
 def choices_of(seed: int, tokens: int, K: int, E: int, device: str) -> Tensor:
     """Choose K different experts for each token: unevenly, or the first rank's alone, as the seed says."""
     scores = torch.rand(tokens, E, generator=torch.Generator().manual_seed(seed))
@@ -58,7 +54,7 @@ class Case:
     """Calls of the three operators on numbers that all ranks know, and what each must return."""
 
     def __init__(self, shape: Shape, seed: int, device: str) -> None:
-        (M, K, D, _, E), group = shape, here()
+        (M, K, D, _, E), group = shape, world_group()
         P, r = group.size, group.rank
         own, ours = slice(r * M, (r + 1) * M), slice(r * E, (r + 1) * E)
         x, weights = (
@@ -86,7 +82,7 @@ class Case:
 
 
 def operators(device: str) -> None:
-    assert device == "cpu" or no_token_exchange(here().name) is None
+    assert device == "cpu" or no_token_exchange(world_group().name) is None
     for shape in SHAPES:
         for seed in range(3):
             case = Case(shape, seed, device)
@@ -96,7 +92,7 @@ def operators(device: str) -> None:
 
 def layers(device: str) -> None:
     """Take a step with all tokens and experts, and with a part of both: results and gradients are equal."""
-    group = here()
+    group = world_group()
     P, r = group.size, group.rank
     recipe = recipes.load("float8", "rowwise")
     for seed, (M, K, D, F, E) in enumerate(SHAPES):
@@ -108,8 +104,8 @@ def layers(device: str) -> None:
         x, weights = bf16(P * M, D, seed=seed + 2, device=device), torch.rand(P * M, K, device="cpu").to(device)
         dist.broadcast(weights, 0)
         choices, grad = choices_of(seed, P * M, K, P * E, device), bf16(P * M, D, seed=seed + 3, device=device)
-        pairs: list[tuple[str, Experts, Experts]] = [
-            ("bf16", experts, ParallelExperts(group)),
+        pairs = [
+            ("bf16", PlainExperts(), PlainExperts(group)),
             ("rowwise", Float8Experts(recipe), Float8Experts(recipe, group)),
         ]
         for name, whole, part in pairs:
@@ -124,7 +120,7 @@ def layers(device: str) -> None:
             assert all(map(operator.le, errors, bounds)), f"{name}: of y, d_x, d_weights, d_w13, d_w2: {errors}"
 
 
-def trained(compute: Experts, *given: Tensor | int) -> list[Tensor]:
+def trained(compute: Callable[..., Tensor], *given: Tensor | int) -> list[Tensor]:
     x, weights, choices, w13, w2, grad, n_experts = given
     assert isinstance(w13, Tensor) and isinstance(w2, Tensor)  # noqa: PT018
     leaves = [t.detach().clone().requires_grad_() for t in (x, weights, w13.flatten(0, 1), w2.flatten(0, 1))]  # type: ignore[union-attr]

@@ -26,7 +26,7 @@ from titanlite.float8.matmul import Float8Matmul, Lowering
 from titanlite.float8.scope import joins_feed_forward, left_alone, obstacle_of_experts, require_equal_shards
 from titanlite.float8.weight import Casting, WeightShard, agree_on_scales, as_laid_out, local_data
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.experts import ParallelExperts, experts
+from titanlite.kernels.experts import PlainExperts
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import Linear, Projection
 from titanlite.models.llama3 import FeedForward
@@ -109,14 +109,13 @@ def apply_float8(
             module.weight = _gathered_in_float8(module.weight, recipe, group)
     gathers = recipe.fsdp_all_gather == "float8" and matmul.unfused is None
     for name, projections in of_experts.items():
-        why = _experts_left_alone(projections, tokens, recipe, filter_fqns)
-        compute = mixtures[name].compute
-        if compute is not experts and not isinstance(compute, ParallelExperts):  # a user's
+        why, compute = _experts_left_alone(projections, tokens, recipe, filter_fqns), mixtures[name].compute
+        if not isinstance(compute, PlainExperts):  # a user's
             why = "experts that have an arithmetic of their own multiply in training.mixed_precision_param"
-        if why:
+        if why or not isinstance(compute, PlainExperts):
             skipped |= dict.fromkeys(projections, why)
             continue
-        mixtures[name].compute = Float8Experts(recipe, compute.group if isinstance(compute, ParallelExperts) else None)
+        mixtures[name].compute = Float8Experts(recipe, compute.group)
         converted += projections
         for part, projection in projections.items() if gathers else ():
             rows[part] = len(local_data(projection.weight))

@@ -27,7 +27,7 @@ class Float8Experts:
 
     Args:
         recipe: the arithmetic.
-        group: see `kernels.experts.ParallelExperts`.
+        group: see `kernels.experts.PlainExperts`.
     """
 
     def __init__(self, recipe: Float8Recipe, group: Group | None = None) -> None:

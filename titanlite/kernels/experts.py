@@ -13,7 +13,6 @@ rows of its own experts (`token_exchange.py`), and backward gathers tokens again
 Source: Guo et al. 2025, "SonicMoE", section 3, for the gradient of a weight without o.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,15 +67,7 @@ def expert_gate_grad(grad: Tensor, a: Tensor, weights: Tensor, slots: Tensor) ->
 
 @operator("expert_gate_cast", "expert_gate.launch_expert_gate_cast")
 def expert_gate_cast(a: Tensor, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cast `expert_gate(a, slots)`, each row by a power of two of its own.
-
-    Args:
-        a, slots: as of `expert_gate`.
-        dtype: float8.
-
-    Returns:
-        Bytes [R, F], and their inverse scales, [R, 1] float32.
-    """
+    """Cast `expert_gate` to float8, each row by a power of two of its own; bytes [R, F] and inverse scales [R, 1]."""
     return cast_rows.definition(expert_gate.definition(a, slots), dtype)
 
 
@@ -98,47 +89,42 @@ def expert_gate_grad_cast(
     return *cast_rows.definition(d_a, dtype), *expert_gate_cast.definition(a, slots, dtype), d_weights
 
 
-Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int], Tensor]
-"""The signature of `experts` and its replacements."""
-
-
-def experts(x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
-    """Send each token through its experts.
-
-    Args:
-        x: [M, D].
-        weights: [M, K] float32, of a token's experts.
-        choices: [M, K] int32, their numbers.
-        w13: [E·2F, D], of each expert in turn, blocks of 128 rows of gate and up in turn.
-        w2: [E·D, F], of each expert in turn.
-        n_experts: E.
-
-    Returns:
-        [M, D] in `x.dtype`: for each token the sum of its experts' results, each rounded, times their weights, in the
-        order of the slots, in float32.
-    """
-    w13, w2 = (w.unflatten(0, (n_experts, -1)) for w in (w13, w2))
-    return _Experts.apply(x, weights, choices, w13, w2)  # type: ignore[no-any-return]
-
-
-class ParallelExperts:
-    """The experts of a layer, of which this rank has some; called as `experts`, by all ranks of the group.
+class PlainExperts:
+    """The experts of a layer in their operands' dtype: all of them or, with a group, those that this rank has.
 
     Tokens travel, weights do not: for the same tokens, results and gradients have the same bits on any number of ranks.
     A weight's gradient includes the tokens of all ranks. Memory suffices for a router that sends every token of every
     rank here, P·M·K rows: no token is dropped.
 
     Args:
-        group: the P ranks, rank p with the E/P experts from p·E/P on.
+        group: the P ranks, rank p with the E/P experts from p·E/P on; None: all experts are here.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group | None = None) -> None:
         self.group = group
 
     def __call__(self, x: Tensor, weights: Tensor, choices: Tensor, w13: Tensor, w2: Tensor, n_experts: int) -> Tensor:
-        """Return `experts` of this rank's tokens, as many on all ranks; `w13` and `w2` have this rank's experts."""
-        w13, w2 = (w.unflatten(0, (n_experts // self.group.size, -1)) for w in (w13, w2))
-        return _Experts.apply(x, weights, choices, w13, w2, *self.group)  # type: ignore[no-any-return]
+        """Send each token through its experts; called by all ranks of the group, with as many tokens on each.
+
+        Args:
+            x: [M, D].
+            weights: [M, K] float32, of a token's experts.
+            choices: [M, K] int32, their numbers.
+            w13: [E/P·2F, D], of each expert here in turn, blocks of 128 rows of gate and up in turn.
+            w2: [E/P·D, F], of each expert here in turn.
+            n_experts: E.
+
+        Returns:
+            [M, D] in `x.dtype`: for each token the sum of its experts' results, each rounded, times their weights, in
+            the order of the slots, in float32.
+        """
+        group = () if self.group is None else self.group
+        here = n_experts // (1 if self.group is None else self.group.size)
+        w13, w2 = (w.unflatten(0, (here, -1)) for w in (w13, w2))
+        return _Experts.apply(x, weights, choices, w13, w2, *group)  # type: ignore[no-any-return]
+
+
+experts = PlainExperts()
 
 
 @torch._dynamo.allow_in_graph

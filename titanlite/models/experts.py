@@ -12,6 +12,7 @@ keep their identity, as in every projection.
 Axes: M tokens, D model width, E experts, K experts of a token, F inner width of one expert.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.experts import Experts, experts
+from titanlite.kernels.experts import experts
 from titanlite.kernels.router_losses import count_routing, router_losses, with_loss
 from titanlite.kernels.routing import route, router_logits
 from titanlite.kernels.swiglu import BLOCK
@@ -58,31 +59,21 @@ class MixtureOfExperts(nn.Module):
     """A router and its experts, in the place of a feed-forward.
 
     Args:
-        dims: the model's dimensions, with `experts`.
-        std: standard deviation of the initial weights.
-        residual_std: that of the projections back to the residual stream.
+        dims: with `experts`.
+        std, residual_std: standard deviation of the initial weights; of those back to the residual stream.
 
-    Attributes:
-        bias: [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints. None: none.
-        share: [], this micro-batch's share of the step's targets; the trainer writes it before each micro-batch.
-        is_counted: [M] bool, which of this micro-batch's tokens count in means, also from the trainer. None: all.
-        counts: [E] int64, counted tokens of each expert on this rank in training, since the start.
-        sums: [4], sums of `count_routing`.
-        compute: the experts' arithmetic; a float8 recipe replaces it.
-        group: the ranks that share a micro-batch's tokens; None: this rank has all.
-        n_layers: mixtures of the model, over which router losses are averaged; `build_model` counts them.
     """
 
-    bias: Tensor | None
-    share: Tensor
-    counts: Tensor
-    sums: Tensor
+    bias: Tensor | None  # [E], added to scores for the choice alone; a step moves it towards equal use. In checkpoints
+    share: Tensor  # [], this micro-batch's share of the step's targets; the trainer writes it before each micro-batch
+    counts: Tensor  # [E] int64, counted tokens of each expert on this rank in training, since the start
+    sums: Tensor  # [4], of `count_routing`
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float) -> None:
         super().__init__()
-        self.compute: Experts = experts
-        self.group: Group | None = None
-        self.is_counted: Tensor | None = None
+        self.compute: Callable[..., Tensor] = experts  # a float8 recipe replaces it
+        self.group: Group | None = None  # the ranks that share a micro-batch's tokens; None: this rank has all
+        self.is_counted: Tensor | None = None  # [M] bool, of a micro-batch's tokens, from the trainer; None: all
         of = dims.experts
         if of is None:
             raise ValueError("MixtureOfExperts: dims.experts is None; want a recipe with a table [experts]")
@@ -92,7 +83,7 @@ class MixtureOfExperts(nn.Module):
         self.w13 = GroupedProjection(dims.dim, {"w1": BLOCK, "w3": BLOCK}, groups=E * F // BLOCK, std=std, **each)
         self.w2 = GroupedProjection(F, {"w2": dims.dim}, groups=E, std=residual_std, **each)
         self.shared = FeedForward(replace(dims, ffn_dim=of.shared * F), residual_std) if of.shared else None
-        self.n_layers = dims.n_layers
+        self.n_layers = dims.n_layers  # over which router losses are averaged; `build_model` counts mixtures
         self.register_buffer("bias", torch.empty(E) if of.balance_bias else None)
         self.register_buffer("share", torch.empty(()), persistent=False)
         self.register_buffer("counts", torch.empty(E, dtype=torch.int64), persistent=False)

@@ -7,7 +7,7 @@ Source: Qwen Team 2025, "Qwen3 Technical Report", section 2; Muennighoff et al. 
 2024, "Mixtral of Experts", section 2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -39,17 +39,15 @@ class WideNormAttention(llama3.Attention):
 class MixtralBlock(nn.Module):
     """One transformer block."""
 
+    attention_of: ClassVar[Callable[[ModelDims, float], nn.Module]] = llama3.Attention
+
     def __init__(self, dims: ModelDims) -> None:
         super().__init__()
         residual_std = llama3.INIT_STD / (2 * dims.n_layers) ** 0.5  # as Llama's
         self.attention_norm = RMSNorm(dims.dim, dims.norm_eps)
-        self.attention = self.attention_of(dims, residual_std)
+        self.attention = type(self).attention_of(dims, residual_std)
         self.ffn_norm = RMSNorm(dims.dim, dims.norm_eps)
         self.experts = MixtureOfExperts(dims, llama3.INIT_STD, residual_std)
-
-    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
-        """Make the attention."""
-        return llama3.Attention(dims, residual_std)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
@@ -61,17 +59,13 @@ class MixtralBlock(nn.Module):
 class Qwen3MoEBlock(MixtralBlock):
     """The block with queries and keys normalised head by head."""
 
-    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
-        """Make the attention."""
-        return QKNormAttention(dims, llama3.INIT_STD, residual_std)
+    attention_of = staticmethod(lambda dims, residual_std: QKNormAttention(dims, llama3.INIT_STD, residual_std))
 
 
 class OLMoEBlock(MixtralBlock):
     """The block with queries and keys normalised over all heads."""
 
-    def attention_of(self, dims: ModelDims, residual_std: float) -> nn.Module:
-        """Make the attention."""
-        return WideNormAttention(dims, residual_std)
+    attention_of = WideNormAttention
 
 
 class Mixtral(llama3.Llama3):

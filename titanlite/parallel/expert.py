@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titanlite.errors import Problem, ShardingError, describe
-from titanlite.kernels.experts import ParallelExperts, experts
+from titanlite.kernels.experts import PlainExperts
 from titanlite.kernels.token_exchange import no_token_exchange
 from titanlite.models.experts import MixtureOfExperts
 from titanlite.models.layers import runs_forward_of
@@ -21,11 +21,7 @@ KEY = "parallelism.expert_parallel_degree"
 
 
 def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExperts]:
-    """Return the mixtures of experts of a model by name.
-
-    Args:
-        model: any.
-        degree: ranks that share the experts of each; 1: each tensor-parallel rank has all experts.
+    """Return a model's mixtures of experts by name; `degree` ranks share the experts of each.
 
     Raises:
         ShardingError: there are none to share, their number is not divisible by the ranks, or a user's class computes
@@ -38,7 +34,7 @@ def experts_to_share(model: nn.Module, degree: int) -> dict[str, MixtureOfExpert
         if layer.of.n_experts % degree:
             multiple = f"a multiple of {KEY} = {degree}"
             wrong.append(Problem(name, f"{layer.of.n_experts} experts", multiple, "another degree"))
-        if degree > 1 and layer.compute is not experts:
+        if degree > 1 and not isinstance(layer.compute, PlainExperts):
             wrong.append(Problem(f"{name}.compute", own, want, fix))
         if not runs_forward_of(layer, MixtureOfExperts):
             wrong.append(Problem(f"{name}.forward", own, want, f"{fix}, tensor_parallel_degree = 1"))
@@ -64,7 +60,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, tokens: int) -> Entry:
     if group is None:
         own = {"layers": len(layers), "tokens": "each rank's own", "weights": "split over all ranks of a replica"}
         return Entry("expert_parallel", 1, own, count=len(layers), key=KEY)
-    compute = ParallelExperts(group)
+    compute = PlainExperts(group)
     for layer in layers.values():
         layer.compute = compute
         for projection in (layer.w13, layer.w2):

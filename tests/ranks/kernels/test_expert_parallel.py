@@ -9,7 +9,7 @@ from tests.support.needs import slow
 from tests.support.numbers import normal
 from tests.support.ranks import run_ranks
 from titanlite.kernels.collectives import Group
-from titanlite.kernels.experts import ParallelExperts, experts
+from titanlite.kernels.experts import PlainExperts
 
 M, D, F, E, K = 24, 16, 128, 8, 3  # tokens are of all ranks together
 STEPS = 10
@@ -30,7 +30,7 @@ def trained(rank: int, group: Group | None, kind: str, dtype: torch.dtype) -> li
     size = 1 if group is None else group.size
     tokens, own = slice(rank * M // size, (rank + 1) * M // size), slice(rank * E // size, (rank + 1) * E // size)
     w13, w2 = (normal(E, 2 * F, D, seed=2, dtype=dtype) / 4)[own], (normal(E, D, F, seed=3, dtype=dtype) / 11)[own]
-    w13, w2, compute = w13.flatten(0, 1), w2.flatten(0, 1), experts if group is None else ParallelExperts(group)
+    w13, w2, compute = w13.flatten(0, 1), w2.flatten(0, 1), PlainExperts(group)
     x, weights = normal(M, D, seed=4, dtype=dtype)[tokens], normal(M, K, seed=5).softmax(1)[tokens]
     choices, given, found = choices_of(kind)[tokens], [x, weights, w13, w2], []
     for _ in range(STEPS):
