@@ -133,12 +133,9 @@ def fusing(report: list[Pair] | None = None) -> dict[str, Any]:
 
 
 def check_fused(report: list[Pair]) -> None:
-    """Check that every pair compiled so far is fused, and runs as a kernel.
+    """Check that every pair compiled so far, in the report of `fusing`, is fused, and runs as a kernel.
 
     To be called after the first step, forward and backward, and again after a step that compiled for new shapes.
-
-    Args:
-        report: as given to `fusing`.
 
     Raises:
         StrictError: for missed pairs that are not `declared`, operators that ran without their kernel, gathers and

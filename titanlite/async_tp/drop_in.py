@@ -1,7 +1,9 @@
 """Offer the collective matmuls under the names and signatures of `torch.ops.symm_mem.fused_*`, as drop-ins.
 
-Same arguments in the same order, same results; groups by name. Arguments that only torch's operators support raise
-ValueError. Three things differ:
+Same arguments in the same order, same results; `group_name` is that of the process group. Operands that do not fit
+each other, and what only torch's operators support, raise ValueError. Shards of `A` are equally large on all ranks, and
+a scattered dim is a multiple of the ranks. A scaled operand is float8, its scale float32: [] or [1] for all of it, or
+one number for each row of `A` or column of `B`. Three things differ:
 
 - Results are contiguous, whatever the gathered or scattered dim.
 - The plain products are differentiable.
@@ -37,17 +39,14 @@ def fused_all_gather_matmul(
     """Gather `A` along a dim and multiply it.
 
     Args:
-        A: […, K], 2-D to 4-D, this rank's shard; equally large on all ranks.
+        A: […, K], 2-D to 4-D, this rank's shard.
         Bs: [K, N] each; if the last dim is gathered, [ranks · K, N].
         gather_dim: of `A`.
-        group_name: of the process group.
+        group_name: the ranks.
         return_A: whether the gathered tensor is returned.
 
     Returns:
         The gathered tensor, or None, and the products; in `A`'s dtype.
-
-    Raises:
-        ValueError: operands that do not fit each other.
     """
     gathered, *products = all_gather_matmul(A, Bs, gather_dim, _gathered_size(A, gather_dim, group_name), group_name)
     return (gathered if return_A else None), products
@@ -65,16 +64,12 @@ def fused_all_gather_scaled_matmul(
     out_dtypes: list[torch.dtype | None],
     use_fast_accum: list[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather a float8 tensor along a dim and multiply it.
+    """Gather a float8 tensor along a dim and multiply it; arguments as of `fused_all_gather_matmul`, and these.
 
     Args:
-        A: […, K], 2-D to 4-D, this rank's shard; equally large on all ranks.
-        Bs: [K, N] each; float8.
-        A_scale: float32: [] or [1] for the tensor, equal on all ranks; […, 1] for the rows of the shard; or […, 1] for
-            the rows of the gathered tensor, equal on all ranks.
-        B_scales: float32: [] or [1, N] each.
-        gather_dim: of `A`.
-        group_name: of the process group.
+        A_scale: of the tensor, equal on all ranks; of the rows of the shard, […, 1]; or of those of the gathered
+            tensor, equal on all ranks.
+        B_scales: [] or [1, N] each.
         biases: [N] or None each.
         result_scales: None each.
         out_dtypes: bfloat16, float16 or float32 each. If they differ, products are made in float32 and rounded once.
@@ -82,9 +77,6 @@ def fused_all_gather_scaled_matmul(
 
     Returns:
         The gathered tensor, and the products.
-
-    Raises:
-        ValueError: operands that do not fit each other, or an option that the kernels do not have.
     """
     op = "fused_all_gather_scaled_matmul"
     lists = (B_scales, biases, result_scales, out_dtypes, use_fast_accum)
@@ -117,20 +109,10 @@ def fused_all_gather_scaled_matmul(
 
 
 def fused_matmul_reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> Tensor:
-    """Multiply, reduce the product over the ranks and scatter it.
-
-    Args:
-        A: […, K], 2-D to 4-D.
-        B: [K, N].
-        reduce_op: "sum" or "avg".
-        scatter_dim: of the product; its length is a multiple of the number of ranks.
-        group_name: of the process group.
+    """Multiply A, […, K] of 2 to 4 dims, by B, [K, N], reduce by "sum" or "avg", and scatter along a product's dim.
 
     Returns:
         This rank's chunk, in `A`'s dtype.
-
-    Raises:
-        ValueError: operands that do not fit each other.
     """
     op = "fused_matmul_reduce_scatter"
     shape = [*A.shape[:-1], B.shape[-1]]
@@ -154,28 +136,16 @@ def fused_scaled_matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """Multiply float8 tensors, reduce the product over the ranks and scatter it.
+    """Multiply float8 tensors, reduce the product and scatter it; arguments as of the two functions above, and these.
 
     Args:
-        A: […, K].
-        B: [K, N]; float8.
-        A_scale: float32: [] or [1], or […, 1] for the rows of `A`.
-        B_scale: float32: [] or [1, N].
-        reduce_op: "sum" or "avg".
-        orig_scatter_dim: of `output_shape`; that dim is a multiple of the number of ranks.
+        orig_scatter_dim: of `output_shape`.
         scatter_dim_after_maybe_reshape: a dim of `A`; otherwise unused.
-        group_name: of the process group.
         output_shape: of the product before it is scattered, 2-D to 4-D; None if it is `A`'s with N at the end.
         bias: [N], added to every rank's product before the reduction, as by torch.
-        result_scale: None.
-        out_dtype: bfloat16, float16 or float32.
-        use_fast_accum: whether sums may be left to the tensor cores.
 
     Returns:
         This rank's chunk of `output_shape`.
-
-    Raises:
-        ValueError: operands that do not fit each other, or an option that the kernels do not have.
     """
     op = "fused_scaled_matmul_reduce_scatter"
     dtype = _scaled_options(op, A, B, result_scale, out_dtype)

@@ -37,10 +37,6 @@ aten = torch.ops.aten
 def fuse_gather(rewrite: GraphRewrite, node: Node) -> tuple[tuple[str, ...], list[str], Node | None]:
     """Fuse an all-gather with the matmuls that read it.
 
-    Args:
-        rewrite: the graph.
-        node: the all-gather.
-
     Returns:
         Names of the fused matmuls; why others are not fused; an all-gather of scales that the operator now does, too.
 

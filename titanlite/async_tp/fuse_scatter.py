@@ -46,14 +46,7 @@ class Sum(NamedTuple):
 
 
 def fuse_scatter(rewrite: GraphRewrite, node: Node) -> tuple[str, ...]:
-    """Fuse a reduce-scatter with the matmuls that it reads.
-
-    Args:
-        rewrite: the graph.
-        node: the reduce-scatter.
-
-    Returns:
-        Names of the matmuls.
+    """Fuse a reduce-scatter with the matmuls that it reads, and return the names of these.
 
     Raises:
         MissedError: it cannot be fused; the graph keeps the nodes inserted so far.

@@ -45,16 +45,12 @@ class Product(NamedTuple):
 def product_of(
     collective: CollectiveNode, matmul: Matmul, moved: dict[Node, Layout | None], dependent: set[Node]
 ) -> Product:
-    """Describe the gathered tensor as one matmul needs it.
+    """Describe the product of a matmul that reads an all-gather as one of the operator's.
 
     Args:
-        collective: the all-gather.
-        matmul: one of its readers.
+        collective, matmul: the two.
         moved: everything that the gathered elements are moved to; a split has no layout.
         dependent: everything that is computed from them.
-
-    Returns:
-        The same product as one of the operator's.
 
     Raises:
         MissedError: the operator does not compute it.

@@ -87,11 +87,7 @@ def could_be_passed(node: Node) -> bool:
 
 
 def matmul_of(node: Node) -> Matmul:
-    """Read a matmul, a node for which `is_matmul` is true.
-
-    Raises:
-        MissedError: the fused operators cannot compute it.
-    """
+    """Read a node for which `is_matmul` is true; raise MissedError if the fused operators cannot compute it."""
     given = arguments_of(node)
     if not all(type(n) is int for n in node.meta["val"].shape):
         raise MissedError(f"{node.name} has a size that is symbolic")
@@ -117,11 +113,7 @@ def matmul_of(node: Node) -> Matmul:
 
 
 def collective_of(node: Node) -> CollectiveNode:
-    """Read an all-gather or a reduce-scatter.
-
-    Raises:
-        MissedError: its shape or group is not known.
-    """
+    """Read an all-gather or a reduce-scatter; raise MissedError if its shape or group is not known."""
     source, given = node.args[0], arguments_of(node)
     group = given["group_name"]
     name = group if isinstance(group, str) else getattr(group, "group_name", None)
@@ -181,11 +173,7 @@ class GraphRewrite:
         return self.call(aten.reshape.default, node, list(shape))
 
     def arrange(self, node: Node, dims: Sequence[Modes]) -> Node:
-        """Rearrange a node's elements, by a view if possible.
-
-        Args:
-            node: the source.
-            dims: modes of each dim of the result, over the flat source.
+        """Rearrange a node's elements to these dims of modes over it, flat, by a view if possible.
 
         Raises:
             MissedError: `dims` does not hold each element of the source once.

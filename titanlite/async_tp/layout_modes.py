@@ -143,12 +143,7 @@ class Steps(NamedTuple):
 
 
 def steps(dims: Sequence[Modes], total: int) -> Steps | None:
-    """Return how to build a tensor of these dims from all of the flat source; None if some of it is missing.
-
-    Args:
-        dims: modes of each dim.
-        total: elements of the source.
-    """
+    """Return how to build a tensor of these dims from `total` elements of a flat source; None if some are missing."""
     modes = [mode for dim in dims for mode in dim]
     by_stride = sorted(range(len(modes)), key=lambda i: -modes[i][1])
     rest = total

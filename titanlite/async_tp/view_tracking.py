@@ -58,14 +58,7 @@ class ViewTracker:
         self._known: dict[Node, Moved] = {}
 
     def trace(self, node: Node) -> Moved:
-        """Follow a node back through movements.
-
-        Args:
-            node: a tensor of static shape.
-
-        Returns:
-            The node that computed its elements, itself if it is no movement, and where they lie.
-        """
+        """Return what computed a static node's elements, itself if it is no movement, and where they lie."""
         chain = [node]  # iterative: a chain of movements may be long
         while chain:
             last = chain[-1]

@@ -19,13 +19,13 @@ Either = Cast | Tensor
 
 
 class BlockScaledFloat8:
-    """The matmuls of a recipe with scales by block; see `scope.is_by_blocks`."""
+    """The matmul `x @ weight.T` of a recipe with scales by block; see `scope.is_by_blocks`."""
 
     def __init__(self, recipe: Float8Recipe) -> None:
         self.recipe = recipe
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return `x [M, K] @ weight [N, K].T` [M, N]."""
+        """Multiply [M, K] by [N, K] transposed, to [M, N]."""
         return _BlockScaledMatmul.apply(x, weight, self.recipe)  # type: ignore[no-any-return]
 
 

@@ -53,17 +53,10 @@ def _why_emulated(recipe: Float8Recipe, device: Device) -> str | None:
 
 
 class Float8Matmul:
-    """The matmul `x @ weight.T` in float8, forward and backward.
+    """The matmul `x @ weight.T` in float8, forward and backward, built for a device.
 
-    Args:
-        recipe: the arithmetic.
-        device: to build for.
-        over: the ranks that hold the other parts of operands, for a recipe with `reduce_amax`.
-
-    Attributes:
-        lowering: the implementation.
-        fused: the same with a collective.
-        unfused: why `fused` cannot run; None: the lowering is titanlite's own.
+    `over` are the ranks that hold the other parts of operands, for a recipe with `reduce_amax`. `fused` is the same
+    with a collective, and `unfused` why that cannot run; None: the lowering is titanlite's own.
     """
 
     def __init__(self, recipe: Float8Recipe, device: Device, over: AmaxGroups = ALL_HERE) -> None:

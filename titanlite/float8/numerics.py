@@ -35,9 +35,7 @@ class _Look:
     """Replaces a layer's matmul by one that measures its operands and result.
 
     Args:
-        matmul: the layer's own.
-        parameter: its weight, sharded.
-        mesh: of FSDP.
+        matmul, parameter: the layer's own, and its weight, sharded over the mesh of FSDP.
         is_counted: [M] bool, the tokens that are measured; None: all. Layers with other rows measure all.
 
     Attributes:

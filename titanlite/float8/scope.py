@@ -56,9 +56,7 @@ def joins_feed_forward(recipe: Float8Recipe, parallel: bool) -> bool:
 def require_equal_shards(rows: Mapping[str, int], shards: Mapping[str, int]) -> None:
     """Raise RecipeError if rows of a weight do not divide by FSDP's shards: it does not pad bytes that a weight casts.
 
-    Args:
-        rows: of each weight that is gathered in float8, on one tensor-parallel rank.
-        shards: ranks over which FSDP splits each of them.
+    `rows` has those of each weight on one tensor-parallel rank, `shards` the ranks over which FSDP splits it.
     """
     alike = {re.sub(r"^layers\.\d+\.", "", name): (n, shards[name]) for name, n in rows.items()}
     if uneven := [(name, n, over) for name, (n, over) in alike.items() if n % over]:
@@ -94,11 +92,8 @@ def left_alone(
     """Return why a linear layer is not converted, or None.
 
     Args:
-        name: of the layer.
-        shape: of its weight [N, K], on one tensor-parallel rank.
-        tokens: M of a micro-step.
-        recipe: the arithmetic.
-        filter_fqns: see `apply_float8`.
+        name, shape: of the layer, and of its weight [N, K] on one tensor-parallel rank.
+        tokens, recipe, filter_fqns: as of `apply_float8`.
     """
     if matches := [f for f in filter_fqns if f in name]:
         return f"float8.filter_fqns has {matches[0]!r}"

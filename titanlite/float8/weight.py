@@ -81,17 +81,11 @@ class Casting(NamedTuple):
 
 
 class WeightShard(Tensor):
-    """A rank's rows of a weight in high precision, cast before they are gathered.
+    """A rank's rows of a weight in high precision, cast before they are gathered."""
 
-    Attributes:
-        master: [n, K], which the optimizer updates.
-        how: the cast.
-        scale, scale_inv: [] float32, of the whole weight, set after each update; None with scales of rows.
-    """
-
-    master: Tensor
+    master: Tensor  # [n, K], which the optimizer updates
     how: Casting
-    scale: Tensor | None
+    scale: Tensor | None  # [] float32, of the whole weight, set after each update; None with scales of rows
     scale_inv: Tensor | None
 
     @staticmethod

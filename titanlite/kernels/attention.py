@@ -30,17 +30,11 @@ _LEAST_ROWS, _MOST_BLOCKS = 128, 32  # of a block of the definition; and blocks 
 
 
 class Bounds(NamedTuple):
-    """The bounds of pieces, run by run. Pieces at a run's end may be empty, and so may runs.
+    """The bounds of pieces, run by run. Pieces at a run's end may be empty, and so may runs."""
 
-    Attributes:
-        at: [2, n] int32, where the pieces of a run begin among its queries and its keys, and where the last one ends;
-            n is the most that there can be.
-        runs: [runs, 5] int64 on the CPU: each run's first query, first key, end of keys, first column of `at`, and
-            number of columns.
-    """
-
+    # [2, n] int32, where the pieces of a run begin among its queries and its keys, and the last ends; n: the most
     at: Tensor
-    runs: Tensor
+    runs: Tensor  # [runs, 5] int64 on the CPU: first query, first key, end of keys, first column of `at`, how many
 
 
 def attention(
@@ -56,8 +50,7 @@ def attention(
 
     Args:
         q: [M, H, E]; H is a multiple of K.
-        k: [M, K, E].
-        v: [M, K, E].
+        k, v: [M, K, E].
         longest: S, tokens of a sample; M is a multiple of it.
         window: how many of the last tokens, itself included, a token sees; 0: all.
         starts: [M] int32, where each token's document begins; every S-th token begins one. None: every S tokens are a
@@ -71,11 +64,7 @@ def attention(
 
 
 def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
-    """Name the fastest kernel for a device, dtype and width of heads.
-
-    Args:
-        q: […, E].
-        is_plain: attends to whole samples without a window, which torch's kernels serve, too.
+    """Name the fastest kernel for queries, […, E]; `is_plain`: of whole samples without a window.
 
     Returns:
         "flash_attention_4"; else "torch", if `is_plain`; else "flex_attention", or on CPUs and in float64 "math".
@@ -89,8 +78,6 @@ def attention_kernel(q: Tensor, is_plain: bool = False) -> str:
 
 def _fast(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     kernel, (starts, bounds, runs, places, *lengths) = attention_kernel(q), given
-    if kernel == "math":
-        return _attention.definition(q, k, v, *given)
     if kernel == "flex_attention":
         return attend_flexibly(q, k, v, starts, places, *lengths)
     if bounds is None:
@@ -107,8 +94,6 @@ def _fast_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel, (starts, bounds, runs, places, *lengths) = attention_kernel(q), given
-    if kernel == "math":
-        return _attention_grad.definition(grad, q, k, v, out, sums, *given)
     if kernel == "flex_attention":
         return flexible_grad(grad, q, k, v, starts, places, *lengths)
     if bounds is None:
@@ -137,7 +122,7 @@ _SPLITS = tuple(Split((1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 _GRAD_SPLITS = tuple(Split((1, 1, 1, 1, 1, 1, *(None,) * n), 1) for n in (0, 3, 4))
 
 
-@operator("attention", _fast, splits=_SPLITS)
+@operator("attention", _fast, splits=_SPLITS, unless=lambda q, *_: attention_kernel(q) == "math")
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -167,7 +152,7 @@ def _attention(
     return out, sums
 
 
-@operator("attention_grad", _fast_grad, splits=_GRAD_SPLITS)
+@operator("attention_grad", _fast_grad, splits=_GRAD_SPLITS, unless=lambda _, q, *__: attention_kernel(q) == "math")
 def _attention_grad(
     grad: Tensor,
     q: Tensor,

@@ -35,11 +35,7 @@ def block_scaling_unsupported_reason(device: Device) -> str | None:
 
 
 def dequantise(qdata: Tensor, scale_inv: Tensor) -> Tensor:
-    """Multiply float8 bytes by their inverse scales.
-
-    Args:
-        qdata: [R, C] float8.
-        scale_inv: [R/r, C/c] float32 for blocks of r × c, or [] for all.
+    """Multiply float8 bytes [R, C] by inverse scales, [R/r, C/c] float32 for blocks of r × c, or [] for all.
 
     Returns:
         [R, C] float32, laid out as `qdata`.

@@ -87,16 +87,9 @@ def _size_and_rank(name: str) -> tuple[int, int]:
 
 
 def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
-    """Concatenate every rank's chunk along any dim, without a gradient.
+    """Concatenate every rank's chunk along any dim (not negative), without a gradient; contiguous.
 
-    Args:
-        shard: this rank's chunk, ⌈size/ranks⌉ long along `dim`; shorter on the last ranks.
-        dim: not negative.
-        size: length of the whole dim.
-        group: the ranks.
-
-    Returns:
-        The whole tensor, contiguous.
+    Chunks are ⌈size/ranks⌉ long along `dim`, shorter on the last ranks; `size` is the length of the whole dim.
     """
     chunk = -(-size // group.size)
     rows = shard.movedim(dim, 0)
@@ -109,15 +102,9 @@ def gather_dim(shard: Tensor, dim: int, size: int, group: Group) -> Tensor:
 
 
 def scatter_dim(x: Tensor, dim: int, group: Group) -> Tensor:
-    """Sum over the ranks and keep this rank's chunk of any dim, without a gradient.
+    """Sum whole tensors over the ranks and keep this rank's chunk of any dim (not negative), without a gradient.
 
-    Args:
-        x: the whole tensor.
-        dim: not negative.
-        group: the ranks; rank r keeps rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉.
-
-    Returns:
-        This rank's chunk, contiguous.
+    Rank r keeps rows r·⌈size/ranks⌉ up to (r+1)·⌈size/ranks⌉; contiguous.
     """
     size = x.shape[dim]
     chunk = -(-size // group.size)

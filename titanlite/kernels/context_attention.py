@@ -46,7 +46,7 @@ def context_attention(
     exchange: KeyChunks,
     group: str,
 ) -> Tensor:
-    """Attend as `attention` does, to tokens on any rank; a collective.
+    """Attend as `attention` does, to tokens on any rank of the group; a collective.
 
     Args:
         q, k, v, longest, window: as of `attention`, of this rank's tokens; N is a multiple of `longest`.
@@ -54,10 +54,6 @@ def context_attention(
         bounds: of this rank's pieces of documents, and of the keys among the N that they see within the window.
         places: [M] int32, of each token among the N.
         exchange: the chunks to exchange.
-        group: name of the process group.
-
-    Returns:
-        [M, H, E] in `q.dtype`.
     """
     return _context_attention(q, k, v, starts, *bounds, places, *exchange, group, longest, window)[0]
 

@@ -36,12 +36,10 @@ def softcapped(logits: Tensor, softcap: float) -> Tensor:
 
 
 def local_statistics(logits: Tensor, targets: Tensor, first: int, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Reduce the columns of one rank.
+    """Reduce the columns of one rank, [M, V/tp], of which `first` is the first one's id.
 
     Args:
-        logits: [M, V/tp].
         targets: [M] int64 in the whole vocabulary, or IGNORE_INDEX.
-        first: id of this rank's first column.
         softcap: of the model's logits; 0: none.
 
     Returns:

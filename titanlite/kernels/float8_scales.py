@@ -43,12 +43,9 @@ def scale_of(amax: Tensor, dtype: torch.dtype, pow2: bool) -> tuple[Tensor, Tens
 
 
 def cast_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast `x · scale` to float8, saturating; NaN stays NaN. Elementwise, so that compilers fuse it.
+    """Cast `x · scale` of any shape, a float32 broadcast, to float8, saturating; NaN stays NaN.
 
-    Args:
-        x: any shape and float dtype.
-        scale: float32, broadcast.
-        dtype: float8.
+    Elementwise, so that compilers fuse it.
     """
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype)

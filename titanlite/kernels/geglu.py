@@ -10,13 +10,6 @@ from titanlite.kernels.swiglu import gate_and_up
 
 
 def geglu(x: Tensor) -> Tensor:
-    """Return `gelu(gate) * up`, formed in float32.
-
-    Args:
-        x: [M, 2F], blocks of 128 columns of gate and up in turn.
-
-    Returns:
-        [M, F] in `x.dtype`.
-    """
+    """Return `gelu(gate) * up` [M, F] in `x.dtype`, formed in float32; arguments as of `swiglu`."""
     gate, up = gate_and_up(x)
     return (F.gelu(gate, approximate="tanh") * up).to(x.dtype).flatten(-2)

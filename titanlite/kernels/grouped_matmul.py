@@ -91,8 +91,7 @@ def scaled_grouped_matmul(
     Args:
         a: [R, K] float8.
         weight: [G, N, K] float8, rows contiguous; groups are stacked, or side by side.
-        scale_inv: [R, 1] float32, of the rows of `a`.
-        weight_scale_inv: [G, N] float32, or [1, N] for all groups.
+        scale_inv, weight_scale_inv: float32, [R, 1] of the rows of `a`, and [G, N], or [1, N] for all groups.
         offsets: as of `grouped_matmul`.
         out_dtype: of the result.
         fast_accum: sums may be left to tensor cores, which keep about 14 bits.
@@ -127,8 +126,7 @@ def scaled_grouped_gradient(
     Args:
         grad: [N, R] float8, contiguous, of the product.
         x: [K, R] float8, contiguous, the product's operand.
-        grad_scale_inv: [N, 1] float32; None: 1.
-        x_scale_inv: [K, 1] float32; None: 1.
+        grad_scale_inv, x_scale_inv: [N, 1] and [K, 1] float32; None: 1.
         offsets: as of `grouped_matmul`, multiples of 16: TMA loads from there (`aligned_rows`).
         out_dtype, fast_accum: as of `scaled_grouped_matmul`.
 

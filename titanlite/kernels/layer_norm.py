@@ -9,16 +9,9 @@ from torch import Tensor
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Shift each row to mean zero, divide it by its standard deviation, scale and shift it.
+    """Shift each row to mean zero, divide it by its standard deviation, scale and shift it: [M, D] in `x.dtype`.
 
-    Args:
-        x: [M, D], any float dtype.
-        weight: [D].
-        bias: [D].
-        eps: added to the variance.
-
-    Returns:
-        [M, D] in `x.dtype`.
+    Weight and bias are [D], `eps` is added to the variance.
     """
     h = x.float()
     h = h - h.mean(-1, keepdim=True)

@@ -122,7 +122,7 @@ def differentiate(
     more dispatch takes as long as a launch.
 
     Args:
-        op: the operator.
+        op: to which it is given.
         tensors: its arguments → all tensors among them, except constants.
         save: (ctx, arguments, results as the operator returns them); saves what backward needs.
         backward: (ctx, gradients of the results) → one for each of the `tensors`; `ctx.needs` says which are wanted.

@@ -61,16 +61,13 @@ _UNIT = 2.0**12
 
 
 def orthogonalise(x: Tensor, polynomials: Polynomials, eps: float = 1e-7, out: Tensor | None = None) -> Tensor:
-    """Take the singular values of matrices of one shape near 1.
+    """Take the singular values of matrices of one shape near 1: [B, R, C], in the dtype of `x`.
 
     Args:
         x: [B, R, C], in the dtype of the matmuls.
         polynomials: applied in turn.
         eps: the least norm to divide by, so that zeros give zeros.
         out: receives the result; may be `x` itself. None: new memory.
-
-    Returns:
-        [B, R, C], in the dtype of `x`.
     """
     out = x.new_empty(x.shape) if out is None else out
     wide, result = (x.mT, out.mT) if x.shape[1] > x.shape[2] else (x, out)

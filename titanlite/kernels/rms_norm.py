@@ -17,15 +17,9 @@ from titanlite.kernels.operators import operator
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Divide each row by its root mean square and scale it.
+    """Divide each row by its root mean square and scale it: [..., D] in `x.dtype`.
 
-    Args:
-        x: [..., D], any float dtype.
-        weight: [D].
-        eps: added to the mean square.
-
-    Returns:
-        [..., D] in `x.dtype`.
+    The weight is [D], `eps` is added to the mean square.
     """
     return _RMSNorm.apply(x, weight, eps)  # type: ignore[no-any-return]
 

@@ -43,15 +43,11 @@ def rope_table(seq_len: int, head_dim: int, theta: float, scaling: RopeScaling |
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the two halves of each head by its position's angle, in float32.
+    """Rotate the two halves of each head by its position's angle, in float32: [M, H, E] in `x.dtype`.
 
     Args:
         x: [M, H, E] queries or keys of whole sequences, one after the other; M a multiple of S.
-        cos: [S, E/2] float32, from `rope_table`.
-        sin: [S, E/2] float32.
-
-    Returns:
-        [M, H, E] in `x.dtype`.
+        cos, sin: [S, E/2] float32, from `rope_table`.
     """
     low, high = x.unflatten(0, (-1, cos.shape[0])).float().chunk(2, dim=-1)  # [B, S, H, E/2] each
     cos, sin = cos[:, None], sin[:, None]  # [S, 1, E/2]: the same for every head
@@ -78,8 +74,7 @@ def rotated_heads(qkv: Tensor, cos: Tensor, sin: Tensor, queries_per_kv: int) ->
 
     Args:
         qkv: as of `heads`, of whole sequences.
-        cos: [S, E/2] float32, from `rope_table`; M is a multiple of S.
-        sin: [S, E/2] float32.
+        cos, sin: as of `rope`.
         queries_per_kv: R.
 
     Returns:

@@ -48,13 +48,7 @@ def router_losses(logits: Tensor, choices: Tensor, is_counted: Tensor, group: Gr
 
 
 def with_loss(x: Tensor, loss: Tensor, share: Tensor) -> Tensor:
-    """Return `x`; in backward the loss gets `share` as its gradient.
-
-    Args:
-        x: any tensor; the result must have a gradient.
-        loss: [].
-        share: [], of this micro-batch.
-    """
+    """Return `x`, which must have a gradient; in backward the loss, [], gets this micro-batch's `share` as its own."""
     return _WithLoss.apply(x, loss, share)  # type: ignore[no-any-return]
 
 
@@ -77,8 +71,7 @@ def count_choices(choices: Tensor, is_counted: Tensor, n_experts: int, group: st
     The sum over ranks is part of the operator: activation checkpointing keeps the result, so ranks meet once.
 
     Args:
-        choices: [M, K] int32.
-        is_counted: [M] bool.
+        choices, is_counted: as of `router_losses`.
         n_experts: E.
         group: name of the process group whose tokens are counted together; None: only this rank's.
 

@@ -37,15 +37,7 @@ def _router_flops(x_shape: Any, weight_shape: Any, *_: Any, **__: Any) -> int:
 
 @operator("router_logits", None, splits=(Split((0, None), 0), Split((None, 0), 1)), flops=_router_flops)
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply tokens by the router's weight.
-
-    Args:
-        x: [M, D].
-        weight: [E, D].
-
-    Returns:
-        [M, E] float32; float64 for float64.
-    """
+    """Multiply tokens [M, D] by the router's weight [E, D], to [M, E] float32; float64 for float64."""
     return _product(x, weight.t())
 
 
@@ -236,12 +228,7 @@ def spread_rows(x: Tensor, rows: Tensor, weights: Tensor | None, n_rows: int, af
 
 @operator("row_dots", "expert_rows.launch_row_dots")
 def row_dots(grad: Tensor, o: Tensor, rows: Tensor) -> Tensor:
-    """Return <grad[m], o[rows[m, k]]>, the gradient of the weights of `combine`.
-
-    Args:
-        grad: [M, D].
-        o: [R, D].
-        rows: [M, K] int32, -1 for none.
+    """Return <grad[m], o[rows[m, k]]>, the gradient of the weights of `combine`, of whose result `grad` is.
 
     Returns:
         [M, K] float32 (float64 for float64); 0 where there is no row.

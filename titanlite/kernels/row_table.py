@@ -46,14 +46,10 @@ class TensorTable:
 
 
 def tensor_table(kind: str, tensors: Sequence[Tensor]) -> TensorTable:
-    """Make a table of tensors, which is valid until one of them moves. The host waits for nothing.
-
-    Args:
-        kind: a name for them in the message.
-        tensors: at least one; all on one device.
+    """Make a table of at least one tensor, valid until one of them moves; the host waits for nothing.
 
     Raises:
-        ValueError: one has another dtype than the first, or is not contiguous.
+        ValueError: one has another dtype than the first, or is not contiguous; `kind` names them.
     """
     first = tensors[0]
     for i, t in enumerate(tensors):

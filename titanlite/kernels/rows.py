@@ -29,12 +29,7 @@ def _rows_alike(rows: RowTable) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
 
 
 def take_rows(rows: RowTable, tensor: Tensor, flat: Tensor) -> None:
-    """Copy rows of one tensor into the memory of all rows.
-
-    Args:
-        rows: all of tensor 0, each with a place.
-        tensor, flat: of one dtype, contiguous.
-    """
+    """Copy rows, all of tensor 0, each with a place, into the memory of all rows; of one dtype, contiguous."""
     _move(rows, tensor, flat, out=True)
 
 

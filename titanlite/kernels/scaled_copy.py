@@ -15,12 +15,7 @@ _launch = device_code("scaled_copy.launch_scaled_copy")
 def scaled_copy(x: Tensor, out: Tensor, factor: float, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
     """Write factor X / max(norm, eps) to `out`, computed in float32 or wider, and return it.
 
-    Args:
-        x: [B, R, C].
-        out: [B, R, C], of any floating dtype. Either may be a transposed view.
-        factor: of all matrices.
-        norm: [B, 1, 1] float32 or wider, by which each matrix is divided; None: not divided.
-        eps: the least divisor.
+    Both are [B, R, C] of any floating dtype, or transposed views; `norm` is [B, 1, 1] float32 or wider, None: 1.
     """
     if x.is_cuda and x.itemsize == out.itemsize == 2:
         return _launch(x, out, factor, norm, eps)

@@ -37,27 +37,16 @@ class DimSplit(NamedTuple):
 
 
 def split(shape: Size | list[int], dim: int, size: int, ranks: int) -> DimSplit:
-    """Describe a tensor of `shape` whose `dim` is `size` long over all ranks.
-
-    Args:
-        shape: of the whole tensor or of a shard; its own entry at `dim` is not read.
-        dim: may be negative.
-        size: length of the whole dim.
-        ranks: how many chunks.
-    """
+    """Describe a tensor whose `dim`, which may be negative, is `size` long over all ranks; `shape[dim]` is not read."""
     dim %= len(shape)
     return DimSplit(math.prod(shape[:dim]), size, math.prod(shape[dim + 1 :]), ranks)
 
 
 def unviewed(x: Tensor, shape: Size | list[int]) -> Tensor:
-    """Reshape a tensor that nobody else holds so that torch does not take it for a view.
+    """View a new tensor, which nobody else holds, in another shape so that torch does not take it for a view.
 
     A module should not return a view: FSDP hooks onto its result, and warns that an in-place operation would lose the
     hook.
-
-    Args:
-        x: new, or a view of a new tensor.
-        shape: that `x` can be viewed in.
     """
     return torch.ops.aten._unsafe_view(x, list(shape))
 

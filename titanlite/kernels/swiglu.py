@@ -56,15 +56,7 @@ def gated(x: Tensor) -> Tensor:
 
 @operator("swiglu_grad", "swiglu.launch_swiglu_grad")
 def swiglu_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """Return the gradient of `swiglu`, formed in float32.
-
-    Args:
-        grad: [M, F], of the result.
-        x: [M, 2F].
-
-    Returns:
-        [M, 2F] in `x.dtype`.
-    """
+    """Return the gradient of `swiglu`, [M, 2F] in `x.dtype`, formed in float32; grad: [M, F], of the result."""
     gate, up = gate_and_up(x)
     grad = grad.unflatten(-1, (-1, BLOCK)).to(gate.dtype)
     sigmoid = gate.sigmoid()

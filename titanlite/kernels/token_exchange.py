@@ -120,11 +120,7 @@ class Routing(NamedTuple):
 
 
 class Dispatch:
-    """The way of tokens to their experts and back.
-
-    Args:
-        group: P ranks, of which rank p has the E/P experts from p·E/P on; none: all experts are here, P = 1.
-    """
+    """The way of tokens to their experts and back; `group` as of `experts.PlainExperts`."""
 
     def __init__(self, *group: str | int) -> None:
         self.group = Group(*group) if group else None  # type: ignore[arg-type]
@@ -146,11 +142,7 @@ class Dispatch:
     def sums(self, o: Tensor, routing: Routing, choices: Tensor, weights: Tensor, count: int) -> Tensor:
         """Add up the results of each token of this rank, times their weights: [M, D].
 
-        Args:
-            o: [R, D], of this rank's experts.
-            routing: of all tokens.
-            choices, weights: [M, K], of this rank's tokens.
-            count: number of this rank's experts.
+        `o`, [R, D], is of this rank's `count` experts; choices and weights are [M, K], of this rank's tokens.
         """
         if self.group is None:
             return combine(o, routing.rows, weights)
@@ -159,12 +151,9 @@ class Dispatch:
     def gradients(
         self, o: Tensor, routing: Routing, choices: Tensor, dots: Tensor, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of this rank's tokens, [M, D], and weights, [M, K].
+        """Return the gradients of this rank's tokens, [M, D], and weights, [M, K]; arguments as of `sums`.
 
-        Args:
-            o: [R, D], of this rank's experts.
-            routing, choices, count: as of `sums`.
-            dots: [P·M, K], gradients of the weights of slots whose experts are here.
+        `dots`, [P·M, K], has the gradients of the weights of slots whose experts are here.
         """
         if self.group is None:
             return combine(o, routing.rows, None), dots

@@ -28,12 +28,7 @@ class GegluFeedForward(llama3.FeedForward):
 
 
 class Gemma3Block(nn.Module):
-    """One transformer block, with a norm before and after each sublayer.
-
-    Args:
-        dims: the model's dimensions.
-        window: tokens that its attention sees; 0: all.
-    """
+    """One transformer block, with a norm before and after each sublayer; its attention sees `window` tokens, 0: all."""
 
     def __init__(self, dims: ModelDims, window: int) -> None:
         super().__init__()

@@ -156,27 +156,16 @@ pytree.register_pytree_node(
 
 
 class CausalAttention(nn.Module):
-    """Causal attention: a module without weights, so that it has a name.
-
-    Args:
-        window: tokens that each attends to, up to and with itself; 0: all.
-    """
+    """Causal attention to `window` tokens, itself included, 0: all; a module without weights, so that it has a name."""
 
     def __init__(self, window: int = 0) -> None:
         super().__init__()
         self.window = window
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """Attend within each sequence; H is a multiple of K.
+        """Attend within each sequence, [M, H, E] and [M, K, E] each to [M, H, E]; H is a multiple of K.
 
-        Args:
-            q: [M, H, E]; without `sequences` [B, H, S, E].
-            k: [M, K, E]; without `sequences` [B, K, S, E].
-            v: as k.
-            sequences: of the tokens; None: each row of S is one document.
-
-        Returns:
-            The shape of q.
+        Without `sequences` they are [B, H, S, E] and [B, K, S, E], and each row of S is one document.
         """
         if sequences is None:
             S = q.shape[2]
@@ -248,11 +237,7 @@ class LayerNorm(nn.Module):
 class QKNormAttention(nn.Module):
     """Causal grouped-query attention whose queries and keys are normalised, head by head, before they are rotated.
 
-    Args:
-        dims: the model's dimensions.
-        std: standard deviation of the initial weights of `wqkv`.
-        residual_std: of `wo`.
-        window: see `CausalAttention`.
+    `std` and `residual_std` are standard deviations of the initial weights of `wqkv` and `wo`.
     """
 
     def __init__(self, dims: ModelDims, std: float, residual_std: float, window: int = 0) -> None:

@@ -75,14 +75,9 @@ def mistake(
     called: Callable[..., Any] | None = None,
     key: str = "model.file",
 ) -> Problem:
-    """Return the problem of an exception, with the innermost line of a user's file that was running.
+    """Return the problem of an exception, with the innermost line of a user's file, by its absolute path.
 
-    Args:
-        error: the exception.
-        file: the user's, by its absolute path.
-        want, fix: see `Problem`.
-        called: the function at fault if no line of the file was running.
-        key: shown if there is no such function either.
+    If no line of it was running, `called` is at fault; if there is no such function either, `key` is shown.
     """
     text = next((line for line in str(error).splitlines() if line), "")
     saw = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -118,11 +113,7 @@ def line_of(function: Callable[..., Any], file: str) -> int | None:
 def blamed(error: BaseException, file: str, log: object, want: str) -> ConfigError | None:
     """Return the ConfigError for an exception out of a user's file in training; None if the file is not at fault.
 
-    Args:
-        error: the exception.
-        file: the user's, by its absolute path.
-        log: the file with the whole traceback.
-        want: see `Problem`.
+    `file` is its absolute path, `log` has the whole traceback, `want` is as of `Problem`.
     """
     if not isinstance(error, Exception) or isinstance(error, (TitanliteError, *OF_THE_MACHINE)):
         return None

@@ -52,14 +52,9 @@ class BoundaryRecord:
 
 
 class BoundaryComparison:
-    """Compares the tensors of this rank with its parts of the whole model's.
+    """Compares a tensor-parallel rank's tensors with its parts of the recorded ones of the whole model.
 
-    Args:
-        record: of the whole model.
-        mesh: with the rank's tensor-parallel group.
-
-    Attributes:
-        errors: the relative difference by (part of the model, tensor); infinite for another shape.
+    `errors` has the relative difference by (part of the model, tensor); infinite for another shape.
     """
 
     def __init__(self, record: BoundaryRecord, mesh: Mesh) -> None:
@@ -67,13 +62,12 @@ class BoundaryComparison:
         self._left, self._mesh = iter(record.tensors), mesh
 
     def meet(self, part: str, part_of_gradient: str, name: str, x: Tensor) -> Tensor:
-        """Compare a tensor, and later its gradient; return the exact one, whose gradient will be exact, too.
+        """Compare this rank's part of a tensor, and later its gradient; return the exact one, with an exact gradient.
 
         Args:
-            part: of the model, that computes the tensor.
-            part_of_gradient: of the model, that computes its gradient.
+            part, part_of_gradient: of the model, that compute the tensor and its gradient.
             name: of the tensor, in words.
-            x: this rank's part of it.
+            x: the part.
 
         Raises:
             OtherCallsError: the whole model had another tensor here.

@@ -77,7 +77,7 @@ class PushedAllGather(AllGather):
         self._exchange = exchange
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the output, of which this rank's input is a part."""
+        """Allocate the output, of which the input is a part."""
         return self._exchange.buffer(math.prod(size), dtype)
 
     def __call__(
@@ -113,13 +113,7 @@ class PushedReduceScatter(ReduceScatter):
 
 
 def copy_engines_entry(model: nn.Module, is_asked: bool, why: str | None) -> Entry:
-    """Return the receipt's entry: how many blocks copy engines gather and reduce.
-
-    Args:
-        model: after FSDP.
-        is_asked: whether the config insists on them.
-        why: of `no_copy_engines`.
-    """
+    """Return the receipt's entry: how many blocks copy engines gather and reduce; `why` is `no_copy_engines`'s."""
     units = [m for m in model.layers if isinstance(m, FSDPModule)]  # type: ignore[union-attr]
     groups = [group for group in map(param_group, units) if group is not None]
     count = sum(isinstance(group._all_gather_comm, PushedAllGather) for group in groups)

@@ -55,11 +55,6 @@ def fsdp_units(model: nn.Module, config: Config, mesh: Mesh) -> list[FSDPUnit]:
 
     An embedding is gathered for forward alone, unless it is tied to the head, of a user's class, or hooked. Experts
     that ranks share out are units of their own, over their own ranks, and freed with their block.
-
-    Args:
-        model: has `tok_embeddings`, `layers`, `norm` and `output`; not sharded yet.
-        config: `parallelism.fsdp_reshard_after_forward`.
-        mesh: the mesh.
     """
     on = mesh.fsdp
     frees_blocks, frees_ends = frees_after_forward(config, on.size(-1))
@@ -92,9 +87,9 @@ def apply_fsdp(
     """Shard each unit of `fsdp_units`, in place.
 
     Args:
-        model: see `fsdp_units`.
+        model: not sharded yet.
         config: `training.mixed_precision_*`, `parallelism.fsdp_reshard_after_forward`.
-        mesh: the mesh.
+        mesh: of the ranks.
         follow: whether gradients take memory that activations leave, see `MemoryModel.gradients_follow`: only with one
             micro-step, and a reduction in the masters' dtype.
         by_copy_engines: whether copy engines gather and reduce blocks, see `no_copy_engines`.

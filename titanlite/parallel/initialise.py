@@ -89,12 +89,9 @@ def _normal(name: str, shape: tuple[int, ...], std: float, device: torch.device,
 
 
 def local_slice(full: Tensor, parameter: Tensor, place: Sequence[int] | None = None) -> Tensor:
-    """Return a rank's part of a whole tensor that is laid out like `parameter`, a view.
+    """Return the part, a view, of a whole tensor that is laid out like a parameter, plain or a DTensor.
 
-    Args:
-        full: of the shape of `parameter`.
-        parameter: a plain tensor or a DTensor.
-        place: coordinates of the rank in the parameter's mesh; None: this rank's.
+    `place` has the coordinates of the rank in the parameter's mesh; None: this rank's.
     """
     if not isinstance(parameter, DTensor):
         return full

@@ -34,10 +34,7 @@ def state_of(model: nn.Module, blocks: Sequence[int]) -> dict[str, object]:
 def written(before: dict[str, object], after: dict[str, object], file: str) -> RecipeError | None:
     """Return the error if a checkpointed block changed a buffer or attribute in forward, else None.
 
-    Args:
-        before: `state_of` before a step.
-        after: the same after the step.
-        file: the model's, for the message.
+    `before` and `after` are `state_of` around a step, `file` is the model's.
     """
     changed = [name for name, value in before.items() if after.get(name) != value]
     if not changed:

@@ -119,13 +119,7 @@ def mesh_entry(config: Parallelism, mesh: Mesh) -> Entry:
 
 
 def build_mesh(config: Parallelism, device: Device, has_experts: bool = False) -> Mesh:
-    """Arrange all processes of the default group.
-
-    Args:
-        config: degrees, already checked against the number of processes.
-        device: to build for.
-        has_experts: whether the model has mixtures of experts.
-    """
+    """Arrange all processes of the default group, whose number the degrees were checked against."""
     replicas, tp = config.data_parallel_replicate_degree, config.tensor_parallel_degree
     shards = dist.get_world_size() // (replicas * tp)
     names, kind = ("dp_replicate", "dp_shard", "tp"), device.of_tensors.type

@@ -11,9 +11,7 @@ from titanlite.kernels.collectives import Group
 def reduce_replicated_gradients(parameters: list[nn.Parameter], group: Group | None) -> None:
     """Sum gradients of whole parameters over tensor-parallel ranks, in float32 and one collective per step.
 
-    Args:
-        parameters: all of the model, with gradients that FSDP has reduced.
-        group: the tensor-parallel ranks, or None.
+    `parameters` are all of the model, with gradients that FSDP has reduced.
     """
     grads = [p.grad.to_local() for p in parameters if is_replicated(p) and isinstance(p.grad, DTensor)]
     if group is None or not grads:
