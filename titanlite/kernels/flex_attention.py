@@ -34,31 +34,18 @@ def attend_flexibly(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, places: Tensor | None, longest: int, window: int
 ) -> tuple[Tensor, Tensor]:
     """Attend as the operator of `kernels/attention.py` does."""
-    n_rows, S = (longest, longest) if places is None else (len(q), len(k))
     with torch._C._ForceDispatchKeyGuard(*_KEYS):
-        in_rows = [_in_rows(t.detach(), n) for t, n in ((q, n_rows), (k, S), (v, S))]
-        mask = _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device)
-        out, aux = _flex(in_rows, mask, return_aux=AuxRequest(lse=True))
+        out, aux = _flex(*_in_blocks(q, k, v, starts, places, longest, window), return_aux=AuxRequest(lse=True))
     sums = aux.lse.contiguous() if starts is None else aux.lse.transpose(0, 1).flatten(1).t()
     return _packed_rows(out), sums
 
 
-def flexible_grad(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor | None,
-    places: Tensor | None,
-    longest: int,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of queries, keys and values; recomputes the result."""
-    n_rows, S = (longest, longest) if places is None else (len(q), len(k))
+def flexible_grad(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries, keys and values, `given` as to `attend_flexibly`; recomputes the result."""
     with torch._C._ForceDispatchKeyGuard(*_KEYS), torch.enable_grad():
-        in_rows = [_in_rows(t.detach(), n).requires_grad_() for t, n in ((q, n_rows), (k, S), (v, S))]
-        out = _flex(in_rows, _block_mask(starts, places, len(in_rows[0]), n_rows, S, window, q.device))
-        d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, n_rows))
+        in_rows, mask = _in_blocks(*given)
+        out = _flex([x.requires_grad_() for x in in_rows], mask)
+        d_q, d_k, d_v = torch.autograd.grad(out, in_rows, _in_rows(grad, out.shape[2]))
     return _packed_rows(d_q), _packed_rows(d_k), _packed_rows(d_v)
 
 
@@ -67,9 +54,13 @@ def _flex(in_rows: list[Tensor], mask: BlockMask, **asked: Any) -> Any:
     return _compiled(flex_attention)(q, k, v, block_mask=mask, enable_gqa=q.shape[1] > k.shape[1], **asked)
 
 
-def _block_mask(
-    starts: Tensor | None, places: Tensor | None, B: int, queries: int, S: int, window: int, device: torch.device
-) -> BlockMask:
+def _in_blocks(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, places: Tensor | None, longest: int, window: int
+) -> tuple[list[Tensor], BlockMask]:
+    """View queries, keys and values in rows; and what queries see."""
+    queries, S = (longest, longest) if places is None else (len(q), len(k))
+    in_rows = [_in_rows(t.detach(), n) for t, n in ((q, queries), (k, S), (v, S))]
+    B = len(in_rows[0])
     begins = None if starts is None else starts.unflatten(0, (B, queries))  # places among all tokens
 
     def is_seen(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -79,7 +70,7 @@ def _block_mask(
             seen = seen & (sample * S + key >= begins[sample, query])
         return seen & (token - key < window) if window else seen
 
-    return _compiled(create_block_mask)(is_seen, B=B, H=None, Q_LEN=queries, KV_LEN=S, device=device)
+    return in_rows, _compiled(create_block_mask)(is_seen, B=B, H=None, Q_LEN=queries, KV_LEN=S, device=q.device)
 
 
 def _in_rows(x: Tensor, longest: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.config.recipe_schema import ModelDims
+from titanlite.kernels.rope import heads
 from titanlite.models.layers import CausalAttention, Embedding, LayerNorm, Linear, Sequences
 
 INIT_STD = 0.02
@@ -32,8 +33,7 @@ class GPT2Attention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """[M, D] → [M, D]."""
-        E, R = self.head_dim, self.queries_per_kv
-        q, k, v = self.wqkv(x).unflatten(-1, (-1, R + 2, E)).split([R, 1, 1], dim=-2)  # [M, K, R or 1, E]
+        q, k, v = heads(self.wqkv(x), self.queries_per_kv, self.head_dim)
         return self.wo(self.attend(q.flatten(1, 2), k.squeeze(2), v.squeeze(2), sequences).flatten(1))
 
 
