@@ -611,8 +611,9 @@ def contracted(case: Gather, device: str) -> int:
     return sizes(case.whole, device)[-1 if case.form in ("left", "right_t") else 0]
 
 
-def _seed(case: Case, rank: int, kind: str) -> str:
-    return f"{type(case).__name__} {case.id} {kind} {rank}"
+def _numbers(case: Case, rank: int, kind: str, set_of: str, device: str, terms: int | None) -> Numbers:
+    made = Zeros if kind == "zeros" else Numbers
+    return made(f"{type(case).__name__} {case.id} {kind} {rank} {set_of}", device, terms, case.memory)
 
 
 def gather_given(case: Gather, device: str, group: Ranks, r: int, kind: str, round: int = 0) -> Given:
@@ -624,8 +625,7 @@ def gather_given(case: Gather, device: str, group: Ranks, r: int, kind: str, rou
     lengths = [contracted(case, device), math.prod(whole) // contracted(case, device)]
     lengths += [n * sum(math.prod(other) // contracted(case, device) for other in others)]
     terms = max(lengths) if kind == "exact" else None
-    made = Zeros if kind == "zeros" else Numbers
-    rng = made(f"{_seed(case, group.ranks[r], kind)} {round}", device, terms, case.memory)
+    rng = _numbers(case, group.ranks[r], kind, f"{round}", device, terms)
     shape = list(whole)
     shape[case.dim] = split(whole, case.dim, whole[case.dim], n).length(r)
     other_dtype = case.other_dtype or case.dtype
@@ -639,7 +639,7 @@ def gather_given(case: Gather, device: str, group: Ranks, r: int, kind: str, rou
     if case.dtype in FLOAT8:
         last = case.dim % len(whole) == len(whole) - 1
         shared = case.scale_of == "tensor" or (case.scale_of == "row" and last)
-        of = made(f"{_seed(case, group.ranks[0], kind)} {round} of all", device, terms) if shared else rng
+        of = _numbers(case, group.ranks[0], kind, f"{round} of all", device, terms) if shared else rng
         given.scales = [of.scale([*shape[:-1], 1] if case.scale_of == "row" else [])]
         for other in others:
             rows = [1, other[-1]] if left_side else [*other[:-1], 1]
@@ -688,8 +688,7 @@ def scatter_given(case: Scatter, device: str, group: Ranks, r: int, kind: str, r
     inner, n = [sizes(K, device)[0] for K in case.inner], len(group.ranks)
     # The longest sum of all: along every K over all ranks forwards; along M or N backwards.
     terms = max(n * sum(inner), math.prod(rows), N) if kind == "exact" else None
-    made = Zeros if kind == "zeros" else Numbers
-    rng = made(f"{_seed(case, group.ranks[r], kind)} {round}", device, terms, case.memory)
+    rng = _numbers(case, group.ranks[r], kind, f"{round}", device, terms)
     out_dtype = out_dtype_of(case.dtype, case.out_dtype)
     own = [*rows, N]
     own[case.dim] = split(own, case.dim, own[case.dim], n).length(r)

@@ -46,33 +46,26 @@ def convert(dims: ModelDims = SIZES, filter_fqns: tuple[str, ...] = (), tokens: 
     return done
 
 
-def test_every_layer_is_converted():
+def test_layers_are_converted_unless_filtered_or_of_odd_size():
     gathered = dict.fromkeys((*ALL, "output"), 2)
     assert convert() == Conversion(
         Lowering("definition", None), (*ALL, "output"), {}, joined=("layers.0.feed_forward",), gathered=gathered
     )
-
-
-def test_filtered_layers_are_left_alone():
-    done = convert(filter_fqns=("output", "attention"))
-    assert done.converted == ALL[2:]
-    assert done.skipped == {
-        ALL[0]: "float8.filter_fqns has 'attention'",
-        ALL[1]: "float8.filter_fqns has 'attention'",
+    filtered = convert(filter_fqns=("output", "attention"))
+    assert filtered.converted == ALL[2:]
+    assert filtered.skipped == {
+        **dict.fromkeys(ALL[:2], "float8.filter_fqns has 'attention'"),
         "output": "float8.filter_fqns has 'output'",
     }
+    odd = convert(dataclasses.replace(SIZES, vocab_size=72))
+    assert odd.converted == ALL
+    assert odd.skipped == {"output": "sizes (72, 64), 32 tokens: not all multiples of 16"}
+    assert convert(tokens=40).converted == ()
 
 
 def test_a_filter_that_matches_nothing_is_refused():
     with pytest.raises(RecipeError, match=r'float8.filter_fqns = "outptu"'):
         require_matches(("output", "outptu"), (*ALL, "output"), Origin("config"))
-
-
-def test_layers_of_odd_size_are_left_alone():
-    done = convert(dataclasses.replace(SIZES, vocab_size=72))
-    assert done.converted == ALL
-    assert done.skipped == {"output": "sizes (72, 64), 32 tokens: not all multiples of 16"}
-    assert convert(tokens=40).converted == ()
 
 
 def test_float8_is_gathered_from_equal_shards_alone():
