@@ -1,14 +1,14 @@
-"""Device code of `titanlite.kernels.adamw`: one kernel for all tensors, which it finds by a table.
+"""Device code of `titanlite.kernels.adamw`: one kernel for all tensors, which it finds in a table.
 
-torch launches a kernel for every few tensors, which writes the clipped gradient back: 32 bytes for each float32
-parameter where 28 are needed, at three quarters of memory's speed (`scripts/bench/optimizer.py`).
+torch launches a kernel for every few tensors. Its kernels also write the clipped gradients back: they move 32 bytes for
+each float32 parameter where 28 are needed, at three quarters of the memory's bandwidth (`scripts/bench/optimizer.py`).
 """
 
 import triton
 import triton.language as tl
 
 BLOCK = 1024
-"""Parameters of a thread block."""
+"""Parameters that one thread block updates."""
 WARPS = 4
 
 
@@ -20,20 +20,23 @@ def _adamw(
 ):  # fmt: skip
     """Update one block of one tensor.
 
-    parameter, moment: the first of each; distances: [3, n], of parameters and both moments from these, in elements;
-    gradients: [n], distances of gradients from the first parameter; owners, blocks: each thread block's tensor and
-    block; corrections: [2], 1 − β^t; squares: [2, blocks], of parameters before and of their changes, if MEASURE.
+    parameter, moment: the first tensor of each kind.
+    distances: [3, n] elements, from `parameter` to each parameter, and from `moment` to each first and second moment.
+    gradients: [n], distances from `parameter` to each gradient.
+    owners, blocks: of each thread block, the number of its tensor and of its block in the tensor.
+    corrections: [2], 1 − β^t for both β.
+    squares: if MEASURE, [2, blocks]: sums of squares of the parameters before the update, and of their changes.
     ALIGNED: whether all addresses and sizes allow accesses of 16 bytes.
     """
     is_applied = tl.load(skip) == 0
-    if is_applied | MEASURE:  # parameters are measured in a step that is left out, too
+    if is_applied | MEASURE:  # parameters are measured in a skipped step, too
         owner = tl.load(owners + tl.program_id(0))
         size = tl.load(sizes + owner)
         to_p = tl.load(distances + owner)
         to_m = tl.load(distances + n + owner)
         to_v = tl.load(distances + 2 * n + owner)
         to_g = tl.load(gradients + owner)
-        if ALIGNED:  # the compiler believes no hint on a number that was loaded, but it believes arithmetic
+        if ALIGNED:  # the compiler ignores hints on loaded numbers, but infers multiples of 4 from arithmetic
             size = size // 4 * 4
             to_p = to_p // 4 * 4
             to_m = to_m // 4 * 4

@@ -1,4 +1,4 @@
-"""Device code of `titanlite.kernels.aligned_rows`: each thread block lays out the groups anew, for a few places."""
+"""Device code of `titanlite.kernels.aligned_rows`. Each thread block lays out all groups, and fills a few places."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from titanlite.kernels.aligned_rows import ALIGNMENT, aligned_places
 from titanlite.kernels.device.launch import cdiv, launch
 
 PLACES = 128
-"""Places that a thread block fills."""
+"""Places of the aligned layout that one thread block fills."""
 
 
 @triton.jit

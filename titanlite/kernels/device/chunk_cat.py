@@ -1,4 +1,4 @@
-"""Device code of `titanlite.kernels.chunk_cat`: a copy of each tensor, all its parts in one launch."""
+"""Device code of `titanlite.kernels.chunk_cat`: one launch for each tensor copies its parts for all ranks."""
 
 import triton
 import triton.language as tl
@@ -7,14 +7,14 @@ from torch import Tensor
 from titanlite.kernels.device.launch import cdiv, launch
 
 BLOCK = 1024
-"""Elements of a thread block."""
+"""Elements that one thread block copies."""
 
 
 @triton.jit
 def _chunk_cat(source, out, size, part, width, first, BLOCK: tl.constexpr):
-    """Copy a block of one tensor's part for one rank.
+    """Copy a block of one tensor's part for one rank into the rank's row of `out`.
 
-    size: elements of the tensor; part: elements for a rank; width: of a row of `out`; first: the tensor's place there.
+    size, part: elements of the tensor, and for each rank; width: columns of `out`; first: the tensor's first column.
     """
     rank = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,7 +29,7 @@ def launch_chunk_cat(tensors: list[Tensor], n_chunks: int, out: Tensor) -> None:
 
 
 def _put(tensor: Tensor, n_chunks: int, out: Tensor, first: int) -> int:
-    """Copy one tensor, and return its number of columns."""
+    """Copy one tensor to the columns of `out` from `first` on, and return how many columns it takes."""
     size, rows = tensor.numel(), cdiv(tensor.shape[0], n_chunks)
     part = rows * (size // tensor.shape[0])
     numbers = size, part, out.shape[1], first

@@ -1,9 +1,9 @@
-"""Launches of known kernels without Triton's lookup.
+"""Repeated launches of a kernel without Triton's lookup.
 
 At each launch Triton finds the compiled kernel by every argument's type, alignment and value, asks the driver about
-every pointer, and encodes every TMA descriptor again, which takes longer than the rest of an operator's work on the
-host. For shapes it has seen, an operator knows the kernel, passes addresses, and keeps the descriptors, since training
-steps reuse addresses.
+every pointer, and encodes every TMA descriptor again. That takes longer than the rest of an operator's work on the
+host. Here the compiled kernel is kept for each set of shapes and launched with plain addresses. TMA descriptors are
+kept, too, since training steps reuse addresses.
 """
 
 import inspect
@@ -21,28 +21,28 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST_DESCRIPTORS = 4096
-"""Most descriptors that are kept for one kernel."""
+"""Most TMA descriptors that are kept for one kernel. Before one more is made, all are dropped."""
 
 UNREAD = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)
-"""Further arguments of `make_tensordesc_arg`: Triton 3.8 has one, the rest of the launch, which it does not read."""
+"""Values for parameters of `make_tensordesc_arg` after the first two. Triton 3.8 has one, which is not read."""
 
 
 def cdiv(n: int, size: int) -> int:
-    """Return how many blocks of `size` cover n. `triton.cdiv` serves kernels too, and is slow for it."""
+    """Return how many blocks of `size` cover n elements. `triton.cdiv`, made for kernels, is slower on the host."""
     return -(-n // size)
 
 
 class Blocks(NamedTuple):
-    """A row-major matrix, or a tensor of rows, that TMA reads or writes block by block."""
+    """A matrix or tensor with contiguous rows that TMA reads or writes block by block."""
 
-    memory: Tensor  # begins with the matrix
+    memory: Tensor  # a tensor whose memory begins with the matrix
     shape: tuple[int, ...]  # of the matrix, in elements
-    stride: int | tuple[int, ...]  # from row to row; for a tensor, of all dims except the last
+    stride: int | tuple[int, ...]  # elements from row to row; beyond two dims: strides of all dims except the last
     box: tuple[int, ...]  # shape of a block
-    layout: Any = None  # of a block in shared memory, for Gluon; None for Triton
+    layout: Any = None  # Gluon's layout of a block in shared memory; None for a Triton kernel
 
     def descriptor(self) -> TensorDescriptor | GluonDescriptor:
-        """Make the descriptor for Triton, or with a layout for Gluon."""
+        """Make the TMA descriptor: Gluon's if there is a layout, otherwise Triton's."""
         strides = [self.stride, 1] if isinstance(self.stride, int) else [*self.stride, 1]
         if self.layout is None:
             return TensorDescriptor(self.memory, list(self.shape), strides, list(self.box))
@@ -50,10 +50,10 @@ class Blocks(NamedTuple):
 
 
 class _Launcher:
-    """A loaded kernel, to launch with other tensors."""
+    """A loaded kernel that can be launched again with other tensors."""
 
     def __init__(self, compiled: CompiledKernel, arguments: Sequence[Any], tensors: Sequence[Tensor | None]) -> None:
-        # Triton wraps the launcher of a kernel with descriptors in a function that encodes them at each launch.
+        # For a kernel with descriptors Triton wraps the launcher in a function that encodes them at each launch.
         wrapped = compiled.run.launch
         inside = inspect.getclosurevars(wrapped).nonlocals if inspect.isfunction(wrapped) else {}
         self.run = copy(compiled.run)
@@ -62,10 +62,11 @@ class _Launcher:
         self.function, self.metadata = compiled.function, compiled.packed_metadata
         self.device, self.current_stream = driver.active.get_current_device(), driver.active.get_current_stream
         place = {id(tensor): j for j, tensor in enumerate(tensors) if tensor is not None}
-        self.passed: list[Any] = []  # the launcher's arguments
-        self.addresses: list[tuple[int, int]] = []  # (place in `passed`, tensor) of each address,
-        self.matrices: list[tuple[int, int, int, Blocks]] = []  # (place, tensor, number, blocks) of each descriptor
-        self.encoded: dict[tuple[int, int], Any] = {}  # descriptors, by number and address
+        self.passed: list[Any] = []  # arguments of the launcher
+        self.addresses: list[tuple[int, int]] = []  # (index in `passed`, index of the tensor) of each address
+        # Of each descriptor: (index in `passed`, index of the tensor, index among the descriptors, blocks).
+        self.matrices: list[tuple[int, int, int, Blocks]] = []
+        self.encoded: dict[tuple[int, int], Any] = {}  # encoded descriptors, by (index among them, address)
         n = 0
         for a in arguments:
             at = len(self.passed)
@@ -94,7 +95,7 @@ class _Launcher:
             found = self.encoded.get((n, addresses[j]))
             if found is None:
                 found = self._encode(n, matrix._replace(memory=tensors[j]))[0]
-                if self.metas is not None:  # else it is Triton's own, which keeps the tensor alive
+                if self.metas is not None:  # Triton's own descriptors are not kept: they keep tensors alive
                     if len(self.encoded) >= MOST_DESCRIPTORS:
                         self.encoded.clear()
                     self.encoded[n, addresses[j]] = found
@@ -113,25 +114,25 @@ def ready(
     arguments: Callable[[], Sequence[Any]],
     **options: int,
 ) -> Callable[[], None]:
-    """Compile and load a kernel if it is new, and return a function that runs it on the current stream.
+    """Compile and load a kernel on its first use, and return a function that launches it on the current stream.
 
-    An operator of several kernels has all of them ready before it runs the first. Loading waits until everything that
-    the GPU runs has ended (an H200, CUDA 13: 1.7 s beside a kernel of 1.7 s on another stream). It could deadlock if
-    peers waited for a kernel that is yet to be loaded, while this GPU runs a collective for which the peers' GPUs, full
-    of waiting blocks, have no room. A process has one device.
+    An operator of several kernels calls this for all of them before it launches the first. Loading waits until
+    everything that the GPU runs has ended (an H200, CUDA 13: 1.7 s beside a kernel of 1.7 s on another stream). To
+    load between launches could deadlock: peers wait for the kernel that is yet to be loaded, while this GPU runs a
+    collective for which the peers' GPUs, full of waiting thread blocks, have no room. A process has one device.
 
     Args:
         kernel: of Triton or Gluon.
-        key: equal keys mean equal arguments except for the addresses of `tensors`, whose alignment is checked here.
-        blocks: thread blocks, along one dim or two.
-        tensors: the arguments whose addresses differ between calls.
+        key: calls with equal keys differ only in the addresses of `tensors`, whose alignment is checked here.
+        blocks: number of thread blocks, along one dim or two.
+        tensors: the tensors among the arguments whose addresses differ between calls.
         arguments: returns all parameters of the kernel, in order; called once for each key.
         options: `num_warps`, `num_stages`; equal for equal keys.
     """
     grid = blocks if isinstance(blocks, tuple) else (blocks, 1)
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     ids = [id(tensor) for tensor in tensors]
-    same = tuple([ids.index(i) for i in ids])  # one tensor in two places is another launch than two tensors
+    same = tuple([ids.index(i) for i in ids])  # a tensor passed twice takes another launcher than two tensors
     name = id(kernel), key, same, tuple([address % 16 for address in addresses])
     known = _known.get(name)
     if known is None:
@@ -142,5 +143,5 @@ def ready(
 
 
 def launch(*arguments: Any, **options: int) -> None:
-    """Run a kernel on the current stream. Arguments as of `ready`."""
+    """Launch a kernel on the current stream. The arguments are those of `ready`."""
     ready(*arguments, **options)()

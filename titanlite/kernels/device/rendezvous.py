@@ -1,9 +1,9 @@
-"""Share memory among the ranks of a group, also if they have shared memory in other groups before.
+"""Share memory among the ranks of a group, even if the ranks have shared memory in other groups before.
 
-Torch numbers the exchanges of a rendezvous by process instead of by group, so ranks that have been in different groups
-wait for each other under different keys, forever (pytorch/pytorch#196082; in 2.11 to 2.14). Here a further group of the
-same ranks is registered, with a store that counts this group's exchanges. Depending on its version, torch takes the
-store from the group or by its name: both lead to that store.
+In a rendezvous ranks exchange handles of memory through a store. Torch numbers these exchanges per process instead of
+per group. Ranks that have been in different groups therefore wait for each other under different keys, forever
+(pytorch/pytorch#196082; in 2.11 to 2.14). Here a second group of the same ranks is registered, whose store numbers only
+its own exchanges. Whether torch takes the store from the group or by the group's name, it finds this store.
 """
 
 from itertools import count
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
 
 class _GroupStore(dist.Store):
-    """A store that renumbers keys "prefix/number/…" in the order of their first use."""
+    """A view of a store that replaces the numbers in keys "prefix/number/…" by 0, 1, 2, … in order of first use."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -40,11 +40,11 @@ class _GroupStore(dist.Store):
 
 
 class Rendezvous:
-    """Let the ranks of a process group see each other's memory.
+    """Give the ranks of a process group access to each other's memory.
 
     Args:
-        process_group: the ranks.
-        use: a name for this rendezvous among the group's.
+        process_group: the ranks that share memory.
+        use: a name that distinguishes this rendezvous from others of the same group.
     """
 
     _numbers = count()
@@ -59,12 +59,12 @@ class Rendezvous:
         _SymmetricMemory.set_group_info(self._name, rank, ranks, self._store)
 
     def __call__(self, memory: Tensor) -> Any:
-        """Let all ranks see each other's `memory`; a collective.
+        """Give all ranks access to each other's `memory`. A collective.
 
         Args:
             memory: from `torch.distributed._symmetric_memory.empty`, of equal size on all ranks.
 
         Returns:
-            Torch's handle: `buffer_ptrs`, `get_buffer`.
+            Torch's handle, with `buffer_ptrs` and `get_buffer` for the memory of each rank.
         """
         return _SymmetricMemory.rendezvous(memory, self._name)

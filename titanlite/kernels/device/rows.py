@@ -1,4 +1,4 @@
-"""Device code of `titanlite.kernels.rows`: a thread block for each part of a row, which finds the row by a table."""
+"""Device code of `titanlite.kernels.rows`. A thread block takes one part of a row, which it finds in a table."""
 
 import torch
 import triton
@@ -9,13 +9,13 @@ from titanlite.kernels.device.launch import cdiv
 from titanlite.kernels.row_table import RowTable, TensorTable
 
 BLOCK = 2048
-"""Most elements of a thread block."""
+"""Most elements of a row that one thread block takes."""
 WARPS = 4
 
 
 @triton.jit
 def _numbers(table, ALIGNED: tl.constexpr):
-    """Load a number of this block's row. The compiler ignores a hint on it, but not arithmetic."""
+    """Load the entry of this block's row. If ALIGNED, arithmetic shows the compiler that it is a multiple of 8."""
     number = tl.load(table + tl.program_id(0))
     if ALIGNED:
         number = number // 8 * 8
@@ -24,7 +24,7 @@ def _numbers(table, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tensor_start(addresses, owners, like, ALIGNED: tl.constexpr):
-    """Return the tensor of this block's row."""
+    """Return a pointer to the tensor that has this block's row. like: any tensor of the same dtype."""
     start = tl.load(addresses + tl.load(owners + tl.program_id(0))).to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
         start = tl.multiple_of(start, 16)
@@ -33,7 +33,8 @@ def _tensor_start(addresses, owners, like, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _move_rows(tensor, flat, ats, widths, places, OUT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy a row out of the tensor, or into it."""
+    """Copy one part of a row from `tensor` to `flat` if OUT, otherwise back. ats, places: first element of each row in
+    `tensor` and in `flat`; widths: elements of each row."""
     along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = along < _numbers(widths, ALIGNED)
     at, place = _numbers(ats, ALIGNED) + along, _numbers(places, ALIGNED) + along
@@ -48,7 +49,8 @@ def _momentum_rows(
     gradients, momenta, g_like, m_like, flat, owners, ats, widths, places, divisor, skip, momentum,
     NESTEROV: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one part of a row. gradients, momenta: [tensors] int64, addresses."""
+    """Update the momentum of one part of a row, and store the row's update in `flat` if it has a place there.
+    gradients, momenta: [tensors] int64, addresses."""
     along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = along < _numbers(widths, ALIGNED)
     at = _numbers(ats, ALIGNED) + along
@@ -74,10 +76,10 @@ def _update_rows(
     parameters, p_like, flat, owners, ats, widths, places, scales, decays, lr, decay_factor, skip, squares,
     MEASURE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update one part of a row. parameters: [tensors] int64, addresses; squares: [2, rows, parts], of parameters before
-    and of their changes, if MEASURE."""
+    """Update the parameters in one part of a row. parameters: [tensors] int64, addresses; squares, if MEASURE: [2,
+    rows, parts], sums of squares of the parameters before the update and of their changes."""
     is_applied = tl.load(skip) == 0
-    if is_applied | MEASURE:  # parameters are measured in a step that is left out, too
+    if is_applied | MEASURE:  # parameters are measured in a skipped step, too
         along = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = along < _numbers(widths, ALIGNED)
         of_p = _tensor_start(parameters, owners, p_like, ALIGNED) + _numbers(ats, ALIGNED) + along
