@@ -1,4 +1,4 @@
-"""Device code of `titanlite.kernels.float8_cast.cast_blocks`."""
+"""Device code of `titanlite.kernels.float8_cast.cast_blocks`: a matrix and its transpose cast by blocks."""
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def _larger(a, b):
 
 @triton.jit
 def _larger_each(a, b):
-    """Take the larger of each two integers of 16 bits with one instruction (SM90 and later)."""
+    """Return the elementwise maximum. For 16-bit integers one instruction compares two pairs (SM90 and later)."""
     if a.dtype.primitive_bitwidth == 16:
         larger = tl.inline_asm_elementwise(
             "max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int16, is_pure=True, pack=2
@@ -35,7 +35,7 @@ def _larger_each(a, b):
 
 @triton.jit
 def _bits(value):
-    """Return the bits of a number without its sign, as an integer of the same width."""
+    """Return the bits of a number's absolute value, as an integer of the same width."""
     if value.dtype.primitive_bitwidth == 16:
         size = value.to(tl.int16, bitcast=True) & 0x7FFF
     else:
@@ -45,13 +45,13 @@ def _bits(value):
 
 @triton.jit
 def _greatest(size, axis: tl.constexpr, dtype: tl.constexpr):
-    """Take the greatest along an axis, as the bits of a float32. `tl.max` would widen the integers first."""
+    """Return the maximum of `_bits` along an axis, as the bits of a float32. `tl.max` would widen integers first."""
     return tl.reduce(size, axis, _larger).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def _word(a, b, c, d, dtype: tl.constexpr):
-    """Pack four float32 numbers in float8, the first in the lowest byte; saturating, as `to_bytes`."""
+    """Cast four float32 numbers to float8, saturating as `to_bytes` does, and pack them in a word, `a` lowest."""
     asm: tl.constexpr = E4M3_WORD if dtype == tl.float8e4nv else E5M2_WORD
     return tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
 
@@ -61,10 +61,11 @@ def _cast_blocks(
     x, out, scale_invs, out_transposed, scale_invs_transposed, M, K, stride, most,
     ROWS: tl.constexpr, ROWS_TRANSPOSED: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Cast one block of 128×128, whose scales depend on nothing else.
+    """Cast one block of 128×128 and its transpose. The scales depend only on the block.
 
-    It is read as four matrices, each of every fourth row, so that a thread has four consecutive bytes of the transpose:
-    threads exchange words, not bytes.
+    ROWS, ROWS_TRANSPOSED: rows that share a scale, in the block and in its transpose: 1 or 128; 0: it is not cast.
+    The block is read as four matrices, each of every fourth row. So a thread has four consecutive bytes of the
+    transpose, and threads exchange words instead of bytes.
     """
     i, j = tl.program_id(0), tl.program_id(1)
     q = tl.arange(0, BLOCK // 4)
@@ -97,7 +98,7 @@ def _cast_blocks(
     if ROWS:
         even = tl.join(_greatest(_bits(a), 1, dtype), _greatest(_bits(c), 1, dtype))
         odd = tl.join(_greatest(_bits(b), 1, dtype), _greatest(_bits(d), 1, dtype))
-        amax = tl.join(even, odd).reshape([BLOCK])  # of rows 0, 1, 2, 3 of the first four, and so on
+        amax = tl.join(even, odd).reshape([BLOCK])  # rows in order: one of a, b, c and d in turn
         row = i * BLOCK + tl.arange(0, BLOCK)
         if ROWS == 1:
             at_scale_inv = j * M + row

@@ -1,4 +1,4 @@
-"""Device code of `titanlite.kernels.float8_cast`: maxima, casts and transposes by tiles; by blocks: `block_cast`."""
+"""Device code of `titanlite.kernels.float8_cast`: maxima, casts and transposes. `block_cast` has casts by blocks."""
 
 import torch
 import triton
@@ -10,18 +10,18 @@ from titanlite.kernels.float8_scales import EPS as LEAST
 
 EPS = tl.constexpr(LEAST)
 ROWS, COLUMNS = 128, 128
-"""Sizes of a tile: 128 bytes are written together."""
+"""Sizes of a tile of float8 numbers, such that threads write 128 consecutive bytes together."""
 CHUNK, WIDTH = 1024, 128
-"""Rows and columns whose maxima a thread block takes."""
+"""Rows and columns of which a thread block finds the maxima."""
 
 
 @triton.jit
 def _inverse(x):
-    """Return 1 / x of float32, correctly rounded where both are normal: an approximation and two steps of Newton's.
+    """Return 1 / x in float32, correctly rounded if x and 1 / x are normal: an approximation and two Newton steps.
 
-    Only the mantissa of all ones remains as exact as the approximation; `tests/unit/kernels/test_float8_cast.py` checks
-    every mantissa. `tl.div_rn` has branches, at each of which a thread waits (scripts/bench/float8_cast.py, 1×128 both
-    ways).
+    For a mantissa of all ones the result is only as exact as the approximation. All mantissas are checked by
+    `tests/unit/kernels/test_float8_cast.py`. `tl.div_rn` has branches, at each of which threads wait
+    (scripts/bench/float8_cast.py, 1×128 both ways).
     """
     y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     y = tl.fma(tl.fma(-x, y, 1.0), y, y)
@@ -30,9 +30,10 @@ def _inverse(x):
 
 @triton.jit
 def _quotient(most, value):
-    """Return `most` / `value`, correctly rounded, for values of 1e-12 to infinity; the greatest have no normal inverse.
+    """Return `most` / `value`, correctly rounded, for values from 1e-12 to infinity.
 
-    The quotient of two float32 numbers, rounded to float32, is that of float64 rounded twice: 53 ≥ 2·24 + 2 bits.
+    Values are scaled first, because the greatest have no normal inverse. The result equals the quotient in float64
+    rounded to float32, since 53 ≥ 2·24 + 2 bits.
     """
     value_scaled = value * 2.0**-30
     y = _inverse(value_scaled)
@@ -43,7 +44,8 @@ def _quotient(most, value):
 
 @triton.jit
 def scale_from_amax(amax, most, POW2: tl.constexpr):
-    """Return scale and its inverse for maxima, given as the bits of float32, as `float8_scales.scale_of` has them."""
+    """Return scales and their inverses as `float8_scales.scale_of` does. amax: maxima, as bits of float32; most: the
+    greatest float8 number; POW2: round scales down to powers of two."""
     if POW2:
         amax = tl.maximum(amax, tl.full((), EPS, tl.float32).to(tl.int32, bitcast=True))
         top = most.to(tl.int32, bitcast=True)
@@ -52,23 +54,23 @@ def scale_from_amax(amax, most, POW2: tl.constexpr):
         scale_inv = tl.where(amax < 0x7F800000, (254 - exponent) << 23, 0x7FC00000).to(tl.float32, bitcast=True)
     else:
         value = amax.to(tl.float32, bitcast=True)
-        # 1 / EPS is 10¹² exactly; a division in float64 would have branches, too.
+        # In float64, 1 / EPS is exactly 10¹², and a division would have branches.
         least = (most.to(tl.float64) * tl.full((), 1 / EPS, tl.float64)).to(tl.float32)
-        scale = tl.where(value <= EPS, least, _quotient(most, value))  # EPS is rounded down to float32
+        scale = tl.where(value <= EPS, least, _quotient(most, value))  # as a float32, EPS is rounded down
         scale_inv = tl.where(scale == 0, float("inf"), _inverse(scale))
     return scale, scale_inv
 
 
 @triton.jit
 def to_bytes(value, dtype: tl.constexpr):
-    """Cast float32 to float8, saturating; NaN stays NaN. So does PTX's `.satfinite` (SM89 and later), but not Triton's
-    interpreter."""
+    """Cast float32 to float8. Numbers out of range saturate and NaN stays NaN, as with PTX's `.satfinite` (SM89 and
+    later). Triton's interpreter does not ensure that."""
     return value.to(dtype)
 
 
 @triton.jit
 def _of_greater_size(a, b):
-    """Take the greater in size of two float32 numbers, with any sign; NaN if either is."""
+    """Return the greater absolute value of two float32 numbers, with an arbitrary sign; NaN if either is NaN."""
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -76,7 +78,8 @@ def _of_greater_size(a, b):
 
 @triton.jit
 def _source(sources, m, M, NAMED: tl.constexpr):
-    """Return a tile's rows, all in order or the selected ones, and whether they exist."""
+    """Return the source rows of the result's rows `m`, and which of them exist. NAMED: they are `sources[m]`, -1 for
+    none; otherwise they are `m`, of M in all."""
     row, there = m, m < M
     if NAMED:
         row = tl.load(sources + m, mask=there, other=-1)
@@ -89,11 +92,11 @@ def _cast_amax(
     x, factors, sources, out, M, K, stride,
     BY_COLUMN: tl.constexpr, NAMED: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Find the greatest absolute `x · factors` by column or of all, as float32's bits; NaN's are the greatest."""
+    """Store the maximum of |x · factors|, BY_COLUMN or of the whole matrix, as bits of a float32. NaN is greatest."""
     k = tl.program_id(0) * BK + tl.arange(0, BK)
     most = tl.zeros([BM, BK], tl.float32)
     first = tl.program_id(1) * CHUNK
-    for start in tl.static_range(0, CHUNK, BM):  # unrolled, so that its loads are in flight together
+    for start in tl.static_range(0, CHUNK, BM):  # unrolled, so that the loads of all iterations are in flight together
         m = first + start + tl.arange(0, BM)
         row, there = _source(sources, m, M, NAMED)
         inside = there[:, None] & (k < K)[None, :]
@@ -140,7 +143,7 @@ def _cast_rows(x, scale, out, scale_invs, K, most, KNOWN: tl.constexpr, BK: tl.c
     k = tl.arange(0, BK)
     x += row.to(tl.int64) * K
     out += row.to(tl.int64) * K
-    first = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)  # all of a row that is not wider
+    first = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)  # the whole row, if K ≤ BK
     if KNOWN:
         by = tl.load(scale)
     else:
@@ -161,7 +164,7 @@ def launch_cast_by(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def launch_cast_rows(x: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Launch the operators' kernel: `cast_rows` without a scale, `cast_by` with one."""
+    """Run the kernel that serves two operators: `cast_rows` without a scale, and `cast_by` with one."""
     x = x.contiguous()
     M, K = x.shape
     out = torch.empty_like(x, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Device code of `titanlite.kernels.norm_rope`: a few tokens at a time, all of their heads one after the other.
+"""Device code of `titanlite.kernels.norm_rope`. A thread block takes a few tokens, and their heads one after the other.
 
-A token's angles are read once for all heads. The gradients of both weights are sums over tokens and heads: each thread
-block adds its own tokens, in order, and a last pass adds the blocks, so that two runs give the same bits.
+It reads a token's angles once for all heads. The weights' gradients are sums over tokens and heads. Each thread block
+adds up its own tokens in order, and a last pass adds up all thread blocks' sums, so that two runs give the same bits.
 """
 
 import torch
@@ -14,12 +14,12 @@ from titanlite.kernels.device.launch import cdiv, launch
 from titanlite.kernels.device.rope import angles, halves, head_block, store, with_contiguous_heads
 
 BLOCKS = 8
-"""Thread blocks per multiprocessor that compute gradients; its registers have room for three at a time."""
+"""Thread blocks per multiprocessor that compute gradients. Its registers have room for three at a time."""
 
 
 @triton.jit
 def _mean(low, high, E: tl.constexpr):
-    """Return the mean over a head."""
+    """Return the mean over each head of E columns, from its two halves."""
     return ((tl.sum(low, 1) + tl.sum(high, 1)) / E)[:, None]
 
 
@@ -61,7 +61,8 @@ def _norm_rope(
 
 @triton.jit
 def _head_grad(grad, x, out, wl, wh, al, ah, c, s, inside, eps, E: tl.constexpr, HALF: tl.constexpr):
-    """Store the gradient of a head, and add the weight's gradient to `al` and `ah`."""
+    """Store the gradient of a head in `out`, and return `al` and `ah`, sums for both halves of the weight's gradient,
+    with this head added. wl, wh: halves of the weight; c, s: cosines and sines."""
     dl, dh = halves(grad, inside, E, HALF)
     low, high = halves(x, inside, E, HALF)
     scale = tl.rsqrt(_mean(low * low, high * high, E) + eps)
@@ -81,7 +82,8 @@ def _norm_rope_grad(
     qkv, q_weight, k_weight, cos, sin, out, parts, M, S, KV, eps,
     R: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """parts: [blocks, 2, 2, HALF] of the gradients of q_weight and k_weight, by halves of a head."""
+    """Store the gradient of `qkv` in `out`, and each thread block's share of the weights' gradients in `parts`,
+    [blocks, 2, 2, HALF]: for q_weight and k_weight, each in two halves of a head."""
     ql, qh = _weight(q_weight, E, HALF)
     kl, kh = _weight(k_weight, E, HALF)
     aql = tl.zeros((ROWS, HALF), tl.float32)
@@ -112,7 +114,7 @@ def _norm_rope_grad(
 
 
 def _sizes(qkv: Tensor, cos: Tensor, queries_per_kv: int) -> tuple[int, int, int, int, int]:
-    """Return S, K, E, and a thread block's part."""
+    """Return S (positions), K (heads of keys), E (columns of a head), and the results of `head_block`."""
     S, E = len(cos), 2 * cos.shape[1]
     return S, qkv.shape[1] // E // (queries_per_kv + 2), E, *head_block(E)
 
@@ -152,5 +154,5 @@ def launch_norm_rope_grad(
             ),
             num_warps=4,
         )  # fmt: skip
-    of_q, of_k = (parts[:, n].sum(0)[:, : E // 2].flatten().to(q_weight.dtype) for n in range(2))  # memory of its own
+    of_q, of_k = (parts[:, n].sum(0)[:, : E // 2].flatten().to(q_weight.dtype) for n in range(2))  # no views of `parts`
     return out, of_q, of_k

@@ -1,7 +1,7 @@
-"""Device code of the gradient of `titanlite.kernels.rms_norm`: a few rows at a time, read once.
+"""Device code of the gradient of `titanlite.kernels.rms_norm`. A thread block takes a few rows at a time, read once.
 
-The weight's gradient is a sum over rows: each thread block adds its own rows, in order, and a second kernel adds the
-blocks, so that two runs give the same bits.
+The weight's gradient is a sum over rows. Each thread block adds up its own rows in order, and a second kernel adds up
+the sums of all thread blocks, so that two runs give the same bits.
 """
 
 import torch
@@ -13,11 +13,11 @@ from titanlite.kernels.device.channel import multiprocessors
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 1024
-"""Numbers that a thread block has at a time, or a row if it has more; 16 per thread if D is a power of two."""
+"""Numbers that a thread block holds at a time, or a row if a row is longer; 16 per thread if D is a power of two."""
 WARPS = 24
-"""Warps per multiprocessor that compute gradients: its registers have room for no more."""
+"""Warps per multiprocessor that compute gradients. Its registers have room for no more."""
 COLUMNS = 8
-"""Parts of the weight's gradient that a thread block adds up."""
+"""Columns of the weight's gradient that a thread block of the second kernel adds up."""
 
 
 @triton.jit
@@ -25,7 +25,8 @@ def _rms_norm_grad(
     grad, x, weight, mean, rest, out, parts, M, eps,
     HAS_REST: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """parts: [blocks, D] of the weight's gradient."""
+    """Store the gradient of `x` plus `rest` in `out`, and each thread block's part of the weight's gradient in `parts`,
+    [blocks, D] float32. mean: [M], mean square of each row."""
     d = tl.arange(0, WIDTH)[None, :]
     w = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
     of_weight = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -48,7 +49,7 @@ def _rms_norm_grad(
 
 @triton.jit
 def _add_parts(parts, out, N, D: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Sum [N, D] to [D]."""
+    """Add up `parts`, [N, D], over the N thread blocks of `_rms_norm_grad`, to the weight's gradient `out`, [D]."""
     d = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for first in range(0, N, ROWS):

@@ -1,6 +1,6 @@
-"""Device code of the gradient of `titanlite.kernels.rope.rotated_heads`: a few tokens at a time, head by head.
+"""Device code of the gradient of `titanlite.kernels.rope.rotated_heads`. A thread block takes a few tokens.
 
-A token's angles are read once for all heads.
+It reads a token's angles once, and goes through the token's heads one after the other.
 """
 
 import triton
@@ -10,12 +10,13 @@ from torch import Tensor
 from titanlite.kernels.device.launch import cdiv, launch
 
 NUMBERS = 2048
-"""Numbers that a thread block has at a time, of one head of some tokens; 16 per thread."""
+"""Numbers that a thread block holds at a time, of one head of some tokens; 16 per thread."""
 
 
 @triton.jit
 def angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
-    """Load the angles of the tokens in `m`, and return the mask of valid numbers, too."""
+    """Return the cosines and sines of the tokens `m`, of M in all, and a mask of the valid numbers. S: positions in
+    the tables; E: columns of a head; HALF: E / 2 rounded up to a power of two."""
     e = tl.arange(0, HALF)[None, :]
     inside = (m < M)[:, None] & (e < E // 2)
     at = (m % S)[:, None] * (E // 2) + e
@@ -24,7 +25,7 @@ def angles(cos, sin, m, S, M, E: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def halves(x, inside, E: tl.constexpr, HALF: tl.constexpr):
-    """Load both halves of a head of each token, float32."""
+    """Load both halves of one head (E columns) of each token, as float32."""
     e = tl.arange(0, HALF)[None, :]
     low = tl.load(x + e, mask=inside, other=0.0).to(tl.float32)
     return low, tl.load(x + E // 2 + e, mask=inside, other=0.0).to(tl.float32)
@@ -32,7 +33,7 @@ def halves(x, inside, E: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def store(x, low, high, inside, E: tl.constexpr, HALF: tl.constexpr):
-    """Store both halves of a head of each token, in the dtype of `x`."""
+    """Store both halves of one head (E columns) of each token, in the dtype of `x`."""
     e = tl.arange(0, HALF)[None, :]
     tl.store(x + e, low.to(x.dtype.element_ty), mask=inside)
     tl.store(x + E // 2 + e, high.to(x.dtype.element_ty), mask=inside)
@@ -64,13 +65,13 @@ def _rotated_heads_grad(
 
 
 def head_block(E: int) -> tuple[int, int]:
-    """Return half a head rounded up to a power of two, and tokens that a thread block has at a time."""
+    """Return half of E columns, rounded up to a power of two, and the tokens that a thread block holds at a time."""
     half = triton.next_power_of_2(E // 2)
     return half, max(1, NUMBERS // (2 * half))
 
 
 def with_contiguous_heads(*grads: Tensor) -> list[Tensor]:
-    """Return tensors [M, heads, E], copied where a head is not contiguous."""
+    """Return tensors [M, heads, E]; those whose heads are not contiguous are copied."""
     return [x if x.stride(-1) == 1 else x.contiguous() for x in grads]
 
 

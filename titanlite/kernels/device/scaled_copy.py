@@ -1,6 +1,6 @@
-"""Device code of `titanlite.kernels.scaled_copy`: each thread block copies a tile, and transposes it in between.
+"""Device code of `titanlite.kernels.scaled_copy`. Each thread block reads, perhaps transposes, and writes a tile.
 
-Reads and writes are of rows of 128 bytes or more.
+It reads and writes rows of at least 128 bytes.
 """
 
 import triton
@@ -11,7 +11,7 @@ from titanlite.kernels.device.launch import cdiv, launch
 
 TILE = (16, 256)
 TRANSPOSED = (64, 64)
-"""A tile's rows and columns, as it is read."""
+"""Rows and columns of a tile of `x` that is transposed. Other tiles have the shape `TILE`."""
 WARPS = 4
 
 
@@ -20,7 +20,8 @@ def _scaled_copy(
     x, out, norms, factor, eps, R, C, x_batch, x_row, x_column, out_batch, out_row, out_column,
     TRANSPOSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """x_batch, …: strides, usually 1 for columns of `x`, and for columns or rows of `out`."""
+    """Scale one tile of a matrix [R, C] and store it in `out`. x_batch to out_column: strides, of which x_column and
+    out_column (with TRANSPOSE, out_row) are usually 1."""
     across = tl.cdiv(C, COLUMNS)
     place, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     rows = (place // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)

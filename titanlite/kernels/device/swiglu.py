@@ -1,7 +1,7 @@
-"""Device code of `titanlite.kernels.swiglu`: the gate, or its gradient, and their casts, a row at a time.
+"""Device code of `titanlite.kernels.swiglu`: the gradient of the gate, and gate and gradient cast to float8.
 
-A row with a scale of its own is computed once and kept in registers until its maximum is known. With one scale for all,
-a first pass finds the maximum and stores nothing.
+With a scale for each row, a thread block computes a row once and keeps it in registers until its maximum is known.
+With one scale for all rows, a first pass finds the maximum and stores nothing else.
 """
 
 import torch
@@ -15,14 +15,14 @@ from titanlite.kernels.swiglu import BLOCK as COLUMNS
 
 BLOCK = tl.constexpr(COLUMNS)
 WIDEST = 128
-"""Blocks of 128 that a thread block holds; wider rows are computed twice."""
+"""Most blocks of 128 columns that a thread block keeps in registers. Wider rows are computed twice."""
 PART, ROWS = 16, 16
-"""Blocks and rows of which a thread block finds the maximum."""
+"""Blocks of 128 columns, and rows, of which a thread block finds the maximum."""
 
 
 @triton.jit
 def gate_blocks(x, blocks, first, BLOCKS: tl.constexpr):
-    """Load gate and up, [BLOCKS, 128] float32 each, of blocks from `first` on; zeros beyond the end of the row."""
+    """Load gate and up, [BLOCKS, 128] float32 each, from block `first` of a row on; zeros beyond block `blocks`."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     at = x + n * 2 * BLOCK + tl.arange(0, BLOCK)[None, :]
     gate = tl.load(at, mask=n < blocks, other=0.0)
@@ -32,10 +32,8 @@ def gate_blocks(x, blocks, first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def fast_sigmoid(x):
-    """Return the sigmoid, off by at most (2 + |x|) units in the last place, as its argument is rounded.
-
-    Subnormal results are zero: `tl.sigmoid` needs twice the instructions for them.
-    """
+    """Return the sigmoid with an error of at most (2 + |x|) units in the last place. Subnormal results become zero; to
+    keep them, `tl.sigmoid` takes twice the instructions."""
     return tl.inline_asm_elementwise(
         "{ .reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
         " rcp.approx.ftz.f32 $0, e; }",
@@ -49,7 +47,7 @@ def fast_sigmoid(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """Round; to bfloat16 two numbers with one instruction: one at a time would cost as much as an exponential."""
+    """Round float32 to `dtype`; to bfloat16 by pairs, since an instruction for each takes as long as an exponential."""
     if dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -65,7 +63,7 @@ def _result(x, blocks, first, BLOCKS: tl.constexpr):
 
 @triton.jit
 def _gradients(grad, x, blocks, first, BLOCKS: tl.constexpr):
-    """Return the gradients of gate and up, and the result."""
+    """Return the gradients of gate and up, and the result silu(gate) · up, [BLOCKS, 128] float32 each."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     gate, up = gate_blocks(x, blocks, first, BLOCKS)
     d = tl.load(grad + n * BLOCK + tl.arange(0, BLOCK)[None, :], mask=n < blocks, other=0.0).to(tl.float32)
@@ -86,20 +84,20 @@ def _swiglu_grad(grad, x, out, blocks, BLOCKS: tl.constexpr):
 
 @triton.jit
 def larger_or_nan(a, b):
-    """Take the larger of two numbers; NaN if either is."""
+    """Return the larger of two numbers; NaN if either is NaN."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def greatest_size(a, dtype: tl.constexpr):
-    """Return the greatest absolute value, rounded, as the bits of a float32; NaN's are the greatest."""
+    """Return the greatest absolute value of `a`, rounded to `dtype`, as the bits of a float32. NaN is greatest."""
     most = tl.reduce(tl.reduce(tl.abs(a), 1, larger_or_nan), 0, larger_or_nan)
     return most.to(dtype).to(tl.float32).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def store_blocks(out, a, scale, blocks, first, STEP: tl.constexpr, BLOCKS: tl.constexpr):
-    """Store blocks of a row as bytes, `STEP` blocks apart."""
+    """Scale blocks of a row, cast them to float8, and store them `STEP` blocks apart, from block `first` on."""
     n = first + tl.arange(0, BLOCKS)[:, None]
     byte = to_bytes(a.to(tl.float32) * scale, out.dtype.element_ty)
     tl.store(out + n * STEP * BLOCK + tl.arange(0, BLOCK)[None, :], byte, mask=n < blocks)
@@ -162,7 +160,7 @@ def _swiglu_grad_rows(
 
 @triton.jit
 def _swiglu_amax(grad, x, amax, M, blocks, BACKWARD: tl.constexpr, BLOCKS: tl.constexpr, ROWS: tl.constexpr):
-    """Find the greatest absolute results, and with BACKWARD gradients."""
+    """Find the greatest absolute value of the results (`amax[0]`), and with BACKWARD of the gradients (`amax[1]`)."""
     dtype: tl.constexpr = x.dtype.element_ty
     first, start = tl.program_id(1) * BLOCKS, tl.program_id(0).to(tl.int64) * ROWS
     result, gradient = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -272,5 +270,5 @@ def launch_swiglu_grad_cast(
 
 
 def _warps(blocks: int) -> int:
-    """Return the warps for a row of so many blocks: 16 numbers a thread."""
+    """Return the number of warps for a row of `blocks` blocks of 128 columns: 16 numbers per thread."""
     return max(1, blocks // 4)

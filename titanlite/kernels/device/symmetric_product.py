@@ -1,6 +1,6 @@
 """Device code of `titanlite.kernels.symmetric_product`: a thread block for each tile on or below the diagonal.
 
-It also writes the transposed tile above the diagonal.
+The thread block also writes the tile's transpose, which lies above the diagonal.
 """
 
 import triton
@@ -20,10 +20,11 @@ def _symmetric_product(
     x, y, added, out, alpha, beta, diagonal, R, C,
     TILE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """x, y: descriptors of [B·R, C]; a tile that reaches into the next matrix stores nothing of it."""
-    place = tl.program_id(0)  # of the tile, counted row by row
+    """Store one tile of `alpha · x yᵀ + beta · added + diagonal · I`, and its transpose. x, y: descriptors of [B·R, C];
+    if a tile reads rows of the next matrix, their results are not stored."""
+    place = tl.program_id(0)  # number of the tile, row by row of the lower triangle
     i = ((tl.sqrt(8.0 * place + 1.0) - 1.0) / 2.0).to(tl.int32)
-    i += ((i + 1) * (i + 2) // 2 <= place).to(tl.int32)  # roots are rounded
+    i += ((i + 1) * (i + 2) // 2 <= place).to(tl.int32)  # correct i, because the root is rounded
     i -= (i * (i + 1) // 2 > place).to(tl.int32)
     j = place - i * (i + 1) // 2
     batch = tl.program_id(1)
