@@ -1,4 +1,4 @@
-"""Device code of the gates of `titanlite.kernels.experts`: rows of experts, a row at a time."""
+"""Device code of the gates of `titanlite.kernels.experts`. A thread block takes a row: one token at one expert."""
 
 import torch
 import triton
@@ -145,13 +145,14 @@ def launch_expert_gate_grad_cast(
 
 
 def _empty_rows(a: Tensor, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Allocate the bytes of as many rows, and their inverse scales."""
+    """Allocate float8 rows of `columns` numbers, as many as `a` has, and an inverse scale for each."""
     return a.new_empty(len(a), columns, dtype=dtype), a.new_empty(len(a), 1, dtype=torch.float32)
 
 
 def _launch_by_row(kernel: JITFunction, a: Tensor, tensors: tuple[Tensor, ...], dtypes: tuple, *most: float) -> None:
-    """Launch a kernel of one thread block a row. One that casts (to numbers up to `most`) holds the row whole."""
+    """Launch a kernel with a thread block for each row of `a`. most: the greatest float8 number, if the kernel casts.
+    Such a kernel keeps the whole row in registers."""
     blocks = a.shape[1] // (2 * BLOCK.value)
     n = triton.next_power_of_2(blocks) if most else min(triton.next_power_of_2(blocks), PART)
-    warps = min(32, n // 4) if most else min(8, n // 2)  # 16 numbers a thread, or at least 8
+    warps = min(32, n // 4) if most else min(8, n // 2)  # at least 8 numbers per thread; 16 for a cast
     launch(kernel, (blocks, *dtypes), len(a), tensors, lambda: (*tensors, blocks, *most, n), num_warps=max(1, warps))

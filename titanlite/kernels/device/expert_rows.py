@@ -1,7 +1,7 @@
-"""Device code of the rows of `titanlite.kernels.routing`: tokens to the rows of their experts, and back to sums.
+"""Device code of `titanlite.kernels.routing` that copies tokens to the rows of their experts, and adds up rows.
 
-All kernels are bound by memory, and access 16 bytes of a row at once. A kernel by token reads or writes the token once;
-a kernel by slot reads it once for each of its rows.
+All kernels are bound by memory, and access 16 bytes of a row at once. A kernel whose thread blocks take tokens reads or
+writes each token once. A kernel whose thread blocks take rows reads a token once for each of its rows.
 """
 
 import torch
@@ -14,16 +14,16 @@ from titanlite.kernels.device.launch import cdiv, launch
 from titanlite.kernels.routing import as_bytes
 
 WIDEST = 2048
-"""Numbers of a row that a thread block has at once."""
+"""Most columns of a row that a thread block takes at once."""
 BEHIND = tl.constexpr(128)
-"""Rows of zeros that are written behind the last row of a token: as many as a tile of a grouped product has."""
+"""Rows of zeros that are written after the last row with a token: as many as a grouped matmul's tile has rows."""
 NUMBERS = 8192
-"""Numbers of all rows that a thread block copies, or multiplies, at once."""
+"""Numbers that a thread block copies or multiplies at once, over all its rows."""
 
 
 @triton.jit
 def is_far_behind(slots, row):
-    """Tell whether rows are so far behind the last row of a token that nobody reads them."""
+    """Return whether rows lie more than BEHIND rows after the last row with a token, where no kernel reads them."""
     return tl.load(slots + row - BEHIND, mask=row >= BEHIND, other=0) < 0
 
 
@@ -146,13 +146,13 @@ def _launch_by_token(kernel: JITFunction, given: Tensor, rows: Tensor, weights: 
 
 
 def tile_of(D: int, numbers: int) -> tuple[int, int]:
-    """Return the columns and the rows of a thread block."""
+    """Return how many of D columns a thread block takes at once, and how many rows: `numbers` elements in all."""
     width = min(WIDEST, triton.next_power_of_2(D))
     return width, numbers // width
 
 
 def _warps_for(numbers: int) -> int:
-    """Return how many warps have eight numbers a thread or more, eight at most."""
+    """Return how many warps take `numbers` elements: with at least eight per thread, and at most eight warps."""
     return min(8, max(1, numbers // 256))
 
 

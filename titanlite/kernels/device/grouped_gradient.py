@@ -1,7 +1,7 @@
-"""Device code of the weights' gradients of `titanlite.kernels.grouped_matmul`: the contracted rows have ragged ends.
+"""Device code of the weights' gradients of `titanlite.kernels.grouped_matmul`: sums over the rows of each group.
 
-A tile of a group's gradient sums over the rows of the group. Its first and last step may also read rows of neighbouring
-groups, which are set to zero in one operand's buffer.
+A tile of a group's gradient takes several steps over the rows of the group, which begin and end anywhere. Its first and
+last step may also read rows of neighbouring groups. These rows are set to zero in the buffer of one operand.
 """
 
 import torch
@@ -44,7 +44,7 @@ from titanlite.kernels.device.specialised_operands import blocks
 from titanlite.kernels.device.specialised_producer import tile_position
 
 _MANY = gl.constexpr(2048)
-"""Rows of a group from which on an additional step costs little."""
+"""Number of rows of a group from which on an additional step takes relatively little time."""
 
 
 @gluon.jit
@@ -52,7 +52,8 @@ def _produce_contracted(
     given, BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SHARE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Claim tiles of all groups, one after the other; say where each lies, and load its rows."""
+    """Claim tiles of all groups, group by group. For each, send its position to the consumers and load its operands.
+    BY_ROWS: whether operands are contiguous along the contracted rows."""
     a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K = given
     it = 0
     x_tiles = (N + BM - 1) // BM
@@ -65,7 +66,7 @@ def _produce_contracted(
         end = gl.load(offsets + group + 1)
         begin = first
         if BY_ROWS:
-            line = first // BK * BK  # from there each row of a step is one line of the L2 cache, not parts of two
+            line = first // BK * BK  # from this row on, a step reads whole lines of the L2 cache, not parts of two
             is_free = (end - line + BK - 1) // BK == (end - first + BK - 1) // BK
             if (end > first) & (is_free | (end - first >= _MANY)):
                 begin = line
@@ -91,7 +92,7 @@ def _produce_contracted(
 
 @gluon.jit
 def _clear_others(buffer, first, end, BY_ROWS: gl.constexpr):
-    """Set a block's rows before the first and from the end on to zero; with BY_ROWS they are its columns."""
+    """Set a block's rows of other groups, before `first` and from `end` on, to zero; with BY_ROWS its columns."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     x = buffer.load(layout)
     if BY_ROWS:
@@ -107,7 +108,7 @@ def _contract_rows(
     given, BY_ROWS: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     W: gl.constexpr,
 ):  # fmt: skip
-    """Compute half number W of each tile."""
+    """Compute and store half number W (64 rows) of each tile that the producer announces."""
     a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, row_scales, column_scales, scale_bufs, N, K = given
     it = 0
     await_ready(ready, 0, STAGES)
@@ -135,7 +136,7 @@ def _contract_rows(
             b = b.permute((1, 0)) if BY_ROWS else b
             sums, rest = add_step(sums, rest, a, b, it, empty, k > 0, SPLIT, STAGES)
             it += 1
-        if end == 0:  # the words alone
+        if end == 0:  # an empty group: the producer has sent words, but no operands
             it += 1
             if SPLIT:
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
@@ -164,10 +165,11 @@ def _grouped_weight_gradient(
     BY_ROWS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, SPLIT: gl.constexpr,
     SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """BY_ROWS: whether the contracted dim is contiguous in both operands, as float8 needs it."""
+    """Compute the gradient of each group's weight, [N, K]: a product contracted over the group's rows. BY_ROWS: whether
+    the contracted dim is contiguous in both operands, as float8 requires."""
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 2, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
-    scale_bufs = words  # where there are no scales they are not used
+    scale_bufs = words  # a placeholder if there are no scales
     if column_scales is not None:
         scale_bufs = allocate_scales(BN)
     consumer = (
@@ -194,7 +196,7 @@ def launch_scaled_grouped_gradient(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Also serve the unscaled operator, whose operands are [R, N] and [R, K]."""
+    """Run the scaled operator, or without scales the plain one, whose operands are [R, N] and [R, K]."""
     tile, by_rows = tile_shape(x.dtype, fast_accum), x.dtype.itemsize == 1
     G, (N, K) = len(offsets) - 1, (len(grad), len(x)) if by_rows else (grad.shape[1], x.shape[1])
     out, counter = x.new_empty(G, N, K, dtype=out_dtype), offsets.new_zeros(1)

@@ -1,7 +1,7 @@
-"""Device code of `titanlite.kernels.grouped_matmul`: one launch for all groups, whatever rows they have.
+"""Device code of `titanlite.kernels.grouped_matmul`: one launch for all groups, whatever their numbers of rows.
 
-The tiles of a group begin at its first row; the last one may also read rows of the next group, and does not store them.
-The producer advances through the groups as the numbers of its tiles grow.
+The tiles of a group begin at its first row. The last tile of a group may also read rows of the next group, which it
+does not store. Tiles are numbered group by group, and the producer advances through the groups as it claims tiles.
 """
 
 import torch
@@ -50,11 +50,11 @@ def _produce_rows(
     given, B_K_MAJOR: gl.constexpr, BESIDE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Claim tiles of all groups, one after the other; say where each lies, and load its operands."""
+    """Claim tiles of all groups, group by group. For each, send its position to the consumers and load its operands."""
     a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K = given
     it = 0
     group = 0
-    before = 0  # tiles of the groups behind
+    before = 0  # tiles of all earlier groups
     first = 0
     end = gl.load(offsets + 1)
     y_tiles = (N + BN - 1) // BN
@@ -93,7 +93,7 @@ def _produce_rows(
 def _multiply_rows(
     given, B_K_MAJOR: gl.constexpr, BN: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, W: gl.constexpr
 ):
-    """Compute half number W of each tile."""
+    """Compute and store half number W (64 rows) of each tile that the producer announces."""
     a_bufs, b_bufs, c_bufs, words, ready, empty, c_desc, out = given[:8]
     row_scales, column_scales, scale_bufs, of_group, N, steps = given[8:]
     it = 0
@@ -150,14 +150,15 @@ def _grouped_matmul(
     B_K_MAJOR: gl.constexpr, BESIDE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     SPLIT: gl.constexpr, SHARE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """B_K_MAJOR: whether rows of weights are along K. BESIDE: whether groups' weights are side by side, else stacked.
+    """Multiply the rows of each of G groups by the group's weight, and scale the product by row and by column.
 
-    of_group: number of scales of a group's columns; 0 if all groups have the same.
+    B_K_MAJOR: whether rows of weights are along K. BESIDE: whether the groups' weights lie side by side in memory, [N,
+    G·K]; otherwise they are stacked. of_group: number of column scales of each group; 0 if all groups share them.
     """
     a_bufs, b_bufs, c_bufs, words, ready, empty = allocate_tiles(a_desc, b_desc, c_desc, 1, STAGES)
     producer = (a_desc, b_desc, a_bufs, b_bufs, words, ready, empty, offsets, counter, G, N, K)
     steps = (K + BK - 1) // BK
-    scale_bufs = words  # where there are no scales they are not used
+    scale_bufs = words  # a placeholder if there are no scales
     if column_scales is not None:
         scale_bufs = allocate_scales(BN)
     consumer = (
@@ -184,7 +185,7 @@ def launch_scaled_grouped_matmul(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> Tensor:
-    """Also serve the unscaled operator, whose weights may be transposed in memory."""
+    """Run the scaled operator, or without scales the plain one, whose weights may be transposed in memory."""
     (R, K), (G, N, _), tile = a.shape, weight.shape, tile_shape(a.dtype, fast_accum)
     is_read = weight.mT.is_contiguous() if scale_inv is None else weight.stride() == (K, G * K, 1)
     weight = weight if is_read else weight.contiguous()

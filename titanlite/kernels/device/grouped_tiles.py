@@ -1,7 +1,7 @@
 """Roles and buffers that the kernels of `titanlite.kernels.grouped_matmul` share.
 
-A producer warp claims tiles and loads; two warpgroups of 64 rows each multiply, and do not wait for each other. TMA
-stores a finished half of a tile, part by part, during the next tile.
+A producer warp claims tiles and loads their operands. Two consumers, warpgroups with 64 rows of each tile, multiply and
+do not wait for each other. TMA stores a finished half of a tile in parts, while the next tile is computed.
 """
 
 from typing import NamedTuple
@@ -24,23 +24,23 @@ from titanlite.kernels.device.specialised_matmul import PART
 from titanlite.kernels.device.specialised_operands import SHARED_MEMORY, blocks
 
 ROWS = 128
-"""Rows of a tile, half of them for each consumer."""
+"""Rows of a tile. Each of the two consumers computes half of them."""
 COLUMNS = 256
-"""Columns of a tile: narrower ones would read operands from the L2 cache faster than it gives them."""
+"""Columns of a tile. Narrower tiles would need their operands faster than the L2 cache delivers them."""
 STEP_BYTES = 128
-"""Bytes of a row that are contracted in one step: the width that TMA swizzles."""
+"""Bytes of an operand's row that are contracted in one step: the width that TMA swizzles."""
 WORDS = gl.constexpr(5)
-"""Numbers about a tile that the producer sends to the consumers."""
+"""Numbers that the producer sends to the consumers for each tile."""
 _OUT_BUFFERS = gl.constexpr(2)
-"""Parts of a consumer's result that are stored at once."""
-_OTHERS = 3072  # bytes of shared memory for scales, words, barriers and what warp specialisation keeps there
+"""Parts of its result that a consumer may be storing at the same time, each in a buffer."""
+_OTHERS = 3072  # bytes of shared memory for scales, words, barriers and Triton's warp specialisation
 SHARE = 16
-"""Blocks of rows that share a pass over the columns."""
+"""Blocks of rows whose tiles are computed in one pass over the columns."""
 
 
 @gluon.jit
 def allocate_tiles(a_desc, b_desc, c_desc, A_HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Allocate what producer and consumers share. A_HALVES: in how many blocks the rows of a tile come."""
+    """Allocate the buffers and barriers that the roles share. A_HALVES: number of loads for a tile's rows, 1 or 2."""
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, stacked(A_HALVES * STAGES, a_desc), a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, stacked(STAGES, b_desc), b_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, stacked(2 * _OUT_BUFFERS, c_desc), c_desc.layout)
@@ -51,7 +51,7 @@ def allocate_tiles(a_desc, b_desc, c_desc, A_HALVES: gl.constexpr, STAGES: gl.co
 
 @gluon.jit
 def begin_load(a_desc, b_desc, ready, empty, it, A_HALVES: gl.constexpr, STAGES: gl.constexpr):
-    """Wait until the buffers of a step are free, announce the bytes that will come, and return the slot."""
+    """Wait until the buffers of step `it` are free, announce the bytes to be loaded, and return the buffers' index."""
     slot = it % STAGES
     await_empty(empty, it, STAGES)
     mbarrier.expect(ready.index(slot), A_HALVES * a_desc.block_type.nbytes + b_desc.block_type.nbytes)
@@ -60,7 +60,8 @@ def begin_load(a_desc, b_desc, ready, empty, it, A_HALVES: gl.constexpr, STAGES:
 
 @gluon.jit
 def no_sums(BN: gl.constexpr, SPLIT: gl.constexpr, BITS: gl.constexpr):
-    """Return the sums that a consumer begins with: of all columns, or with SPLIT of the left and of the right half."""
+    """Return a consumer's sums, set to zero: with SPLIT of the left and of the right half of BN columns, otherwise of
+    all columns, twice. BITS: size of an operand's element."""
     COLUMNS: gl.constexpr = BN // 2 if SPLIT else BN
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 256 // BITS])
     sums = gl.zeros((HALF, COLUMNS), gl.float32, layout)
@@ -69,11 +70,11 @@ def no_sums(BN: gl.constexpr, SPLIT: gl.constexpr, BITS: gl.constexpr):
 
 @gluon.jit
 def add_step(sums, rest, a, b, it, empty, HAS_BEFORE, SPLIT: gl.constexpr, STAGES: gl.constexpr):
-    """Add the product of a step, and release the buffers of the last finished one.
+    """Add the product of step `it` to the sums, and release the buffers of the last finished step.
 
-    Hopper's tensor cores add float8 products with about 14 bits. With SPLIT they add only the products of one step, and
-    steps are added in float32, by one consumer while the other uses the tensor cores; in halves of the columns, since
-    sums and products of all columns would not fit into registers.
+    Hopper's tensor cores add float8 products with a precision of about 14 bits. With SPLIT they add only the products
+    of one step, and one consumer adds the steps in float32 while the other uses the tensor cores. `sums` and `rest` are
+    then halves of the columns, because sums and products of all columns would not fit into registers.
     """
     if SPLIT:
         COLUMNS: gl.constexpr = sums.shape[1]
@@ -93,7 +94,7 @@ def add_step(sums, rest, a, b, it, empty, HAS_BEFORE, SPLIT: gl.constexpr, STAGE
 
 @gluon.jit
 def finish_sum(sums, it, empty, SPLIT: gl.constexpr, STAGES: gl.constexpr):
-    """Wait for the last product of a sum, and release its buffers."""
+    """Wait for the last product of a tile, and release its buffers. With SPLIT, `add_step` has done so."""
     if not SPLIT:
         sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
@@ -102,26 +103,26 @@ def finish_sum(sums, it, empty, SPLIT: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def allocate_scales(BN: gl.constexpr):
-    """Allocate the scales of a tile's columns for each consumer."""
+    """Allocate shared memory for the scales of a tile's BN columns, once for each of the two consumers."""
     return gl.allocate_shared_memory(gl.float32, [2, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def load_scales(scales, column, columns, BN: gl.constexpr):
-    """Start to load the scales of a tile's columns, of `columns` in all, beside its products."""
+    """Start to load the scales of a tile's BN columns from `column` on; 0 for columns beyond `columns`."""
     at = column + gl.arange(0, BN, layout=gl.BlockedLayout([1], [32], [4], [0]))
     return gl.load(scales + at, mask=at < columns, other=0.0)
 
 
 @gluon.jit
 def scale_part(part, p: gl.constexpr, scales):
-    """Scale part number p of a tile by column, with the scales of the tile in shared memory."""
+    """Scale the columns of part number p of a tile. scales: of all the tile's columns, in shared memory."""
     return part * scales.slice(p * PART, PART).load(gl.SliceLayout(0, part.type.layout))[None, :]
 
 
 @gluon.jit
 def store_part(part, p: gl.constexpr, c_desc, c_bufs, row, column, W: gl.constexpr):
-    """Start to store part number p of consumer W's half of a tile, when the buffer's last one has left it."""
+    """Start to store part number p of consumer W's half of a tile, once the last store from its buffer has ended."""
     c_buf = c_bufs.index(W * _OUT_BUFFERS + p % _OUT_BUFFERS)
     tma.store_wait(pendings=_OUT_BUFFERS - 1)
     c_buf.store(part.to(c_buf.dtype))
@@ -131,7 +132,8 @@ def store_part(part, p: gl.constexpr, c_desc, c_bufs, row, column, W: gl.constex
 
 @gluon.jit
 def store_rows(part, p: gl.constexpr, out, c_bufs, row, end, column, columns, W: gl.constexpr):
-    """Store the rows of a part that are before the end, to a matrix of `columns` columns."""
+    """Store only the rows of part number p of consumer W that lie before row `end`, to a matrix of `columns` columns.
+    TMA would also store the rows that belong to the next group."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     c_buf = c_bufs.index(W * _OUT_BUFFERS + p % _OUT_BUFFERS)
     tma.store_wait(pendings=0)
@@ -139,12 +141,12 @@ def store_rows(part, p: gl.constexpr, out, c_bufs, row, end, column, columns, W:
     rows = row + gl.arange(0, HALF, layout=gl.SliceLayout(1, layout))
     at = column + gl.arange(0, PART, layout=gl.SliceLayout(0, layout))
     places = out + rows.to(gl.int64)[:, None] * columns + at[None, :]
-    places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 8])  # stored 16 bytes at a time
+    places = gl.max_contiguous(gl.multiple_of(places, [1, 16]), [1, 8])  # so that 16 bytes are stored at a time
     gl.store(places, c_buf.load(layout), mask=(rows < gl.where(column < columns, end, 0))[:, None])
 
 
 class TileShape(NamedTuple):
-    """Elements of a step, steps loaded at once, and whether sums are split."""
+    """Contracted elements per step, steps that are loaded at once, and whether `add_step` splits sums."""
 
     step: int
     stages: int
@@ -152,12 +154,12 @@ class TileShape(NamedTuple):
 
 
 def tile_shape(dtype: torch.dtype, fast: bool) -> TileShape:
-    """Return the shape of tiles for operands of a dtype."""
+    """Return the shape of tiles for operands of a dtype. fast: let tensor cores add all float8 products."""
     of_stage, of_parts = (ROWS + COLUMNS) * STEP_BYTES, ROWS * PART.value * _OUT_BUFFERS.value * 2
     stages = (SHARED_MEMORY - _OTHERS - of_parts) // of_stage
     return TileShape(STEP_BYTES // dtype.itemsize, stages, dtype.itemsize == 1 and not fast)
 
 
 def tile_parts(out: Tensor) -> Blocks:
-    """View a result, of any number of dims, as a matrix in the parts of tiles that a consumer stores."""
+    """View a result with any number of dims as a matrix, in blocks as large as the parts that a consumer stores."""
     return blocks(out, (out.numel() // out.shape[-1], out.shape[-1]), out.shape[-1], (HALF.value, PART.value))

@@ -1,11 +1,11 @@
-"""Device code of `titanlite.kernels.routing`: the choice of experts and its gradient, and where the rows lie.
+"""Device code of `titanlite.kernels.routing`: the choice of experts, its gradient, and the rows of tokens at experts.
 
-The choice: a thread block has the logits of a few tokens and takes the highest K times, among equal ones the lowest
-expert. Logits are compared as integers of the same order, whose maximum a warp finds with one instruction.
+To choose, a thread block holds the logits of a few tokens and takes the highest logit K times; of equal logits it takes
+the lowest expert's. Logits are compared as integers of the same order, whose maximum a warp finds with one instruction.
 
-The rows take three kernels: each thread block counts its choices by expert; an expert's counts are summed over the
-preceding blocks; each thread block then places its choices behind theirs. The order in which blocks run does not
-matter.
+Finding the rows takes three kernels. In the first, each thread block counts its choices by expert. The second sums each
+expert's counts over the preceding thread blocks. In the third, each thread block places its choices after those of the
+preceding blocks. The order in which thread blocks run does not matter.
 """
 
 import torch
@@ -17,20 +17,20 @@ from titanlite.kernels.device.launch import cdiv, launch
 from titanlite.kernels.routing import LEAST_SUM, check_route
 
 LOGITS = 2048
-"""Logits that a thread block has, of whole tokens: 16 per thread."""
+"""Logits that a thread block holds, of one or more tokens: 16 per thread."""
 CHOICES = 128
-"""Choices that a thread block counts and places; it compares all with COLUMNS at a time."""
+"""Choices of experts that a thread block counts and places. It compares each with COLUMNS others at a time."""
 COLUMNS = 32
 EXPERTS, COUNTS = 8, 4096
-"""Experts whose counts a thread block adds up, and counts that it has at a time, 16 per thread."""
+"""Experts whose counts a thread block adds up, and counts that it holds at a time, 16 per thread."""
 
 TAKEN = tl.constexpr(-(2**31))
-"""Lower than any number's integer."""
+"""Mark of a logit that has been chosen: lower than any result of `_ordered`."""
 
 
 @triton.jit
 def _ordered(x):
-    """Return int32 of the same order as float32: both zeros are equal, and NaN is the greatest."""
+    """Map float32 numbers to int32 numbers of the same order. Both zeros are equal, and NaN is the greatest."""
     x = tl.where(x == 0.0, 0.0, x)
     bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -38,7 +38,7 @@ def _ordered(x):
 
 @triton.jit
 def _softmax_sum(x, inside):
-    """Return the maximum of each row and the sum of exponentials below it."""
+    """Return each row's maximum, and the sum of exp(x - maximum), over the elements that are `inside`."""
     highest = tl.max(tl.where(inside, x, float("-inf")), 1)
     return highest, tl.sum(tl.where(inside, tl.exp(x - highest[:, None]), 0.0), 1)
 
@@ -47,7 +47,8 @@ def _softmax_sum(x, inside):
 def _weights_of_chosen(
     chosen, inside, highest, total, SCORE: tl.constexpr, NORMALISED: tl.constexpr, LEAST_SUM: tl.constexpr
 ):
-    """Return the weights of chosen logits, [ROWS, SLOTS]. "softmax" needs `highest` and `total` of all logits."""
+    """Return the weights of `chosen`, the logits of each token's chosen experts, [ROWS, SLOTS]. "softmax" needs
+    `highest` and `total`, the results of `_softmax_sum` for all logits."""
     if SCORE == "sigmoid":
         weights = tl.where(inside, 1.0 / (1.0 + tl.exp(-chosen)), 0.0)
         if NORMALISED:
@@ -139,7 +140,7 @@ def _route_grad(
 
 @triton.jit
 def _expert_counts(choices, slots, counts, n, first, G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr):
-    """Count each thread block's choices, [blocks, G], and set all slots to -1."""
+    """Count each thread block's choices of G experts from `first` on, [blocks, G], and set all `slots` to -1."""
     block, g = tl.program_id(0), tl.arange(0, WIDTH)
     i = block * CHOICES + tl.arange(0, CHOICES)
     expert = tl.load(choices + i, mask=i < n, other=-1) - first
@@ -150,7 +151,8 @@ def _expert_counts(choices, slots, counts, n, first, G: tl.constexpr, WIDTH: tl.
 
 @triton.jit
 def _expert_begins(counts, begins, totals, blocks, G: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
-    """Sum, for a few experts: begins: [blocks, G], rows in the preceding blocks; totals: [G], in all blocks."""
+    """Sum the counts of a few experts over the thread blocks of `_expert_counts`: over preceding blocks in `begins`,
+    [blocks, G], and over all blocks in `totals`, [G]."""
     g = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     before = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, blocks, ROWS):
@@ -167,7 +169,7 @@ def _expert_places(
     choices, begins, totals, rows, slots, offsets, n, first,
     G: tl.constexpr, WIDTH: tl.constexpr, CHOICES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Place each choice behind all rows of lower experts and its own expert's earlier choices."""
+    """Give each choice its row: after all rows of lower experts, and after earlier choices of the same expert."""
     block = tl.program_id(0)
     i = block * CHOICES + tl.arange(0, CHOICES)
     expert = tl.load(choices + i, mask=i < n, other=-1) - first
@@ -248,7 +250,7 @@ def launch_expert_rows(choices: Tensor, first: int, count: int) -> tuple[Tensor,
 
 
 def _route_tile(E: int, K: int) -> tuple[int, int, int]:
-    """Return the columns of logits and of choices, and the tokens of a thread block."""
+    """Return the sizes of a thread block's tile: columns for E logits, columns for K choices, and tokens."""
     width = max(16, triton.next_power_of_2(E))
     return width, triton.next_power_of_2(K), max(1, LOGITS // width)
 

@@ -1,7 +1,7 @@
-"""Buffers of shared memory between one warp that loads and two warpgroups of 64 rows that compute.
+"""Buffers in shared memory between a producer warp that loads and two consumer warpgroups that compute 64 rows each.
 
-The producer sends the consumers numbers in words that every thread reads: the compiler would take a loop over the
-result of a reduction for divergent.
+The producer sends numbers to the consumers in single words, which every thread reads itself. The compiler would treat a
+loop whose end comes from a reduction across threads as divergent.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ def _put_word(buffer, value):
 
 @gluon.jit
 def write_words(buffer, at, values):
-    """Write words of shared memory from number `at` on, by a role of one warp."""
+    """Write `values` to the words of shared memory from index `at` on. One warp calls this."""
     for i in gl.static_range(len(values)):
         _put_word(buffer.index(at + i), values[i])
     barrier()
@@ -30,13 +30,13 @@ def write_words(buffer, at, values):
 
 @gluon.jit
 def read_word(buffer, at):
-    """Read a word of shared memory, by a role of four warps."""
+    """Return the word of shared memory at index `at`. Four warps call this together."""
     return gl.max(buffer.index(at).load(gl.BlockedLayout([1], [32], [4], [0])), axis=0)
 
 
 @gluon.constexpr_function
 def stacked(n, desc):
-    """Return the shape of n buffers for a descriptor's blocks."""
+    """Return the shape of n buffers, each for one block of a TMA descriptor."""
     return [n, *desc.block_type.shape]
 
 
@@ -48,7 +48,7 @@ def allocate_words(N: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(N: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate two barriers for each of N buffers: it is filled; CONSUMERS have read it."""
+    """Allocate two barriers for each of N buffers: `ready` (it is filled) and `empty` (all CONSUMERS have read it)."""
     ready = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
@@ -59,11 +59,11 @@ def allocate_barriers(N: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def await_ready(ready, it, N: gl.constexpr):
-    """Wait until use number `it` of N buffers may be read."""
+    """Wait until the buffer of step `it`, one of N used in turn, has been filled."""
     mbarrier.wait(ready.index(it % N), (it // N) & 1)
 
 
 @gluon.jit
 def await_empty(empty, it, N: gl.constexpr):
-    """Wait until use number `it` of N buffers may be written."""
+    """Wait until the buffer of step `it`, one of N used in turn, may be filled again."""
     mbarrier.wait(empty.index(it % N), ((it // N) & 1) ^ 1)

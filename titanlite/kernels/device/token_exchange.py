@@ -1,7 +1,6 @@
-"""Device code of `titanlite.kernels.token_exchange`: copy engines gather tokens, a kernel stores rows with their
-owners.
+"""Device code of `titanlite.kernels.token_exchange`: copy engines gather tokens, a kernel sends rows to their owners.
 
-All calls of a group use the same memory, in turn, between the meetings of `shard_exchange`.
+All calls of a group use the same memory, one after the other, each between two barriers of the ranks.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ _ALIGNMENT = 16
 
 
 def _exchange(group: str, tensors: Sequence[Tensor]) -> Exchange:
-    """Return the memory of a group, after its ranks have agreed on the call."""
+    """Check that all ranks call this with tensors of equal shapes and dtypes, and return the group's memory."""
     what = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in tensors)
     agree(OPERATORS[EXPERTS], group, what, "", None)
     return Exchange(channel(group, EXPERTS, n_slots=1))
@@ -35,7 +34,8 @@ def _send_rows(
     o, slots, dots, peer_slots, R, of_rank, dots_at,
     HAS_DOTS: tl.constexpr, RANKS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Store rows, [R, D], and a number for each, with the rank that has the row's token, at its slot's place."""
+    """Store each of the rows `o`, [R, D], with the rank that has its token, at the place of its slot; with HAS_DOTS
+    also a number of `dots` for each row. of_rank: slots of each rank."""
     r, d = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)[None, :]
     slot = tl.load(slots + r, mask=r < R, other=-1)
     owner = tl.maximum(slot, 0) // of_rank
@@ -43,10 +43,10 @@ def _send_rows(
     there = slot >= 0
     found = tl.load(o + r.to(tl.int64)[:, None] * D + d, mask=there[:, None] & (d < D), other=0.0)
     to = place.to(tl.int64)[:, None] * D + d
-    for peer in tl.static_range(RANKS):  # the alignment of an address for each row would not be known
+    for peer in tl.static_range(RANKS):  # the compiler would not know the alignment of an address for each row
         rows = tl.multiple_of(tl.load(peer_slots + peer).to(tl.pointer_type(o.dtype.element_ty)), 16)
         tl.store(rows + to, found, mask=(there & (owner == peer))[:, None] & (d < D))
-    if HAS_DOTS:  # noqa: SIM102  # known when compiling
+    if HAS_DOTS:  # noqa: SIM102  # HAS_DOTS is a constant
         if tl.program_id(1) == 0:
             dot = tl.load(dots + slot, mask=there, other=0.0)
             address = tl.load(peer_slots + owner) + dots_at
@@ -78,22 +78,22 @@ def launch_gather(own: list[Tensor], group: str) -> list[Tensor]:
 
 @cache
 def _beside() -> torch.cuda.Stream:
-    """Return the stream of copies to peers, concurrent with a kernel for copies within the GPU."""
+    """Return the stream for copies to peers. They run at the same time as a kernel that copies within the GPU."""
     return torch.cuda.Stream()
 
 
 def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy by a kernel: copies of one GPU by its engines reach a quarter of its rate."""
+    """Copy tensors within the GPU by a kernel, because copy engines reach only a quarter of the GPU's rate."""
     torch._foreach_copy_([_in_words(x) for x in places], [_in_words(x) for x in sources])
 
 
 def _in_words(x: Tensor) -> Tensor:
-    """View memory as numbers of 8 bytes, or as bytes if size or address is no multiple of 8."""
+    """View a tensor as a vector of 8-byte numbers, or of bytes if its size or address is no multiple of 8."""
     return x.view(-1).view(torch.uint8).view(torch.uint8 if x.nbytes % 8 or x.data_ptr() % 8 else torch.int64)
 
 
 def _begins(sizes: Sequence[int]) -> list[int]:
-    """Place parts one after another in memory; return where each begins, and the end."""
+    """Return where parts of `sizes` bytes begin, aligned and one after the other, and where the last part ends."""
     begins = [0]
     for n_bytes in sizes:
         begins.append(cdiv(begins[-1] + n_bytes, _ALIGNMENT) * _ALIGNMENT)
@@ -115,9 +115,10 @@ def launch_gradients_at_owners(
 
 
 def _at_owners(o: Tensor, slots: Tensor, choices: Tensor, dots: Tensor | None, group: str) -> tuple[Tensor, Tensor]:
-    """Send rows; return the rows of this rank's slots, [M·K, D], and with `dots` their numbers, [M·K] float32.
+    """Send each row, and with `dots` a number for it, to the rank that owns the row's token.
 
-    Both are the group's memory, valid until its next call.
+    Return the rows that arrive for this rank's slots, [M·K, D], and their numbers, [M·K] float32, undefined without
+    `dots`. Both lie in the group's memory, valid until its next call.
     """
     by, o, n = _exchange(group, (o, choices)), o.contiguous(), choices.numel()
     (R, D), to = o.shape, by.channel
