@@ -1,17 +1,17 @@
 """Share memory among the ranks of a group, for their collective matmuls or for one of FSDP's collectives.
 
-Each group and use has one channel: flags, slots of data, counters. The slots grow when an operator needs more, which is
-a collective, like the operator itself, and impossible while a CUDA graph is captured.
+Each group has one channel for each use: flags, slots of data, and counters. The slots grow when an operator needs more
+room. Growing is a collective, like the operator itself, and impossible while a CUDA graph is captured.
 
-The collective matmuls of a process run in the order in which they are issued, on any group and stream: two that fill
-one GPU in one order, and another GPU in the other, would wait for each other. The calls of each of FSDP's collectives
-are ordered, too, since they would take each other's signals for their own. Within a capture, edges of the graph keep
-the order. The caller has two duties. Otherwise results are wrong, or kernels wait until the watchdog ends the run, or
-outside of a run until their deadline:
+The collective matmuls of a process run in the order in which they are issued, on any group and stream. Otherwise two of
+them could fill one GPU in one order and another GPU in the other order, and wait for each other. The calls of each of
+FSDP's collectives are ordered, too, since one call would take another's signals for its own. Within a capture, edges of
+the graph keep the order. The caller has two duties. If it neglects them, results are wrong, or kernels wait: in a run
+until the watchdog ends it, elsewhere until their deadline.
 
-    all ranks issue operators in one order      therefore from one thread at a time
-    a replay, which this file does not see,     its stream waits for the last operator's or replay's, and the next one's
-    overlaps neither operators nor replays      stream waits for it
+    all ranks issue operators in one order      each rank therefore issues them from one thread at a time
+    a graph's replay overlaps no operator       its stream first waits for the stream of the last operator or replay,
+    and no other replay                         and the next one's stream waits for it; replays are not ordered here
 """
 
 import ctypes
@@ -29,13 +29,13 @@ from titanlite.kernels.collectives import process_group_of
 from titanlite.kernels.device.rendezvous import Rendezvous
 
 CHUNKS = 8
-"""Number of chunks of a shard, each with a ready flag at the peers, set as soon as the chunk is there."""
+"""Number of chunks of a shard. Each has a ready flag at the peers, set as soon as the chunk is in the rank's slot."""
 HEADER = 8 + CHUNKS
-"""First words of a channel's local counters: blocks that have begun, tiles claimed, blocks that have ended, blocks of
-the first kernel that have ended, copies claimed, copies of the own shard claimed; in the last CHUNKS, copies written by
-chunk."""
+"""Number of words at the start of a channel's counters: thread blocks begun, tiles claimed, thread blocks ended, thread
+blocks of the first kernel ended, copies claimed, copies of the own shard claimed. The last CHUNKS of these words count
+the copies of each chunk that have been written."""
 COUNTERS = HEADER + 8192
-"""All counters: after the header, one for each block of rows that arrives."""
+"""Number of all counters: the header, then one for each block of rows that arrives."""
 
 OPERATORS = (
     "all_gather_matmul",
@@ -44,43 +44,43 @@ OPERATORS = (
     "FSDP's reduce-scatter",
     "exchange with experts",
 )
-"""Names by the number in a kernel's report of a failure."""
+"""Names of operators, by the number that a kernel writes in its report of a failure."""
 
 _DEADLINE_S = 600.0
 
 
 class PeerError(RuntimeError):
-    """A rank waited for another in a kernel until the deadline."""
+    """A kernel of this rank waited for another rank until the deadline."""
 
 
 @dataclass
 class Channel:
-    """The memory that the kernels of one group share, and its ranks."""
+    """The memory that the ranks of a group share for one kind of operator, and the state of their signals."""
 
     name: str  # of the process group
     process_group: dist.ProcessGroup
     rank: int
-    ranks: int  # 2 to 8
+    ranks: int  # number of ranks, 2 to 8
     device: torch.device
-    operator: int | None = None  # FSDP_GATHER, FSDP_REDUCE or EXPERTS; None: collective matmuls
-    n_slots: int = 2  # calls whose data `slots` has room for
-    number: int = field(init=False)  # among all channels of this process
-    flags: Tensor = field(init=False)  # [ranks · (1 + CHUNKS)] int32, by peers: one each, then ready flags of chunks
+    operator: int | None = None  # FSDP_GATHER, FSDP_REDUCE or EXPERTS; None for collective matmuls
+    n_slots: int = 2  # number of calls whose data `slots` holds at once
+    number: int = field(init=False)  # index among all channels of this process
+    flags: Tensor = field(init=False)  # [ranks · (1 + CHUNKS)] int32: one word of each rank, then ready flags of chunks
     peer_flags: Tensor = field(init=False)  # [ranks] int64, addresses of all ranks' flags
     counters: Tensor = field(init=False)  # [COUNTERS] int32; zero between operators
-    epoch: Tensor = field(init=False)  # [1] int32, number of operators so far
-    deadline: Tensor = field(init=False)  # [1] int64, nanoseconds
-    failure: Tensor = field(init=False)  # [4] int64 in host memory, for a kernel that gives up
+    epoch: Tensor = field(init=False)  # [1] int32, number of operators that have ended
+    deadline: Tensor = field(init=False)  # [1] int64, longest wait of a kernel in nanoseconds
+    failure: Tensor = field(init=False)  # [4] int64 in host memory, report of a kernel that gave up waiting
     slots: Tensor | None = None  # [n_slots · capacity] bytes, symmetric
     peer_slots: Tensor | None = None  # [ranks] int64, addresses of all ranks' slots
     peers: list[Tensor] = field(default_factory=list)  # all ranks' slots, as bytes
-    capacity: int = 0
-    blocks: dict[object, list] = field(default_factory=dict)  # of the peers' slots, by shape
+    capacity: int = 0  # bytes of a slot
+    blocks: dict[object, list] = field(default_factory=dict)  # views of the peers' slots for TMA, by shape
     _rendezvous: Rendezvous = field(init=False)
-    _kept: list[tuple[object, ...]] = field(default_factory=list)  # captured graphs may still use outgrown slots
+    _kept: list[tuple[object, ...]] = field(default_factory=list)  # outgrown slots that captured graphs may still use
 
     def __post_init__(self) -> None:
-        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # nothing here uses it
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # no kernel here uses multicast
         self.number = next(_numbers)
         self.flags = symmetric_memory.empty(self.ranks * (1 + CHUNKS), dtype=torch.int32, device=self.device)
         self._rendezvous = Rendezvous(self.process_group, f"{self.operator}")
@@ -95,7 +95,7 @@ class Channel:
         dist.barrier(self.process_group)
 
     def begin(self, n_bytes: int) -> int:
-        """Order the operator behind the process's last one, make room for its data, and return a slot's bytes.
+        """Order an operator after the process's last one, make room for its data, and return the bytes of a slot.
 
         Args:
             n_bytes: per slot, equal on all ranks.
@@ -108,7 +108,7 @@ class Channel:
         """Make the current stream wait for the last operator that must not overlap with the next.
 
         Raises:
-            RuntimeError: its stream is now being captured, so that nothing outside of the capture can wait for it.
+            RuntimeError: that operator is being captured, so that nothing outside of the capture can wait for it.
         """
         stream = torch._C._cuda_getCurrentRawStream(self.device.index)
         capture = _capture(stream) if torch.cuda.is_current_stream_capturing() else 0
@@ -126,14 +126,15 @@ class Channel:
                     "  fix:  with torch.cuda.graph(graph, stream=torch.cuda.Stream())"
                 )
             current.wait_stream(last)
-        elif capture:  # a new one: forget ended captures
+        elif capture:  # the first operator of a capture: forget captures that have ended
             for of, on in list(_last.items()):
                 if of[0] and _capture(on.cuda_stream) != of[0]:
                     del _last[of]
         _last[key] = current
 
     def make_room(self, n_bytes: int) -> None:
-        """Make room for `n_bytes` per slot, equal on all ranks; a graph under capture keeps the slots."""
+        """Make slots of at least `n_bytes`, equal on all ranks. While a graph is captured, keep the slots for it, and
+        raise RuntimeError if they would have to grow."""
         if torch.cuda.is_current_stream_capturing():
             if n_bytes > self.capacity:
                 raise RuntimeError(
@@ -146,13 +147,13 @@ class Channel:
             self.grow(n_bytes)
 
     def grow(self, n_bytes: int) -> None:
-        """Replace the slots by larger ones, when everything that the GPU runs has ended; a collective."""
-        torch.cuda.synchronize(self.device)  # nobody may still write into the old slots
+        """Replace the slots by larger ones, after everything that the GPU runs has ended. A collective."""
+        torch.cuda.synchronize(self.device)  # no kernel may still write to the old slots
         dist.barrier(self.process_group)
         self.peers, self.peer_slots, self.slots = [], None, None
         self.blocks.clear()
         self.capacity = -(-n_bytes // 2**20) * 2**20
-        torch.cuda.empty_cache()  # symmetric memory does not come from the allocator, which may hold unused memory
+        torch.cuda.empty_cache()  # torch's allocator may hold unused memory, which symmetric memory cannot use
         self.slots = symmetric_memory.empty(self.n_slots * self.capacity, dtype=torch.uint8, device=self.device)
         handle = self._rendezvous(self.slots)
         self.peers = [handle.get_buffer(r, (self.n_slots * self.capacity,), torch.uint8) for r in range(self.ranks)]
@@ -164,11 +165,11 @@ class Channel:
 _channels: dict[tuple[str, int | None], Channel] = {}
 _numbers = count()
 _last: dict[tuple[int, int | None], torch.cuda.Stream] = {}
-"""The last operators' streams, by capture (0: none) and channel (None: all collective matmuls)."""
+"""The stream of the last operator, by capture (0: none) and number of the channel (None: all collective matmuls)."""
 
 
 def _capture(stream: int) -> int:
-    """Return the number of the CUDA-graph capture that a stream is part of, unique in this process; 0: none."""
+    """Return the id of the CUDA-graph capture that a stream is part of, unique in this process; 0 if there is none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     args = ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
     error = _driver().cuStreamGetCaptureInfo_v2(*args)
@@ -179,15 +180,15 @@ def _capture(stream: int) -> int:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """Return CUDA's driver: torch cannot tell captures apart."""
+    """Return CUDA's driver library, which identifies captures. Torch cannot."""
     return ctypes.CDLL("libcuda.so.1")
 
 
 def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channel:
-    """Return the channel of a process group and a use; the first call is a collective. Arguments as in `Channel`."""
+    """Return a process group's channel for one kind of operator, as in `Channel`. The first call is a collective."""
     process_group = process_group_of(group)
     found = _channels.get((group, operator))
-    if found is None or found.process_group is not process_group:  # names are used again after a group's end
+    if found is None or found.process_group is not process_group:  # a new group may have the name of a destroyed one
         device, ranks = torch.device("cuda", torch.cuda.current_device()), (process_group.rank(), process_group.size())
         found = Channel(group, process_group, *ranks, device, operator, n_slots)
         _channels[group, operator] = found
@@ -195,7 +196,7 @@ def channel(group: str, operator: int | None = None, n_slots: int = 2) -> Channe
 
 
 def set_deadline(seconds: float) -> None:
-    """Set how long kernels wait for a peer before they fail, in all channels."""
+    """Set how long the kernels of all channels wait for a peer before they fail."""
     global _DEADLINE_S
     _DEADLINE_S = seconds
     for found in _channels.values():
@@ -203,12 +204,12 @@ def set_deadline(seconds: float) -> None:
 
 
 def peer_failure() -> PeerError | None:
-    """Return the error for a peer that a kernel waited for in vain, if any; CUDA's own error does not name it."""
+    """Return an error that names the rank a kernel waited for in vain, or None. CUDA's own error does not name it."""
     for found in _channels.values():
         number, peer, waited, op = found.failure.tolist()
         if number:
             whom = f"rank {peer}" if peer >= 0 else "its own copies"
-            call = number if found.operator is None else (number + 1) // 2  # ranks meet twice a call
+            call = number if found.operator is None else (number + 1) // 2  # two barriers in each call
             return PeerError(
                 f"{OPERATORS[op]}, call {call} of group {found.name}: rank {found.rank} of {found.ranks} waited "
                 f"{waited / 1e9:.1f} s for {whom}, then gave up\n"

@@ -1,6 +1,6 @@
-"""The plan of an all-gather → matmul: whether it is fused, by which kernels, and where everything lies.
+"""The plan of an all-gather → matmul: whether it is fused, which kernels run, and how tensors lie in memory.
 
-G stands for the gathered operand, O for the other one; X is G's dim that is kept, Y is O's.
+G is the gathered operand, O the other operand. X is the size of G's dim that is not contracted.
 """
 
 import math
@@ -30,29 +30,29 @@ from titanlite.kernels.products import (
 from titanlite.kernels.shapes import DimSplit, split
 
 ROWS, COLS, CONTRACTED_ROWS, CONTRACTED_COLS = 0, 1, 2, 3
-"""Places of the gathered dim in G in memory: rows or columns, kept or contracted."""
+"""Kinds of gathered dims: the rows or the columns of G in memory, which the product keeps or contracts."""
 
 UNIT = 128
-"""Rows of a shard whose arrival is counted together."""
+"""Rows of a shard that share a counter of arrived copies."""
 PUBLISHERS = 264
-"""Thread blocks of the first kernel."""
+"""Most thread blocks of `general_gather._publish`, the first kernel."""
 
 
 @dataclass(frozen=True)
 class GatherLayout:
-    """The layout of one call's operands."""
+    """How one call's shard and its gathered operand G lie in memory."""
 
     wait: int  # ROWS, COLS, CONTRACTED_ROWS or CONTRACTED_COLS
-    whole: DimSplit  # the gathered dim in G
+    whole: DimSplit  # how the gathered dim of G is split over ranks
     rows: int  # of a full shard seen as [rows, columns]
-    columns: int  # of a shard
+    columns: int  # of a shard seen as [rows, columns]
     segment: int  # rows of a shard that are contiguous in G
-    X: int  # kept dim of G
-    K: int  # contracted dim
+    X: int  # size of G's dim that is not contracted
+    K: int  # size of the contracted dim
 
 
 def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) -> GatherLayout:
-    """Describe the gather of a shard of `shape` along `dim` (not negative), for the product `form`."""
+    """Return the layout of shards of `shape` gathered along `dim` (not negative) to `size`, for a product's `form`."""
     whole = split(shape, dim, size, ranks)
     full = [*shape[:dim], size, *shape[dim + 1 :]]
     last = dim == len(shape) - 1
@@ -70,7 +70,7 @@ def gather_layout(shape: list[int], dim: int, size: int, ranks: int, form: str) 
 
 
 def gather_unsupported_reason(call: GatherCall, ranks: int) -> str | None:
-    """Return why this call is not to be fused, or None. Depends only on shapes, dtypes and the group's size."""
+    """Return the reason not to fuse a call, or None. Depends only on shapes, dtypes and the group's size."""
     shard, others, form = call.shard, call.others, call.form
     if reason := unsupported_operands(shard.dtype, ranks):
         return reason
@@ -97,38 +97,38 @@ def gather_unsupported_reason(call: GatherCall, ranks: int) -> str | None:
 
 
 def _rows_and_columns(at: GatherLayout, other: Tensor, form: str) -> tuple[int, int]:
-    """Return rows and columns of the first product."""
+    """Return the numbers of rows and columns of the product of G and `other`."""
     if form.startswith("left"):
         return at.X, other.shape[1]
     return math.prod(other.shape[:-1]), at.X
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
+@dataclass(frozen=True, eq=False)  # compared by identity: a plan is the key of its launches, hashed at every call
 class GatherPlan:
-    """All that depends on a call's shapes, dtypes and strides, and on the rank."""
+    """All properties of a call that depend only on its shapes, dtypes and strides, and on the rank."""
 
     at: GatherLayout
-    other: Rows  # how the other operand is read
+    other: Rows  # how kernels read the other operand
     pick: Tiles
-    specialised: bool  # whether `specialised_gather` takes the call
-    gathered: tuple[int, ...]  # shape of G, or [outer, padded dim, inner] where chunks are not all full
-    matrix: tuple[int, int]  # the same as [rows, columns]
+    specialised: bool  # whether `specialised_gather` runs the call
+    gathered: tuple[int, ...]  # shape of G, or [outer, padded dim, inner] if not all chunks are full
+    matrix: tuple[int, int]  # `gathered` as [rows, columns]
     out: list[int]  # shape of the product
     out_dtype: torch.dtype
-    tma_store: bool  # whether all tiles are within one rank's part, so that TMA may write them
-    moves_scale: bool  # whether scales are gathered
-    scale_bytes: int  # their offset in a slot
+    tma_store: bool  # whether no tile spans the parts of two ranks, so that TMA may store tiles
+    moves_scale: bool  # whether scales are gathered with G
+    scale_bytes: int  # offset of the scales in a slot
     slot_bytes: int
-    length: int  # words of this rank's shard per outer index
-    slot_stride: int  # words of a full shard per outer index
+    length: int  # 8-byte words of this rank's shard per outer index
+    slot_stride: int  # 8-byte words of a full shard per outer index
     own_segment: int  # rows of this rank's shard that are contiguous in G
-    size: int  # rows of the whole G per outer index
-    block: int  # words that a thread block of the first kernel copies at once
-    publishers: int  # thread blocks of the first kernel
+    size: int  # rows of G per outer index, without padding
+    block: int  # words that a thread block of `_publish` copies at once
+    publishers: int  # thread blocks of `_publish`
 
 
 def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> GatherPlan:
-    """Plan a call for which `gather_unsupported_reason` is None, with tiles of `choice` or of the tuning table."""
+    """Plan a call for which `gather_unsupported_reason` is None. choice: tiles, in place of the tuning table's."""
     shard, size, form, fast_accum, other = call.shard, call.size, call.form, call.fast_accum, call.others[0]
     at = gather_layout(list(shard.shape), call.at, size, ranks.size, form)
     left, itemsize = form.startswith("left"), shard.dtype.itemsize
@@ -137,7 +137,7 @@ def plan_gather(call: GatherCall, ranks: Group, choice: Tiles | None = None) -> 
     pick = choice or tiles("all_gather_matmul", itemsize, ranks.size, M, N, at.K, fast_accum, dtype.itemsize)
     aligned_rows = N * dtype.itemsize % 16 == 0
     specialised = pick.specialised and form == "left" and at.wait == ROWS and aligned_rows and at.whole.even
-    # It has a counter for each m rows: enough, by `gather_unsupported_reason`, if m is no less than UNIT.
+    # That kernel needs a counter for each m rows. `gather_unsupported_reason` ensures enough counters for m ≥ UNIT.
     specialised = specialised and dtype.itemsize == 2 and pick.m >= UNIT and at.segment % pick.m == 0
     specialised = specialised and has_steps_for_parts(pick, at.K, itemsize, fast_accum)
     pick = pick if specialised else pick.narrow()

@@ -1,15 +1,15 @@
 """Signals between GPUs and between thread blocks, as Triton functions.
 
-Each pair of ranks shares one word per direction: `flags[src]` on a rank is the number of operators whose data `src` has
-made available to it. It only grows, so nothing is ever reset across GPUs. An operator has one such exchange. Two slots
-of data, taken in turn, are then enough: after the exchange of operator e all peers have finished reading the slot of
-operator e−2 (`tests/unit/kernels/test_protocol.py` checks every interleaving).
+Each rank has a flag for every rank: `flags[src]` counts the operators whose data rank `src` has made available to it.
+The count only grows, so nothing is ever reset across GPUs. In each operator all ranks signal each other once. Two slots
+of data, used alternately, are then enough: once all ranks have signalled operator e, they have finished reading the
+slot of operator e−2 (`tests/unit/kernels/test_protocol.py` checks every interleaving).
 
-The specialised gather has further words, of the same kind: the ready flags of each shard's chunks.
+The specialised gather has further flags of the same kind: the ready flags of each shard's chunks.
 
-Memory ordering, for writer → reader:
+Instructions that order memory accesses, from writer → reader:
 
-    data, by many blocks → peer's flag        each: barrier, atomic add (acq_rel, gpu); the last: fence.sys, store
+    data, by many blocks → peer's flag        each block: barrier, atomic add (acq_rel, gpu); last: fence.sys, store
     TMA stores → any flag or counter          wait_group (written, not only read), then as above
     peer's flag → peer's data                 load.acquire.sys, and a kernel boundary or fence.proxy.async
     block's stores → local counter            barrier, atomic add (release, gpu)
@@ -22,7 +22,7 @@ import triton.language as tl
 
 @triton.jit
 def load_acquire_sys(pointer):
-    """Load words that peers write."""
+    """Load words that peers write, with acquire semantics."""
     return tl.inline_asm_elementwise(
         "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -30,7 +30,7 @@ def load_acquire_sys(pointer):
 
 @triton.jit
 def load_acquire_gpu(pointer):
-    """Load a word that other thread blocks write."""
+    """Load a word that other thread blocks of this GPU write, with acquire semantics."""
     return tl.inline_asm_elementwise(
         "ld.acquire.gpu.global.u32 $0, [$1];", "=r,l", [pointer], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -38,7 +38,7 @@ def load_acquire_gpu(pointer):
 
 @triton.jit
 def store_relaxed_sys(pointer, value):
-    """Store words that peers read; `fence_sys` comes before."""
+    """Store words that peers read. To publish earlier writes, call `fence_sys` first."""
     tl.inline_asm_elementwise(
         "st.relaxed.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
         "=r,l,r",
@@ -51,13 +51,13 @@ def store_relaxed_sys(pointer, value):
 
 @triton.jit
 def fence_sys():
-    """Order all earlier writes, also other blocks' writes that this block has observed, before later ones."""
+    """Order earlier writes before later ones for all GPUs, also writes of other blocks that this block has observed."""
     tl.inline_asm_elementwise("fence.acq_rel.sys; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
 def fence_async_proxy():
-    """Order earlier reads and writes before TMA accesses to global memory."""
+    """Order earlier reads and writes before later TMA accesses to global memory."""
     tl.inline_asm_elementwise(
         "fence.proxy.async.global; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -65,7 +65,7 @@ def fence_async_proxy():
 
 @triton.jit
 def tma_stores_written():
-    """Wait until this thread block's TMA stores are written, to this GPU or a peer's."""
+    """Wait until this thread block's TMA stores have been written, to memory of this GPU or of peers."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -73,13 +73,14 @@ def tma_stores_written():
 
 @triton.jit
 def nanoseconds():
-    """Read the GPU's clock."""
+    """Return the GPU's clock in nanoseconds."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @triton.jit
 def fail(failure, epoch, peer, waited, OP: tl.constexpr):
-    """Leave {1 + number of the operator, peer, nanoseconds, operator} in host memory and stop the GPU's context."""
+    """Store [1 + epoch, peer, nanoseconds waited, OP] in host memory, and stop the GPU's context. epoch: number of the
+    call; OP: index of the operator in `channel.OPERATORS`."""
     tl.store(failure + 1, peer.to(tl.int64))
     tl.store(failure + 2, waited)
     tl.store(failure + 3, waited * 0 + OP)
@@ -91,7 +92,8 @@ def fail(failure, epoch, peer, waited, OP: tl.constexpr):
 
 @triton.jit
 def signal_peers(peer_flags, epoch, rank, RANKS: tl.constexpr, LANES: tl.constexpr):
-    """Tell every rank that operator `epoch`'s data is there. `peer_flags`: [RANKS] addresses of their flags."""
+    """Signal to every rank that this rank's data of operator number `epoch` is available. peer_flags: [RANKS] addresses
+    of the ranks' flags; LANES: RANKS rounded up to a power of two."""
     lane = tl.arange(0, LANES)
     peer = tl.where(lane < RANKS, lane, rank)
     fence_sys()
@@ -101,13 +103,13 @@ def signal_peers(peer_flags, epoch, rank, RANKS: tl.constexpr, LANES: tl.constex
 
 @triton.jit
 def wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: tl.constexpr, LANES: tl.constexpr, OP: tl.constexpr):
-    """Wait until every rank has signalled operator `epoch`. `deadline`: pointer to nanoseconds."""
+    """Wait until every rank has signalled operator number `epoch`. deadline: pointer to the longest wait in ns."""
     lane = tl.arange(0, LANES)
     peer = tl.where(lane < RANKS, lane, rank)
     limit = tl.load(deadline)
     start = nanoseconds()
     seen = load_acquire_sys(flags + peer)
-    while tl.min(seen - (epoch + 1)) < 0:  # differences, so that the count may wrap
+    while tl.min(seen - (epoch + 1)) < 0:  # a difference, so that the count may wrap around
         waited = nanoseconds() - start
         if waited > limit:
             fail(failure, epoch, tl.max(tl.where(seen - (epoch + 1) < 0, peer, 0)), waited, OP)
@@ -121,10 +123,11 @@ def meet(
     flags, peer_flags, epoch_word, deadline, failure,
     rank, RANKS: tl.constexpr, LANES: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Wait until every rank has come to this operator: one thread block, before a kernel that fills the GPU.
+    """Wait until every rank has reached this operator. One thread block runs this before a kernel that fills the GPU.
 
-    It also moves scales, one for each of the `rows` of this rank's shard: to every rank's slot, in the order of the
-    gathered rows, and from there to `scale_whole`. SCALES: 0 none, 1 one number, 2 one for each row.
+    It also gathers scales, one for each of the `rows` of this rank's shard. It stores them in every rank's slot, in the
+    order of the gathered rows, and copies the arrived scales of all ranks to `scale_whole`. SCALES: 0: none, 1: one
+    number for all rows, 2: one for each row.
     """
     epoch = tl.load(epoch_word)
     if SCALES > 0:
@@ -149,7 +152,7 @@ def meet(
 
 @triton.jit
 def wait_for_count(counter, count, epoch, deadline, failure):
-    """Wait until blocks of this launch have counted to `count`; then TMA may load what they stored."""
+    """Wait until thread blocks of this launch have counted up to `count`. TMA may then load the data they stored."""
     seen = load_acquire_gpu(counter)
     if seen < count:
         limit = tl.load(deadline)

@@ -1,24 +1,25 @@
-"""FSDP's collectives without multiprocessors: copy engines push what a rank has into its peers' memory.
+"""FSDP's collectives without multiprocessors: copy engines push a rank's data into its peers' memory.
 
 NCCL's kernels take multiprocessors from a concurrent matmul and slow it down; copies slow it down less
-(benchmarks/results/runs.jsonl). Both collectives are two meetings of the ranks, a thread block each, with copies
-between them:
+(benchmarks/results/runs.jsonl). Each collective has two barriers of the ranks, with copies in between. A barrier is a
+kernel of one thread block that waits until all ranks have reached it:
 
-    all-gather       meet: all buffers may be written; push the own shard to each rank; meet: all have arrived
-    reduce-scatter   meet; push to each rank its part of the own gradient; meet; add the parts, rank 0's first
+    all-gather       barrier: all buffers may be written; push the shard to each rank; barrier: all shards have arrived
+    reduce-scatter   barrier; push each rank's part of the gradient to it; barrier; add the parts, rank 0's first
 
-A gradient is sent in autograd's dtype and added up in float32: the same sum as of float32 gradients, for half the bytes
-if it is bfloat16. Two runs give the same bits.
+A gradient is sent in autograd's dtype and added up in float32. The sum is the same as if float32 was sent, for half the
+bytes if the dtype is bfloat16. Two runs give the same bits.
 
-A rank reaches a meeting when the stream of the call does:
+A rank reaches a barrier when the stream of the call does. Therefore
 
-    a peer's buffer is free        after the first meeting: its stream waits for the buffer's last reader. FSDP makes it
-                                   wait for the copy out of the gather before the last, hence two slots
-                                   (`tests/ranks/parallel/test_copy_engines.py`); the sum is on the stream itself
-    what peers pushed is there     after the second meeting, which is behind their copies
+    a peer's buffer is free        after the first barrier: the peer's stream waits for the buffer's last reader. In an
+                                   all-gather FSDP makes it wait for the copy out of the gather before the last, hence
+                                   two slots (`tests/ranks/parallel/test_copy_engines.py`); the sum of a reduce-scatter
+                                   runs on the stream itself
+    peers' data has arrived        after the second barrier, which peers reach after their copies
 
-Two slots are enough as long as at most one gather is ahead of the one that is yet to be copied out, as in FSDP. Experts
-that `parallel/fsdp.py` gathers ahead of their block have memory of their own.
+Two slots are enough as long as at most one gather is ahead of the gather that is yet to be copied out, as in FSDP.
+Experts that `parallel/fsdp.py` gathers ahead of their block have separate memory.
 """
 
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ from titanlite.kernels.device.protocol import signal_peers, wait_for_peers
 from titanlite.kernels.products import FSDP_GATHER, FSDP_REDUCE, MAX_RANKS
 
 BLOCK = 1024
-"""Elements of a thread block of the sum."""
+"""Elements of the sum that one thread block computes."""
 
 
 @triton.jit(do_not_specialize=["rank"])
@@ -43,7 +44,7 @@ def _meet(
     flags, peer_flags, epoch_word, deadline, failure, rank,
     RANKS: tl.constexpr, LANES: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Wait until every rank has come here: one thread block."""
+    """Wait until every rank has reached this barrier. Runs as one thread block."""
     epoch = tl.load(epoch_word)
     signal_peers(peer_flags, epoch, rank, RANKS, LANES)
     wait_for_peers(flags, epoch, deadline, failure, rank, RANKS, LANES, OP)
@@ -52,7 +53,7 @@ def _meet(
 
 @triton.jit
 def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the ranks' parts in their order. `arrived`: [RANKS, size], except this rank's part, which is `own`."""
+    """Add up the ranks' parts in the order of ranks. arrived: [RANKS, size]; this rank's part is read from `own`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load((own if RANK == 0 else arrived) + at, mask=at < size, other=0.0).to(tl.float32)
     for r in tl.static_range(1, RANKS):
@@ -62,17 +63,17 @@ def _add_shards(arrived, own, out, size, RANK: tl.constexpr, RANKS: tl.constexpr
 
 
 class Exchange:
-    """Memory that the ranks of a group push into: the channel's slots, taken in turn."""
+    """Memory that the ranks of a group push data into: the slots of a channel, used in turn."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.turn = 0
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return memory of the next slot, valid until the slot's next turn.
+        """Return memory of the next slot. It is valid until the same slot is used again.
 
         Args:
-            size: elements, equal on all ranks. A new maximum makes it a collective that waits for the GPU.
+            size: elements, equal on all ranks. If it is a new maximum, the call is a collective that waits for the GPU.
             dtype: of the elements.
         """
         to, n_bytes = self.channel, size * dtype.itemsize
@@ -83,7 +84,7 @@ class Exchange:
         return to.slots[first : first + n_bytes].view(dtype)
 
     def push(self, parts: tuple[Tensor, ...]) -> None:
-        """Push each other rank's part into its buffer; parts have equal sizes."""
+        """Copy `parts[r]` to every other rank r, into this rank's part of the `buffer` of r. Parts have equal sizes."""
         to = self.channel
         n_bytes = parts[0].nbytes
         first = self.turn * to.capacity + to.rank * n_bytes
@@ -92,19 +93,19 @@ class Exchange:
                 to.peers[peer][first : first + n_bytes].copy_(parts[peer].view(torch.uint8))
 
     def peers(self) -> list[int]:
-        """Return all other ranks; every rank begins with a different one."""
+        """Return all other ranks, in an order that begins with a different rank on every rank."""
         to = self.channel
         return [(to.rank + i) % to.ranks for i in range(1, to.ranks)]
 
     @contextmanager
     def between_meetings(self) -> Iterator[None]:
-        """Let ranks meet before any writes to a peer's memory, and again when all have written."""
+        """Run a barrier of all ranks before and after the `with` block, which writes to peers' memory."""
         to = self.channel
         met = to.rank, to.ranks, MAX_RANKS, to.operator
         meet = ready(
             _meet, to.number, 1, (),
             lambda: (to.flags, to.peer_flags, to.epoch, to.deadline, to.failure, *met), num_warps=1,
-        )  # fmt: skip  # one warp: a second that gave up first would take down what the first has to say
+        )  # fmt: skip  # one warp: a second one could stop the GPU before the first has written its report
         to.order()
         meet()
         yield
@@ -115,31 +116,31 @@ class AllGather(Exchange):
     """FSDP's all-gather.
 
     Args:
-        group: name of the group that shares parameters, 2 to `MAX_RANKS` ranks of one host. Construction is a
-            collective.
+        group: name of the process group that shares parameters: 2 to `MAX_RANKS` ranks of one host, which construct
+            this together.
     """
 
     def __init__(self, group: str) -> None:
         super().__init__(channel(group, FSDP_GATHER, n_slots=2))
 
     def __call__(self, shard: Tensor) -> None:
-        """Push a shard, this rank's [size / ranks] of the last `buffer`, to every rank."""
+        """Push `shard`, this rank's part of its last `buffer`, into the buffers of all other ranks."""
         self.push((shard,) * self.channel.ranks)
 
 
 class ReduceScatter(Exchange):
-    """FSDP's reduce-scatter, with sums in float32. Arguments as of `AllGather`."""
+    """FSDP's reduce-scatter, with sums in float32. group: as for `AllGather`."""
 
     def __init__(self, group: str) -> None:
         super().__init__(channel(group, FSDP_REDUCE, n_slots=1))
 
     def prepare(self, size: int, dtype: torch.dtype) -> None:
-        """Make room for `x` of a size and dtype, and load kernels, before activations fill the memory; a collective."""
+        """Allocate memory for `size` elements and load kernels, before activations fill the GPU. A collective."""
         x = torch.zeros(size, dtype=dtype, device=self.channel.device)
         self(x, torch.empty(size // self.channel.ranks, device=x.device))
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """Sum over the ranks, and keep this rank's part.
+        """Sum `x` over the ranks, and store this rank's part of the sum in `out`.
 
         Args:
             x: [ranks · part], floating.
