@@ -1,6 +1,6 @@
-"""All-gather → matmul in two launches: publish this rank's shard, then pull the others' while multiplying.
+"""All-gather → matmul in two launches: a barrier of the ranks, then a matmul that pulls the peers' shards.
 
-Common shapes take `specialised_gather`, behind one thread block that meets the peers; others take `general_gather`.
+Common shapes run `specialised_gather`. Others run `general_gather`, whose first launch also publishes the shard.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ COPY_BYTES = 128
 
 
 class _GatherMemory(NamedTuple):
-    """The tensors of one call, all allocated before the first launch; biases and scales are contiguous."""
+    """The tensors of one call, all allocated before the first launch. Biases and scales are contiguous."""
 
     shard: Tensor
     gathered: Tensor
@@ -41,13 +41,13 @@ class _GatherMemory(NamedTuple):
     out: Tensor
     bias: Tensor | None
     scale: Tensor | None
-    whole_scale: Tensor | None  # of G; `scale` itself if it is not gathered
+    whole_scale: Tensor | None  # scales of G: the gathered ones, or `scale` itself
     other_scale: Tensor | None
-    slot_rows: int  # rows of a shard from slot to slot, for one TMA descriptor of both
+    slot_rows: int  # rows from the start of one slot to the next, as one TMA descriptor spans both
 
 
 def launch_all_gather_matmul(plan: GatherPlan, call: GatherCall) -> list[Tensor]:
-    """Run the operator, its first product fused with the gather."""
+    """Gather and multiply; the first product is fused with the gather. Return G, products, and gathered scales."""
     to, at = channel(call.group), plan.at
     shard, scale, left = aligned(call.shard.contiguous()), call.scale, call.form.startswith("left")
     scale = None if scale is None else scale.contiguous()
@@ -80,10 +80,10 @@ Launches = tuple[Callable[[], None], Callable[[], None]]
 
 
 def _specialised_launches(plan: GatherPlan, call: GatherCall, to: Channel, memory: _GatherMemory) -> Launches:
-    """Load the kernels for the common shapes."""
+    """Load the kernels of `specialised_gather`, and return their launches in order."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
-    launched = (plan, to.number, to.capacity)  # grown slots are elsewhere in memory
+    launched = (plan, to.number, to.capacity)  # slots with more capacity have other addresses
     slot_bytes = slot_rows * at.columns * shard.dtype.itemsize
     copied = (pick.copy_rows, COPY_BYTES // shard.dtype.itemsize)
     N, BM, BN, BK, by = plan.out[-1], pick.m, pick.n, pick.k, consumers(shard.dtype)
@@ -121,7 +121,7 @@ def _specialised_launches(plan: GatherPlan, call: GatherCall, to: Channel, memor
 
 
 def _general_launches(plan: GatherPlan, call: GatherCall, to: Channel, memory: _GatherMemory) -> Launches:
-    """Load the kernels for any shape."""
+    """Load the kernels of `general_gather`, and return their launches in order."""
     shard, gathered, o, out, bias, scale, whole_scale, o_scale, slot_rows = memory
     at, pick, o_rows, moves_scale = plan.at, plan.pick, plan.other, plan.moves_scale
     launched, row_bytes = (plan, to.number, to.capacity), at.columns * shard.dtype.itemsize

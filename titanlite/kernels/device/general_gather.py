@@ -1,13 +1,13 @@
-"""All-gather → matmul for any shape: publish this rank's shard, then pull the others' while multiplying.
+"""All-gather → matmul for any shape: publish this rank's shard, then pull the peers' shards while multiplying.
 
-`_publish` copies the shard to the rank's slot and to its place in the gathered tensor G; its last block signals the
-peers and waits for their signals. `_gather_matmul` is one persistent kernel. The first blocks to run copy: they pull
-the peers' shards into G, a block of rows from each peer in turn, so that all links are busy, and count what has
-arrived. The other blocks compute tiles of the product, this rank's own rows first and then in the order of arrival;
-each tile waits only for its own rows. Copying blocks compute, too, when nothing is left to copy.
+`_publish` copies the shard to this rank's slot and to its place in the gathered tensor G. Its last thread block signals
+the peers and waits for their signals. `_gather_matmul` is one persistent kernel. The first of its thread blocks to run
+pull the peers' shards into G, and count the rows that have arrived. They copy a block of rows from each peer in turn,
+so that all links are busy. The other thread blocks compute tiles of the product, of this rank's rows first and then in
+the order of arrival. Each tile waits only for the rows that it reads. When nothing is left to copy, all blocks compute.
 
-G stands for the gathered operand, O for the other one; X is G's dim that is kept, Y is O's. Where the contracted dim is
-the gathered one, a tile walks through it rank by rank, its own first.
+G is the gathered operand, O the other operand. X and Y are the sizes of G's and O's dims that are not contracted. If
+the gathered dim is contracted, a tile sums over it rank by rank, beginning with this rank's chunk.
 """
 
 import triton
@@ -29,7 +29,8 @@ def _publish(
     rank, RANKS: tl.constexpr, LANES: tl.constexpr,
     SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy [outer, length] words to this rank's slot and into G; then signal, and wait for the peers."""
+    """Copy this rank's shard, [outer, length] words of 8 bytes, and its scales if SCALED, to its slot and into G.
+    Then signal all ranks, and wait for their signals."""
     epoch = tl.load(epoch_word)
     slot = slots + (epoch & 1).to(tl.int64) * slot_bytes
     words = slot.to(tl.pointer_type(tl.int64))
@@ -71,11 +72,11 @@ def _gather_matmul(
     BX: tl.constexpr, BY: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, COPIERS: tl.constexpr,
     UNIT: tl.constexpr, COPY_ROWS: tl.constexpr, COPY_WORDS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Pull and multiply.
+    """Pull the peers' shards into G, and multiply G by the other operand O.
 
-    rows, words: of a shard in its slot, in 8-byte words per row. segment: contiguous rows of a shard in G;
-    whole_rows: rows of G per outer index, padded; size: the same, not padded. chunk: length of a full chunk of the
-    gathered dim, in elements, where it is contracted or a column.
+    WAIT: `GatherLayout.wait`, the kind of the gathered dim. rows: rows of a shard in its slot; words: 8-byte words of a
+    row. segment: contiguous rows of a shard in G; whole_rows: rows of G per outer index, with padding; size: the same
+    without padding. chunk: elements of a full chunk of the gathered dim, if it is contracted or the columns of G.
     """
     epoch = tl.load(epoch_word) - 1
     ready = counters + HEADER
@@ -91,7 +92,7 @@ def _gather_matmul(
         while t < copies:
             following = tl.atomic_add(
                 counters + 4, 1, sem="relaxed", scope="gpu"
-            )  # claimed while the bytes are on their way
+            )  # claimed before this copy's bytes have arrived
             source = (rank + 1 + t % (RANKS - 1)) % RANKS
             block = t // (RANKS - 1)
             row = (block // word_blocks) * COPY_ROWS + tl.arange(0, COPY_ROWS)
@@ -100,14 +101,14 @@ def _gather_matmul(
             address = tl.load(peer_slots + source) + parity
             slot = tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
             value = tl.load(slot + row[:, None].to(tl.int64) * words + word[None, :], mask=inside)
-            if (WAIT == 0) or (WAIT == 2):  # rows of G, in segments
+            if (WAIT == 0) or (WAIT == 2):  # gathered along rows of G, in segments
                 target = (row // segment) * whole_rows + source * segment + row % segment
                 column = 0
             else:
                 target = row
                 column = source * words
             tl.store(whole + target[:, None].to(tl.int64) * whole_words + column + word[None, :], value, mask=inside)
-            if MOVE_SCALE:  # noqa: SIM102  # known when compiling, unlike the inner one
+            if MOVE_SCALE:  # noqa: SIM102  # MOVE_SCALE is a constant, the inner condition is not
                 if block % word_blocks == 0:
                     floats = (address + scale_bytes).to(tl.pointer_type(tl.float32))
                     tl.store(scale_whole + target, tl.load(floats + row, mask=row < rows), mask=row < rows)
@@ -143,7 +144,7 @@ def _gather_matmul(
         y0 = ((tile % width) // in_group) * BY
 
         if WAIT < 2:
-            # This rank's own tiles first, then one of each peer in turn, as they arrive.
+            # This rank's tiles first, then a tile of each peer in turn, in the order in which rows arrive.
             if x < own:
                 source = rank
                 at = x
@@ -153,8 +154,8 @@ def _gather_matmul(
             outer = at // per_segment
             inner = (at % per_segment) * BX
             if WAIT == 0:
-                x0 = outer * whole_rows + source * segment + inner  # in G
-                cx0 = outer * size + source * segment + inner  # in the product
+                x0 = outer * whole_rows + source * segment + inner  # first row in G
+                cx0 = outer * size + source * segment + inner  # first row in the product
                 left = min(segment, size - source * segment) - inner
             else:
                 x0 = source * chunk + inner
@@ -246,7 +247,7 @@ def _gather_matmul(
                 )
         tile = following
 
-    # The last block leaves the counters as the next operator wants them.
+    # The last thread block resets the counters for the next operator.
     tl.debug_barrier()
     finished = tl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == tl.num_programs(0) - 1:

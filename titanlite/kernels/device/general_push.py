@@ -1,8 +1,9 @@
-"""Matmul → reduce-scatter for any shape: push tiles to their owners while multiplying; and the sum that follows.
+"""Matmul → reduce-scatter for any shape: a matmul that pushes tiles to their owner ranks, and the sum that follows.
 
-`_matmul_push` is a persistent matmul that stores each tile by TMA in the staging slot of its owner rank, while the next
-tile is computed; owners take turns, so that all links are busy. Its last block signals the peers and waits for their
-signals. `_reduce` adds what all ranks have pushed here, by this kernel or the specialised one.
+`_matmul_push` is a persistent matmul. It stores each tile by TMA in a slot of the tile's owner rank while the next tile
+is computed. Successive tiles have different owners, so that all links are busy. The last thread block signals the peers
+and waits for their signals. `_reduce` adds up the tiles that all ranks have pushed to this rank, also those of
+`specialised_push`.
 """
 
 import triton
@@ -17,7 +18,7 @@ def _accumulate(
     acc, a_desc, b_desc, m0, n0, K,
     A_K_MAJOR: tl.constexpr, B_K_MAJOR: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of `A @ B`."""
+    """Add the tile of `A @ B` at row `m0` and column `n0` to `acc`, and return the sum."""
     for k in range(0, K, BK):
         if A_K_MAJOR:
             a = a_desc.load([m0, k])
@@ -35,7 +36,7 @@ def _accumulate(
 def _scaled(
     acc, left, right, m0, n0, M, N, L_SCALE: tl.constexpr, R_SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """Multiply a tile by its operands' scales: 0 none, 1 one number, 2 one for each row or column."""
+    """Multiply a tile by its operands' scales. L_SCALE, R_SCALE: 0: none, 1: one number, 2: one per row or column."""
     if L_SCALE == 1:
         acc = acc * tl.load(left)
     elif L_SCALE == 2:
@@ -60,11 +61,11 @@ def _matmul_push(
     TMA_STORE: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Multiply and push.
+    """Compute the sum of PAIRS products a · b, tile by tile, and push each tile to the rank that owns it.
 
-    segment: rows (columns if BY_COLS) that one owner has together; size: of the scattered dim, in rows or columns;
-    outer: how many such groups. staged_rows, staged_cols: of one rank's part in a slot; slot_rows: rows from slot to
-    slot of the tensors behind d0 … d7.
+    size: of the scattered dim, in rows (columns if BY_COLS); segment: contiguous rows or columns of one owner; outer:
+    number of groups of `size` rows. staged_rows, staged_cols: size of the part that one rank pushes to an owner.
+    d0 … d7: descriptors of all ranks' slots; slot_rows: rows between two slots.
     """
     epoch = tl.load(epoch_word)
     parity = epoch & 1
@@ -76,7 +77,7 @@ def _matmul_push(
         per_owner = tl.cdiv(segment, BM)
         groups = outer * per_owner
         inner = tl.cdiv(N, BN)
-    # Row blocks outermost, then owners, this rank last, then columns: each owner gets its tiles at the same pace.
+    # Order of tiles: by block of rows, owner (this rank last), column. So all owners get tiles at the same pace.
     for tile in tl.range(tl.program_id(0), groups * RANKS * inner, tl.num_programs(0)):
         owner = (tile // inner + rank + 1) % RANKS
         group = tile // (inner * RANKS)
@@ -120,22 +121,22 @@ def _matmul_push(
                 d0.store([at, col], out)
             if owner == 1:
                 d1.store([at, col], out)
-            if RANKS > 2:  # noqa: SIM102  # known when compiling
+            if RANKS > 2:  # noqa: SIM102  # RANKS is a constant
                 if owner == 2:
                     d2.store([at, col], out)
-            if RANKS > 3:  # noqa: SIM102  # known when compiling
+            if RANKS > 3:  # noqa: SIM102  # RANKS is a constant
                 if owner == 3:
                     d3.store([at, col], out)
-            if RANKS > 4:  # noqa: SIM102  # known when compiling
+            if RANKS > 4:  # noqa: SIM102  # RANKS is a constant
                 if owner == 4:
                     d4.store([at, col], out)
-            if RANKS > 5:  # noqa: SIM102  # known when compiling
+            if RANKS > 5:  # noqa: SIM102  # RANKS is a constant
                 if owner == 5:
                     d5.store([at, col], out)
-            if RANKS > 6:  # noqa: SIM102  # known when compiling
+            if RANKS > 6:  # noqa: SIM102  # RANKS is a constant
                 if owner == 6:
                     d6.store([at, col], out)
-            if RANKS > 7:  # noqa: SIM102  # known when compiling
+            if RANKS > 7:  # noqa: SIM102  # RANKS is a constant
                 if owner == 7:
                     d7.store([at, col], out)
         else:
@@ -160,11 +161,11 @@ def _reduce(
     slots, slot_bytes, epoch_word, out, bias, n, own_segment, segment, staged, bias_cols,
     RANKS: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add what all ranks have pushed, in float32 and in rank order.
+    """Add up the RANKS parts that ranks have pushed, in float32 and in the order of ranks.
 
-    n: elements of the result, one from each of RANKS parts of `staged` elements. PADDED: an owner's rows come in
-    groups of `segment` elements of which `own_segment` count. WIDE: all parts together have more elements than 32 bits
-    count; otherwise 64 would cost registers.
+    n: elements of the result; staged: elements of a part. PADDED: a part has groups of `segment` elements, of which
+    only the first `own_segment` belong to the result. WIDE: all parts together have more elements than 32 bits can
+    count. 64-bit offsets cost registers.
     """
     parity = (tl.load(epoch_word) - 1) & 1
     parts = (slots + parity.to(tl.int64) * slot_bytes).to(tl.pointer_type(out.dtype.element_ty))

@@ -1,6 +1,6 @@
-"""Matmul → reduce-scatter in two launches: push tiles to their owners while multiplying, then add.
+"""Matmul → reduce-scatter in two launches: one pushes tiles to their owner ranks while multiplying, one adds them up.
 
-Common shapes take `specialised_push`, others take `general_push`, which also has the sum for both.
+Common shapes run `specialised_push`, others `general_push`. Both use the sum of `general_push`.
 """
 
 import math
@@ -42,11 +42,11 @@ from titanlite.kernels.products import (
 from titanlite.kernels.shapes import DimSplit, split
 
 REDUCE_BLOCK = 4096
-"""Elements that a thread block adds."""
+"""Elements of the result that a thread block computes at a time."""
 
 
 def scatter_unsupported_reason(call: ScatterCall, ranks: int) -> str | None:
-    """Return why this call is not to be fused, or None. Depends only on shapes, dtypes and the group's size."""
+    """Return the reason not to fuse a call, or None. Depends only on shapes, dtypes and the group's size."""
     lefts, left = call.lefts, call.lefts[0]
     if reason := unsupported_operands(left.dtype, ranks):
         return reason
@@ -64,7 +64,7 @@ def scatter_unsupported_reason(call: ScatterCall, ranks: int) -> str | None:
 
 
 def _alike(scales: list[Tensor], rows: int) -> list[Tensor]:
-    """Return contiguous scales, all by row if one is."""
+    """Return contiguous scales. If one of them has a number for each row, the others get `rows` numbers, too."""
     if len(scales) > 1 and any(scale.numel() > 1 for scale in scales):
         scales = [scale if scale.numel() > 1 else scale.reshape(1).expand(rows) for scale in scales]
     return [scale.contiguous() for scale in scales]
@@ -77,14 +77,14 @@ class _ScatterMemory(NamedTuple):
     rights: list[Tensor]
     left_scales: list[Tensor]
     right_scales: list[Tensor]
-    scale_kinds: tuple[int, int]  # of lefts and of rights: 0 none, 1 one number, 2 one for each row or column
+    scale_kinds: tuple[int, int]  # of left and right scales: 0: none, 1: one number, 2: one per row or column
     out: Tensor
-    slot_rows: int  # slot_rows, slot_bytes: from slot to slot
-    slot_bytes: int
+    slot_rows: int  # rows from the start of one slot to the next
+    slot_bytes: int  # bytes from the start of one slot to the next
 
 
 def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tensor:
-    """Run the operator, fused."""
+    """Multiply and sum over ranks in fused kernels, and return this rank's part of the sum."""
     to, whole = channel(call.group), plan.whole
     left_scales, right_scales = _alike(call.left_scales, plan.M), _alike(call.right_scales, plan.N)
     kinds = tuple(2 if scales[0].numel() > 1 else 1 for scales in (left_scales, right_scales) if scales) or (0, 0)
@@ -95,7 +95,7 @@ def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tens
     row_bytes = plan.staged_cols * plan.out_dtype.itemsize
     capacity = to.begin(plan.slot_bytes)
     slot_rows = -(-capacity // row_bytes)
-    slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor reaches both slots
+    slot_bytes = slot_rows * row_bytes if plan.tma_store else capacity  # one TMA descriptor spans both slots
     memory = _ScatterMemory(a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes)
     push = (_specialised_push if plan.specialised else _general_push)(plan, call, to, memory)
     staged = plan.staged_rows * plan.staged_cols
@@ -116,7 +116,7 @@ def launch_matmul_reduce_scatter(plan: "ScatterPlan", call: ScatterCall) -> Tens
 def _specialised_push(
     plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _ScatterMemory
 ) -> Callable[[], None]:
-    """Load the kernel for the common shapes."""
+    """Load the kernel of `specialised_push`, and return its launch."""
     (a,), (b,), left_scales, right_scales, kinds, _, slot_rows, _ = memory
     pick, (a_rows,), (b_rows,) = plan.pick, plan.lefts, plan.rights
     scale, other_scale = (scales[0] if scales else None for scales in (left_scales, right_scales))
@@ -138,7 +138,7 @@ def _specialised_push(
 
 
 def _general_push(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _ScatterMemory) -> Callable[[], None]:
-    """Load the kernel for any shape."""
+    """Load the kernel of `general_push`, and return its launch."""
     a, b, left_scales, right_scales, kinds, out, slot_rows, slot_bytes = memory
     pick, a_rows, b_rows = plan.pick, plan.lefts, plan.rights
     staging: list[Blocks | None] = [None] * MAX_RANKS
@@ -152,7 +152,7 @@ def _general_push(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _
     Ks: list[int] = []
     scales: list[Tensor | None] = []
     for i in range(MAX_PAIRS):
-        at = min(i, len(a) - 1)  # absent pairs are not read
+        at = min(i, len(a) - 1)  # the last pair in place of missing ones, which the kernel does not read
         for x, rows, n in ((a[at], a_rows[at], pick.m), (b[at], b_rows[at], pick.n)):
             pairs.append(Blocks(x, rows.shape, rows.stride, (n, pick.k) if rows.k_major else (pick.k, n)))
         Ks.append(call.lefts[at].shape[-1])
@@ -171,33 +171,33 @@ def _general_push(plan: "ScatterPlan", call: ScatterCall, to: Channel, memory: _
     )  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: the key of a launch is its plan, hashed at every call
+@dataclass(frozen=True, eq=False)  # compared by identity: a plan is the key of its launches, hashed at every call
 class ScatterPlan:
-    """All that depends on a call's shapes, dtypes and strides, and on the rank."""
+    """All properties of a call that depend only on its shapes, dtypes and strides, and on the rank."""
 
     pick: Tiles
-    whole: DimSplit  # the scattered dim
-    specialised: bool  # whether `specialised_push` takes the call
+    whole: DimSplit  # how the scattered dim is split over ranks
+    specialised: bool  # whether `specialised_push` runs the call
     by_cols: bool  # whether the last dim is scattered
     M: int  # rows of the product
-    N: int  # columns
+    N: int  # columns of the product
     out: list[int]  # shape of this rank's part
     out_dtype: torch.dtype
-    n: int  # elements of the part
-    tma_store: bool  # whether all tiles are within one owner's part, so that TMA may write them
-    segment: int  # rows (columns if `by_cols`) that one owner has together
-    size: int  # of the scattered dim, in rows or columns
-    staged_rows: int  # of what one rank pushes to one owner
-    staged_cols: int
+    n: int  # elements of this rank's part
+    tma_store: bool  # whether no tile spans the parts of two owners, so that TMA may store tiles
+    segment: int  # contiguous rows (columns if `by_cols`) of one owner
+    size: int  # size of the scattered dim, in rows or columns
+    staged_rows: int  # rows of the part that one rank pushes to one owner
+    staged_cols: int  # columns of that part
     slot_bytes: int
-    own_segment: int  # elements that this rank has together,
-    padded_segment: int  # and how far apart they are staged
-    lefts: list[Rows]  # how the operands are read
-    rights: list[Rows]
+    own_segment: int  # contiguous elements of this rank in the product
+    padded_segment: int  # elements from one such segment to the next in a slot
+    lefts: list[Rows]  # how kernels read the left operands
+    rights: list[Rows]  # how kernels read the right operands
 
 
 def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -> ScatterPlan:
-    """Plan a call for which `scatter_unsupported_reason` is None, with tiles of `choice` or of the tuning table."""
+    """Plan a call for which `scatter_unsupported_reason` is None. choice: tiles, in place of the tuning table's."""
     lefts, rights, dim, *_, out_dtype, fast_accum = call
     shape = product_shape(lefts[0].shape, rights[0].shape)
     dim %= len(shape)
@@ -215,13 +215,13 @@ def plan_scatter(call: ScatterCall, ranks: Group, choice: Tiles | None = None) -
     specialised = specialised and dtype.itemsize == 2 and segment % pick.m == 0
     specialised = specialised and has_steps_for_parts(pick, K, itemsize, fast_accum)
     pick = pick if specialised else pick.narrow()
-    # A tile that reaches beyond its owner's part would write into what another rank has pushed.
+    # A tile that reaches beyond its owner's part would overwrite tiles that another rank has pushed.
     whole_tiles = segment % pick.n == 0 and M % pick.m == 0 if by_cols else segment % pick.m == 0
     tma_store = aligned_rows and whole_tiles and whole.even
     own = whole.length(ranks.rank)
     inner = 1 if by_cols else whole.inner
     size = whole.size if by_cols else whole.size * whole.inner // N
-    # Float8 rows run only along K. TMA begins at a multiple of 16 bytes of a row, which an owner's part may not.
+    # TMA reads rows from multiples of 16 bytes on, where an owner's part may not begin. Float8 is read along K only.
     parts_begin_aligned = segment * itemsize % 16 == size * itemsize % 16 == 0
     return ScatterPlan(
         pick=pick,

@@ -1,7 +1,7 @@
-"""The copying warp of `specialised_gather`, in Gluon: through a ring of four buffers in shared memory, TMA both ways.
+"""The copying warp of `specialised_gather`, in Gluon. TMA copies through a ring of four buffers in shared memory.
 
-It first copies this rank's shard to its slot and sets the ready flags of its chunks, then pulls the peers' chunks. It
-takes no multiprocessor from the matmul. Copies are claimed, as tiles are.
+The warp first copies this rank's shard to its slot and sets the ready flags of the shard's chunks. Then it pulls the
+peers' chunks. It takes no multiprocessor from the matmul. Thread blocks claim copies, as they claim tiles.
 """
 
 from triton.experimental import gluon
@@ -11,12 +11,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from titanlite.kernels.device.specialised_protocol import HEADER, N_CHUNKS, barrier, execute, signal, wait_for_chunk
 
 OWN_PER_CLAIM = gl.constexpr(8)
-"""Copies of the own shard that are claimed and counted together; of a peer's, the copies of a tile's rows."""
+"""Copies of this rank's shard that are claimed and counted together. For a peer's: rows of a tile / rows of a copy."""
 
 
 @gluon.jit
 def _claim(counter, n):
-    """Add n to a counter, by a role of one warp, without waiting for the old value, which only the first lane gets."""
+    """Add n to a counter, without waiting for its old value, which only the first lane gets. One warp calls this."""
     return gl.inline_asm_elementwise(
         """{
         .reg .pred first;
@@ -36,7 +36,7 @@ def _claim(counter, n):
 
 @gluon.jit
 def _claimed(ticket):
-    """Return the result of `_claim` to all lanes."""
+    """Return the counter's old value to all lanes. ticket: the result of `_claim`."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [ticket], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -44,7 +44,8 @@ def _claimed(ticket):
 
 @gluon.jit
 def _next(t, ticket, counter, PER_CLAIM: gl.constexpr):
-    """Return the copy after number t, and the ticket for the next run of copies."""
+    """Return the copy that follows copy number t, and the ticket (pending result of `_claim`) for the next PER_CLAIM
+    copies."""
     t += 1
     if t % PER_CLAIM == 0:
         t = _claimed(ticket)
@@ -54,7 +55,8 @@ def _next(t, ticket, counter, PER_CLAIM: gl.constexpr):
 
 @gluon.jit
 def _copied_block(t, rank, OWN: gl.constexpr, PER_CLAIM: gl.constexpr, RANKS: gl.constexpr):
-    """Return the source rank and the block of copy number t; the peers' blocks alternate in runs."""
+    """Return the rank whose shard copy number t reads, and the block of the shard. OWN: the shard is this rank's;
+    otherwise runs of PER_CLAIM blocks come from each peer in turn."""
     source = rank
     block = t
     if not OWN:
@@ -69,9 +71,9 @@ def _fetch(
     t, i, known, froms, ring, bars, from_row, rank, col_blocks, chunk_blocks, flags, epoch, deadline, failure,
     OWN: gl.constexpr, PER_CLAIM: gl.constexpr, RANKS: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
-    """Start copy number t, this thread block's i-th: a block of a shard into shared memory.
+    """Start to load the block of copy number t, this thread block's i-th copy, into shared memory.
 
-    `known` has the bits of chunks that are known to be ready, and is returned with more of them.
+    known: bits of the chunks that are known to be ready. Returned with the bits found while waiting.
     """
     bar, buf = bars.index(i % 4), ring.index(i % 4)
     source, block = _copied_block(t, rank, OWN, PER_CLAIM, RANKS)
@@ -96,7 +98,7 @@ def _stored(
     t, rank, counters, peer_flags, copies, col_blocks, chunk_blocks, units, epoch,
     OWN: gl.constexpr, RANKS: gl.constexpr, PER_CLAIM: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr,
 ):  # fmt: skip
-    """Count written copies up to number t, and set the ready flag of a complete chunk."""
+    """Count the copies of a claim up to number t as written. With OWN, set the ready flag of a complete chunk."""
     source, block = _copied_block(t, rank, OWN, PER_CLAIM, RANKS)
     n = t % PER_CLAIM + 1
     if OWN:
@@ -117,9 +119,10 @@ def _copies(
     OWN: gl.constexpr, PER_CLAIM: gl.constexpr,
     RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr,
 ):  # fmt: skip
-    """Copy blocks of shards through a ring of four buffers, three at once, into G, and this rank's also to its slot.
+    """Claim blocks of shards and copy them into G (`w_desc`), those of this rank's shard (OWN) also to its slot.
 
-    `i` is the number of this thread block's copies, and is returned when all are written and counted.
+    Up to three copies are in flight, in a ring of four buffers. i: number of this thread block's copies so far. Returns
+    the new number, when all copies are written and counted.
     """
     blocks = rows // CM * col_blocks
     chunk_blocks = gl.cdiv(gl.cdiv(blocks, N_CHUNKS), OWN_PER_CLAIM) * OWN_PER_CLAIM
@@ -137,8 +140,8 @@ def _copies(
                 t, i + j, known, froms, ring, bars, slot_row, rank, col_blocks, chunk_blocks, flags, epoch, deadline,
                 failure, OWN, PER_CLAIM, RANKS, CM, CN,
             )  # fmt: skip
-    before = -1  # number of the copy before
-    older = -1  # and of the one before that
+    before = -1  # number of the previous copy
+    older = -1  # number of the copy before the previous one
     while t0 < copies:
         mbarrier.wait(bars.index(i % 4), (i // 4) & 1)
         source, block = _copied_block(t0, rank, OWN, PER_CLAIM, RANKS)
@@ -146,8 +149,8 @@ def _copies(
         column = block % col_blocks * CN
         to = (row // segment * RANKS + source) * segment + row % segment
         tma.async_copy_shared_to_global(w_desc, [to, column], ring.index(i % 4))
-        # The copy before must have been read, so that its buffer may be filled again; the older one, if it is the last
-        # of a run, written, so that it may be counted.
+        # Wait until the previous copy has been read from its buffer, which is then filled again. If copy `older` ends a
+        # run, wait until it has been written, so that the run may be counted.
         run_ends = (older >= 0) & (older % PER_CLAIM == PER_CLAIM - 1)
         if OWN:
             for r in gl.static_range(RANKS):
@@ -197,10 +200,10 @@ def _copies(
 def copy_shards(
     given, RANKS: gl.constexpr, BM: gl.constexpr, CM: gl.constexpr, CN: gl.constexpr
 ):  # fmt: skip
-    """Copy this rank's shard to its slot, then the peers' from theirs.
+    """Copy this rank's shard to its slot, then pull the peers' shards from their slots.
 
-    Every second running thread block, the first included, copies what it can of the own shard before it waits for a
-    peer, so that ranks do not wait for each other.
+    Every second thread block, beginning with the first that starts, copies blocks of this rank's shard until none is
+    left. Only then does it wait for a peer, so that ranks do not wait for each other.
     """
     shard_desc, peers, w_desc, ring, bars, counters, flags, peer_flags, epoch, deadline, failure = given[:11]
     slot_row, rank, rows, segment, col_blocks = given[11:]

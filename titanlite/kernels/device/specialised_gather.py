@@ -1,7 +1,7 @@
 """All-gather → matmul for the common shapes: `specialised_matmul` with a third role, a warp that copies.
 
-The copier (`specialised_copy`) copies this rank's shard to its slot and the peers' shards into G; the producer waits
-only for the rows of a tile.
+The copying warp (`specialised_copy`) copies this rank's shard to its slot, and all shards into the gathered tensor G.
+The producer waits only for the rows of the tile that it loads.
 """
 
 from triton.experimental import gluon
@@ -36,7 +36,7 @@ def _produce_gathered(
     while claimed < x_tiles * y_tiles:
         following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
         x, y = tile_position(claimed, x_tiles, y_tiles, GROUP)
-        # This rank's own tiles first, then one of each peer in turn, as they arrive.
+        # This rank's tiles first, then a tile of each peer in turn, in the order in which rows arrive.
         theirs = x - units
         source = rank
         unit = x
@@ -72,12 +72,12 @@ def gather_matmul(
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     CM: gl.constexpr, CN: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Gather and multiply like `general_gather`, for the form "left" gathered along rows in whole tiles.
+    """Gather G along its rows and compute `G @ O`. A shard's rows must divide into tiles.
 
-    s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks of the matmul; shard_desc, w_desc,
-    p0 … p7: the shard, G and all ranks' slots, in blocks of copies; rest_desc: O again, in blocks of the columns beyond
-    128 of a tile of 192. OF_ROWS, OF_COLUMNS: scales of G and of O: 0 none, 1 one number, 2 one for each row. FAST: add
-    all products in the tensor cores.
+    s_desc, g_desc, o_desc, c_desc: the shard, G, O and the product, in blocks of the matmul. shard_desc, w_desc,
+    p0 … p7: the shard, G and all ranks' slots, in blocks of copies. rest_desc: O again, in blocks of the columns beyond
+    128 of a tile of 192. OF_ROWS, OF_COLUMNS: scales of G's rows and O's columns: 0: none, 1: one number, 2: one for
+    each. FAST: add all products in the tensor cores.
     """
     epoch = gl.load(epoch_word)
     a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = shared_buffers(

@@ -1,17 +1,17 @@
-"""The matmul inside both collective matmuls, with its warps specialised: one produces, two warpgroups consume.
+"""The matmul inside both collective matmuls, with specialised warps: a producer warp, and two warpgroups that consume.
 
 The producer warp claims tiles and loads their operands. It runs ahead into the next tile, so that a wait for a peer's
-rows does not stop the tensor cores; a finished tile is stored while they work on the next one.
+rows does not stop the tensor cores. A finished tile is stored while the tensor cores work on the next tile.
 
-In float8 each consumer warpgroup has half of a tile's rows and does not wait for the other: one adds its sums while the
-other uses the tensor cores. In 16 bits both are one consumer, which takes less power. `specialised_gather`, with a
-third role, and `specialised_push` are made of these roles.
+In float8 each consumer is one warpgroup, which computes half of a tile's rows and does not wait for the other consumer:
+one adds its sums while the other uses the tensor cores. In 16 bits one consumer of two warpgroups takes less power.
+`specialised_push` has these roles. `specialised_gather` has a third role, a warp that copies.
 
-Tiles are claimed, not assigned: a block that starts late, because another stream's kernel has its multiprocessor, finds
-less left to do and delays nobody.
+Tiles are claimed, not assigned. If a thread block starts late, because another stream's kernel occupies its
+multiprocessor, it finds fewer tiles left and delays no other block.
 
-It is written in Gluon, Triton's lower layer, because Triton does not specialise warps on Hopper. It takes rows in whole
-tiles; `general_gather` and `general_push` take the rest.
+It is written in Gluon, Triton's lower layer, because Triton does not specialise warps on Hopper. It takes shapes
+whose rows divide into tiles; `general_gather` and `general_push` take all others.
 """
 
 from triton.experimental import gluon
@@ -29,20 +29,20 @@ from titanlite.kernels.device.tiles import WIDE
 
 CONSUMER_REGISTERS = gl.constexpr(216)
 WORKER_REGISTERS = gl.constexpr(72)
-"""Registers of a thread of the producer, or of the copier."""
+"""Registers per thread of the producer warp, and of the copying warp."""
 PART = gl.constexpr(64)
-"""Columns of a tile that are stored together: 128 bytes, TMA's swizzle width."""
+"""Columns of a tile that are stored at once: 128 bytes, the width that TMA swizzles."""
 
 
 @gluon.constexpr_function
 def first_columns(n: int) -> int:
-    """Return how many of a tile's columns are one tensor: a power of two. The rest are one part, or none."""
+    """Return how many of a tile's n columns form its first tensor, a power of two. Any rest forms a second one."""
     return 128 if n == WIDE else n
 
 
 @gluon.jit
 def first_of(d0, d1, d2, d3, d4, d5, d6, d7, RANKS: gl.constexpr):
-    """Return the first RANKS of them; the others are None."""
+    """Return the first RANKS of the eight arguments as a tuple. The other arguments are None."""
     found = (d0, d1)
     if RANKS > 2:
         found += (d2,)
@@ -64,11 +64,11 @@ def shared_buffers(
     a_desc, b_desc, rest_desc, c_desc, A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Allocate buffers of producer and consumers: operands, parts of results, numbers of tiles, and barriers."""
+    """Allocate the buffers that producer and consumers share: operands, parts of results, tiles' numbers, barriers."""
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BM, BK] if A_K_MAJOR else [STAGES, BK, BM], a_desc.layout)
     b_shape: gl.constexpr = [STAGES, first_columns(BN), BK] if B_K_MAJOR else [STAGES, BK, BN]
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, b_shape, b_desc.layout)
-    rest_bufs = b_bufs  # where there is no rest they are not used
+    rest_bufs = b_bufs  # a placeholder if a tile has no second tensor
     if rest_desc is not None:
         rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, [STAGES, PART, BK], rest_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [CONSUMERS, BM // CONSUMERS, PART], c_desc.layout)
@@ -83,7 +83,7 @@ def shared_buffers(
 
 @gluon.jit
 def _read_word(buffer, WARPS: gl.constexpr):
-    """Read a word of shared memory, by a role of so many warps."""
+    """Return a word of shared memory. All WARPS warps of a role call this together."""
     return gl.max(buffer.load(gl.BlockedLayout([1], [32], [WARPS], [0])), axis=0)
 
 
@@ -95,7 +95,7 @@ def _halves(x):
 
 @gluon.jit
 def column_parts(x):
-    """Split a tile into parts of `PART` columns."""
+    """Split a tile into parts of `PART` columns, from left to right."""
     if x.shape[1] == PART:
         parts = (x,)
     elif x.shape[1] == 2 * PART:
@@ -111,7 +111,8 @@ def _store_part(
     part, p: gl.constexpr, tile, dests, c_buf, first_row, x_blocks, y_tiles,
     BM: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Start to store part number p of a tile, or of a consumer's rows of it; they begin at `first_row`."""
+    """Start to store part number p of a tile, or of a consumer's rows of the tile, in the tile's destination.
+    first_row: where the first tile's rows begin in each destination."""
     tma.store_wait(pendings=0)
     c_buf.store(part)
     fence_async_shared()
@@ -128,7 +129,7 @@ def _start_product(
     acc, use_acc, it, a_bufs, b_bufs, ready, CONSUMER: gl.constexpr,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Start the product of step `it`, or of a consumer's rows, when its operands have arrived."""
+    """Start the product of step `it` when its operands have arrived, for the rows of this consumer."""
     slot = it % STAGES
     mbarrier.wait(ready.index(slot), (it // STAGES) & 1)
     a = a_bufs.index(slot) if A_K_MAJOR else a_bufs.index(slot).permute((1, 0))
@@ -140,7 +141,8 @@ def _start_product(
 
 @gluon.jit
 def _release_buffers(sums, it, empty, HAS_BEFORE: gl.constexpr, STAGES: gl.constexpr):
-    """Wait until the tensor cores have finished the step before `it` of the same sum, and release its buffers."""
+    """Wait until the tensor cores have finished step `it - 1`, and release its buffers. HAS_BEFORE: whether that step
+    is of the same tile; otherwise its buffers have been released already."""
     sums = warpgroup_mma_wait(num_outstanding=1, deps=(sums,))
     if HAS_BEFORE:
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
@@ -153,9 +155,9 @@ def _scaled_tile(
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, CONSUMER: gl.constexpr, FROM: gl.constexpr,
 ):  # fmt: skip
-    """Scale a tile's columns from FROM on, or a consumer's rows of them, and add a bias.
+    """Scale the sums `acc` of a consumer's rows of a tile, from the tile's column FROM on, and add the bias.
 
-    OF_ROWS, OF_COLUMNS: scales: 0 none, 1 one number, 2 one for each row, or column.
+    OF_ROWS, OF_COLUMNS: scales of rows and of columns: 0: none, 1: one number, 2: one for each.
     """
     if OF_ROWS == 1:
         acc = acc * gl.load(row_scale)
@@ -183,10 +185,11 @@ def consume(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles that come with the operands. A tile: (destination · x_blocks + row) · y_tiles + column.
+    """Compute and store the tiles that the producer announces.
 
-    given: destinations, bias, scales of rows and columns, the buffers and barriers; the first row, how the tiles lie.
-    OWNERS: number of ranks that own the operand's rows, `segment` rows each in turn; a destination is an owner.
+    A tile's number: (destination · x_blocks + block of rows) · y_tiles + block of columns.
+    given: destinations, bias, scales of rows and columns, buffers and barriers, and sizes that locate tiles.
+    OWNERS: number of ranks that own rows of the product, `segment` rows each in turn. Each owner is a destination.
     CONSUMER: the number of this consumer among CONSUMERS, which share the rows of each tile.
     """
     dests, bias, row_scale, column_scale, a_bufs, b_bufs, _rest, c_bufs, tiles, ready, empty = given[:11]
@@ -207,7 +210,7 @@ def consume(
     while tile >= 0:
         sums = gl.zeros((ROWS, BN), gl.float32, layout)
         parts = column_parts(out)
-        for k in gl.static_range(PARTS):  # the tile before is stored beside the first products
+        for k in gl.static_range(PARTS):  # the previous tile is stored during the first products
             sums = _start_product(sums, k > 0, it, a_bufs, b_bufs, ready, CONSUMER, A_K_MAJOR, B_K_MAJOR, STAGES)
             if before >= 0:
                 _store_part(parts[k], k, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
@@ -230,7 +233,7 @@ def consume(
         parts = column_parts(out)
         for p in gl.static_range(PARTS):
             _store_part(parts[p], p, before, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
-    execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
+    execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # until stores have reached memory, not only left the buffers
 
 
 @gluon.jit
@@ -239,10 +242,10 @@ def consume_in_steps(
     BIAS: gl.constexpr, OF_ROWS: gl.constexpr, OF_COLUMNS: gl.constexpr, OWNERS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, CONSUMER: gl.constexpr,
 ):  # fmt: skip
-    """Do what `consume` does, as one of two consumers, but add the product of each step in float32.
+    """Compute and store tiles like `consume`, as one of two consumers, but add the product of each step in float32.
 
     One consumer adds and stores while the other uses the tensor cores. Sums and products take twice the registers, too
-    many for a tile of 256 columns; a tile of 192 is two tensors, of 128 and 64, since sizes are powers of two.
+    many for a tile of 256 columns. A tile of 192 columns is two tensors, as sizes of tensors are powers of two.
     """
     dests, bias, row_scale, column_scale, a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = given[:11]
     first_row, x_blocks, y_tiles, steps, N, segment, per_segment = given[11:]
@@ -289,4 +292,4 @@ def consume_in_steps(
             _store_part(part, FIRST // PART, tile, dests, c_buf, first_row, x_blocks, y_tiles, BM, BN)
         mbarrier.wait(ready.index(it % STAGES), (it // STAGES) & 1)
         tile = _read_word(tiles.index(it % STAGES), 4)
-    execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # written, not only read
+    execute("cp.async.bulk.wait_group 0; mov.u32 $0, 0;")  # until stores have reached memory, not only left the buffers

@@ -1,4 +1,4 @@
-"""The producer warp of both specialised kernels (`specialised_matmul`), in Gluon: messages to consumers, and loads."""
+"""The producer warp of the specialised kernels, in Gluon: it announces tiles to the consumers and loads operands."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,14 +9,14 @@ from titanlite.kernels.device.specialised_protocol import barrier
 
 @gluon.jit
 def _write_word(buffer, value):
-    """Write a word of shared memory, by a role of one warp."""
+    """Write a word of shared memory. One warp calls this."""
     buffer.store(gl.full([1], value, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     barrier()
 
 
 @gluon.jit
 def announce(tile, tiles, empty, it, STAGES: gl.constexpr):
-    """Tell the consumers which tile the next operands are for."""
+    """Send the consumers the number of the tile whose operands are loaded next, from step `it` on."""
     mbarrier.wait(empty.index(it % STAGES), ((it // STAGES) & 1) ^ 1)
     _write_word(tiles.index(it % STAGES), tile)
 
@@ -26,7 +26,7 @@ def load_operands(
     a_desc, b_desc, rest_desc, a_bufs, b_bufs, rest_bufs, ready, empty, it, steps, m0, n0,
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Start the loads for one tile, step by step as buffers become free."""
+    """Load the operands of the tile at row m0, column n0, step by step as buffers become free. Return the next step."""
     n_bytes: gl.constexpr = a_desc.block_type.nbytes + b_desc.block_type.nbytes
     for k in range(steps):
         slot = it % STAGES
@@ -52,9 +52,9 @@ def load_operands(
 
 @gluon.jit
 def tile_position(number, x_tiles, y_tiles, GROUP: gl.constexpr):
-    """Return a tile's block of rows and block of columns, by its number.
+    """Return the block of rows and the block of columns of tile `number`.
 
-    GROUP blocks of rows share a pass over the columns, so that concurrent tiles read few operands.
+    Tiles of GROUP blocks of rows are numbered column by column, so that concurrent tiles read few operands.
     """
     width = GROUP * y_tiles
     first = (number // width) * GROUP
@@ -64,6 +64,6 @@ def tile_position(number, x_tiles, y_tiles, GROUP: gl.constexpr):
 
 @gluon.jit
 def announce_end(tiles, ready, empty, it, STAGES: gl.constexpr):
-    """Tell the consumers that no tile is left."""
+    """Announce to the consumers that no tile is left."""
     announce(-1, tiles, empty, it, STAGES)
     mbarrier.arrive(ready.index(it % STAGES), count=1)

@@ -1,7 +1,7 @@
-"""The signals of `protocol` between the warps of a specialised kernel, and its end, in Gluon.
+"""The signals of `protocol` as the specialised kernels send them, in Gluon, and the end of these kernels.
 
-The gather has further words, one for each chunk of each shard: a rank sets a chunk's ready flag as soon as the chunk is
-in its slot.
+The gather has further flags, one for each chunk of each shard: a rank sets a chunk's ready flag as soon as the chunk is
+in the rank's slot.
 """
 
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ from titanlite.kernels.device import protocol
 from titanlite.kernels.device.channel import CHUNKS
 from titanlite.kernels.device.channel import HEADER as COUNTERS_HEADER
 
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the name from Triton 3.7 on, and before
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # the second name is Triton's before 3.7
 HEADER = gl.constexpr(COUNTERS_HEADER)
 N_CHUNKS = gl.constexpr(CHUNKS)
 
@@ -28,13 +28,13 @@ _fail = gluon.jit(protocol.fail.fn)
 
 @gluon.jit
 def execute(asm: gl.constexpr):
-    """Run an instruction without operands."""
+    """Run a PTX instruction without operands."""
     gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_copies(counter, count, epoch, deadline, failure):
-    """Wait as `protocol.wait_for_count`: then TMA may load what the copies of this launch have stored."""
+    """Wait until `counter` has reached `count` copies of this launch. TMA may then load the data that they stored."""
     seen = _load_acquire(counter)
     if seen < count:
         limit = gl.load(deadline)
@@ -49,10 +49,10 @@ def wait_for_copies(counter, count, epoch, deadline, failure):
 
 @gluon.jit
 def ready_chunks(flags, epoch, RANKS: gl.constexpr):
-    """Read which chunks are ready, as bits: number `source · N_CHUNKS + chunk`.
+    """Return a mask of the chunks that are ready: bit number `source · N_CHUNKS + chunk`.
 
-    A flag is written only by operators that have its chunk, so it may be behind by any number of them. It is never
-    ahead: a peer begins its next operator only when all ranks have reached it, after this one.
+    A flag equals `epoch + 1` if its chunk is ready. Otherwise it is lower by any amount, since operators whose shards
+    have fewer chunks leave it. It is never higher, since a peer begins the next operator only after a barrier.
     """
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     known = gl.to_tensor(0).to(gl.int64)
@@ -67,7 +67,7 @@ def ready_chunks(flags, epoch, RANKS: gl.constexpr):
 
 @gluon.jit
 def wait_for_chunk(word, flags, epoch, deadline, failure, RANKS: gl.constexpr):
-    """Wait for a chunk of a peer's shard; then TMA may load all chunks whose bits are returned."""
+    """Wait until the chunk with bit number `word` is ready, and return `ready_chunks`, all of which TMA may load."""
     known = ready_chunks(flags, epoch, RANKS)
     if (known >> word) & 1 == 0:
         limit = gl.load(deadline)
@@ -83,7 +83,7 @@ def wait_for_chunk(word, flags, epoch, deadline, failure, RANKS: gl.constexpr):
 
 @gluon.jit
 def signal(peer_flags, word, epoch, RANKS: gl.constexpr):
-    """Store `epoch + 1` in a word of every rank's flags, after everything that this block has observed."""
+    """Store `epoch + 1` in word number `word` of every rank's flags, after all writes that this block has observed."""
     _fence_sys()
     for r in gl.static_range(RANKS):
         _store_relaxed_sys(gl.load(peer_flags + r) + word * 4, epoch + 1)
@@ -91,13 +91,13 @@ def signal(peer_flags, word, epoch, RANKS: gl.constexpr):
 
 @gluon.jit
 def _wait_for_peers(flags, epoch, deadline, failure, rank, RANKS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Wait as `protocol.wait_for_peers`, by the warps of the first consumer."""
+    """Wait until every rank has signalled operator number `epoch`. The warps of the first consumer call this."""
     lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [8 // CONSUMERS], [0]))
     peer = gl.where(lane < RANKS, lane, rank)
     limit = gl.load(deadline)
     start = _nanoseconds()
     behind = _load_acquire_sys(flags + peer) - (epoch + 1)
-    while gl.min(behind, axis=0) < 0:  # a difference, so that the count may wrap
+    while gl.min(behind, axis=0) < 0:  # a difference, so that the count may wrap around
         waited = _nanoseconds() - start
         if waited > limit:
             _fail(failure, epoch, gl.max(gl.where(behind < 0, peer, 0), axis=0), waited, 1)
@@ -110,7 +110,7 @@ def leave_kernel(
     counters, used, epoch_word, epoch, flags, peer_flags, deadline, failure, rank,
     MEET: gl.constexpr, RANKS: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Reset the counters for the next operator, by a kernel's last block. MEET: meet all ranks before."""
+    """End a kernel: its last block resets `used` counters for the next operator. MEET: after a barrier of ranks."""
     barrier()
     finished = gl.atomic_add(counters + 2, 1, sem="acq_rel", scope="gpu")
     if finished == gl.num_programs(0) - 1:

@@ -1,4 +1,4 @@
-"""Matmul → reduce-scatter for the common shapes: `specialised_matmul`, its tiles pushed to the ranks that own them."""
+"""Matmul → reduce-scatter for the common shapes: `specialised_matmul` that pushes tiles to the ranks that own them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,7 +29,7 @@ def _produce_pushed(
     while claimed < x_tiles * y_tiles:
         following = gl.atomic_add(counters + 1, 1, sem="relaxed", scope="gpu")
         x, y = tile_position(claimed, x_tiles, y_tiles, GROUP)
-        owner = (x + rank + 1) % RANKS  # all of them in turn, this rank last
+        owner = (x + rank + 1) % RANKS  # all ranks in turn, this rank last
         staged = x // RANKS
         row = (staged // per_segment * RANKS + owner) * segment + staged % per_segment * BM
         announce((owner * staged_tiles + staged) * y_tiles + y, tiles, empty, it, STAGES)
@@ -50,9 +50,10 @@ def matmul_push(
     A_K_MAJOR: gl.constexpr, B_K_MAJOR: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Do what `general_push._matmul_push` does, for one product scattered along rows in whole tiles.
+    """Compute `A @ B`, and push each tile to the rank that owns it. An owner's rows must divide into tiles.
 
-    rest_desc: as of `specialised_gather.gather_matmul`.
+    d0 … d7: descriptors of all ranks' slots. rest_desc: B again, in blocks of the columns beyond 128 of a tile of 192.
+    Other arguments are those of `general_push._matmul_push` and `specialised_gather.gather_matmul`.
     """
     epoch = gl.load(epoch_word)
     a_bufs, b_bufs, rest_bufs, c_bufs, tiles, ready, empty = shared_buffers(
