@@ -32,7 +32,7 @@ STEP_BYTES = 128
 WORDS = gl.constexpr(5)
 """Numbers that the producer sends to the consumers for each tile."""
 _OUT_BUFFERS = gl.constexpr(2)
-"""Parts of its result that a consumer may be storing at the same time, each in a buffer."""
+"""Buffers of each consumer for parts of its result that TMA stores."""
 _OTHERS = 3072  # bytes of shared memory for scales, words, barriers and Triton's warp specialisation
 SHARE = 16
 """Blocks of rows whose tiles are computed in one pass over the columns."""

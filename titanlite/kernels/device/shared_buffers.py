@@ -42,7 +42,7 @@ def stacked(n, desc):
 
 @gluon.jit
 def allocate_words(N: gl.constexpr):
-    """Allocate N words of shared memory."""
+    """Allocate N words of 32 bits in shared memory."""
     return gl.allocate_shared_memory(gl.int32, [N, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
