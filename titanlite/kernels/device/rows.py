@@ -15,7 +15,7 @@ WARPS = 4
 
 @triton.jit
 def _numbers(table, ALIGNED: tl.constexpr):
-    """Load `table`'s entry of this block's row. If ALIGNED, arithmetic shows the compiler that it is a multiple of 8."""
+    """Load `table`'s entry of this block's row. If ALIGNED, arithmetic shows the compiler a multiple of 8."""
     number = tl.load(table + tl.program_id(0))
     if ALIGNED:
         number = number // 8 * 8

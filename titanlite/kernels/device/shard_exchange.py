@@ -7,8 +7,8 @@ kernel of one thread block that waits until all ranks have reached it:
     all-gather       barrier: all buffers may be written; push the shard to each rank; barrier: all shards have arrived
     reduce-scatter   barrier; push each rank's part of the gradient to it; barrier; add the parts, rank 0's first
 
-A gradient is sent in autograd's dtype and added up in float32. The sum is the same as if it was sent in float32; bfloat16
-takes half the bytes. Two runs give the same bits.
+A gradient is sent in autograd's dtype and added up in float32. The sum is the same as if it was sent in float32, and
+bfloat16 takes half the bytes. Two runs give the same bits.
 
 A rank reaches a barrier when the stream of the call does. Therefore
 
