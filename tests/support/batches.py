@@ -8,7 +8,7 @@ from titanlite.config.schema import Config, Training
 from titanlite.data.batches import TrainBatches
 from titanlite.data.context_split import ContextGroup
 from titanlite.data.corpus import Corpus
-from titanlite.data.samples import ConcatenatedSamples
+from titanlite.data.samples import Samples
 from titanlite.data.stages import stage_table
 
 
@@ -29,6 +29,6 @@ def batches_of_source(
     """Begin to read them; close them."""
     shape = {"seq_len": seq_len, "global_batch_size": global_batch_size, "local_batch_size": local_batch_size}
     table = stage_table(Config(training=Training(**shape)), None)
-    sources = {"": ConcatenatedSamples(shards, seq_len)}
+    sources = {"": Samples(shards, seq_len)}
     where: dict[str, Any] = {"dp_rank": dp_rank, "dp_size": dp_size, "step": step, "context": context}
     return TrainBatches(sources, table, seed=seed, device=device, separators={"": separator}, **where)

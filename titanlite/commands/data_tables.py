@@ -7,12 +7,12 @@ import numpy as np
 
 from titanlite.config.schema import Config
 from titanlite.data.document_starts import twice_attended
+from titanlite.data.order import order_in_words
 from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words
 from titanlite.data.run_samples import OpenSource, RunSamples, TrainedSample
-from titanlite.data.sample_documents import SampleDocument
+from titanlite.data.samples import SampleDocument
 from titanlite.data.stages import weights_in_words
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.windows import order_in_words
 from titanlite.kernels.ignore_index import IGNORE_INDEX
 from titanlite.text_table import columns
 from titanlite.training.schedule import learning_rate

@@ -15,9 +15,9 @@ from titanlite.config.held_out import held_out_sources
 from titanlite.config.stages import least_samples, source_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import many_epochs
+from titanlite.data.order import order_in_words
 from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words, open_samples
 from titanlite.data.prepare import prepare
-from titanlite.data.windows import order_in_words
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns

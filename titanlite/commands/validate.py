@@ -21,11 +21,10 @@ from titanlite.config.check import sequences_per_step
 from titanlite.config.stages import follows_ranks, source_keys
 from titanlite.data.inputs import check_cache
 from titanlite.data.mixture import Mixture
-from titanlite.data.order import epochs
+from titanlite.data.order import epochs, order_in_words
 from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
 from titanlite.data.stages import weights_in_words
-from titanlite.data.windows import order_in_words
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.hints import no_login

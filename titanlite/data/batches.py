@@ -32,7 +32,7 @@ from titanlite.data.document_starts import (
     require_target,
 )
 from titanlite.data.mixture import Mixture, Taken, seed_of
-from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples, samples_in_order
+from titanlite.data.samples import SampleCounts, Samples
 from titanlite.data.shards import BLOCK_BYTES, sample_count
 from titanlite.data.stages import StageTable
 from titanlite.kernels.attention import Bounds
@@ -163,7 +163,7 @@ class TrainBatches:
     def _pieces(self, name: str, taken: Taken, own: np.ndarray) -> np.ndarray:
         """Read the samples of one source: [2, N, S]."""
         samples, S = self._sources[name], taken.seq_len
-        units = samples_in_order(samples, taken.unit[own], self._seeds[name], self._window)
+        units = samples.in_order(taken.unit[own], self._seeds[name], self._window)
         found = np.empty((2, len(own), S), np.int64)
         for n, (unit, piece) in enumerate(zip(units.tolist(), taken.piece[own].tolist(), strict=True)):
             found[:, n] = samples.read(unit)[:, piece * S : (piece + 1) * S]
@@ -290,7 +290,7 @@ class ValidationBatches:
         end = self.n_samples * seq_len
         read = (shards.read(start, min(BLOCK_BYTES, end - start)) for start in range(0, end, BLOCK_BYTES))
         require_target(read, separator, shards.meta.source, key)
-        self._samples: Samples = ConcatenatedSamples(shards, seq_len)
+        self._samples = Samples(shards, seq_len)
         self._device, self._separator, self._context = device, separator, context
         per_turn = local_batch_size * dp_size
         turns = -(-self.n_samples // per_turn)

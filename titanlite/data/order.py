@@ -5,7 +5,11 @@ run may resume on another layout. Each epoch is a pseudo-random permutation of a
 position without a table: a Feistel network permutes 0 … 2^b - 1, the smallest such range that holds all samples, and a
 result outside the samples is permuted again until it is inside (cycle walking, fewer than two turns on average).
 
-The trade-off: it is not a perfect shuffle (of n! permutations at most 2^64 can occur), and no reader could tell.
+With a window the samples of one run of the source are shuffled, all of them, and then those of the next run. So
+training needs only the beginning of a source that is still being tokenized, whatever its length will be.
+
+The trade-offs: it is not a perfect shuffle (of n! permutations at most 2^64 can occur), and no reader could tell. With
+a window, text is not mixed over more than that: a source that is sorted must be shuffled beforehand.
 
 Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, sections 3 and 5; the mixing function is
 splitmix64's (Steele, Lea and Flood, 2014).
@@ -13,34 +17,77 @@ splitmix64's (Steele, Lea and Flood, 2014).
 
 import numpy as np
 
+from titanlite.errors import DataError
+
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def samples_at(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
-    """Return the samples at positions [N] of training, [N] int64 in 0 … n_samples - 1.
+def samples_at(positions: np.ndarray, n_samples: int | None, seed: int, window: int = 0) -> np.ndarray:
+    """Return the samples at some positions of a source's order.
 
-    position // n_samples is the epoch, over whose positions each sample occurs once. `seed` is any integer.
+    Args:
+        positions: [N] integers from 0 on; position // n_samples is the epoch.
+        n_samples: samples of the source; None while unknown, the source then has every window that is asked for.
+        seed: any integer.
+        window: samples that are shuffled with each other; the last window may have fewer. 0: the whole source.
+
+    Returns:
+        [N] int64, samples in 0 … n_samples - 1. Over the positions of one epoch each occurs once.
+
+    Raises:
+        DataError: the source has none.
     """
-    epochs, places = np.divmod(np.asarray(positions, np.int64), n_samples)
-    bits = max(2, (n_samples - 1).bit_length())
-    key = mix(seed_key(seed) + epochs.astype(np.uint64))
-    samples = _permute(places.astype(np.uint64), key, bits)
-    while (outside := samples >= n_samples).any():
-        samples[outside] = _permute(samples[outside], key[outside], bits)
-    return samples.astype(np.int64)
+    if n_samples is not None and n_samples < 1:
+        saw, want = "a source with fewer tokens than one sample", "at least one sample of each source"
+        raise DataError.of("data", "data", saw, want, "give a source with more text, or a smaller seq_len")
+    positions = np.asarray(positions, np.int64)
+    if not window:
+        assert n_samples is not None  # noqa: S101  # the order depends on it
+        return _shuffled(positions, n_samples, seed)
+    epochs, places = (np.zeros_like(positions), positions) if n_samples is None else np.divmod(positions, n_samples)
+    windows, places = np.divmod(places, window)
+    samples = np.empty_like(positions)
+    for epoch, number in {*zip(epochs.tolist(), windows.tolist(), strict=True)}:
+        first = number * window
+        size = window if n_samples is None else min(window, n_samples - first)
+        here = (epochs == epoch) & (windows == number)
+        of_window = int((mix(_epoch_key(seed, np.uint64(epoch))) + np.uint64(number)).item())
+        samples[here] = first + _shuffled(places[here], size, of_window)
+    return samples
 
 
-def seed_key(seed: int) -> np.ndarray:
-    """Return the key to which an epoch's number is added, [1] uint64."""
-    return mix(np.full(1, seed & _MASK, np.uint64))
+def order_in_words(window: int, unit_len: int, tokens_per_step: int) -> str:
+    """Say how a source is shuffled by a `data.shuffle_window` of tokens; `tokens_per_step` is 0 while unknown."""
+    samples = window // unit_len
+    if not window:
+        return "shuffled as a whole"
+    if samples == 1:
+        return f"not shuffled: a data.shuffle_window of {window:,} tokens has one sample of {unit_len:,}"
+    steps = f", what {samples * unit_len / tokens_per_step:,.3g} steps take" if tokens_per_step else ""
+    return f"shuffled within windows of {samples:,} samples: {samples * unit_len:,} tokens{steps}"
 
 
 def epochs(count: float) -> str:
     """Say how often a source is gone through: `0.22 epochs`, `1 epoch`, `1,200 epochs`."""
     text = f"{count:{',.0f' if count >= 100 else '.3g'}}"
     return f"{text} epoch{'s' * (text != '1')}"
+
+
+def _shuffled(positions: np.ndarray, n_samples: int, seed: int) -> np.ndarray:
+    """Return the samples at positions of a source that is shuffled as a whole."""
+    epochs, places = np.divmod(positions, n_samples)
+    bits = max(2, (n_samples - 1).bit_length())
+    key = _epoch_key(seed, epochs.astype(np.uint64))
+    samples = _permute(places.astype(np.uint64), key, bits)
+    while (outside := samples >= n_samples).any():
+        samples[outside] = _permute(samples[outside], key[outside], bits)
+    return samples.astype(np.int64)
+
+
+def _epoch_key(seed: int, epochs: np.ndarray | np.uint64) -> np.ndarray:
+    return mix(mix(np.full(1, seed & _MASK, np.uint64)) + epochs)
 
 
 def _permute(x: np.ndarray, key: np.ndarray, bits: int) -> np.ndarray:

@@ -24,7 +24,7 @@ from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.corpus import Corpus
 from titanlite.data.progress import Progress
-from titanlite.data.samples import ConcatenatedSamples
+from titanlite.data.samples import Samples
 from titanlite.data.shards import HashedFile, block_hashes, damaged
 from titanlite.durable import write_durably
 from titanlite.errors import DataError
@@ -72,15 +72,15 @@ class PackingCounts:
         ]
 
 
-class PackedSamples:
-    """The bins of a source; see `samples.Samples`.
+class PackedSamples(Samples):
+    """The bins of a source, as samples of whole documents.
 
     Raises:
         DataError: the index is not of these shards, or damaged.
     """
 
     def __init__(self, shards: Corpus, folder: Path) -> None:
-        self.folder, self._shards = folder, shards
+        self.folder = folder
         try:
             meta = without_hash(read_json(folder / "meta.json"))
             if (meta["version"], meta["fingerprint"]) != (_VERSION, shards.fingerprint):
@@ -93,24 +93,22 @@ class PackedSamples:
             )
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise damaged(folder, f"{type(e).__name__}: {e}", *_INDEX) from e
-        self.n, self.seq_len = self.counts.bins, self.counts.seq_len
+        super().__init__(shards, self.counts.seq_len)
+
+    @property
+    def n(self) -> int:
+        """Return the number of bins."""
+        return self.counts.bins
 
     def require(self, least: int, key: str) -> None:
-        """Raise if there are fewer than a run needs; see `samples.Samples.require`."""
+        """Raise if there are fewer than a run needs."""
         if self.n < least:
-            saw = f"{self._shards.meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
+            saw = f"{self.shards.meta.source!r}, of which best_fit makes {self.n:,} samples of {self.seq_len} tokens"
             fix = "give more text, or a smaller training.seq_len or batch"
             raise DataError.of("data", key, saw, f"at least {least:,} samples, those of a step", fix)
 
-    def wait(self, samples: int) -> None:
-        """Return at once: all are there."""
-
     def spans(self, sample: int) -> list[tuple[int, int]]:
-        """Return the pieces of a sample; see `samples.Samples.spans`.
-
-        Raises:
-            DataError: the index has changed, or cannot be read any more.
-        """
+        """Return the pieces of a sample; raise a DataError if the index has changed, or cannot be read any more."""
         try:
             first, last = self._offsets.read(sample, 2).tolist()
             return self._spans.read(first, last - first).tolist()
@@ -118,12 +116,12 @@ class PackedSamples:
             raise damaged(self.folder, f"{type(e).__name__}: {e}", *_INDEX) from e
 
     def read(self, sample: int) -> np.ndarray:
-        """Read a sample; see `Samples.read`."""
+        """Read a bin, its tokens and targets, [2, S] int64."""
         tokens, targets = pair = np.empty((2, self.seq_len), np.int64)
         tokens[:], targets[:] = self.separator, IGNORE_INDEX
         at = 0
         for start, length in self.spans(sample):
-            row = self._shards.read(start, min(length + 1, self._shards.tokens - start))
+            row = self.shards.read(start, min(length + 1, self.shards.tokens - start))
             tokens[at : at + length] = row[:length]
             targets[at : at + len(row) - 1] = row[1:]
             at += length
@@ -163,19 +161,15 @@ def open_packed(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Pac
     return PackedSamples(shards, folder)
 
 
-def open_samples(shards: Corpus, data: Data, seq_len: int, progress: bool) -> PackedSamples | ConcatenatedSamples:
+def open_samples(shards: Corpus, data: Data, seq_len: int, progress: bool) -> Samples:
     """Open the samples of a source that is trained on, as `data.packing` makes them."""
-    if data.packing == "best_fit":
-        return open_packed(shards, data, seq_len, progress)
-    return ConcatenatedSamples(shards, seq_len)
+    return open_packed(shards, data, seq_len, progress) if data.packing == "best_fit" else Samples(shards, seq_len)
 
 
-def prepared_samples(shards: Corpus, data: Data, seq_len: int) -> PackedSamples | ConcatenatedSamples | None:
+def prepared_samples(shards: Corpus, data: Data, seq_len: int) -> Samples | None:
     """Open the samples of a source as `open_samples` does; None: it is not packed yet."""
-    if data.packing == "concat":
-        return ConcatenatedSamples(shards, seq_len)
-    folder = index_folder(shards, seq_len)
-    return PackedSamples(shards, folder) if folder.is_dir() else None
+    is_there = data.packing == "concat" or index_folder(shards, seq_len).is_dir()
+    return open_samples(shards, data, seq_len, progress=False) if is_there else None
 
 
 def documents_in_words(shards: Corpus, counts: PackingCounts | None) -> str:

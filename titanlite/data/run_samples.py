@@ -12,12 +12,11 @@ from titanlite.config.stages import source_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import mask_documents
 from titanlite.data.mixture import Mixture, seed_of
+from titanlite.data.order import samples_at
 from titanlite.data.packing import open_samples, prepared_samples
 from titanlite.data.prepare import prepare
-from titanlite.data.sample_documents import SampleDocument, documents_of
-from titanlite.data.samples import Samples
+from titanlite.data.samples import SampleDocument, Samples
 from titanlite.data.stages import StageTable
-from titanlite.data.windows import units_at
 from titanlite.errors import DataError
 
 
@@ -29,12 +28,6 @@ class OpenSource:
     asked: str  # what the config names
     shards: Corpus
     samples: Samples  # of the longest seq_len of all stages
-
-    def attends_within(self, sample: int, first: int, seq_len: int) -> list[int]:
-        """Return the tokens of each document in a piece of a sample, or of the piece where they are not known."""
-        if self.shards.separator is None:
-            return [seq_len]
-        return [document.length for document in documents_of(self.samples, self.shards, sample, first, seq_len)]
 
 
 def open_sources(config: Config, vocab_size: int, progress: bool, unit_len: int) -> dict[str, OpenSource]:
@@ -83,14 +76,12 @@ class TrainedSample:
     @cached_property
     def documents(self) -> list[SampleDocument]:
         """The documents in the sample."""
-        return documents_of(self.source.samples, self.source.shards, self.sample, self.first, self.seq_len)
+        return self.source.samples.documents(self.sample, self.first, self.seq_len)
 
     @property
     def attends_within(self) -> list[int]:
         """Tokens of each document if documents are masked and known, else of the sample."""
-        if not self.is_masked:
-            return [self.seq_len]
-        return self.source.attends_within(self.sample, self.first, self.seq_len)
+        return [document.length for document in self.documents] if self.is_masked else [self.seq_len]
 
 
 class RunSamples:
@@ -124,6 +115,6 @@ class RunSamples:
         source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)
         n, window = source.samples.n, data.shuffle_window // source.samples.seq_len
         assert n is not None  # noqa: S101  # it is prepared
-        sample = int(units_at(np.array([unit]), n, seed, window)[0])
+        sample = int(samples_at(np.array([unit]), n, seed, window)[0])
         first = int(taken.piece[0]) * taken.seq_len
         return TrainedSample(index, step, source, unit // n + 1, sample, first, taken.seq_len, data.document_mask)

@@ -69,7 +69,7 @@ def attended_share(config: Config, table: StageTable, shards: Mapping[str, Corpu
         starts = np.linspace(0, source.samples.n * source.samples.seq_len // seq_len, count, endpoint=False).astype(int)
         for start in np.unique(starts).tolist():
             sample, first = divmod(start * seq_len, source.samples.seq_len)
-            lengths += source.attends_within(sample, first, seq_len)
+            lengths += [document.length for document in source.samples.documents(sample, first, seq_len)]
             samples += 1
     padded = samples * seq_len - sum(lengths)
     return AttendedShare(seq_len, samples, sum(lengths) / len(lengths), np.array(lengths + [1] * padded))

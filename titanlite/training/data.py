@@ -17,7 +17,7 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import check_epochs
 from titanlite.data.packing import PackedSamples, open_packed
 from titanlite.data.prepare import data_warnings, named_bad_records, prepare
-from titanlite.data.samples import ConcatenatedSamples, SampleCounts, Samples
+from titanlite.data.samples import SampleCounts, Samples
 from titanlite.data.stages import StageTable
 from titanlite.errors import DataError, Problem, describe
 from titanlite.observe.console import Console
@@ -204,7 +204,7 @@ def open_batches(
         check_epochs(config, table, counts)
 
     for name, shards in data.train.items():
-        sources[name] = data.packed.get(name) or ConcatenatedSamples(shards, unit_len, partial(check_whole, name))
+        sources[name] = data.packed.get(name) or Samples(shards, unit_len, partial(check_whole, name))
         sources[name].require(least, data.keys[name])
     check_epochs(config, table, counts)
     is_masked, device = config.data.document_mask, mesh.device

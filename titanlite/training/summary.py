@@ -14,9 +14,8 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import SOLE
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import Mixture
-from titanlite.data.order import epochs
+from titanlite.data.order import epochs, order_in_words
 from titanlite.data.stages import StageTable
-from titanlite.data.windows import order_in_words
 from titanlite.observe.console import WIDTH, duration
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import RunError, read_metrics

@@ -11,7 +11,7 @@ from tests.unit.data.test_mixture import WEIGHTS, Oracle, Sample, config_of, pas
 from tests.unit.data.test_shards import make_shards
 from titanlite.config.schema import Stage
 from titanlite.data.batches import TrainBatches
-from titanlite.data.samples import ConcatenatedSamples, Samples
+from titanlite.data.samples import Samples
 from titanlite.data.stages import Past, StageTable, stage_table
 
 UNIT, STEPS = 16, 9
@@ -22,10 +22,7 @@ FIRST = {"a": 0, "b": 10_000, "c": 20_000}  # token i of a source is this and i,
 @pytest.fixture
 def sources(tmp_path: Path) -> dict[str, Samples]:
     tokens = {name: FIRST[name] + np.arange(n * UNIT + 5) for name, n in UNITS.items()}
-    return {
-        name: ConcatenatedSamples(make_shards(tmp_path / name, ids, shard_tokens=1000), UNIT)
-        for name, ids in tokens.items()
-    }
+    return {name: Samples(make_shards(tmp_path / name, ids, shard_tokens=1000), UNIT) for name, ids in tokens.items()}
 
 
 def step_of(sources: dict[str, Samples], table: StageTable, step: int, ranks: int, local: int = 1) -> list[Sample]:

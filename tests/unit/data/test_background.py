@@ -24,7 +24,7 @@ from titanlite.data.cache import unfinished_of
 from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import make, plan_preparation, prepare
 from titanlite.data.progress import Progress
-from titanlite.data.samples import ConcatenatedSamples, samples_in_order
+from titanlite.data.samples import Samples
 from titanlite.data.unfinished import read_made, read_wanted, want, wanted_of
 from titanlite.errors import DataError
 
@@ -317,13 +317,13 @@ def test_the_end_of_a_source_is_checked_whoever_finds_it(tmp_path: Path, poller:
     source = write_records(tmp_path / "a.jsonl", 1, 50)
     shards, data = open_data(source, tmp_path / "cache")
     checked: list[int | None] = []
-    samples = ConcatenatedSamples(shards, 64, lambda: checked.append(shards.tokens))
+    samples = Samples(shards, 64, lambda: checked.append(shards.tokens))
     prepare(source, data, 256, progress=False)
     if poller != "who reads":
         shards.poll()
         assert shards.is_whole
     with pytest.raises(DataError, match="fewer tokens than one sample"):
-        samples_in_order(samples, np.arange(4), seed=0, window=2)
+        samples.in_order(np.arange(4), seed=0, window=2)
     assert checked == [shards.tokens]
     samples.wait(1)
     assert len(checked) == 1

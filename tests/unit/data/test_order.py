@@ -1,9 +1,13 @@
-"""The global order: a permutation of each epoch, a pure function, without visible structure."""
+"""The global order: a permutation of each epoch, a pure function, without visible structure; whole or in windows."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from titanlite.data.order import epochs, samples_at
+from titanlite.data.order import epochs, order_in_words, samples_at
+from titanlite.data.samples import Samples
+from titanlite.errors import DataError
 
 
 @pytest.mark.parametrize("n", [*range(1, 40), 63, 64, 65, 1000, 4096, 99_991])
@@ -13,10 +17,26 @@ def test_each_sample_occurs_once_in_each_epoch(n: int) -> None:
         assert np.array_equal(np.sort(samples), np.arange(n))
 
 
-def test_positions_may_span_epochs_and_come_in_any_order() -> None:
-    positions = np.array([250, 3, 99, 100, 101, 3])
-    assert samples_at(positions, 100, 5).tolist() == [
-        samples_at(positions[i : i + 1], 100, 5).item() for i in range(len(positions))
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 13, 14, 15, 100])
+@pytest.mark.parametrize("window", [1, 2, 7, 200])
+def test_each_window_has_its_samples_once_in_each_epoch(n: int, window: int) -> None:
+    for epoch in samples_at(np.arange(3 * n), n, 3, window).reshape(3, n):
+        for first in range(0, n, window):
+            end = min(n, first + window)
+            assert sorted(epoch[first:end].tolist()) == list(range(first, end))
+
+
+def test_the_order_in_windows_does_not_depend_on_the_end_before_it_is_near() -> None:
+    positions = np.arange(48)
+    known = [samples_at(positions, n, 11, 16).tolist() for n in (48, 50, 10**12)]
+    assert known == [samples_at(positions, None, 11, 16).tolist()] * 3
+
+
+@pytest.mark.parametrize("window", [0, 16])
+def test_positions_may_span_windows_and_epochs_and_come_in_any_order(window: int) -> None:
+    positions = np.array([250, 3, 99, 100, 101, 16, 15, 3])
+    assert samples_at(positions, 100, 5, window).tolist() == [
+        samples_at(positions[i : i + 1], 100, 5, window).item() for i in range(len(positions))
     ]
 
 
@@ -34,6 +54,19 @@ def test_seed_and_epoch_give_unrelated_orders() -> None:
     for i, a in enumerate(orders):
         for b in orders[:i]:
             # Two independent permutations agree in a number of places that is Poisson of mean 1.
+            assert (a == b).sum() < 12
+
+
+def test_windows_seeds_and_epochs_have_unrelated_orders() -> None:
+    size = 5000
+    orders = [
+        samples_at(np.arange(2 * size) + epoch * 2 * size, 2 * size, seed, size).reshape(2, size)[w] - w * size
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for w in (0, 1)
+    ]
+    for i, a in enumerate(orders):
+        for b in orders[:i]:  # two independent permutations agree in a number of places that is Poisson of mean 1
             assert (a == b).sum() < 12
 
 
@@ -64,6 +97,7 @@ def test_the_order_never_changes() -> None:
     """Old runs resume: these values are part of the format of a checkpoint."""
     assert [samples_at(np.arange(n), n, 0).tolist() for n in (2, 5)] == [[1, 0], [2, 4, 3, 0, 1]]
     assert samples_at(np.arange(8), 8, 0).tolist() == [2, 6, 3, 5, 7, 0, 4, 1]
+    assert samples_at(np.arange(12), 10, 0, 4).tolist() == [1, 3, 2, 0, 7, 6, 4, 5, 9, 8, 1, 2]
     assert samples_at(np.arange(2_000_000, 2_000_006), 1_000_003, 42).tolist() == [
         443188,
         563256,
@@ -87,3 +121,31 @@ def test_the_order_never_changes() -> None:
 )
 def test_epochs_in_words(samples: int, n_samples: int, said: str) -> None:
     assert epochs(samples / n_samples) == said
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_source_without_a_sample_is_an_error(window: int) -> None:
+    with pytest.raises(DataError, match="fewer tokens than one sample"):
+        samples_at(np.arange(3), 0, 1, window)
+
+
+@pytest.mark.parametrize(
+    ("window", "said"),
+    [
+        (0, "shuffled as a whole"),
+        (200, "not shuffled: a data.shuffle_window of 200 tokens has one sample of 128"),
+        (20_000, "shuffled within windows of 156 samples: 19,968 tokens, what 19.5 steps take"),
+    ],
+)
+def test_an_order_in_words(window: int, said: str) -> None:
+    assert order_in_words(window, 128, 1024) == said
+
+
+@pytest.mark.parametrize(
+    ("places", "window", "needed"), [([3, 47], 16, 48), ([3, 48], 16, 64), ([0], 16, 16), ([9], 0, 0)]
+)
+def test_the_windows_of_what_is_asked_for_are_waited_for(places: list[int], window: int, needed: int) -> None:
+    waited = list[int]()
+    source = SimpleNamespace(n=100, wait=waited.append)
+    Samples.in_order(source, np.array(places), 0, window)
+    assert waited == [needed]

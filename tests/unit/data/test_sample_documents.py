@@ -11,8 +11,7 @@ from tests.unit.data.test_packing import SEPARATOR, row_of, shards_of
 from titanlite.config.schema import Data
 from titanlite.data.document_starts import twice_attended
 from titanlite.data.packing import open_packed
-from titanlite.data.sample_documents import SampleDocument, documents_of
-from titanlite.data.samples import ConcatenatedSamples
+from titanlite.data.samples import SampleDocument, Samples
 
 
 def documents_by_token(row: np.ndarray, places: list[int]) -> list[SampleDocument]:
@@ -42,13 +41,13 @@ def test_documents_are_those_of_the_tokens(
 ) -> None:
     row = row_of(lengths)
     shards = shards_of(tmp_path_factory.mktemp("d"), row)
-    for samples in (ConcatenatedSamples(shards, seq_len), open_packed(shards, Data(), seq_len, progress=False)):
+    for samples in (Samples(shards, seq_len), open_packed(shards, Data(), seq_len, progress=False)):
         for sample in range(samples.n):
             places = [start + n for start, length in samples.spans(sample) for n in range(length)]
-            assert documents_of(samples, shards, sample) == documents_by_token(row, places)
+            assert samples.documents(sample) == documents_by_token(row, places)
             size = seq_len // pieces
             for first in range(0, seq_len, size):
-                found = documents_of(samples, shards, sample, first, size)
+                found = samples.documents(sample, first, size)
                 assert found == documents_by_token(row, places[first : first + size])
                 tokens = samples.read(sample)[0][first : first + size]
                 for document in found:
@@ -59,7 +58,7 @@ def test_documents_are_those_of_the_tokens(
 def test_without_a_separator_a_sample_is_one_part(tmp_path: Path) -> None:
     shards = shards_of(tmp_path, row_of([3, 3, 3]))
     shards.separator = None
-    assert documents_of(ConcatenatedSamples(shards, 4), shards, 1) == [SampleDocument(0, 4, 4, False, False)]
+    assert Samples(shards, 4).documents(1) == [SampleDocument(0, 4, 4, False, False)]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 25))
