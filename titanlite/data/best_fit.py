@@ -20,13 +20,8 @@ import numpy as np
 _WINDOW_ITEMS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Documents, or pieces of them that fit into a bin, in the order of the source, or bin by bin."""
-
-    starts: np.ndarray  # [N] int64, place of the first token in the source
-    lengths: np.ndarray  # [N] int64, 1 … S
-    whole: np.ndarray  # [N] bool, whether the piece is a document
+SPAN = np.dtype([("start", "<i8"), ("length", "<i4")])
+"""A document, or a piece of one that fits into a bin: the place of its first token in the source, and 1 … S tokens."""
 
 
 @dataclass
@@ -40,8 +35,8 @@ class DocumentCuts:
     _begin: int = 0  # of the document that has not ended
     _taken: int = 0  # end of its pieces that have been returned
 
-    def cut(self, ends: np.ndarray, until: int) -> Pieces:
-        """Return the next pieces.
+    def cut(self, ends: np.ndarray, until: int) -> np.ndarray:
+        """Return the next pieces, [N] SPAN.
 
         Args:
             ends: [D] int64, ascending, places behind the last token of each document that ends up to `until`.
@@ -63,48 +58,44 @@ class DocumentCuts:
         first, last = np.append(first, taken), np.append(ends, self._taken)
         counts = -(-(last - first) // s)
         index = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(first, counts) + index * s
-        return Pieces(
-            starts, np.minimum(s, np.repeat(last, counts) - starts), np.repeat(np.append(fits, False), counts)
-        )
+        spans = np.empty(len(index), SPAN)
+        spans["start"] = np.repeat(first, counts) + index * s
+        spans["length"] = np.minimum(s, np.repeat(last, counts) - spans["start"])
+        return spans
 
 
 def packed_windows(
-    pieces: Iterator[Pieces], seq_len: int, window: int = _WINDOW_ITEMS
-) -> Iterator[tuple[Pieces, np.ndarray]]:
+    pieces: Iterator[np.ndarray], seq_len: int, window: int = _WINDOW_ITEMS
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Pack pieces into bins, window by window.
 
     Args:
-        pieces: in the order of the source.
+        pieces: [N] SPAN each, in the order of the source.
         seq_len: tokens of a bin (S).
         window: pieces after which a window ends.
 
     Yields:
         The pieces of a window, bin by bin and in a bin by their starts; and [bins] int64, how many each bin has.
     """
-    held: list[Pieces] = []
+    held: list[np.ndarray] = []
     n_held = 0
     for some in pieces:
         held.append(some)
-        n_held += len(some.starts)
+        n_held += len(some)
         if n_held >= window:
-            yield _pack_window(held, seq_len)
+            yield _pack_window(np.concatenate(held), seq_len)
             held, n_held = [], 0
     if n_held:
-        yield _pack_window(held, seq_len)
+        yield _pack_window(np.concatenate(held), seq_len)
 
 
-def _pack_window(held: list[Pieces], seq_len: int) -> tuple[Pieces, np.ndarray]:
-    starts, lengths, whole = (
-        np.concatenate([getattr(one, name) for one in held]) for name in ("starts", "lengths", "whole")
-    )
-    bins = best_fit_decreasing(lengths, seq_len)
+def _pack_window(spans: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
+    bins = best_fit_decreasing(spans["length"], seq_len)
     _, first = np.unique(bins, return_index=True)
     rank = np.empty(len(first), np.int64)  # of each bin, by its first token
     rank[np.argsort(first)] = np.arange(len(first))
     ranked = rank[bins]
-    order = np.argsort(ranked, kind="stable")
-    return Pieces(starts[order], lengths[order], whole[order]), np.bincount(ranked)
+    return spans[np.argsort(ranked, kind="stable")], np.bincount(ranked)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from titanlite.config.schema import Data
-from titanlite.data.best_fit import DocumentCuts, Pieces, packed_windows
+from titanlite.data.best_fit import SPAN, DocumentCuts, packed_windows
 from titanlite.data.cache import make_once
 from titanlite.data.cache_folder import unusable_cache
 from titanlite.data.corpus import Corpus
@@ -35,7 +35,6 @@ _VERSION = 1
 COUNTED_TOKENS = 1 << 30
 """Tokens of a source whose documents are only counted: two seconds on a core."""
 _BLOCK_TOKENS = 1 << 22  # that are looked through for separators at once
-_SPAN = np.dtype([("start", "<i8"), ("length", "<i4")])
 _OFFSET = np.dtype("<i8")
 _INDEX = "what was written with its meta.json", "index of packed samples"
 
@@ -89,7 +88,7 @@ class PackedSamples(Samples):
             self.separator = int(meta["separator"])
             self._spans, self._offsets = (
                 HashedFile(folder / name, dtype, meta["hashes"][name])
-                for name, dtype in (("spans.bin", _SPAN), ("offsets.bin", _OFFSET))
+                for name, dtype in (("spans.bin", SPAN), ("offsets.bin", _OFFSET))
             )
         except (OSError, ValueError, TypeError, KeyError) as e:
             raise damaged(folder, f"{type(e).__name__}: {e}", *_INDEX) from e
@@ -180,37 +179,47 @@ def documents_in_words(shards: Corpus, counts: PackingCounts | None) -> str:
     return f"{counts.documents:,}{part}"
 
 
-def count_packing(shards: Corpus, seq_len: int, separator: int, limit: int = COUNTED_TOKENS) -> PackingCounts:
-    """Count what packing would make of the first `limit` tokens of a source, and store nothing."""
-    bins = whole = 0
-    cuts, tokens = DocumentCuts(seq_len), min(limit, shards.tokens)
-    for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, tokens, lambda _: None), seq_len):
-        bins, whole = bins + len(each), whole + int(pieces.whole.sum())
+def count_packing(
+    shards: Corpus,
+    seq_len: int,
+    separator: int,
+    limit: int = COUNTED_TOKENS,
+    store: Callable[[np.ndarray, np.ndarray], object] = lambda pieces, each: None,
+    report: Callable[[int], object] = lambda tokens: None,
+) -> PackingCounts:
+    """Count what packing makes of the first `limit` tokens of a source.
+
+    `store` is called with what `packed_windows` yields, `report` with the number of tokens that were looked through.
+    """
+    bins, cuts, tokens = 0, DocumentCuts(seq_len), min(limit, shards.tokens)
+    for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, tokens, report), seq_len):
+        store(pieces, each)
+        bins += len(each)
+    whole = cuts.documents - cuts.longer  # no document is cut that fits
     return PackingCounts(seq_len, tokens, cuts.documents, cuts.longer, cuts.crossing, whole, bins)
 
 
 def _write_index(
     folder: Path, shards: Corpus, seq_len: int, separator: int, report: Callable[[int], None]
 ) -> PackingCounts:
-    cuts, n_spans, bins, whole = DocumentCuts(seq_len), 0, 0, 0
-    with (folder / "spans.bin").open("wb") as spans_file, (folder / "offsets.bin").open("wb") as offsets_file:
-        offsets_file.write(np.zeros(1, _OFFSET).tobytes())
-        for pieces, each in packed_windows(_pieces_of(shards, separator, cuts, shards.tokens, report), seq_len):
-            spans = np.empty(len(pieces.starts), _SPAN)
-            spans["start"], spans["length"] = pieces.starts, pieces.lengths
-            spans_file.write(spans.tobytes())
-            ends = n_spans + np.cumsum(each)
-            offsets_file.write(ends.astype(_OFFSET).tobytes())
-            n_spans, bins, whole = int(ends[-1]), bins + len(each), whole + int(pieces.whole.sum())
-        for file in (spans_file, offsets_file):
+    with (folder / "spans.bin").open("wb") as spans, (folder / "offsets.bin").open("wb") as offsets:
+        offsets.write(np.zeros(1, _OFFSET).tobytes())
+
+        def store(pieces: np.ndarray, each: np.ndarray) -> None:
+            first = spans.tell() // SPAN.itemsize
+            spans.write(pieces.tobytes())
+            offsets.write((first + np.cumsum(each)).astype(_OFFSET).tobytes())
+
+        counts = count_packing(shards, seq_len, separator, shards.tokens, store, report)
+        for file in (spans, offsets):
             file.flush()
             os.fsync(file.fileno())
-    return PackingCounts(seq_len, shards.tokens, cuts.documents, cuts.longer, cuts.crossing, whole, bins)
+    return counts
 
 
 def _pieces_of(
-    shards: Corpus, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], None]
-) -> Iterator[Pieces]:
+    shards: Corpus, separator: int, cuts: DocumentCuts, tokens: int, report: Callable[[int], object]
+) -> Iterator[np.ndarray]:
     """Cut the first tokens of a source into pieces; the last document ends where they end."""
     for start in range(0, tokens, _BLOCK_TOKENS):
         until = min(start + _BLOCK_TOKENS, tokens)

@@ -74,12 +74,10 @@ def test_pieces_are_documents_cut_each_seq_len_tokens(
         cuts.cut(ends[(ends > before) & (ends <= border)], border)
         for before, border in zip([0, *borders], borders, strict=False)
     ]
-    starts = np.concatenate([some.starts for some in pieces]).tolist()
     wanted = [
         (e - n + at, min(seq_len, n - at)) for e, n in zip(ends, lengths, strict=True) for at in range(0, n, seq_len)
     ]
-    assert list(zip(starts, np.concatenate([some.lengths for some in pieces]).tolist(), strict=True)) == wanted
-    assert np.concatenate([some.whole for some in pieces]).sum() == sum(n <= seq_len for n in lengths)
+    assert np.concatenate(pieces).tolist() == wanted
     assert (cuts.documents, cuts.longer) == (len(lengths), sum(n > seq_len for n in lengths))
     crossing = [
         n <= seq_len and len({(e - n) // seq_len, (e - 1) // seq_len}) > 1 for e, n in zip(ends, lengths, strict=True)
@@ -87,10 +85,9 @@ def test_pieces_are_documents_cut_each_seq_len_tokens(
     assert cuts.crossing == sum(crossing)
 
     windows = list(packed_windows(iter(pieces), seq_len, window))
-    spans = [span for some, _ in windows for span in zip(some.starts.tolist(), some.lengths.tolist(), strict=True)]
-    assert sorted(spans) == wanted  # each once
+    assert sorted(span for some, _ in windows for span in some.tolist()) == wanted  # each once
     for some, counts in windows:
-        bins = np.split(some.starts, np.cumsum(counts)[:-1])
+        bins = np.split(some["start"], np.cumsum(counts)[:-1])
         assert all((np.diff(one) > 0).all() for one in bins)
         firsts = [int(one[0]) for one in bins]
         assert firsts == sorted(firsts)  # near to the order of the source
