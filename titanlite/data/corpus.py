@@ -19,7 +19,7 @@ import numpy as np
 
 from titanlite.data.cache import POLL_SECONDS, lock_of, maker_failed, unfinished_of
 from titanlite.data.cache_folder import Preparation, unusable_cache
-from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, shard_unreadable
+from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, hashed_files, shard_unreadable
 from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
 from titanlite.errors import DataError, NoMoreDataError
 
@@ -177,7 +177,7 @@ class Corpus:
 
     def _open(self) -> None:
         meta = Meta.read(self.folder)
-        files = _hashed_files(self.folder, meta.shards, meta.dtype)
+        files = hashed_files(self.folder, meta.shards, meta.dtype)
         with self._explained(self.folder):
             for file in files:
                 file.check_size()
@@ -201,8 +201,8 @@ class Corpus:
             pass
         self._full = [*shards]
         if made.tokens and len(shards) == made.n_shards:
-            shards.append(Shard(shard_name(made.n_shards), made.tokens, made.max_id, made.max_at, ()))
-        files += _hashed_files(self._unfinished, shards[len(files) :], made.dtype)
+            shards.append(made.last)
+        files += hashed_files(self._unfinished, shards[len(files) :], made.dtype)
         self._there = files, _starts(shards)
 
     def _want(self, tokens: int) -> None:
@@ -243,11 +243,6 @@ class Corpus:
         saw = f"{self.source!r}: the process that tokenizes it has ended without a word, killed perhaps"
         fix = f"look for what ended it, such as a lack of memory; the next start goes on from {self.tokens:,} tokens"
         return NoMoreDataError.of("data", self._key, saw, "one that goes on to the end of the source", fix)
-
-
-def _hashed_files(folder: Path, shards: Sequence[Shard], dtype: str) -> list[HashedFile]:
-    kind = np.dtype(dtype).newbyteorder("<")
-    return [HashedFile(folder / shard.path, kind, shard.hashes, shard.tokens) for shard in shards]
 
 
 def _starts(shards: Sequence[Shard]) -> np.ndarray:

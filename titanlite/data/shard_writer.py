@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import numpy as np
 import xxhash
 
 from titanlite.data import unfinished
-from titanlite.data.shards import Shard, block_hashes, token_hash
+from titanlite.data.shards import BLOCK_BYTES, Shard, block_hashes, hashed_files, token_hash
+from titanlite.durable import write_durably
+from titanlite.json_file import with_hash
 
 _SHARD_TOKENS = 1 << 27
+_HASHED_TOKENS = BLOCK_BYTES // 2  # that a restart reads at once: one block, or two of uint32
 
 
 class ShardWriter:
@@ -69,7 +73,6 @@ class ShardWriter:
         n_shards, self._tokens, self._max_id, self._max_at, kept_hash, kept_content = self._kept
         self._hash, self._content, self._file = kept_hash.copy(), kept_content.copy(), None
         del self._shards[n_shards:]
-        unfinished.clear(self.folder, n_shards, is_begun=self._tokens > 0)
         self._reopen()
 
     def publish(self, read: dict[str, Any]) -> None:
@@ -81,13 +84,11 @@ class ShardWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
         for shard in self._shards[self._said :]:
-            unfinished.write_shard(self.folder, shard)
-        self._said = len(self._shards)
-        n, content = len(self._shards), self._content.hexdigest()
-        made = unfinished.Made(
-            self._dtype.name, n, self._tokens, self._max_id, self._max_at, content, self.tokens, read
-        )
-        made.write(self.folder)
+            write_durably((self.folder / shard.path).with_suffix(".json"), with_hash(asdict(shard)))
+        self._said, content = len(self._shards), self._content.hexdigest()
+        last = self._tokens, self._max_id, self._max_at, content
+        made = unfinished.Made(self._dtype.name, self._said, *last, self.tokens, read)
+        write_durably(self.folder / unfinished.PROGRESS, with_hash(asdict(made)))
 
     def go_on(self, alive: Callable[[], object]) -> dict[str, Any] | None:
         """Go on from progress.json; `alive` is called again and again while shards are held against their hashes.
@@ -95,19 +96,25 @@ class ShardWriter:
         Returns:
             What `publish` got last; None, with the folder emptied, if there is no such file or it is damaged.
         """
-        made = unfinished.read_made(self.folder)
+        made, tokens, content = unfinished.read_made(self.folder), self._hash.copy(), self._content
         try:
-            shards = [unfinished.read_shard(self.folder, n) for n in range(made.n_shards)] if made else []
-            hashes = made and unfinished.hashes_of(self.folder, made, shards, alive)
+            if made is None or made.dtype != self._dtype.name:
+                raise ValueError
+            shards = [unfinished.read_shard(self.folder, n) for n in range(made.n_shards)]
+            for shard in (*shards, made.last):
+                (file,), content = hashed_files(self.folder, [shard], made.dtype), xxhash.xxh3_64()
+                for first in range(0, shard.tokens, _HASHED_TOKENS):
+                    alive()
+                    ids = file.read(first, min(_HASHED_TOKENS, shard.tokens - first)).data
+                    tokens.update(ids)
+                    content.update(ids)
+            if content.hexdigest() != made.content:
+                raise ValueError
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            hashes = None
-        if not made or not hashes or made.dtype != self._dtype.name:
             unfinished.empty(self.folder)
             return None
-        self._hash, self._content = hashes
-        self._shards, self._tokens, self._max_id, self._max_at = shards, made.tokens, made.max_id, made.max_at
-        self._said = len(shards)
-        unfinished.clear(self.folder, made.n_shards, is_begun=made.tokens > 0)
+        self._hash, self._content, self._shards, self._said = tokens, content, shards, len(shards)
+        self._tokens, self._max_id, self._max_at = made.tokens, made.max_id, made.max_at
         self._reopen()
         self.keep()
         return made.read
@@ -121,6 +128,11 @@ class ShardWriter:
         return self.folder / unfinished.shard_name(len(self._shards))
 
     def _reopen(self) -> None:
+        """Delete what lies behind the tokens that count, and open the shard that goes on."""
+        for path in self.folder.glob("shard-*"):
+            number = path.stem.removeprefix("shard-").partition(".")[0]
+            if number.isdigit() and int(number) >= len(self._shards) + (self._tokens > 0 and path.suffix == ".bin"):
+                path.unlink()
         if self._tokens:
             self._file = self._path().open("r+b")
             self._file.truncate(self._tokens * self._dtype.itemsize)

@@ -9,7 +9,7 @@ import dataclasses
 import errno
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,6 +151,12 @@ class HashedFile:
             what = f"bytes {start} to {start + len(content)} are not those that were written"
             raise ChangedFileError(f"{self.path} has changed: {what}")
         self.checked[block] = True
+
+
+def hashed_files(folder: Path, shards: Iterable[Shard], dtype: str) -> list[HashedFile]:
+    """Return the files of shards of a folder."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    return [HashedFile(folder / shard.path, kind, shard.hashes, shard.tokens) for shard in shards]
 
 
 def token_hash(dtype: str) -> "hashlib.blake2b":

@@ -6,21 +6,15 @@ on disk before `progress.json` counts them: it ends with a good document. What l
 restart. These files are deleted when the folder is complete.
 """
 
-import dataclasses
-import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import xxhash
-
-from titanlite.data.shards import BLOCK_BYTES, VERSION, Shard, block_hash, token_hash
+from titanlite.data.shards import VERSION, Shard
 from titanlite.durable import read_plain, write_durably
-from titanlite.json_file import parse_json, with_hash, without_hash
+from titanlite.json_file import parse_json, without_hash
 
 PROGRESS = "progress.json"
 
@@ -39,19 +33,15 @@ class Made:
     read: dict[str, Any]  # `Tally.kept`
     version: int = VERSION
 
-    def write(self, folder: Path) -> None:
-        """Replace progress.json durably."""
-        write_durably(folder / PROGRESS, with_hash(dataclasses.asdict(self)))
+    @property
+    def last(self) -> Shard:
+        """Return the shard after the full ones, which has no hashes yet."""
+        return Shard(shard_name(self.n_shards), self.tokens, self.max_id, self.max_at, ())
 
 
 def shard_name(number: int) -> str:
     """Return the name of a shard's file."""
     return f"shard-{number:05d}.bin"
-
-
-def write_shard(folder: Path, shard: Shard) -> None:
-    """Write the .json of a full shard."""
-    write_durably((folder / shard.path).with_suffix(".json"), with_hash(dataclasses.asdict(shard)))
 
 
 def read_shard(folder: Path, number: int) -> Shard:
@@ -73,38 +63,6 @@ def read_made(folder: Path) -> Made | None:
     return made if made.version == VERSION else None
 
 
-def hashes_of(
-    folder: Path, made: Made, shards: list[Shard], alive: Callable[[], object]
-) -> "tuple[hashlib.blake2b, xxhash.xxh3_64] | None":
-    """Hold shards against their hashes, and cut off what lies behind; `alive` is called meanwhile.
-
-    Returns:
-        The hash of all tokens, and of the last shard's bytes; None if the shards have another content.
-    """
-    tokens, content = token_hash(made.dtype), xxhash.xxh3_64()
-    item = np.dtype(made.dtype).itemsize
-    for shard in shards:
-        if (folder / shard.path).stat().st_size != shard.tokens * item:
-            return None
-        with (folder / shard.path).open("rb") as file:
-            for wanted in shard.hashes:
-                block = file.read(BLOCK_BYTES)
-                alive()
-                if block_hash(block) != wanted:
-                    return None
-                tokens.update(block)
-    if made.tokens:
-        with (folder / shard_name(made.n_shards)).open("r+b") as file:
-            file.truncate(made.tokens * item)  # a shorter file gets zeros, which change its hash
-            for block in iter(lambda: file.read(BLOCK_BYTES), b""):
-                alive()
-                tokens.update(block)
-                content.update(block)
-        if content.hexdigest() != made.content:
-            return None
-    return tokens, content
-
-
 def read_wanted(unfinished: Path) -> int:
     """Return how many tokens of an unfinished folder readers have asked for."""
     try:
@@ -122,14 +80,6 @@ def want(unfinished: Path, tokens: int) -> None:
 def wanted_of(unfinished: Path) -> Path:
     """Return the file with the number of tokens that readers have asked for."""
     return unfinished.with_name(f"{unfinished.name}.wanted")
-
-
-def clear(folder: Path, n_shards: int, is_begun: bool) -> None:
-    """Delete the shards from number `n_shards` on, except the first of them if it `is_begun`."""
-    for path in folder.glob("shard-*"):
-        number = path.stem.removeprefix("shard-").partition(".")[0]
-        if number.isdigit() and int(number) >= n_shards + (is_begun and path.suffix == ".bin"):
-            path.unlink()
 
 
 def empty(folder: Path) -> None:
