@@ -1,7 +1,8 @@
 """Check the data of a run before it starts, in a fraction of a second, without preparing it and without torch."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,7 @@ class Inputs:
     tokens: dict[str, int]  # of sources that are prepared, or quickly counted
     shards: dict[str, Corpus]  # of sources that are prepared
     tokenizer: Tokenizer | None  # None: all sources are token files
-    warnings: tuple[str, ...] = ()
+    warnings: list[str]
 
     @property
     def unused(self) -> str:
@@ -90,72 +91,75 @@ def check_inputs(
     Raises:
         DataError: with all problems found.
     """
-    problems: list[str] = []
-    unit_len = unit_len or longest_seq_len(config)
-    least = sequences and least_samples(config, sequences, unit_len)
-    sources = {key: (source, least) for key, source in source_keys(config).values()}
-    sources |= {key: (source, sequences and 1) for key, source in held_out_sources(config).items()}
-    found: dict[str, Source] = {}
-    shards, tokens = dict[str, Corpus](), dict[str, int]()
-    tokenizer, warnings = None, list[str]()
-
-    def attempt(check: Callable[[], object]) -> None:
-        try:
-            check()
-        except DataError as e:
-            problems.extend(e.args)
-
-    def find_tokenizer() -> None:
-        nonlocal tokenizer
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
-        if vocab_size is not None:
-            check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
-
-    def check_source(key: str, at_least: int | None) -> None:
-        source, meta = found[key], None
-        check_used_whole(source, config.data)
-        used = None if source.kind == "tokens" else tokenizer
-        # Of a tokenizer that does not fit the model no more than that is reported.
-        fits = vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens")
-        planned = preparation_of(source, config.data, vocab_size or 0, used) if used or fits else None
-        if planned and fits and os.path.isdir(planned.folder):
-            shards[key] = Corpus(planned.folder, planned)
-            meta = shards[key].meta
-        meta = meta or _read_if_small(source, config.data, planned)
-        if meta is not None:
-            tokens[key] = meta.tokens
-            warnings.extend(data_warnings(key, meta, vocab_size or 0))
-            seq_len = config.training.seq_len if key.startswith("validation.") else unit_len
-            if config.data.packing == "best_fit" and not key.startswith("validation."):
-                # The number of samples is known once it is packed; until then the run's start checks it.
-                samples = prepared_samples(shards[key], config.data, seq_len) if key in shards else None
-                if samples is not None and at_least is not None:
-                    samples.require(at_least, key)
-            elif at_least is not None:
-                sample_count(source.name, meta.tokens, seq_len, at_least, key, meta.max_tokens)
-        if planned is not None and source.kind == "tokens" and config.data.separator_id is not None:
-            if text := require_separator(source, planned.dtype, config.data.separator_id, _LOOKED_AT_TOKENS):
-                warnings.append(text)
-            read = _validated(config, tokens.get(key, 0), sequences) if key.startswith("validation.") else 0
-            if config.data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # more is checked at the start
-                require_target(first_ids(source, planned.dtype, read), config.data.separator_id, source.name, key)
-
-    for key, (name, _) in sources.items():
-        attempt(lambda key=key, name=name: found.update({key: resolve(name, key)}))
-    if not found or any(source.kind != "tokens" for source in found.values()):
-        attempt(find_tokenizer)
-    attempt(lambda: check_cache_is_folder(config.data))
-    for key in found:
-        attempt(lambda key=key: check_cache_is_outside(found[key], config.data))
-        attempt(lambda key=key: check_source(key, sources[key][1]))
-    if found and all(source.kind != "tokens" for source in found.values()):
+    problems = list[str]()
+    found, tokenizer = dict[str, Source](), None
+    for key, name in (dict(source_keys(config).values()) | held_out_sources(config)).items():
+        with _gathered(problems):
+            found[key] = resolve(name, key)
+    is_text = [source.kind != "tokens" for source in found.values()]
+    if not found or any(is_text):
+        with _gathered(problems):
+            tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
+            if vocab_size is not None:
+                check_vocabulary(tokenizer, vocab_size, bool(config.checkpoint.initial_load_path))
+    with _gathered(problems):
+        check_cache_is_folder(config.data)
+    inputs = Inputs(found, {}, {}, tokenizer, [])
+    for key, source in found.items():
+        with _gathered(problems):
+            check_cache_is_outside(source, config.data)
+        with _gathered(problems):
+            _look_at(inputs, key, config, vocab_size, sequences, unit_len or longest_seq_len(config))
+    if found and all(is_text):
         for name, default in (("separator_id", None), ("token_dtype", "auto")):
             if (asked := getattr(config.data, name)) != default:
                 want, fix = "token files among the sources: of text, the tokenizer decides it", f"leave {name} out"
                 problems.extend(DataError.of("data", f"data.{name}", show(asked), want, fix).args)
     if problems:
         raise DataError(*problems)
-    return Inputs(found, tokens, shards, tokenizer, tuple(warnings))
+    return inputs
+
+
+@contextmanager
+def _gathered(problems: list[str]) -> Iterator[None]:
+    """Add what a check raises to the problems."""
+    try:
+        yield
+    except DataError as e:
+        problems.extend(e.args)
+
+
+def _look_at(
+    inputs: Inputs, key: str, config: Config, vocab_size: int | None, sequences: int | None, unit_len: int
+) -> None:
+    """Check a source as far as that is quick, and add what is found to the inputs."""
+    source, data, is_held_out = inputs.sources[key], config.data, key.startswith("validation.")
+    check_used_whole(source, data)
+    used = None if source.kind == "tokens" else inputs.tokenizer
+    # Of a tokenizer that does not fit the model no more than that is reported.
+    fits = vocab_size is not None and (used.vocab_size <= vocab_size if used else source.kind == "tokens")
+    planned = preparation_of(source, data, vocab_size or 0, used) if used or fits else None
+    if planned and fits and os.path.isdir(planned.folder):
+        inputs.shards[key] = Corpus(planned.folder, planned)
+    meta = inputs.shards[key].meta if key in inputs.shards else _read_if_small(source, data, planned)
+    least = least_samples(config, sequences, unit_len) if sequences else None
+    if meta is not None:
+        inputs.tokens[key] = meta.tokens
+        inputs.warnings.extend(data_warnings(key, meta, vocab_size or 0))
+        if data.packing == "best_fit" and not is_held_out:
+            # The number of samples is known once it is packed; until then the run's start checks it.
+            samples = prepared_samples(inputs.shards[key], data, unit_len) if key in inputs.shards else None
+            if samples is not None and least is not None:
+                samples.require(least, key)
+        elif least is not None:
+            seq_len, least = (config.training.seq_len, 1) if is_held_out else (unit_len, least)
+            sample_count(source.name, meta.tokens, seq_len, least, key, meta.max_tokens)
+    if planned is not None and source.kind == "tokens" and data.separator_id is not None:
+        if text := require_separator(source, planned.dtype, data.separator_id, _LOOKED_AT_TOKENS):
+            inputs.warnings.append(text)
+        read = _validated(config, inputs.tokens.get(key, 0), sequences) if is_held_out else 0
+        if data.document_mask and 0 < read <= _LOOKED_AT_TOKENS:  # more is checked at the start
+            require_target(first_ids(source, planned.dtype, read), data.separator_id, source.name, key)
 
 
 def _validated(config: Config, tokens: int, sequences: int | None) -> int:
