@@ -24,7 +24,6 @@ from titanlite.data.cache import POLL_SECONDS, maker_failed, say_failed
 from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import make, plan_preparation
 from titanlite.data.progress import Progress
-from titanlite.data.unfinished import read_wanted
 from titanlite.errors import TitanliteError
 from titanlite.streams import guard_streams
 
@@ -97,12 +96,9 @@ def prepare_for_run() -> int:
             if planned.folder != Path(folder):
                 raise planned.source.refused(", whose files changed meanwhile", "files that do not change", "run again")
             progress = Progress(f"preparing {source}", enable=True, is_quiet=True)
-            make(planned, progress, may_be_there if data.prepare_lead else None)
+            make(planned, progress, data.prepare_lead or None)
         except BaseException as error:
             _end_for(error, Path(folder), terms)
-
-    def may_be_there(unfinished: Path) -> int:
-        return read_wanted(unfinished) + data.prepare_lead
 
     def end_with_the_run() -> None:
         while os.read(0, 1):

@@ -13,12 +13,11 @@ is one document per file, and "NA" in a table is text.
 import dataclasses
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.data.sources import SUFFIXES, Source, ending, files_below
+from titanlite.data.sources import SUFFIXES, Source, counted_names, ending, files_below
 from titanlite.errors import DataError
 
 if TYPE_CHECKING:
@@ -113,6 +112,4 @@ def _suffix(file: Path) -> str:
 
 
 def _counts(files: Iterable[Path]) -> str:
-    """Count files by suffix, as `2 .txt files, 1 .py file`, the most frequent suffix first."""
-    counts = Counter(_suffix(f) or f.name for f in files).most_common()
-    return ", ".join(f"{n:,} {suffix} file{'s' * (n > 1)}" for suffix, n in counts)
+    return counted_names((_suffix(f) or f.name for f in files), is_file=True)

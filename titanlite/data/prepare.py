@@ -34,13 +34,10 @@ _ALL = 1 << 62  # tokens that are asked for where all are needed
 _PAUSE_SECONDS = 0.2  # between looks at how far training is
 
 
-def make(planned: Preparation, progress: Progress, lead: Callable[[Path], int] | None = None) -> None:
+def make(planned: Preparation, progress: Progress, lead: int | None = None) -> None:
     """Make the shards if they are not there. Any number of processes may call this: one works, the others wait.
 
-    Args:
-        planned: the shards.
-        progress: shows the work.
-        lead: returns how many tokens the folder may have by now; None: no limit.
+    `lead` is the number of tokens that may be made before readers ask for them; None: no limit.
 
     Raises:
         DataError: anything about source, records or cache folder.
@@ -114,10 +111,10 @@ def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str =
 
     Args:
         source: the source.
-        data: the keys of `[data]`.
+        data: the keys of `[data]`; of these `max_tokens` limits `data.source` alone.
         vocab_size: of the model; all ids are below it.
         progress: show a progress bar, or lines where stderr is no terminal.
-        key: the config key of the source; `data.max_tokens` limits `data.source` alone.
+        key: the config key of the source.
 
     Raises:
         DataError: anything about source, tokenizer, records or cache folder.
@@ -222,13 +219,17 @@ def _tokenize(
     folder: Path,
     progress: Progress,
     report: Callable[[int], None],
-    lead: Callable[[Path], int] | None,
+    lead: int | None,
 ) -> Meta:
     """Write the shards of a text source, behind what an earlier start has left."""
     source, data = planned.source, planned.data
     tally = new_tally(source, data)
     tally.on_progress = lambda: report(tally.n_bytes)
     is_begun = (folder / PROGRESS).exists()
+
+    def is_ahead() -> bool:
+        return lead is not None and writer.tokens > read_wanted(folder) + lead
+
     with ShardWriter(folder, planned.dtype) as writer:
         if (kept := writer.go_on(lambda: report(0))) is not None:
             there = f"{writer.tokens:,} tokens are there from an earlier start, and it goes on from them"
@@ -245,13 +246,11 @@ def _tokenize(
                 elif encoded.is_bad:
                     writer.drop()
             if tally.is_between:
-                is_ahead = lead is not None and writer.tokens > lead(folder)
-                if is_ahead or time.monotonic() - published > PUBLISH_SECONDS:
+                if is_ahead() or time.monotonic() - published > PUBLISH_SECONDS:
                     writer.publish(tally.kept())
                     published = time.monotonic()
-                while lead is not None and is_ahead:
+                while is_ahead():
                     time.sleep(_PAUSE_SECONDS)
-                    is_ahead = writer.tokens > lead(folder)
             tally.on_progress()
         shards, fingerprint = writer.close()
     return meta_of(planned, tally, shards, fingerprint)

@@ -301,14 +301,14 @@ def _pattern_parts(pattern: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _files_taken(n: int, passed: Collection[str] = ()) -> str:
-    passed_over = f"; passed over: {by_ending(passed)}" if passed else ""
-    return f"{n:,} file{'s' * (n != 1)} taken{passed_over}"
+    names = counted_names(os.path.splitext(f)[1] or os.path.basename(f) for f in passed)
+    return f"{n:,} file{'s' * (n != 1)} taken" + f"; passed over: {names}" * bool(passed)
 
 
-def by_ending(files: Iterable[Path | str]) -> str:
-    """Count files by what their names end in, the most frequent first: `2 .md, 1 Makefile`."""
-    counts = Counter(os.path.splitext(f)[1] or os.path.basename(f) for f in files).most_common()
-    return ", ".join(f"{n:,} {suffix}" for suffix, n in counts)
+def counted_names(names: Iterable[str], is_file: bool = False) -> str:
+    """Count names, the most frequent first: `2 .md, 1 Makefile`, or `2 .md files, 1 Makefile file`."""
+    found = Counter(names).most_common()
+    return ", ".join(f"{n:,} {name}" + f" file{'s' * (n > 1)}" * is_file for name, n in found)
 
 
 def _resolve_dataset(source: str, key: str) -> Source:

@@ -225,8 +225,9 @@ def test_a_block_of_a_full_shard_is_held_against_its_hash(tmp_path: Path, monkey
             go_on.wait(60)
         return 10**12
 
+    monkeypatch.setattr("titanlite.data.prepare.read_wanted", pause)
     planned = plan_preparation(source, data, 256, KEY)
-    thread = threading.Thread(target=make, args=(planned, Progress("", enable=False), pause))
+    thread = threading.Thread(target=make, args=(planned, Progress("", enable=False), 0))
     thread.start()
     assert is_there.wait(60)
     text = shards.read(150_000, 200_000)
@@ -371,15 +372,11 @@ def test_who_needs_all_is_not_held_up_by_a_lead(tmp_path: Path, monkeypatch: pyt
     source = write_records(tmp_path / "a.jsonl", 3, 50)
     shards, data = open_data(source, tmp_path / "cache")
     begun = threading.Event()
-
-    def lead(unfinished: Path) -> int:
-        begun.set()
-        return read_wanted(unfinished)
-
+    monkeypatch.setattr("titanlite.data.prepare.read_wanted", lambda folder: (begun.set(), read_wanted(folder))[1])
     (tmp_path / "cache").mkdir()
     want(unfinished_of(shards.folder), 10**12)  # of an earlier run: not this one's
     planned = plan_preparation(source, data, 256, KEY)
-    makers = [threading.Thread(target=make, args=(planned, Progress("", enable=False), lead), daemon=True)]
+    makers = [threading.Thread(target=make, args=(planned, Progress("", enable=False), 0), daemon=True)]
     makers[0].start()
     assert begun.wait(10)
     time.sleep(0.3)
