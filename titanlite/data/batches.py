@@ -60,10 +60,7 @@ class TrainBatches:
     Args:
         sources: samples of each source by name, each of `table.unit_len` tokens.
         table: the stages of the run.
-        seed: `training.seed`.
         dp_rank: data-parallel rank; ranks that differ only in tensor parallelism have the same.
-        dp_size: number of data-parallel ranks.
-        device: where the batches are to be.
         step: the last step done.
         window: tokens within which samples are shuffled, at least one sample; 0: the whole source.
         separators: the id that ends documents, by source, where documents are masked and known.
@@ -210,7 +207,7 @@ def _read_of(
         pair: [2, micro-steps, B, S], tokens and targets.
         starts: [micro-steps, B, S], or None.
         sources: [micro-steps, B], or None.
-        context: the context-parallel ranks, or None.
+        context: as of `TrainBatches`.
     """
     S, packed = pair.shape[-1], pair.reshape(*pair.shape[:2], -1)
     is_counted = counted(pair[1]).reshape(packed.shape[1:])
@@ -254,14 +251,8 @@ class ValidationBatches:
     losses over the count of targets is that of the corpus under any layout.
 
     Args:
-        shards: the corpus.
-        seq_len: S.
         global_batch_size: samples per global batch, of which `steps` are read, from the first sample on.
-        local_batch_size: samples per micro-batch.
         steps: -1: the whole corpus.
-        dp_rank: data-parallel rank.
-        dp_size: number of data-parallel ranks.
-        device: where the batches are to be.
         separator: the id that ends documents, if they are masked.
         context: as of `TrainBatches`.
         key: the config key of the source.
@@ -330,9 +321,8 @@ def padding_of(
 
     Args:
         shape: B and S.
-        device: of its tensors.
         is_masked: whether attention keeps to documents.
-        context: the context-parallel ranks, or None.
+        context: as of `TrainBatches`.
         sources: [B] int64, or None.
         starts: [B·S] int32, where the document of each token begins, with `is_masked`; None: each sample is one.
     """

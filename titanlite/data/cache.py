@@ -37,12 +37,11 @@ def make_once(
     """Make a folder if it is not there, or wait until another process has.
 
     Args:
-        folder: the folder; its parent exists.
+        folder: its parent exists.
         make: called with the folder to fill, which is empty or has what an earlier process has left (`unfinished.py`),
             and with a function to call with the bytes read so far.
         terms: what decides whether `make` fails; a failure is shared by waiting processes with equal terms.
-        progress: shows the work of this process or of the one that is waited for.
-        total: bytes to read, if known.
+        progress: shows the work of this process or of the one that is waited for, of `total` bytes, if known.
         on_wait: called again and again while another process works.
 
     Raises:

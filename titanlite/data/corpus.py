@@ -30,14 +30,11 @@ _ALONE_SECONDS = 4.0  # without a maker, before it is an error: another process 
 class Corpus:
     """Read a corpus of token ids, from any thread and any process.
 
-    Args:
-        folder: of its shards.
-        planned: how they are made, if known.
-        grows: whether they are still being made.
+    `planned` is how its shards are made, if known; one that `grows` is still being made.
 
     Raises:
-        DataError: meta.json cannot be read, a shard is missing or has another size than it says, or it is not for this
-            run.
+        DataError: meta.json cannot be read, a shard is missing or has another size than it says, or `planned` allows
+            less than is there.
     """
 
     def __init__(self, folder: Path, planned: Preparation | None = None, grows: bool = False) -> None:

@@ -267,11 +267,7 @@ def list_files(
 ) -> tuple[list[RemoteFile], list[str]]:
     """Find the file of a URL, the files that a pattern matches, or those below a folder.
 
-    Args:
-        source: the URL.
-        key: its config key.
-        endings: of the files that are taken of a folder, in lower case.
-        is_start: whether a user waits for the answer: few tries.
+    Of a folder files with these `endings`, in lower case, are taken. `is_start` means few tries: a user waits.
 
     Returns:
         The files, sorted; and the names of a folder's other files.
