@@ -168,19 +168,6 @@ def test_two_snapshots_of_one_blob_are_one_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("copy", ["a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.JSONL"])
-def test_a_copy_beside_its_compressed_form_is_refused(copy: str, tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl")
-    lines(tmp_path / "b.jsonl.gz")  # of which there is no other
-    assert len(resolve(str(tmp_path)).files) == 2
-    (tmp_path / copy).write_bytes(b"\x00")
-    for source in (tmp_path, tmp_path / "*"):
-        with pytest.raises(DataError, match=r"as if one were made from the other\n.*want: the records of each") as e:
-            resolve(str(source))
-        assert "a.jsonl" in str(e.value)
-        assert copy in str(e.value)
-
-
 def test_endings_are_known_in_any_case(tmp_path: Path) -> None:
     texts = ["one", "two", "three"]
     lines(tmp_path / "A.JSONL", texts[0])
@@ -191,17 +178,7 @@ def test_endings_are_known_in_any_case(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.text_key = 'body'"):
         check_text_key(resolve(str(tmp_path)), Data(text_key="body"))
     (tmp_path / "E.BIN").touch()
-    with pytest.raises(DataError, match="want: token files or text, not both"):
-        resolve(str(tmp_path))
     assert resolve(f"{tmp_path}/E.BIN").kind == "tokens"
-
-
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    lines(tmp_path / "a.jsonl")
-    os.mkfifo(tmp_path / "b.jsonl")
-    for source in (tmp_path, tmp_path / "b.jsonl"):
-        with pytest.raises(DataError, match=r"matches .*/b\.jsonl, a pipe or a device\n"):
-            resolve(str(source))
 
 
 @pytest.mark.parametrize("source", ["disk", "disk/**/*.jsonl", "hf:./disk"])
@@ -231,58 +208,54 @@ def test_a_folder_that_cannot_be_searched_is_named(source: str, mode: int, bound
         resolve(source)
 
 
-def test_a_pattern_that_matches_nothing_names_pattern_and_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"validation.source = 'nope/\*.txt', which matches no file") as e:
-        resolve("nope/*.txt", "validation.source")
-    for part in (str(tmp_path), "want: python_stdlib", "fix:  correct the path"):
-        assert part in str(e.value)
+NO_FILE = r"', which matches no file \(working directory: .*want: python_stdlib.*fix:  correct the path; .* any folders"
+A_DATASET = r"want: hf:<dataset>\[:<config>\[:<split>\]\]"
+A_COPY = "as if one were made from the other\n.*want: the records of each file once"
+REFUSED = [  # files that there are, the source, what is said
+    ("", "nope/*.txt", rf"data\.source = 'nope/\*\.txt{NO_FILE}"),
+    *(("there/", source, rf"{NO_FILE}\Z") for source in ("there/c4", "allenai/c4.txt", "./c4")),
+    *(("", name, rf"{NO_FILE}; .*that name is hf:{name}\Z") for name in ("c4", "allenai/c4")),
+    ("", "python_stdlb", r"fix:  did you mean python_stdlib\?\Z"),
+    ("", "hf://datasets/allenai/c4/en/a.json.gz", "hf:allenai/c4, and the config or split behind it"),
+    *(("", source, A_DATASET) for source in ("hf:", "hf:a:b:c:d", "hf:/no/such/folder")),
+    *(
+        (f"{d}/a.jsonl", f"hf:{d}:en", rf"want: one of them.*fix:  hf:\./{d}:en for the folder")
+        for d in ("books", "a/c4")
+    ),
+    ("notes.md", ".", "a folder with no file of a known type in it or below"),
+    ("a.txt b.bin", ".", "want: token files or text, not both"),
+    *(("a.jsonl |b.jsonl", source, r"matches .*b\.jsonl, a pipe or a device") for source in (".", "b.jsonl")),
+    *(
+        (f"a.jsonl b.jsonl.gz {copy}", source, rf"(?=.*{copy})(?=.*a\.jsonl).*{A_COPY}")
+        for copy in ("a.jsonl.gz", "a.jsonl.zst", "a.json.gz", "a.JSONL")
+        for source in (".", "*")
+    ),
+    *(
+        (f"a.jsonl {name} notes.md", source, rf"1 of another kind, first .*/?{name}\n.*fix:  {fix}")
+        for fix, names in {
+            "end the download, or": [f"b.{end}" for end in ("txt.part", "bin.incomplete", "parquet.tmp", "txt.aria2")],
+            "decompress them, or narrow": ["b.jsonl.xz", "b.json.bz2", "b.txt.gz", "b.txt.zst"],
+        }.items()
+        for name in names
+        for source in (".", "[ab]*", name)
+    ),
+    *(("a.jsonl b.csv", source, r"first .*b\.csv\n.*fix:  narrow the pattern, as in") for source in ("*", "b.csv")),
+]
 
 
-@pytest.mark.parametrize(
-    ("source", "fix"),
-    [
-        ("python_stdlb", "did you mean python_stdlib?"),
-        ("c4", "that name is hf:c4"),
-        ("allenai/c4", "that name is hf:allenai/c4"),
-        ("there/c4", "any folders"),
-        ("allenai/c4.txt", "any folders"),
-        ("./c4", "any folders"),
-        ("hf://datasets/allenai/c4/en/a.json.gz", "hf:allenai/c4, and the config or split behind it"),
-    ],
-)
-def test_what_is_no_path_may_have_been_meant_as_something_else(
-    source: str, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("files", "source", "said"), REFUSED, ids=lambda given: given[:30])
+def test_what_is_no_source_is_refused_before_it_is_read(
+    files: str, source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    with pytest.raises(DataError) as e:
+    for file in map(Path, files.split()):
+        (file if "." not in file.name else file.parent).mkdir(parents=True, exist_ok=True)
+        if file.name.startswith("|"):
+            os.mkfifo(file.with_name(file.name[1:]))
+        elif "." in file.name:
+            file.touch()
+    with pytest.raises(DataError, match=f"(?s){said}"):
         resolve(source)
-    assert str(e.value).endswith(fix)
-
-
-@pytest.mark.parametrize(
-    ("name", "fix"),
-    [
-        *((f"b.parquet.{end}", "end the download, or") for end in ("part", "incomplete", "tmp", "crdownload", "aria2")),
-        *((f"b.{end}", "decompress them, or narrow") for end in ("jsonl.xz", "json.bz2", "txt.gz", "txt.zst")),
-        ("b.csv", "narrow the pattern, as in"),
-    ],
-)
-def test_files_of_another_kind_are_refused(name: str, fix: str, tmp_path: Path) -> None:
-    """In a folder, what is of no kind that could be meant is passed over."""
-    (tmp_path / "notes.md").touch()
-    with pytest.raises(DataError, match="a folder with no file of a known type in it or below\n"):
-        resolve(str(tmp_path))
-    for other in ("a.jsonl", name, f"notes.{name[-3:]}"):
-        (tmp_path / other).touch()
-    for source in (f"{tmp_path}/[ab]*", f"{tmp_path}/{name}", *[str(tmp_path)] * (name != "b.csv")):
-        with pytest.raises(DataError, match=rf"1 of another kind, first {tmp_path}/{name}\n(.|\n)*fix:  {fix}"):
-            resolve(source)
-    if name == "b.csv":
-        assert len(resolve(str(tmp_path)).files) == 1
 
 
 def compress(content: bytes, suffix: str) -> bytes:
@@ -367,22 +340,11 @@ def test_every_kind_of_bad_record_is_named_with_file_and_line(tmp_path: Path) ->
     assert tally.n_bytes == file.stat().st_size
 
 
-def test_a_mark_of_the_byte_order_alone_is_an_empty_line(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf")
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf\r\n{"text": "x"}')
-    assert read(str(tmp_path))[0] == ["x"]
-
-
 def test_a_file_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"oops\n" * 5000)
     tally = Tally("a", "data.source", 10)
     with pytest.raises(DataError, match=r"1011 bad records so far(.|\n)*and 1001 more"):
         list(documents(resolve(str(tmp_path)), "text", tally))
-
-
-def test_text_key(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no", "body": "yes"}))
-    assert read(str(tmp_path), text_key="body")[0] == ["yes"]
 
 
 def write_parquet(path: Path, **columns: object) -> None:
@@ -448,10 +410,14 @@ def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
     assert texts == ["one", "two"]
     assert tally.n_bytes == (folder / "train.jsonl").stat().st_size
     assert read(f"hf:{folder}::test")[0] == ["three"]
+    (folder / "body.jsonl").write_text('{"text": "no", "body": "yes"}')
+    assert read(f"{folder}/body.jsonl", text_key="body")[0] == ["yes"]
+    (folder / "body.jsonl").unlink()
     with pytest.raises(DataError, match=r"2 bad records(.|\n)*:1: no field 'body' among text"):
         read(f"hf:{folder}", text_key="body")
-    with pytest.raises(DataError, match=r"Bad split: nope(.|\n)*; or name the files without hf:"):
-        read(f"hf:{folder}::nope")
+    for split in ("nope", "test+nope"):
+        with pytest.raises(DataError, match=rf"Bad split: {re.escape(split)}(.|\n)*; or name the files without hf:"):
+            read(f"hf:{folder}::{split}")
     before = resolve(f"hf:{folder}").stamps()
     (folder / "train.jsonl").write_text('{"text": "one"}\n')
     assert resolve(f"hf:{folder}").stamps() != before
@@ -498,32 +464,36 @@ def test_records_are_the_same_documents_with_and_without_hf(kind: str, form: str
     assert read(f"hf:{file.parent}")[0] == texts
 
 
-def test_tables_keep_text_that_looks_like_nothing(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "a.csv").write_text('\ufefftext,n\n"NA",1\nnull,2\n"two\nlines",3\n"",4\n')
-    assert read(f"hf:{tmp_path}")[0] == ["NA", "null", "two\nlines"]
+README = '---\nconfigs:\n- config_name: default\n  data_files: "*.txt"\n'
+READ: dict[str, tuple[dict[str, str], str, str, list[str]]] = {  # files, before and behind their folder's name, texts
+    "a mark of the byte order alone": ({"a.jsonl": "\ufeff", "b.jsonl": '\ufeff\r\n{"text": "x"}'}, "", "", ["x"]),
+    "text that looks like nothing": (
+        {"a.csv": '\ufefftext,n\n"NA",1\nnull,2\n"two\nlines",3\n"",4\n'},
+        "hf:",
+        "",
+        ["NA", "null", "two\nlines"],
+    ),
+    "what a README names": ({"a.txt": "one\ntwo", "README.md": README + "---\n"}, "hf:", "", ["one\ntwo"]),
+    "what a README asks for": (
+        {"a.txt": "one\n\ntwo", "README.md": README + "  sample_by: paragraph\n---\n"},
+        "hf:",
+        "",
+        ["one", "two"],
+    ),
+    "splits in the order that names them": ({"train.txt": "a", "test.txt": "b"}, "hf:", "::test+train", ["b", "a"]),
+    "all splits": ({"train.txt": "a", "test.txt": "b"}, "hf:", "::all", ["a", "b"]),
+}
 
 
-def test_what_a_readme_asks_for_is_done(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    (tmp_path / "a.txt").write_text("one\ntwo")
-    readme = '---\nconfigs:\n- config_name: default\n  data_files: "*.txt"\n'
-    (tmp_path / "README.md").write_text(readme + "---\n")
-    assert read(f"hf:{tmp_path}")[0] == ["one\ntwo"]
-    (tmp_path / "README.md").write_text(readme + "  sample_by: paragraph\n---\n")
-    assert read(f"hf:{tmp_path}")[0] == ["one\ntwo"]
-    (tmp_path / "a.txt").write_text("one\n\ntwo")
-    assert read(f"hf:{tmp_path}")[0] == ["one", "two"]
-
-
-def test_several_splits_are_read_in_the_order_that_names_them(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.txt").write_text(name)
-    assert read(f"hf:{tmp_path}::test+train")[0] == ["test", "train"]
-    assert sorted(read(f"hf:{tmp_path}::all")[0]) == ["test", "train"]
-    with pytest.raises(DataError, match="Bad split: test\\+nope"):
-        read(f"hf:{tmp_path}::test+nope")
+@pytest.mark.parametrize("case", READ)
+def test_what_is_read(case: str, tmp_path: Path) -> None:
+    files, before, behind, texts = READ[case]
+    if before:
+        pytest.importorskip("datasets")
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content.encode())
+    found = read(f"{before}{tmp_path}{behind}")[0]
+    assert (sorted(found) if case == "all splits" else found) == texts
 
 
 def test_a_folder_of_a_dataset_is_gone_through_once(tmp_path: Path) -> None:
@@ -532,18 +502,6 @@ def test_a_folder_of_a_dataset_is_gone_through_once(tmp_path: Path) -> None:
     for name in ("self", "again"):
         (tmp_path / "in" / name).symlink_to(".")
     assert read(f"hf:{tmp_path}/in")[0] == ["one"]
-
-
-@pytest.mark.parametrize("name", ["books", "allenai/c4"])
-def test_a_folder_in_the_working_directory_is_not_taken_for_the_hub(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert resolve(f"hf:{name}:en").files == ()
-    lines(tmp_path / name / "a.jsonl")
-    with pytest.raises(DataError, match=rf"want: one of them\n.*fix:  hf:\./{name}:en:test for the folder"):
-        resolve(f"hf:{name}:en:test")
-    assert len(resolve(f"hf:./{name}").files) == 1
 
 
 def test_what_the_library_has_kept_does_not_stand_for_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -641,10 +599,10 @@ def test_a_dataset_that_leaves_records_out_is_refused(names: str, left_out: str,
     assert tally.skipped == []  # they were named
 
 
-def test_parts_of_a_dataset() -> None:
+def test_parts_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert len(resolve(f"hf:./{lines(Path('books/a.jsonl')).parent}").files) == 1
+    assert resolve("hf:allenai/c4:en").files == ()
     name, parts = "allenai/c4", ("", ":en", "::test", ":en:test")
     configs = [resolve(f"hf:{name}{part}").dataset for part in parts]
     assert configs == [(name, None, "train"), (name, "en", "train"), (name, None, "test"), (name, "en", "test")]
-    for source in ("hf:", "hf:a:b:c:d", "hf:/no/such/folder"):
-        with pytest.raises(DataError, match=r"want: hf:<dataset>\[:<config>\[:<split>\]\]"):
-            resolve(source)
