@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from titanlite.data.inputs import check_inputs
 from titanlite.data.shard_writer import ShardWriter
 from titanlite.data.shards import Meta, sample_count
 from titanlite.data.sources import resolve
-from titanlite.data.token_files import scan, token_dtype
+from titanlite.data.token_files import scan
 from titanlite.errors import DataError
 
 
@@ -255,18 +256,6 @@ def test_a_file_is_looked_through_in_pieces(tmp_path: Path, monkeypatch: pytest.
         scan(source, "uint16", done.append)
 
 
-def test_odd_sizes_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.bin").write_bytes(b"abc")
-    with pytest.raises(DataError, match=r"a\.bin has 3 bytes\n.*want: uint16 ids \(2 bytes each\)"):
-        open_files(tmp_path, 256)
-    (tmp_path / "in" / "a.bin").write_bytes(b"abcdef")
-    with pytest.raises(
-        DataError, match=r"a\.bin has 6 bytes\n.*want: uint32 ids \(4 bytes each\)(.|\n)*data.token_dtype = \"uint16\""
-    ):
-        open_files(tmp_path, 100_000)
-
-
 def test_ids_that_the_model_has_no_row_for_are_named(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     np.array([1, 2, 300, 299], "<u2").tofile(tmp_path / "in" / "a.bin")
@@ -320,28 +309,6 @@ def test_the_conversion_that_a_refusal_names_makes_it_right(tmp_path: Path, monk
         assert np.array_equal(shards.read(0, shards.tokens), ids)
 
 
-@pytest.mark.parametrize(
-    ("head", "said"),
-    [
-        (b"\x93NUMPY\x01\x00", "numpy's header"),
-        (np.array([20240520, 1, 9], "<i4").tobytes(), "llm.c's header"),
-        (np.array([20240801, 7, 9], "<i4").tobytes(), "llm.c's header"),
-        (b"LITPKDS\x01", "lit-gpt's header"),
-        (b"MMIDIDX\x00\x00\x01", "Megatron's index"),
-        (b"PK\x03\x04", "a zip archive"),
-        (b"\x1f\x8b\x08\x00", "gzip"),
-        (b"\x28\xb5\x2f\xfd", "zstd"),
-        (b"PAR1", "Parquet"),
-        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS"),
-    ],
-)
-def test_headers_are_no_ids(head: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.bin").write_bytes(head + bytes(1200 - len(head)))
-    with pytest.raises(DataError, match=f"a.bin begins with {said}(.|\n)*want: uint16 ids, no header"):
-        token_dtype(resolve(f"{tmp_path}/in"), Data(), 1 << 16)  # before the files are read
-
-
 def megatron(file: Path, ids: np.ndarray, code: int, dtype: str) -> None:
     ids.astype(dtype).tofile(file)
     lengths = np.array([len(ids) - 10, 10], "<i4")
@@ -377,25 +344,45 @@ def test_an_index_of_megatron_states_the_type(tmp_path: Path) -> None:
             open_files(tmp_path, 1000)
 
 
-@pytest.mark.parametrize("stated", ["int64", "<u8", ">u2", "uint8", "float32", "torch.int64", "i4,i4", "("])
-def test_a_type_that_is_stated_and_cannot_be_read_is_refused(stated: str, tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
-    np.arange(100, dtype="<u2").tofile(tmp_path / "in" / "a.bin")
-    meta = tmp_path / "in" / "meta.json"
-    meta.write_text(json.dumps({"dtype": stated}))
-    with pytest.raises(DataError) as e:
-        open_files(tmp_path, 256)
-    assert f"{meta} states {stated!r}\n" in str(e.value)
-    meta.write_text(json.dumps({"dtype": "<i2"}))  # without a sign as with one
-    assert open_files(tmp_path, 256).tokens == 100
+IDS = np.arange(100, dtype="<u2").tobytes()
+SIGNED = np.where(np.arange(100) == 7, -100, 1)  # of those who mark what is not trained on
+HEADS = {  # that are no ids
+    b"\x93NUMPY\x01\x00": "numpy's header",
+    np.array([20240520, 1, 9], "<i4").tobytes(): "llm.c's header",
+    np.array([20240801, 7, 9], "<i4").tobytes(): "llm.c's header",
+    b"LITPKDS\x01": "lit-gpt's header",
+    b"MMIDIDX\x00\x00\x01": "Megatron's index",
+    b"PK\x03\x04": "a zip archive",
+    b"\x1f\x8b\x08\x00": "gzip",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "Parquet",
+    b"version https://git-lfs.github.com/spec/v1\n": "a pointer of Git LFS",
+}
+REFUSED = [  # the file's bytes, the dtype of a meta.json beside it, the vocabulary, what is said
+    *((head + bytes(1200 - len(head)), "", 256, f"begins with {what}.*uint16 ids, no") for head, what in HEADS.items()),
+    (b"abc", "", 256, r"a\.bin has 3 bytes\n.*want: uint16 ids \(2 bytes each\)"),
+    (b"abcdef", "", 70_000, r'6 bytes\n.*want: uint32 ids \(4 bytes each\).*data.token_dtype = "uint16"'),
+    *(
+        (IDS, stated, 256, rf"meta\.json states '{re.escape(stated)}'\n")
+        for stated in ("int64", "<u8", ">u2", "uint8", "float32", "torch.int64", "i4,i4", "(")
+    ),
+    (SIGNED.astype("<i2").tobytes(), "", 1000, r"id 65436 \(-100 as int16\) at token 7 of"),
+    (SIGNED.astype("<i4").tobytes(), "", 70_000, r"id 4294967196 \(-100 as int32\) at token 7 of"),
+]
 
 
-def test_negative_ids_are_shown_with_their_sign(tmp_path: Path) -> None:
-    """Of those who mark what is not trained on; whoever counts from 0 would look for a tokenizer of 2^32 ids."""
+@pytest.mark.parametrize(("content", "stated", "vocab_size", "said"), REFUSED)
+def test_what_are_no_ids_is_refused(content: bytes, stated: str, vocab_size: int, said: str, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
-    ids = np.arange(100) % 50
-    ids[7] = -100
-    for dtype, vocab_size, seen in (("<i4", 100_000, 4294967196), ("<i2", 1000, 65436)):
-        ids.astype(dtype).tofile(tmp_path / "in" / "a.bin")
-        with pytest.raises(DataError, match=rf"id {seen} \(-100 as int{8 * np.dtype(dtype).itemsize}\) at token 7 of"):
-            open_files(tmp_path, vocab_size)
+    (tmp_path / "in" / "a.bin").write_bytes(content)
+    if stated:
+        (tmp_path / "in" / "meta.json").write_text(json.dumps({"dtype": stated}))
+    with pytest.raises(DataError, match=f"(?s){said}"):
+        open_files(tmp_path, vocab_size)
+
+
+def test_a_type_that_is_stated_with_a_sign_is_read_without(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.bin").write_bytes(IDS)
+    (tmp_path / "in" / "meta.json").write_text('{"dtype": "<i2"}')
+    assert open_files(tmp_path, 70_000).tokens == 100
