@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from titanlite.data.progress import Progress
-from titanlite.data.unfinished import PROGRESS, read_made
+from titanlite.data.shard_writer import PROGRESS, read_made
 from titanlite.durable import open_plain
 from titanlite.errors import DataError
 from titanlite.redact import redact
@@ -38,8 +38,8 @@ def make_once(
 
     Args:
         folder: its parent exists.
-        make: called with the folder to fill, which is empty or has what an earlier process has left (`unfinished.py`),
-            and with a function to call with the bytes read so far.
+        make: called with the folder to fill, which is empty or has what an earlier process has left, and with a
+            function to call with the bytes read so far.
         terms: what decides whether `make` fails; a failure is shared by waiting processes with equal terms.
         progress: shows the work of this process or of the one that is waited for, of `total` bytes, if known.
         on_wait: called again and again while another process works.

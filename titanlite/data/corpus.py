@@ -5,7 +5,7 @@ thousands of files keeps no descriptors and mappings, and one that shrinks kills
 held against its hash before its first token is read, as a file may change at equal size.
 
 Reading waits for tokens that are not there yet. The folder that is being made says how many are there
-(`unfinished.py`); its lock, whether a process still makes it (`cache.py`).
+(`shard_writer.py`); its lock, whether a process still makes it (`cache.py`).
 """
 
 import math
@@ -19,8 +19,8 @@ import numpy as np
 
 from titanlite.data.cache import POLL_SECONDS, lock_of, maker_failed, unfinished_of
 from titanlite.data.cache_folder import Preparation, unusable_cache
+from titanlite.data.shard_writer import read_made, read_shard, shard_name, want, wanted_of
 from titanlite.data.shards import ChangedFileError, HashedFile, Meta, Shard, damaged, hashed_files, shard_unreadable
-from titanlite.data.unfinished import read_made, read_shard, shard_name, want, wanted_of
 from titanlite.errors import DataError, NoMoreDataError
 
 _LOOK_SECONDS = 1.0  # between looks at whether somebody still works

@@ -18,13 +18,12 @@ from titanlite.data.corpus import Corpus
 from titanlite.data.encode import encode
 from titanlite.data.progress import Progress
 from titanlite.data.remote import telling
-from titanlite.data.shard_writer import ShardWriter
+from titanlite.data.shard_writer import PROGRESS, ShardWriter, empty, end, read_wanted, want, wanted_of
 from titanlite.data.shards import Meta, Shard
 from titanlite.data.sources import Source, resolve
 from titanlite.data.tally import Tally
 from titanlite.data.token_files import require_separator, scan, token_dtype
 from titanlite.data.tokenizer import Tokenizer, few_ids, load_tokenizer, rows_for
-from titanlite.data.unfinished import PROGRESS, empty, end, read_wanted, want, wanted_of
 from titanlite.errors import DataError, Problem, describe
 
 PUBLISH_SECONDS = 1.0

@@ -1,21 +1,72 @@
-"""Write token ids to shards, durably, and hash them."""
+"""Write token ids to shards, durably, and say how far that is: to readers, and to a restart.
+
+A folder that is still being made has a `progress.json`, replaced as a whole, with the number of tokens that are there
+for good, and what reading the source had met by then. Each full shard has a `.json` with its hashes; both kinds of file
+have a hash of themselves. Tokens are on disk before `progress.json` counts them: it ends with a good document. What
+lies behind is written again after a restart. These files are deleted when the folder is complete.
+"""
 
 import os
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from titanlite.data import unfinished
-from titanlite.data.shards import BLOCK_BYTES, Shard, block_hashes, hashed_files, token_hash
-from titanlite.durable import write_durably
-from titanlite.json_file import with_hash
+from titanlite.data.shards import BLOCK_BYTES, VERSION, Shard, block_hashes, hashed_files, token_hash
+from titanlite.durable import read_plain, write_durably
+from titanlite.json_file import parse_json, with_hash, without_hash
 
 _SHARD_TOKENS = 1 << 27
 _HASHED_TOKENS = BLOCK_BYTES // 2  # that a restart reads at once: one block, or two of uint32
+PROGRESS = "progress.json"
+
+
+@dataclass(frozen=True)
+class Made:
+    """The content of progress.json."""
+
+    dtype: str
+    n_shards: int  # full ones
+    tokens: int  # of the shard after these, as `max_id`, `max_at` and `content`
+    max_id: int
+    max_at: int
+    content: str  # xxh3 of its bytes
+    all_tokens: int
+    read: dict[str, Any]  # `Tally.kept`
+    version: int = VERSION
+
+    @property
+    def last(self) -> Shard:
+        """Return the shard after the full ones, which has no hashes yet."""
+        return Shard(shard_name(self.n_shards), self.tokens, self.max_id, self.max_at, ())
+
+
+def shard_name(number: int) -> str:
+    """Return the name of a shard's file."""
+    return f"shard-{number:05d}.bin"
+
+
+def read_shard(folder: Path, number: int) -> Shard:
+    """Read the .json of a full shard.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+        ValueError, TypeError or KeyError: it is damaged.
+    """
+    return Shard.of(without_hash(parse_json(read_plain((folder / shard_name(number)).with_suffix(".json")))))
+
+
+def read_made(folder: Path) -> Made | None:
+    """Read progress.json; None before the first document, and when the folder is complete."""
+    try:
+        made = Made(**without_hash(parse_json(read_plain(folder / PROGRESS))))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return made if made.version == VERSION else None
 
 
 class ShardWriter:
@@ -87,8 +138,8 @@ class ShardWriter:
             write_durably((self.folder / shard.path).with_suffix(".json"), with_hash(asdict(shard)))
         self._said, content = len(self._shards), self._content.hexdigest()
         last = self._tokens, self._max_id, self._max_at, content
-        made = unfinished.Made(self._dtype.name, self._said, *last, self.tokens, read)
-        write_durably(self.folder / unfinished.PROGRESS, with_hash(asdict(made)))
+        made = Made(self._dtype.name, self._said, *last, self.tokens, read)
+        write_durably(self.folder / PROGRESS, with_hash(asdict(made)))
 
     def go_on(self, alive: Callable[[], object]) -> dict[str, Any] | None:
         """Go on from progress.json; `alive` is called again and again while shards are held against their hashes.
@@ -96,11 +147,11 @@ class ShardWriter:
         Returns:
             What `publish` got last; None, with the folder emptied, if there is no such file or it is damaged.
         """
-        made, tokens, content = unfinished.read_made(self.folder), self._hash.copy(), self._content
+        made, tokens, content = read_made(self.folder), self._hash.copy(), self._content
         try:
             if made is None or made.dtype != self._dtype.name:
                 raise ValueError
-            shards = [unfinished.read_shard(self.folder, n) for n in range(made.n_shards)]
+            shards = [read_shard(self.folder, n) for n in range(made.n_shards)]
             for shard in (*shards, made.last):
                 (file,), content = hashed_files(self.folder, [shard], made.dtype), xxhash.xxh3_64()
                 for first in range(0, shard.tokens, _HASHED_TOKENS):
@@ -111,7 +162,7 @@ class ShardWriter:
             if content.hexdigest() != made.content:
                 raise ValueError
         except (FileNotFoundError, ValueError, TypeError, KeyError):
-            unfinished.empty(self.folder)
+            empty(self.folder)
             return None
         self._hash, self._content, self._shards, self._said = tokens, content, shards, len(shards)
         self._tokens, self._max_id, self._max_at = made.tokens, made.max_id, made.max_at
@@ -125,7 +176,7 @@ class ShardWriter:
         return tuple(self._shards), self._hash.hexdigest()
 
     def _path(self) -> Path:
-        return self.folder / unfinished.shard_name(len(self._shards))
+        return self.folder / shard_name(len(self._shards))
 
     def _reopen(self) -> None:
         """Delete what lies behind the tokens that count, and open the shard that goes on."""
@@ -148,3 +199,35 @@ class ShardWriter:
         self._shards.append(Shard(path.name, self._tokens, self._max_id, self._max_at, block_hashes(path)))
         self._file, self._tokens, self._max_id, self._max_at = None, 0, -1, 0
         self._content = xxhash.xxh3_64()
+
+
+def read_wanted(unfinished: Path) -> int:
+    """Return how many tokens of an unfinished folder readers have asked for."""
+    try:
+        return int(read_plain(wanted_of(unfinished)))
+    except (OSError, ValueError):
+        return 0
+
+
+def want(unfinished: Path, tokens: int) -> None:
+    """Ask the maker of an unfinished folder for so many tokens: it waits for readers if its lead is limited."""
+    if read_wanted(unfinished) < tokens:
+        write_durably(wanted_of(unfinished), str(tokens), by=f".{os.getpid()}", on_disk=False)
+
+
+def wanted_of(unfinished: Path) -> Path:
+    """Return the file with the number of tokens that readers have asked for."""
+    return unfinished.with_name(f"{unfinished.name}.wanted")
+
+
+def empty(folder: Path) -> None:
+    """Delete what a folder holds."""
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def end(folder: Path) -> None:
+    """Delete the files of progress. Any number of processes may do this at once."""
+    for path in folder.glob("shard-*.json"):
+        path.unlink(missing_ok=True)
+    (folder / PROGRESS).unlink(missing_ok=True)

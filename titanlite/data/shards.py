@@ -6,7 +6,6 @@ index of documents: sample i is tokens[i·S : i·S + S + 1], whose last token is
 """
 
 import dataclasses
-import errno
 import hashlib
 import os
 from collections.abc import Iterable, Sequence
@@ -128,13 +127,10 @@ class HashedFile:
 
     def check(self, block: int) -> None:
         """Hold a block against its hash; see `read`."""
-        with open(self.path, "rb", buffering=0) as file:
-            self._check(file.fileno(), block)
+        self.read(block * BLOCK_BYTES // self._dtype.itemsize, 1)
 
     def check_size(self) -> None:
         """Check the size of the file; see `read`."""
-        if not self.path.is_file():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
         self._check_size(self.path.stat().st_size)
 
     def _check_size(self, size: int) -> None:

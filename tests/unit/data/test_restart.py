@@ -20,11 +20,10 @@ from titanlite.data.cache import unfinished_of
 from titanlite.data.documents import documents
 from titanlite.data.encode import Encoded, encode
 from titanlite.data.prepare import prepare
-from titanlite.data.shard_writer import ShardWriter
+from titanlite.data.shard_writer import ShardWriter, read_made
 from titanlite.data.shards import Meta
 from titanlite.data.sources import resolve
 from titanlite.data.tally import Tally
-from titanlite.data.unfinished import read_made
 from titanlite.errors import DataError
 
 N_RECORDS = 12
