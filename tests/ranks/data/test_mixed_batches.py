@@ -11,6 +11,7 @@ from tests.unit.data.test_mixture import WEIGHTS, Oracle, Sample, config_of, pas
 from tests.unit.data.test_shards import make_shards
 from titanlite.config.schema import Stage
 from titanlite.data.batches import TrainBatches
+from titanlite.data.mixture import Mixture
 from titanlite.data.samples import Samples
 from titanlite.data.stages import Past, StageTable, stage_table
 
@@ -69,23 +70,27 @@ def test_any_ranks_take_what_the_oracle_says(sources: dict[str, Samples], ranks:
         assert len(set(own[whole:])) == len(own) - whole
 
 
-def test_a_ramp_in_shapes_of_its_own(sources: dict[str, Samples]) -> None:
-    """From 8 sequences of 4 tokens to 32 of 16, resumed at each step, on two ranks."""
+def test_a_ramp_of_batch_and_length_is_what_the_oracle_says(sources: dict[str, Samples]) -> None:
+    """From 8 sequences of 4 tokens to 32 of 16, which all are cut into from the start; resumed at each step."""
+    weights, last = {"a": 0.5, "b": 0.3, "c": 0.2}, {"a": 1.0, "b": 3.0, "c": 0.5}
     stages = (
-        Stage(100, seq_len=8),
+        Stage(70, seq_len=8),
         Stage(200, global_batch_size=16, local_batch_size=2),
-        Stage(500, seq_len=16, global_batch_size=32, local_batch_size=4),
+        Stage(500, last, seq_len=16, global_batch_size=32, local_batch_size=4),
     )
-    config, past, oracle = config_of({"a": 0.5, "b": 0.3, "c": 0.2}, stages, 12, 8, 4), Past(), Oracle(UNITS, 16, 0)
-    shapes, tokens, shape = {0: (8, 4, 1), 100: (8, 8, 1), 200: (16, 8, 2), 500: (32, 16, 4)}, 0, (0, 0, 0)
+    config, past, oracle = config_of(weights, stages, 12, 8, 4), Past(), Oracle(UNITS, 16, 0)
+    rows = [row.to_json() for row in stage_table(config, 2).rows]
+    shapes, tokens, samples, shape = {0: (8, 4, 1), 70: (8, 8, 1), 200: (16, 8, 2), 500: (32, 16, 4)}, 0, 0, (0, 0, 0)
     for step in range(1, 13):
         now = shapes[max(start for start in shapes if start <= tokens)]
-        if now[:2] != shape[:2] or step == 1:
-            oracle.begin({"a": 0.5, "b": 0.3, "c": 0.2}, now[1])
-        shape = now
-        table = stage_table(config, 2, past)
+        if now[:2] != shape[:2]:
+            oracle.begin(last if now == shapes[500] else weights, now[1])
+        shape, table = now, stage_table(config, 2, past)
+        assert ([row.to_json() for row in table.rows], table.steps, table.notes) == (rows, 12, ())
         assert step_of(sources, table, step, 2, shape[2]) == [oracle.next() for _ in range(shape[0])]
-        tokens += shape[0] * shape[1]
-        past = past_of(table, step)
-        assert past.tokens == tokens
+        tokens, samples, past = tokens + shape[0] * shape[1], samples + shape[0], past_of(table, step)
+        assert (past.tokens, past.samples) == (table.tokens(step), table.samples(step)) == (tokens, samples)
+        skipped = Mixture(table, UNITS).skipped(step)
+        assert skipped == {name: oracle.skipped[name] for name in UNITS}
+    assert sum(skipped.values()) > 0  # else the case is not there
     assert shape == (32, 16, 4)
