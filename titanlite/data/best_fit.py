@@ -67,12 +67,7 @@ class DocumentCuts:
 def packed_windows(
     pieces: Iterator[np.ndarray], seq_len: int, window: int = _WINDOW_ITEMS
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Pack pieces into bins, window by window.
-
-    Args:
-        pieces: [N] SPAN each, in the order of the source.
-        seq_len: tokens of a bin (S).
-        window: pieces after which a window ends.
+    """Pack pieces, [N] SPAN in the order of the source, into bins of S tokens; `window` pieces or more at once.
 
     Yields:
         The pieces of a window, bin by bin and in a bin by their starts; and [bins] int64, how many each bin has.
@@ -127,9 +122,7 @@ class _Rooms:
 def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """Return the bin of each item, [N] int64 from 0 on: the longest item first, each where it leaves the least room.
 
-    Args:
-        lengths: [N] integers, 1 … S.
-        seq_len: room of an empty bin (S).
+    `lengths` are [N] integers, 1 … S; an empty bin has room for S.
     """
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")

@@ -40,12 +40,9 @@ class Share(NamedTuple):
 
 
 def share_of_rank(starts: np.ndarray, seq_len: int, group: ContextGroup) -> Share:
-    """Split a micro-batch.
+    """Split a micro-batch; `starts` is [N] int32, where the document of each token begins.
 
-    Args:
-        starts: [N] int32, where the document of each token begins.
-        seq_len: S, which divides N; `RUN` divides both.
-        group: the ranks.
+    S divides N, and `RUN` both.
     """
     C = chunk_length(len(starts), seq_len, group.size)
     owner = split_by_work(starts, C, group.size)
@@ -137,11 +134,8 @@ def _attention_of_chunks(starts: np.ndarray, C: int) -> np.ndarray:
 def seen_chunks(starts: np.ndarray, C: int, own: np.ndarray, window: int) -> np.ndarray:
     """Return which chunks have keys of the tokens of the chunks `own`, [N / C] bool.
 
-    Args:
-        starts: [N] int32.
-        C: tokens of a chunk.
-        own: [n] chunks.
-        window: tokens that a token sees, itself included; 0: all of its document.
+    `starts` is [N] int32, `own` are [n] chunks of C tokens. A token sees `window` tokens, itself included; 0: all of
+    its document.
     """
     first = starts[own * C]
     if window:

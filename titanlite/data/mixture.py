@@ -142,9 +142,7 @@ class Taken:
 class Mixture:
     """The order of training over all its sources.
 
-    Args:
-        table: the stage table.
-        units: number of units of each source by name, at least one; None: not known yet.
+    `units` has the number of units of each source by name, at least one; None: not known yet.
     """
 
     def __init__(self, table: StageTable, units: Mapping[str, int | None]) -> None:

@@ -106,14 +106,8 @@ def preparation_of(source: Source, data: Data, vocab_size: int, tokenizer: Token
 def prepare(source: str, data: Data, vocab_size: int, progress: bool, key: str = "data.source") -> Corpus:
     """Open the token shards of a source; make them first if they are not there.
 
-    Any number of processes may call this at once: one works, the others wait.
-
-    Args:
-        source: the source.
-        data: the keys of `[data]`; of these `max_tokens` limits `data.source` alone.
-        vocab_size: of the model; all ids are below it.
-        progress: show a progress bar, or lines where stderr is no terminal.
-        key: the config key of the source.
+    Any number of processes may call this at once: one works, the others wait. All ids must be below `vocab_size`, the
+    model's; `key` is the config key of the source.
 
     Raises:
         DataError: anything about source, tokenizer, records or cache folder.

@@ -72,11 +72,9 @@ class Past:
 
 
 class StageTable:
-    """The rows of a run, and what follows from them for each step.
+    """The rows of a run, in order, and what follows from them for each step.
 
     Args:
-        rows: in order.
-        steps: of the run.
         unit_len: tokens of the samples that sources are cut into: the longest seq_len of all stages, past ones too.
         notes: what was changed at this start, a line each.
     """
@@ -106,10 +104,7 @@ class StageTable:
 def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
     """Make the stage table of a start: the past as it was, and from there on what the config asks for.
 
-    Args:
-        config: of the run, checked.
-        world_size: number of processes; None: the fewest.
-        past: of the checkpoint from which the run goes on.
+    `world_size` is the number of processes, None the fewest; `past` is that of the checkpoint.
 
     Raises:
         ConfigError: the config has other stages up to here than were trained, or one without a step.

@@ -94,29 +94,14 @@ def test_what_decides_the_content_decides_the_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch_characters", [1, 5, 100])
-@pytest.mark.parametrize(
-    ("max_tokens", "expected", "is_cut"),
-    [
-        (0, b"one\0two\0three\0", False),
-        (1, b"one\0", True),
-        (4, b"one\0", True),
-        (5, b"one\0two\0", True),
-        (9, b"one\0two\0three\0", False),
-        (14, b"one\0two\0three\0", False),
-        (15, b"one\0two\0three\0", False),
-    ],
-)
+@pytest.mark.parametrize("max_tokens", [0, 1, 4, 5, 9, 14, 15])
 def test_preparation_ends_with_the_document_that_reaches_max_tokens(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    batch_characters: int,
-    max_tokens: int,
-    expected: bytes,
-    is_cut: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_characters: int, max_tokens: int
 ) -> None:
     monkeypatch.setattr("titanlite.data.encode._BATCH_CHARACTERS", batch_characters)
-    source = write_texts(tmp_path / "in", "one", "two", "three")
+    source, is_cut = write_texts(tmp_path / "in", "one", "two", "three"), 0 < max_tokens < 9
     shards = prepare_here(tmp_path, source, max_tokens=max_tokens)
+    expected = b"one\0two\0three\0"[: {1: 4, 4: 4, 5: 8}.get(max_tokens)]
     assert bytes(shards.read(0, shards.tokens).tolist()) == expected
     assert shards.meta.documents == expected.count(0)
     assert shards.meta.max_tokens == is_cut * max_tokens  # said of a source only if something of it is left out
