@@ -12,8 +12,9 @@ of their first tokens, near the order of the source.
 Source: Ding et al., "Fewer Truncations Improve Language Modeling", 2024 (arXiv:2404.10830), section 3.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -93,32 +94,6 @@ def _pack_window(spans: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarra
     return spans[np.argsort(ranked, kind="stable")], np.bincount(ranked)
 
 
-@dataclass
-class _Rooms:
-    """The open bins by their room."""
-
-    by_room: dict[int, list[int]] = field(default_factory=dict)
-    bits: int = 0  # bit r is set if bins have room r: the least room of at least L is found without a search
-
-    def least(self, length: int) -> int | None:
-        """Return the least room of an open bin that an item fits into."""
-        above = self.bits >> length
-        return None if not above else length + (above & -above).bit_length() - 1
-
-    def take(self, room: int, n: int) -> list[int]:
-        bins = self.by_room[room]
-        taken = bins[-n:]
-        del bins[-n:]
-        if not bins:
-            self.bits ^= 1 << room
-        return taken
-
-    def put(self, room: int, bins: list[int]) -> None:
-        if room and bins:
-            self.by_room.setdefault(room, []).extend(bins)
-            self.bits |= 1 << room
-
-
 def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     """Return the bin of each item, [N] int64 from 0 on: the longest item first, each where it leaves the least room.
 
@@ -127,22 +102,30 @@ def best_fit_decreasing(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     groups = np.split(order, np.flatnonzero(np.diff(lengths[order])) + 1) if len(order) else []
-    rooms, n_bins = _Rooms(), 0
+    n_bins, open_bins = 0, dict[int, list[int]]()  # by their room
+    rooms: list[int] = []  # that open bins have, ascending
     for items in groups:
         length, done = int(lengths[items[0]]), 0
         while done < len(items):
-            room = rooms.least(length)
-            each = (seq_len if room is None else room) // length
+            least = bisect_left(rooms, length)
+            room = rooms[least] if least < len(rooms) else seq_len
+            each = room // length
             wanted = -(-(len(items) - done) // each)
-            if room is None:
-                room, taken = seq_len, list(range(n_bins, n_bins + wanted))
-                n_bins += wanted
+            if least < len(rooms):
+                taken = open_bins[room][-wanted:]
+                del open_bins[room][-wanted:]
+                if not open_bins[room]:
+                    del rooms[least]
             else:
-                taken = rooms.take(room, wanted)
+                taken = list(range(n_bins, n_bins + wanted))
+                n_bins += wanted
             placed = np.repeat(taken, each)[: len(items) - done]
             bins[items[done : done + len(placed)]] = placed
             done += len(placed)
             n_last = len(placed) - each * (len(taken) - 1)  # items of the last bin
-            rooms.put(room - each * length, taken[:-1])
-            rooms.put(room - n_last * length, taken[-1:])
+            for left, used in ((room - each * length, taken[:-1]), (room - n_last * length, taken[-1:])):
+                if left and used:
+                    if not open_bins.setdefault(left, []):
+                        insort(rooms, left)
+                    open_bins[left] += used
     return bins

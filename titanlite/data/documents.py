@@ -143,7 +143,7 @@ def _blocks(file: SourceFile, tally: Tally) -> Iterator[str]:
 def _json_lines(file: SourceFile) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
     """Open a file of lines, compressed or not; return it and what tells how many bytes of the file have been read."""
     with file.open("rb") as data:
-        codec = CODECS.get(file.suffix.lower())
+        codec = CODECS.get(os.path.splitext(ending(file))[1])
         if codec is None:
             yield data, data.tell
             return

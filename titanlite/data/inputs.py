@@ -33,7 +33,7 @@ from titanlite.data.prepare import (
     preparation_of,
 )
 from titanlite.data.shards import Meta, Shard, sample_count
-from titanlite.data.sources import CODECS, Source, resolve
+from titanlite.data.sources import CODECS, Source, ending, resolve
 from titanlite.data.token_files import first_ids, require_separator, scan
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_writable
@@ -181,7 +181,7 @@ def _read_if_small(source: Source, data: Data, planned: Preparation | None) -> M
     """Read a small source and return its meta.json; of larger token files, one with the number of tokens."""
     n_bytes = source.n_bytes()
     check_text_key(source, data)
-    is_packed = any(f.suffix.lower() in (".parquet", *CODECS) for f in source.files)
+    is_packed = any(ending(f).endswith((".parquet", *CODECS)) for f in source.files)
     is_small = n_bytes is not None and n_bytes <= _SMALL_BYTES and not is_packed
     if source.kind == "tokens" and planned is not None and n_bytes is not None:
         if is_small:

@@ -64,11 +64,6 @@ class RemoteFile:
         """Return the last part of the URL's path."""
         return _path_of(self.url).rpartition("/")[2]
 
-    @property
-    def suffix(self) -> str:
-        """Return the last ending of the name, with its point."""
-        return f".{self.name.rpartition('.')[2]}" if "." in self.name else ""
-
     def stat(self) -> "RemoteFile":
         """Return size and version as they were when the source was resolved."""
         return self

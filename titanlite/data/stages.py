@@ -104,7 +104,7 @@ class StageTable:
 def stage_table(config: Config, world_size: int | None, past: Past | None = None) -> StageTable:
     """Make the stage table of a start: the past as it was, and from there on what the config asks for.
 
-    `world_size` is the number of processes, None the fewest; `past` is that of the checkpoint.
+    `world_size` is the number of processes, None the fewest; `past` is what was trained by a checkpoint.
 
     Raises:
         ConfigError: the config has other stages up to here than were trained, or one without a step.

@@ -16,7 +16,7 @@ from titanlite.data import remote
 from titanlite.data.corpus import Corpus
 from titanlite.data.prepare import prepare
 from titanlite.data.shards import Shard
-from titanlite.data.sources import resolve
+from titanlite.data.sources import ending, resolve
 from titanlite.errors import DataError
 
 pytest.importorskip("aiohttp")
@@ -262,7 +262,7 @@ def test_a_file_that_is_compressed_on_its_way_is_refused_for_that(server: Server
 
 def test_a_query_is_no_part_of_the_name(server: Server, of_files: OfFiles, tmp_path: Path) -> None:
     url = f"{server.url}?name=x.txt&X-Amz-Signature=a/b%2Bc"
-    assert [(file.name, file.suffix) for file in resolve(url).files] == [("a.jsonl", ".jsonl")]
+    assert [(file.name, ending(file)) for file in resolve(url).files] == [("a.jsonl", ".jsonl")]
     assert prepared(url, tmp_path / "cache").meta.shards == of_files[OLD]
     with pytest.raises(DataError, match=r"of another kind, first .*/download\?file=a\.jsonl"):
         resolve(f"{server.url.rpartition('/')[0]}/download?file=a.jsonl")

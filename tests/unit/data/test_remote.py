@@ -151,9 +151,7 @@ def test_credentials_are_not_tried_again(
 ) -> None:
     bucket.pipe("/bucket/a.txt", b"one")
     n = failing(bucket, monkeypatch, 1, error)
-    with pytest.raises(
-        DataError, match=rf"{type(error).__name__}: {error}\n.*want: files that may be read, with"
-    ):
+    with pytest.raises(DataError, match=rf"{type(error).__name__}: {error}\n.*want: files that may be read, with"):
         prepare_here(tmp_path, "memory://bucket/a.txt")
     assert n[0] == 1
 
