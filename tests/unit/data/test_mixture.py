@@ -181,12 +181,6 @@ def test_weights_of_the_stage_that_goes_on_may_change() -> None:
     assert [row.from_step for row in table.rows] == [0, 10, 20]
 
 
-def test_a_stage_without_a_step_is_refused() -> None:
-    stages = (Stage(321, global_batch_size=64), Stage(322))
-    with pytest.raises(ConfigError, match="at least a step, of 512 tokens"):
-        stage_table(config_of({"a": 1.0}, stages), 1)
-
-
 def test_a_stage_that_a_resume_would_pass_over_is_refused() -> None:
     """As at a fresh start; else the next resume would miss it in what was trained."""
     config = config_of({"a": 1.0}, batch=3, seq_len=10)
@@ -206,9 +200,3 @@ def test_sources_that_are_gone_through_five_times_are_named_unless_they_say_how_
     (text,) = many_epochs(config, stage_table(config, 1), units)
     assert text.startswith("data.mixture[0].source = ")
     assert ": 5 epochs in 40 steps" in text
-
-
-def test_a_stage_that_is_not_reached_is_said() -> None:
-    table = stage_table(config_of({"a": 1.0}, (Stage(10_000),)), 1)
-    assert table.notes == ("data.stage[0] is not reached: it begins with step 314",)
-    assert len(table.rows) == 1

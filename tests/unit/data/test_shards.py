@@ -16,7 +16,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.data.corpus import Corpus
 from titanlite.data.inputs import check_inputs
 from titanlite.data.shard_writer import ShardWriter
-from titanlite.data.shards import Meta, sample_count
+from titanlite.data.shards import Meta
 from titanlite.data.sources import resolve
 from titanlite.data.token_files import scan
 from titanlite.errors import DataError
@@ -190,20 +190,6 @@ def test_damaged_meta(tmp_path: Path, change: Callable[[str], str | None], said:
     meta.unlink() if content is None else meta.write_text(content)
     with pytest.raises(DataError, match=rf"token shards = {said}.*\n.*want: a folder of token shards with a meta.json"):
         Corpus(tmp_path / "s")
-
-
-def test_sample_count(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path / "s", np.arange(81))
-    assert sample_count("x", shards.tokens, 16) == 5
-    assert sample_count("x", shards.tokens, 80) == 1
-    assert sample_count("x", 96, 16) == 5
-    wanted = r"81 tokens\n.*want: at least 82 tokens: 1 sample of training.seq_len = 81"
-    with pytest.raises(DataError, match=rf"{wanted}(.|\n)*or a smaller training.seq_len\Z"):
-        sample_count("x", shards.tokens, 81)
-    with pytest.raises(DataError, match="which has 0 tokens"):
-        sample_count("x", 0, 16)
-    with pytest.raises(DataError, match=r"want: at least 97 tokens(.|\n)*training.global_batch_size"):
-        sample_count("x", shards.tokens, 16, at_least=6)
 
 
 def open_files(tmp_path: Path, vocab_size: int, source: str = "in/*.bin", **keys: str) -> Corpus:

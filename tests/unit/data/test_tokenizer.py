@@ -40,6 +40,7 @@ def make_tokenizer(path: Path, special: tuple[str, ...] = ("<|endoftext|>",), **
 def test_bytes() -> None:
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.separator_id) == (256, 0)
+    assert (rows_for(256), rows_for(2004)) == (256, 2048)  # what is proposed for a model
     ids = tokenizer.encode_batch(["a", "é", ""])
     assert [i.tolist() for i in ids] == [[97], [0xC3, 0xA9], []]
 
@@ -179,15 +180,6 @@ def test_a_bos_token_that_there_is_none_of_is_refused(tmp_path: Path) -> None:
     data = Data(f"{tmp_path}/a.bin", add_bos_token=True, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(DataError, match=r"data\.add_bos_token = true\n.*false for token files such as"):
         check_inputs(Config(data=data), 300)
-
-
-def test_vocabulary_is_the_largest_id_and_one(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-
-    Tokenizer(models.WordLevel({"a": 0, "</s>": 3, "b": 9}, unk_token="a")).save(str(tmp_path / "t.json"))
-    tokenizer = load_tokenizer(str(tmp_path / "t.json"))
-    assert (tokenizer.vocab_size, tokenizer.separator_id) == (10, 3)
-    assert rows_for(2004) == 2048  # what is proposed for a model
 
 
 def test_tokens_for_what_is_unknown_are_counted(tmp_path: Path) -> None:
