@@ -388,9 +388,7 @@ def test_check_inputs_holds_what_is_small_against_a_step(tmp_path: Path) -> None
     with pytest.raises(DataError, match=said):
         check_inputs(cut, 256, sequences=6)
     write_texts(tmp_path / "held_out", "x" * 15)
-    with pytest.raises(
-        DataError, match=r"has 16 tokens\n.*17 tokens: 1 sample (.|\n)*smaller training.seq_len\Z"
-    ):
+    with pytest.raises(DataError, match=r"has 16 tokens\n.*17 tokens: 1 sample (.|\n)*smaller training.seq_len\Z"):
         check_inputs(run, 256, sequences=6)
     write_texts(tmp_path / "held_out", "")
     with pytest.raises(DataError, match=r"validation.source = .*, which holds no text"):
