@@ -57,7 +57,7 @@ def make_once(
         if done is not None:
             progress.update(done, total)
 
-    with progress, _lock(lock_of(folder), waiting) as (lock, has_waited):
+    with progress, _lock(folder, waiting) as (lock, has_waited):
         if folder.exists():
             return
         if has_waited and (received := _read_lock(lock)).startswith(failed):
@@ -105,14 +105,9 @@ def failed_start(terms: str) -> str:
 def say_failed(folder: Path, terms: str, error: object) -> None:
     """Write into the lock file why a folder could not be made, unless another process makes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    file = open_plain(lock_of(folder), os.O_RDWR | os.O_CREAT)
-    try:
+    with _opened(folder, os.O_RDWR | os.O_CREAT) as file, suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _write_failure(file, terms, error)
-    except BlockingIOError:
-        return
-    finally:
-        os.close(file)
 
 
 def maker_failed(folder: Path, terms: str) -> str | None:
@@ -121,15 +116,19 @@ def maker_failed(folder: Path, terms: str) -> str | None:
     Raises:
         OSError: the lock file cannot be read.
     """
-    try:
-        file = open_plain(lock_of(folder), os.O_RDONLY)
-    except FileNotFoundError:
-        return ""
-    try:
+    with suppress(FileNotFoundError), _opened(folder, os.O_RDONLY) as file:
         if not _is_free(file):
             return None
         received, start = _read_lock(file), failed_start(terms)
         return received.removeprefix(start).rstrip() if received.startswith(start) else ""
+    return ""
+
+
+@contextmanager
+def _opened(folder: Path, flags: int) -> Iterator[int]:
+    file = open_plain(lock_of(folder), flags)
+    try:
+        yield file
     finally:
         os.close(file)
 
@@ -145,10 +144,9 @@ def _is_free(lock: int) -> bool:
 
 
 @contextmanager
-def _lock(path: Path, waiting: Callable[[int | None], None]) -> Iterator[tuple[int, bool]]:
-    file = open_plain(path, os.O_RDWR | os.O_CREAT)
+def _lock(folder: Path, waiting: Callable[[int | None], None]) -> Iterator[tuple[int, bool]]:
     has_waited = False
-    try:
+    with _opened(folder, os.O_RDWR | os.O_CREAT) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -159,8 +157,6 @@ def _lock(path: Path, waiting: Callable[[int | None], None]) -> Iterator[tuple[i
                 waiting(int(received) if received.isdigit() else None)
                 time.sleep(POLL_SECONDS)
         yield file, has_waited
-    finally:
-        os.close(file)
 
 
 def _write_failure(lock: int, terms: str, error: object) -> None:

@@ -273,31 +273,25 @@ def list_files(
     fs, path = filesystem(source, key)
     named_by = _path_of(path)
 
-    def find() -> dict[str, Any]:
+    def find() -> tuple[dict[str, Any], dict[str, Any]]:
         fs.invalidate_cache()
-        if any(mark in named_by for mark in "*?["):
-            found = fs.glob(path, detail=True)
-            matched = {name: info for name, info in found.items() if info.get("type") != "directory"}
-            for name in found.keys() - matched.keys():
-                below.update(fs.find(name, detail=True))
-            return matched
-        info = fs.info(path)
-        # Over http a folder is a page of links.
-        is_page = info.get("mimetype") == "text/html" and path == named_by and not path.lower().endswith(endings)
-        if info.get("type") == "directory" or is_page:
-            below.update(fs.find(f"{path.rstrip('/')}/" if is_page else path, detail=True))
-            return {}
-        return {path: info}
+        is_pattern = any(mark in named_by for mark in "*?[")
+        named, below = fs.glob(path, detail=True) if is_pattern else {path: fs.info(path)}, dict[str, Any]()
+        for name, info in [*named.items()]:
+            # Over http a folder is a page of links.
+            is_page = info.get("mimetype") == "text/html" and name == named_by and not name.lower().endswith(endings)
+            if info.get("type") == "directory" or is_page:
+                below |= fs.find(f"{name.rstrip('/')}/" if is_page else name, detail=True)
+                del named[name]
+        return named, below
 
-    below: dict[str, Any] = {}
     try:
-        named = _retried(find, source, key, "while it was listed", _TRIES_AT_START if is_start else None)
+        named, below = _retried(find, source, key, "while it was listed", _TRIES_AT_START if is_start else None)
     except FileNotFoundError:
-        named = {}
-    fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0]) if named or below else 0
+        named, below = {}, {}
+    fixed = len(re.split(r"[*?\[]", path)[0].rpartition("/")[0])
     if "/." not in path[fixed:]:  # hidden files are taken only if asked for
-        named = {name: info for name, info in named.items() if "/." not in name[fixed:]}
-        below = {name: info for name, info in below.items() if "/." not in name[fixed:]}
+        named, below = ({name: of[name] for name in of if "/." not in name[fixed:]} for of in (named, below))
     of_folders = below.keys() - named.keys()
     taken = named | {name: below[name] for name in of_folders if _path_of(name).lower().endswith(endings)}
     passed = sorted(of_folders - taken.keys())
