@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.support.prepared import prepare_here
 from tests.unit.data.test_sources import write_parquet
@@ -26,7 +28,6 @@ SAID = "larger than data.max_record_mib = 1"
 def write(path: Path, *lines: str) -> Path:
     content = "".join(f"{line}\n" for line in lines).encode()
     if path.suffix == ".zst":
-        pyarrow = pytest.importorskip("pyarrow")
         with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
             file.write(content)
     else:
@@ -48,7 +49,6 @@ def read(file: Path, limit: int, max_record_mib: int = 1) -> tuple[list[str], Ta
 @contextmanager
 def counted_memory() -> Iterator[Any]:
     """Let pyarrow take its memory from a pool that counts it."""
-    pyarrow = pytest.importorskip("pyarrow")
     before = pyarrow.default_memory_pool()
     pool = pyarrow.proxy_memory_pool(before)
     pyarrow.set_memory_pool(pool)
@@ -91,7 +91,7 @@ def test_a_large_text_of_a_parquet_file_is_a_bad_record(tmp_path: Path) -> None:
 
 
 def test_a_text_that_many_rows_of_a_parquet_file_have_is_unpacked_for_one_at_a_time(tmp_path: Path) -> None:
-    pyarrow, file = pytest.importorskip("pyarrow"), tmp_path / "a.parquet"
+    file = tmp_path / "a.parquet"
     write_parquet(file, text=pyarrow.DictionaryArray.from_arrays([0] * 1000, ["x" * MIB]))
     assert file.stat().st_size < 100_000
     with counted_memory() as pool:
@@ -113,11 +113,7 @@ def test_short_texts_of_a_parquet_file_are_copied_but_once(tmp_path: Path, n_dif
 def test_large_distinct_texts_of_a_parquet_file_are_unpacked_a_few_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pyarrow, parquet, file = (
-        pytest.importorskip("pyarrow"),
-        pytest.importorskip("pyarrow.parquet"),
-        tmp_path / "a.parquet",
-    )
+    file = tmp_path / "a.parquet"
     monkeypatch.setattr("titanlite.data.parquet._BATCH_BYTES", 4 * MIB)
     table = pyarrow.table({"text": [f"{n:03}" + "x" * MIB for n in range(100)]})
     parquet.write_table(table, file, use_dictionary=False, data_page_size=MIB, write_batch_size=1)

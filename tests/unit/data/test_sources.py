@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+from pyarrow import parquet
 
 from titanlite.config.schema import Data
 from titanlite.data.documents import check_text_key, documents
@@ -20,6 +21,8 @@ from titanlite.errors import DataError
 
 
 def read(source: str, limit: int = 0, text_key: str = "text") -> tuple[list[str], Tally]:
+    if source.startswith("hf:"):
+        pytest.importorskip("datasets")
     tally = Tally(source, "data.source", limit)
     texts = ["".join(d.blocks) for d in documents(resolve(source), text_key, tally)]
     tally.check()
@@ -348,8 +351,7 @@ def test_a_file_of_nothing_but_bad_records_is_not_read_to_its_end(tmp_path: Path
 
 
 def write_parquet(path: Path, **columns: object) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table(columns), path)
+    parquet.write_table(pyarrow.table(columns), path)
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -368,13 +370,13 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_columns_of_strings(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
     texts, file = ["a", "bc"], tmp_path / "a.parquet"
-    plain = pa.array(texts)
-    for column in (plain, plain.cast(pa.large_string()), plain.cast(pa.string_view()), plain.dictionary_encode()):
+    plain = pyarrow.array(texts)
+    kinds = pyarrow.large_string(), pyarrow.string_view()
+    for column in (plain, *map(plain.cast, kinds), plain.dictionary_encode()):
         write_parquet(file, text=column)
         assert read(str(file))[0] == texts
-    write_parquet(file, text=pa.nulls(2))
+    write_parquet(file, text=pyarrow.nulls(2))
     assert read(str(file), limit=2)[1].bad == [f"{file}:{row}: field 'text' is null, not a string" for row in (1, 2)]
     others = {"int64": [1, 2], "binary": [b"a", b"bc"], "list<": [["a"], ["bc"]], "struct<text": [{"text": "a"}]}
     for kind, values in others.items():
@@ -385,7 +387,6 @@ def test_columns_of_strings(tmp_path: Path) -> None:
 
 
 def test_damage_inside_a_parquet_file_names_it(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["a", "b", "c"] * 100}), file, compression="none")
     whole = file.read_bytes()
@@ -401,7 +402,6 @@ def test_damage_inside_a_parquet_file_names_it(tmp_path: Path) -> None:
 
 
 def test_dataset_of_a_local_folder(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     folder = tmp_path / "books"
     folder.mkdir()
     (folder / "train.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
@@ -428,7 +428,6 @@ LINES = "one\n\ntwo, a longer line\r\nthree"
 
 @pytest.mark.parametrize("prefix", ["", "hf:"])
 def test_text_is_the_same_document_with_and_without_hf(prefix: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     (tmp_path / "in").mkdir()
     for name, mark in (("a.txt", b""), ("b.txt", b"\xef\xbb\xbf")):
         (tmp_path / "in" / name).write_bytes(mark + LINES.encode())
@@ -451,7 +450,6 @@ RECORDS = {  # of which `datasets` may make dates, JSON, rows without text, or t
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("form", ["jsonl", "jsonl.gz", "parquet"])
 def test_records_are_the_same_documents_with_and_without_hf(kind: str, form: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     file, records = tmp_path / "in" / f"a.{form}", RECORDS[kind]
     file.parent.mkdir()
     if form == "parquet":
@@ -488,8 +486,6 @@ READ: dict[str, tuple[dict[str, str], str, str, list[str]]] = {  # files, before
 @pytest.mark.parametrize("case", READ)
 def test_what_is_read(case: str, tmp_path: Path) -> None:
     files, before, behind, texts = READ[case]
-    if before:
-        pytest.importorskip("datasets")
     for name, content in files.items():
         (tmp_path / name).write_bytes(content.encode())
     found = read(f"{before}{tmp_path}{behind}")[0]
@@ -497,7 +493,6 @@ def test_what_is_read(case: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_dataset_is_gone_through_once(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     lines(tmp_path / "in" / "a.jsonl", "one")
     for name in ("self", "again"):
         (tmp_path / "in" / name).symlink_to(".")
@@ -525,7 +520,6 @@ def test_what_the_library_has_kept_does_not_stand_for_the_hub(tmp_path: Path, mo
 
 
 def test_rows_that_are_missing_are_told(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     (tmp_path / "a.csv").write_text("text\none\ntwo\n")
     stated = "  features:\n  - name: text\n    dtype: string\n  splits:\n  - name: train\n    num_examples: 5\n"
     (tmp_path / "README.md").write_text(f"---\ndataset_info:\n{stated}---\n")
@@ -563,7 +557,6 @@ def write_records(folder: Path, *names: str) -> str:
 def test_what_a_dataset_leaves_out_beside_its_records_is_told(
     names: str, n_read: int, left_out: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("datasets")
     texts, tally = read(write_records(tmp_path / "in", *names.split()))
     assert len(texts) == n_read
     assert tally.skipped == ([left_out.format(tmp_path / "in")] if left_out else [])
@@ -580,7 +573,6 @@ def test_what_a_dataset_leaves_out_beside_its_records_is_told(
     ],
 )
 def test_a_dataset_that_leaves_records_out_is_refused(names: str, left_out: str, tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
     folder = tmp_path / "in"
     source = write_records(folder, *names.split())
     resolve(source)  # by names alone it is all right
