@@ -105,7 +105,7 @@ def failed_start(terms: str) -> str:
 def say_failed(folder: Path, terms: str, error: object) -> None:
     """Write into the lock file why a folder could not be made, unless another process makes it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(folder, os.O_RDWR | os.O_CREAT) as file, suppress(BlockingIOError):
+    with _lock_file(folder, os.O_RDWR | os.O_CREAT) as file, suppress(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _write_failure(file, terms, error)
 
@@ -116,7 +116,7 @@ def maker_failed(folder: Path, terms: str) -> str | None:
     Raises:
         OSError: the lock file cannot be read.
     """
-    with suppress(FileNotFoundError), _opened(folder, os.O_RDONLY) as file:
+    with suppress(FileNotFoundError), _lock_file(folder, os.O_RDONLY) as file:
         if not _is_free(file):
             return None
         received, start = _read_lock(file), failed_start(terms)
@@ -125,7 +125,7 @@ def maker_failed(folder: Path, terms: str) -> str | None:
 
 
 @contextmanager
-def _opened(folder: Path, flags: int) -> Iterator[int]:
+def _lock_file(folder: Path, flags: int) -> Iterator[int]:
     file = open_plain(lock_of(folder), flags)
     try:
         yield file
@@ -146,7 +146,7 @@ def _is_free(lock: int) -> bool:
 @contextmanager
 def _lock(folder: Path, waiting: Callable[[int | None], None]) -> Iterator[tuple[int, bool]]:
     has_waited = False
-    with _opened(folder, os.O_RDWR | os.O_CREAT) as file:
+    with _lock_file(folder, os.O_RDWR | os.O_CREAT) as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
