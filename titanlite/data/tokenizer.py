@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,46 +31,23 @@ class EncodingError(DataError):
     """A tokenizer has no ids for a text, or fails on it; the message is one line."""
 
 
-class Tokenizer(Protocol):
-    """Define what titanlite needs of a tokenizer."""
-
-    name: str  # as the user wrote it
-    vocab_size: int  # largest id + 1
-    separator_id: int  # follows every document
-    bos_id: int | None  # precedes every document; None: nothing does
-    unknown_id: int | None  # of text without a token; None: every text has tokens
-    fingerprint: str  # equal for equal encodings
-    unused: str  # notice of what its file says that is not used, or ""
-
-    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents, valid Unicode, without separators; ids are unsigned, of any width.
-
-        Raises:
-            EncodingError: one of them cannot be encoded.
-        """
-        ...
-
-    def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, separators included; parts of characters are U+FFFD."""
-        ...
-
-
 class ByteTokenizer:
-    """UTF-8 bytes as ids."""
+    """UTF-8 bytes as ids, and what titanlite needs of a tokenizer."""
 
-    name = fingerprint = "bytes"
-    vocab_size = 256
-    separator_id = 0
-    bos_id: int | None = None
-    unknown_id: int | None = None
-    unused = ""
+    name = "bytes"  # as the user wrote it
+    fingerprint = "bytes"  # equal for equal encodings
+    vocab_size = 256  # largest id + 1
+    separator_id = 0  # follows every document
+    bos_id: int | None = None  # precedes every document; None: nothing does
+    unknown_id: int | None = None  # of text without a token; None: every text has tokens
+    unused = ""  # notice of what its file says that is not used, or ""
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents as their UTF-8 bytes, uint8."""
+        """Encode documents, valid Unicode, as their UTF-8 bytes, uint8, without separators."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Read ids as UTF-8."""
+        """Return the text of ids, separators included; parts of characters are U+FFFD."""
         return ids.astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -160,7 +137,7 @@ class FileTokenizer:
         return used.to_str(pretty=True)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode documents on all cores, uint32; see `Tokenizer.encode_batch`."""
+        """Encode documents on all cores, uint32, as bytes are; raise an EncodingError if one has no ids."""
         try:
             with panics_raised():
                 encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -171,6 +148,9 @@ class FileTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         """Decode ids by the library, special tokens included."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def is_panic(error: BaseException) -> bool:
