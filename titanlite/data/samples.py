@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from titanlite.data.corpus import Corpus
-from titanlite.data.document_starts import NO_SEPARATOR, document_lengths, document_starts
+from titanlite.data.document_starts import document_lengths, document_starts
 from titanlite.data.order import samples_at
 from titanlite.data.shards import sample_count
 from titanlite.errors import DataError, NoMoreDataError
@@ -97,8 +97,9 @@ class Samples:
 
     def _cut(self, start: int, end: int, at: int) -> list[SampleDocument]:
         """Cut tokens of the source behind each separator; the first is token `at` of what is looked at."""
-        known, before = self.shards.separator, max(0, start - 1)
-        separator = NO_SEPARATOR if known is None else known
+        separator, before = self.shards.separator, max(0, start - 1)
+        if separator is None:
+            return [SampleDocument(at, end - start, start, start == 0, False)]
         row = self.shards.read(before, end - before)
         starts = document_starts(row[None, start - before :], np.array([separator]))
         borders = start + np.append(0, document_lengths(starts).cumsum())
