@@ -12,7 +12,6 @@ from titanlite.config.stages import source_keys
 from titanlite.data.corpus import Corpus
 from titanlite.data.document_starts import mask_documents
 from titanlite.data.mixture import Mixture, seed_of
-from titanlite.data.order import samples_at
 from titanlite.data.packing import open_samples, prepared_samples
 from titanlite.data.prepare import prepare
 from titanlite.data.samples import SampleDocument, Samples
@@ -115,6 +114,6 @@ class RunSamples:
         source, data, seed = self.sources[name], self._config.data, seed_of(self._config.training.seed, name)
         n, window = source.samples.n, data.shuffle_window // source.samples.seq_len
         assert n is not None  # noqa: S101  # it is prepared
-        sample = int(samples_at(np.array([unit]), n, seed, window)[0])
+        sample = int(source.samples.in_order(np.array([unit]), seed, window)[0])
         first = int(taken.piece[0]) * taken.seq_len
         return TrainedSample(index, step, source, unit // n + 1, sample, first, taken.seq_len, data.document_mask)
