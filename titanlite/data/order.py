@@ -5,8 +5,8 @@ run may resume on another layout. Each epoch is a pseudo-random permutation of a
 position without a table: a Feistel network permutes 0 … 2^b - 1, the smallest such range that holds all samples, and a
 result outside the samples is permuted again until it is inside (cycle walking, fewer than two turns on average).
 
-With a window the samples of one run of the source are shuffled, all of them, and then those of the next run. So
-training needs only the beginning of a source that is still being tokenized, whatever its length will be.
+With a window the source is cut into runs of so many samples: an epoch goes through the runs in order, each shuffled on
+its own. So training needs only the beginning of a source that is still being tokenized, whatever its length will be.
 
 The trade-offs: it is not a perfect shuffle (of n! permutations at most 2^64 can occur), and no reader could tell. With
 a window, text is not mixed over more than that: a source that is sorted must be shuffled beforehand.
