@@ -18,8 +18,8 @@ class Mine(Llama3):
     """As Llama 3."""
 '''
 ROW = """
-_BASIS = ARCHITECTURES["llama3"]
-ARCHITECTURES["mine"] = Architecture("Mine", (), _BASIS.hub)
+from dataclasses import replace
+ARCHITECTURES["mine"] = replace(ARCHITECTURES["llama3"], class_name="Mine")
 """
 
 

@@ -21,7 +21,7 @@ def header_of(name: str, dims: ModelDims) -> dict[str, Any]:
     return {
         key: {"dtype": "BF16", "shape": [*weight.shape]}
         for ours, parameter in model.named_parameters()
-        for key, weight in their_weights(ARCHITECTURES[name].hub, model, ours, parameter).items()
+        for key, weight in their_weights(ARCHITECTURES[name], model, ours, parameter).items()
     }
 
 

@@ -28,7 +28,7 @@ from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.resume import AVERAGE, MODEL
 from titanlite.checkpoint.store import require_none
-from titanlite.config.architectures import ARCHITECTURES, HubLayout
+from titanlite.config.architectures import ARCHITECTURES, Architecture
 from titanlite.config.hugging_face import ONE_FILE, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import FROM_CHECKPOINT, Config
@@ -71,7 +71,7 @@ def export_checkpoint(
         CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another
             model; or transformers has no such model.
     """
-    layout, seq_len = ARCHITECTURES[config.model.name].hub, config.training.seq_len
+    layout, seq_len = ARCHITECTURES[config.model.name], config.training.seq_len
     if wrong := without_place(config.model.name, dims):
         raise CheckpointError(describe("titanlite export", wrong))
     model = build_model(config.model, dims, seq_len)
@@ -123,7 +123,7 @@ def load_weights(path: str, architecture: str, model: nn.Module, parameters: Map
 
     def load_here() -> tuple[int, int]:
         with _folder_of(path, f"rank {rank()}") as folder:
-            return _load(folder, ARCHITECTURES[architecture].hub, model, parameters)
+            return _load(folder, ARCHITECTURES[architecture], model, parameters)
 
     of_ranks = on_all_ranks(load_here)
     if different := [r for r, other in enumerate(of_ranks) if other != of_ranks[0]]:
@@ -137,7 +137,7 @@ def check_weights(path: str, architecture: str, model: nn.Module) -> None:
     with _folder_of(path, "initial weights") as folder, ExitStack() as opened:
         # As numpy's: for torch a file is mapped as if all of it might be written, for which not every host has room.
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "np"))) for file in weight_files(folder)}
-        _find_weights(folder, ARCHITECTURES[architecture].hub, model, dict(model.named_parameters()), saved)
+        _find_weights(folder, ARCHITECTURES[architecture], model, dict(model.named_parameters()), saved)
 
 
 @contextmanager
@@ -149,14 +149,14 @@ def _folder_of(path: str, who: str) -> Generator[Path]:
         raise CheckpointError.of(who, "checkpoint.initial_load_path", saw, want, "fetch the folder again") from error
 
 
-def _full_name(layout: HubLayout, name: str) -> str | None:
+def _full_name(layout: Architecture, name: str) -> str | None:
     """Return the full name of a tensor of a folder, whose prefix may be missing; None if it is not a weight."""
     base = layout.names["norm"].partition(".")[0]
     return None if _BUFFER.search(name) else name if name.startswith((f"{base}.", "lm_head.")) else f"{base}.{name}"
 
 
 def _find_weights(
-    folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping[str, Tensor], saved: Mapping[Path, Any]
+    folder: Path, layout: Architecture, model: nn.Module, parameters: Mapping[str, Tensor], saved: Mapping[Path, Any]
 ) -> tuple[dict[str, tuple[Any, str]], bool]:
     """Check the names, shapes and dtypes of a folder; return (file, name) of each weight, and if it has a tied head."""
     places: dict[str, list[tuple[Path, str]]] = {}
@@ -182,7 +182,7 @@ def _find_weights(
     return {key: found[key] for key in (*wanted, *(["lm_head.weight"] if head is not None else []))}, head is not None
 
 
-def _load(folder: Path, layout: HubLayout, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
+def _load(folder: Path, layout: Architecture, model: nn.Module, parameters: Mapping[str, Tensor]) -> tuple[int, int]:
     """Load the weights; return how many were read, and a sum over all their bits."""
     with ExitStack() as opened:
         saved = {file: cast(Any, opened.enter_context(safe_open(file, "pt"))) for file in weight_files(folder)}
@@ -247,7 +247,7 @@ def _write_weights(
             their_name: weight.to(dtype)
             for name in names
             for their_name, weight in their_weights(
-                ARCHITECTURES[architecture].hub, model, name.removeprefix(kind), ours.pop(name)
+                ARCHITECTURES[architecture], model, name.removeprefix(kind), ours.pop(name)
             ).items()
         }
         save_file(theirs, folder / file, metadata={"format": "pt"})

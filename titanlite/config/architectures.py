@@ -200,136 +200,84 @@ _EVERYWHERE = {
 }
 
 
-@dataclass(frozen=True)
-class HubLayout:
-    """The layout that Hugging Face has of one architecture."""
+_OF_SOME = ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every", "max_seq_len", "experts")
 
-    class_name: str  # of transformers
-    model_type: str
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture, and the layout that Hugging Face has of it."""
+
+    class_name: str  # in `titanlite/models/<name>.py`, or in `module` there
+    hub_class: str  # of transformers
+    model_type: str  # in config.json
     names: Mapping[str, str]  # of our layers, weights taken apart, to theirs; what shares a name is joined by rows
     fields: Mapping[str, Field]  # by key of config.json
-    without_effect: str = ""  # further keys that no logit depends on; tables of positions are as long as sequences
+    without_effect: str  # further keys that no logit depends on; tables of positions are as long as sequences
+    may_have: tuple[str, ...] = ()  # keys of its recipes that only some architectures have
+    module: str = ""  # the file, if several architectures share it
+    splits: bool = True  # by tensor parallelism: what it computes of a head is of that head alone
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])  # other names of keys, as transformers has them
     is_transposed: bool = False  # linear layers of blocks have their matrices as [K, N]
     norm_offset: float = 0.0  # what norms add to their weight
     fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # attributes of every recipe that no key has
 
     @property
+    def needs(self) -> tuple[str, ...]:
+        """Keys of only some architectures that its recipes must give."""
+        has = {of.ours.partition(".")[0] for of in self.fields.values()}
+        return tuple(key for key in _OF_SOME if key in has)
+
+    @property
     def ignored(self) -> set[str]:
-        """Keys that no logit depends on."""
+        """Keys of config.json that no logit depends on."""
         return {*" ".join(_EVERYWHERE.values()).split(), *self.without_effect.split()}
 
 
-_OF_SOME = ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every", "max_seq_len", "experts")
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The facts of one architecture."""
-
-    class_name: str  # in `titanlite/models/<name>.py`, or in `module` there
-    may_have: tuple[str, ...]  # keys of its recipes that only some architectures have
-    hub: HubLayout
-    module: str = ""  # the file, if several architectures share it
-    splits: bool = True  # by tensor parallelism: what it computes of a head is of that head alone
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """Keys of only some architectures that its recipes must give."""
-        has = {of.ours.partition(".")[0] for of in self.hub.fields.values()}
-        return tuple(key for key in _OF_SOME if key in has)
-
-
+_LENGTH = "max_position_embeddings"
 ARCHITECTURES = {
-    "llama3": Architecture(
-        "Llama3",
-        ("rope_scaling",),
-        hub=HubLayout("LlamaForCausalLM", "llama", _ROTARY, _LLAMA3_FIELDS, "max_position_embeddings"),
-    ),
+    "llama3": Architecture("Llama3", "LlamaForCausalLM", "llama", _ROTARY, _LLAMA3_FIELDS, _LENGTH, ("rope_scaling",)),
     "qwen3": Architecture(
-        "Qwen3",
+        *("Qwen3", "Qwen3ForCausalLM", "qwen3", _ROTARY, _QWEN3_FIELDS),
+        f"{_LENGTH} sliding_window max_window_layers",  # as `use_sliding_window` is false
         ("head_dim",),
-        hub=HubLayout(
-            "Qwen3ForCausalLM",
-            "qwen3",
-            _ROTARY,
-            _QWEN3_FIELDS,
-            # As `use_sliding_window` is false.
-            "max_position_embeddings sliding_window max_window_layers",
-        ),
     ),
     "gemma3": Architecture(
-        "Gemma3",
+        *("Gemma3", "Gemma3ForCausalLM", "gemma3_text", _GEMMA3, _GEMMA3_FIELDS),
+        f"{_LENGTH} hidden_act _sliding_window_pattern",
         ("head_dim",),
-        hub=HubLayout(
-            "Gemma3ForCausalLM",
-            "gemma3_text",
-            _GEMMA3,
-            _GEMMA3_FIELDS,
-            "max_position_embeddings hidden_act _sliding_window_pattern",
-            norm_offset=1.0,
-        ),
+        norm_offset=1.0,
     ),
     "gpt2": Architecture(
-        "GPT2",
-        (),
-        hub=HubLayout(
-            "GPT2LMHeadModel",
-            "gpt2",
-            _GPT2,
-            _GPT2_FIELDS,
-            # `reorder_and_upcast_attn` is about the order and dtype of the same sums.
-            "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type \
-                summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
-            aliases={
-                "hidden_size": "n_embd",
-                "max_position_embeddings": "n_positions",
-                "num_attention_heads": "n_head",
-                "num_hidden_layers": "n_layer",
-            },
-            is_transposed=True,
-        ),
+        *("GPT2", "GPT2LMHeadModel", "gpt2", _GPT2, _GPT2_FIELDS),
+        # `reorder_and_upcast_attn` is about the order and dtype of the same sums.
+        "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type \
+            summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
+        aliases={
+            "hidden_size": "n_embd",
+            _LENGTH: "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
+        is_transposed=True,
     ),
     "qwen3_moe": Architecture(
-        "Qwen3MoE",
+        *("Qwen3MoE", "Qwen3MoeForCausalLM", "qwen3_moe", _MOE, _QWEN3_MOE_FIELDS),
+        # No layer is dense, so that nothing has the width of `intermediate_size`.
+        f"{_LENGTH} sliding_window max_window_layers intermediate_size output_router_logits",
         ("head_dim",),
-        hub=HubLayout(
-            "Qwen3MoeForCausalLM",
-            "qwen3_moe",
-            _MOE,
-            _QWEN3_MOE_FIELDS,
-            # No layer is dense, so that nothing has the width of `intermediate_size`.
-            "max_position_embeddings sliding_window max_window_layers intermediate_size output_router_logits",
-            aliases={"num_local_experts": "num_experts"},
-        ),
         module="moe",
+        aliases={"num_local_experts": "num_experts"},
     ),
     "olmoe": Architecture(
-        "OLMoE",
-        (),
-        hub=HubLayout(
-            "OlmoeForCausalLM",
-            "olmoe",
-            _MOE,
-            _OLMOE_FIELDS,
-            "max_position_embeddings output_router_logits",
-            aliases={"num_local_experts": "num_experts"},
-        ),
+        *("OLMoE", "OlmoeForCausalLM", "olmoe", _MOE, _OLMOE_FIELDS, f"{_LENGTH} output_router_logits"),
         module="moe",
         splits=False,
+        aliases={"num_local_experts": "num_experts"},
     ),
     "mixtral": Architecture(
-        "Mixtral",
-        (),
-        hub=HubLayout(
-            "MixtralForCausalLM",
-            "mixtral",
-            _MIXTRAL,
-            _MIXTRAL_FIELDS,
-            "max_position_embeddings output_router_logits",
-            aliases={"num_experts": "num_local_experts"},
-            fixed={"experts.score": "softmax_of_chosen"},
-        ),
+        *("Mixtral", "MixtralForCausalLM", "mixtral", _MIXTRAL, _MIXTRAL_FIELDS, f"{_LENGTH} output_router_logits"),
         module="moe",
+        aliases={"num_experts": "num_local_experts"},
+        fixed={"experts.score": "softmax_of_chosen"},
     ),
 }

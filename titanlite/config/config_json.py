@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.config.architectures import ARCHITECTURES, HubLayout
+from titanlite.config.architectures import ARCHITECTURES, Architecture
 from titanlite.config.build import from_table, show
 from titanlite.config.check_recipe import check_model
 from titanlite.config.hugging_face import computed, layer_types, model_keys, recipe_table, weight_files
@@ -33,7 +33,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
     try:
         content = cast(dict[str, Any], read_json(file))
         kind = content.get("model_type")
-        architecture = next((name for name, known in ARCHITECTURES.items() if known.hub.model_type == kind), None)
+        architecture = next((name for name, known in ARCHITECTURES.items() if known.model_type == kind), None)
     except _UNREADABLE as error:
         _add_unreadable(path, error, problems, key)
         return None
@@ -44,11 +44,11 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         problems.add(key, show(path), want, "fetch the folder again")
         return None
     if architecture is None:
-        types = ", ".join(known.hub.model_type for known in ARCHITECTURES.values())
+        types = ", ".join(known.model_type for known in ARCHITECTURES.values())
         want = f"a config.json whose model_type is one of {types} (it says {kind})"
         problems.add(key, show(path), want, "name the folder of such a model: titanlite has no other architectures")
         return None
-    own, layout = Problems(Origin(str(file))), ARCHITECTURES[architecture].hub
+    own, layout = Problems(Origin(str(file))), ARCHITECTURES[architecture]
     recipe = from_table(ModelDims, {**recipe_table(architecture, theirs), "help": f"As {file} says."}, own)
     if recipe is not None and not own:
         check_model(recipe, own)
@@ -69,7 +69,7 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         problems.add(key, show(path), want, _OTHER)
     if unknown:
         want = f"a config.json without {', '.join(unknown)}, which may change the model"
-        fix = f"remove from {file} what {layout.class_name} makes nothing of; or name another folder"
+        fix = f"remove from {file} what {layout.hub_class} makes nothing of; or name another folder"
         problems.add(key, show(path), want, fix)
     return None if wrong or unknown else (architecture, recipe)
 
@@ -82,7 +82,7 @@ def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json of any release of transformers says, with its defaults."""
-    layout = ARCHITECTURES[architecture].hub
+    layout = ARCHITECTURES[architecture]
     left_out, ignored = _left_out(layout), layout.ignored
     theirs = {**left_out, **content}
     for alias, name in layout.aliases.items():
@@ -103,7 +103,7 @@ def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in theirs.items() if key not in ignored}
 
 
-def _left_out(layout: HubLayout) -> dict[str, Any]:
+def _left_out(layout: Architecture) -> dict[str, Any]:
     return {name: of.left_out for name, of in layout.fields.items()}
 
 

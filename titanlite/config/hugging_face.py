@@ -12,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 
-from titanlite.config.architectures import ARCHITECTURES, CAP, HubLayout
+from titanlite.config.architectures import ARCHITECTURES, CAP, Architecture
 from titanlite.config.build import from_table
 from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.recipe_schema import ModelDims
@@ -29,7 +29,7 @@ _SCALING = {
 }
 
 
-def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
+def config_json(layout: Architecture, dims: ModelDims, seq_len: int, dtype: str, end: int | None) -> dict[str, Any]:
     """Make the content of config.json.
 
     Args:
@@ -40,7 +40,7 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
         end: id of the token between documents, which so stands before a text; None if it is not known.
     """
     return {
-        "architectures": [layout.class_name],
+        "architectures": [layout.hub_class],
         **model_keys(layout, dims),
         **({} if dims.max_seq_len else {"max_position_embeddings": seq_len}),
         "bos_token_id": end,
@@ -49,7 +49,7 @@ def config_json(layout: HubLayout, dims: ModelDims, seq_len: int, dtype: str, en
     }
 
 
-def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
+def model_keys(layout: Architecture, dims: ModelDims) -> dict[str, Any]:
     """Give what config.json says of a model."""
     keys: dict[str, Any] = {"model_type": layout.model_type}
     for name, of in layout.fields.items():
@@ -68,8 +68,8 @@ def model_keys(layout: HubLayout, dims: ModelDims) -> dict[str, Any]:
 def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a recipe, from what `model_keys` gives."""
     known, table = ARCHITECTURES[architecture], dict[str, Any](help="")
-    values = {of.ours: theirs[name] for name, of in known.hub.fields.items() if of.ours}
-    for ours, value in {**values, **known.hub.fixed}.items():
+    values = {of.ours: theirs[name] for name, of in known.fields.items() if of.ours}
+    for ours, value in {**values, **known.fixed}.items():
         section, _, key = ours.rpartition(".")
         (table.setdefault(section, {}) if section else table)[key] = value
     table.setdefault("n_kv_heads", table["n_heads"])
@@ -86,11 +86,11 @@ def recipe_table(architecture: str, theirs: Mapping[str, Any]) -> dict[str, Any]
 
 def without_place(architecture: str, dims: ModelDims) -> list[Problem]:
     """Return what a recipe says of its model that no class of transformers computes: what its config.json loses."""
-    layout, problems = ARCHITECTURES[architecture].hub, Problems(Origin("config.json"))
+    layout, problems = ARCHITECTURES[architecture], Problems(Origin("config.json"))
     table = recipe_table(architecture, model_keys(layout, dims))
     read, given = computed(cast("ModelDims", from_table(ModelDims, table, problems))), computed(dims)
     return [
-        Problem(key, show(value), f"{show(read[key])}, which every {layout.class_name} of transformers has", fix)
+        Problem(key, show(value), f"{show(read[key])}, which every {layout.hub_class} of transformers has", fix)
         for key, value in given.items()
         if value != read[key]
         for fix in [f"{key.rpartition('.')[2]} = {show(read[key])}"]

@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.architectures import HubLayout
+from titanlite.config.architectures import Architecture
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Projection
 
 
-def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
+def their_weights(layout: Architecture, model: nn.Module, name: str, weight: Tensor) -> dict[str, Tensor]:
     """Split one of our parameters into Hugging Face's: name → contiguous tensor of the same dtype.
 
     Args:
@@ -38,7 +38,7 @@ def their_weights(layout: HubLayout, model: nn.Module, name: str, weight: Tensor
     return {theirs: _turned(layout, theirs, torch.cat(rows)).contiguous() for theirs, rows in joined.items()}
 
 
-def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[str], Tensor]) -> Tensor:
+def our_weight(layout: Architecture, model: nn.Module, name: str, read: Callable[[str], Tensor]) -> Tensor:
     """Fuse one of our parameters, in the dtype of what is read: the inverse of `their_weights`.
 
     Args:
@@ -63,7 +63,7 @@ def our_weight(layout: HubLayout, model: nn.Module, name: str, read: Callable[[s
     return layer.fuse(parts)
 
 
-def _places(layout: HubLayout, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
+def _places(layout: Architecture, model: nn.Module, name: str) -> tuple[nn.Module, dict[str, str]]:
     """Return a parameter's layer, and Hugging Face's name of each part, "" if it has none; an expert's number is *."""
     place, _, own = name.rpartition(".")
     layer, beside = model.get_submodule(place), place.rpartition(".")[0]
@@ -79,11 +79,11 @@ def _places(layout: HubLayout, model: nn.Module, name: str) -> tuple[nn.Module, 
     return layer, {part: theirs(whole) for part, whole in ours.items()}
 
 
-def _turned(layout: HubLayout, theirs: str, weight: Tensor) -> Tensor:
+def _turned(layout: Architecture, theirs: str, weight: Tensor) -> Tensor:
     """Transpose a linear layer's weight where Hugging Face's layout is [in, out]."""
     return weight.T if layout.is_transposed and weight.ndim == 2 and not theirs.startswith("lm_head.") else weight
 
 
-def _offset(layout: HubLayout, weight: Tensor) -> float:
+def _offset(layout: Architecture, weight: Tensor) -> float:
     """Return what a norm adds to its weight there; 0 for embeddings."""
     return layout.norm_offset if weight.ndim == 1 else 0.0

@@ -47,7 +47,7 @@ def test_a_recipe_in_full_reads_back_as_itself(capsys: pytest.CaptureFixture[str
 def test_the_recipe_of_a_folder_is_what_was_exported(name: str, tmp_path: Path, call: Call) -> None:
     architecture, sizes = name.partition("-")[0], load("model", name)
     (tmp_path / "config.json").write_text(
-        json.dumps(config_json(ARCHITECTURES[architecture].hub, sizes, 64, "bfloat16", 0))
+        json.dumps(config_json(ARCHITECTURES[architecture], sizes, 64, "bfloat16", 0))
     )
     printed = call("recipes", "model", "--from", str(tmp_path))
     where = f"# save as model/{architecture}-NAME.toml in a folder of job.recipe_dirs; "

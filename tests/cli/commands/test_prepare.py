@@ -179,7 +179,7 @@ def test_of_a_folder_that_has_the_dimensions_the_config_json_is_enough(tmp_path:
     with pytest.raises(TitanliteError, match=r"checkpoint.initial_load_path = .*theirs"):
         run([*write_run(tmp_path), *flags])
     (tmp_path / "theirs").mkdir()
-    said = config_json(ARCHITECTURES["llama3"].hub, load("model", "llama3-debug"), 64, "float32", 0)
+    said = config_json(ARCHITECTURES["llama3"], load("model", "llama3-debug"), 64, "float32", 0)
     (tmp_path / "theirs/config.json").write_text(json.dumps(said))
     assert run([*write_run(tmp_path), *flags]) == 0
 

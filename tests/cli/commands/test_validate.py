@@ -158,7 +158,7 @@ def test_validation_on_text_that_is_trained_on(file: str, tmp_path: Path) -> Non
 def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
-    layout, sizes = ARCHITECTURES["llama3"].hub, load("model", "llama3-debug")
+    layout, sizes = ARCHITECTURES["llama3"], load("model", "llama3-debug")
     sizes = replace(sizes, vocab_size=320)
     (folder / "config.json").write_text(json.dumps(config_json(layout, sizes, 2048, "float32", 0)))
     write_header(folder / "model.safetensors", header_of("llama3", sizes))
@@ -239,7 +239,7 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     folder = tmp_path / "theirs"
     folder.mkdir()
     sizes = replace(load("model", "qwen3-debug"), vocab_size=272, ffn_dim=384, norm_eps=3e-6, tied_embeddings=False)
-    content = config_json(ARCHITECTURES["qwen3"].hub, sizes, 2048, "float32", 0)
+    content = config_json(ARCHITECTURES["qwen3"], sizes, 2048, "float32", 0)
     (folder / "config.json").write_text(json.dumps(content))
     write_header(folder / "model.safetensors", header_of("qwen3", sizes))
     tokenizer = make_tokenizer(folder / "tokenizer.json")  # of 271 ids, more than the 256 of a debug size

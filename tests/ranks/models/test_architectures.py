@@ -173,7 +173,7 @@ def others(value: object) -> list[object]:
 def test_each_field_of_transformers_is_computed_as_there_or_refused(case: str, tmp_path: Path) -> None:
     """One after the other, with another value; `config/architectures.py` is the table of what is made of it."""
     transformers = pytest.importorskip("transformers")
-    layout, (tokens, _) = ARCHITECTURES[case].hub, tokens_of(case)
+    layout, (tokens, _) = ARCHITECTURES[case], tokens_of(case)
     content = model_keys(layout, CASES[case][1]) | {"max_position_embeddings": 2 * S, "pad_token_id": None}
     content |= {} if case == "gpt2" else {"rope_theta": 1e4}
     every = transformers.AutoConfig.for_model(layout.model_type).to_dict()

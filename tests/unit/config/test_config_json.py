@@ -31,7 +31,7 @@ def refusal(folder: Path | str, size: str = "llama3-8B") -> str:
 def make_folder(folder: Path, size: str = "llama3-8B", **over: object) -> Path:
     """Of a published size, with keys changed, or left out by an ellipsis."""
     name, dims = size.partition("-")[0], load("model", size)
-    said = config_json(ARCHITECTURES[name].hub, dims, 8192, "bfloat16", 0) | over
+    said = config_json(ARCHITECTURES[name], dims, 8192, "bfloat16", 0) | over
     (folder / "config.json").write_text(json.dumps({key: value for key, value in said.items() if value is not ...}))
     write_header(folder / "model.safetensors", header_of(name, dims))
     return folder
@@ -67,7 +67,7 @@ def made_of(folder: Path) -> ModelDims | str:
 def test_what_is_exported_is_accepted_and_is_the_recipe(size: str, tmp_path: Path) -> None:
     check(make_folder(tmp_path, size), size)
     assert recipe(tmp_path) == published_recipe(size)
-    layout = ARCHITECTURES[size.partition("-")[0]].hub
+    layout = ARCHITECTURES[size.partition("-")[0]]
     assert not layout.ignored & {name for name, of in layout.fields.items() if of.ours}
 
 
@@ -260,7 +260,7 @@ def test_a_folder_of_other_dimensions_is_refused(size: str, over: dict[str, obje
 @pytest.mark.filterwarnings("default")  # transformers' own
 def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    layout = ARCHITECTURES[name].hub
+    layout = ARCHITECTURES[name]
     transformers.AutoConfig.for_model(layout.model_type).to_json_file(tmp_path / "config.json", use_diff=False)
     content = json.loads((tmp_path / "config.json").read_text())
     less = {key: of for key, of in content.items() if key not in layout.fields or layout.fields[key].left_out is None}
