@@ -10,10 +10,8 @@ import sys
 from pathlib import Path
 
 from titanlite.commands.arguments import Command
-from titanlite.config.check import check_config
+from titanlite.config.check import config_problems
 from titanlite.config.convert_torchtitan import convert_torchtitan
-from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Config
 from titanlite.data.tokenizer import has_bos
 from titanlite.errors import ConfigError
 from titanlite.preflight.output_file import require_new, writable
@@ -44,7 +42,9 @@ def run(argv: list[str]) -> int:
     dims = model_dims(config, made.origin)  # a model that is none here is nothing to convert
     if not has_bos(config.data.tokenizer):
         made.without_bos()
-    summary = "\n".join([made.summary(), *_to_change(config, dims)])
+    refused = config_problems(config, dims, None).found()
+    to_change = [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in refused]
+    summary = "\n".join([made.summary(), *to_change])
     if out is None:
         sys.stdout.write(made.to_toml())
         sys.stderr.write(f"{summary}\n")
@@ -53,13 +53,3 @@ def run(argv: list[str]) -> int:
         out.write_text(made.to_toml(), encoding="utf-8")
     sys.stdout.write(f"{summary}\nnext: titanlite validate {out} --world N\n")
     return 0
-
-
-def _to_change(config: Config, dims: ModelDims) -> list[str]:
-    """Return a line for each combination of keys that no run takes."""
-    try:
-        check_config(config, dims, None)
-    except ConfigError as error:
-        found = [problem for report in error.args for problem in report.problems]
-        return [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in found]
-    return []

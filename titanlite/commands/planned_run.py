@@ -9,7 +9,7 @@ import numpy as np
 
 from titanlite import recipes
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
-from titanlite.config.check import check_config
+from titanlite.config.check import config_problems
 from titanlite.config.recipe_schema import ModelDims, SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
@@ -200,9 +200,5 @@ def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
 def only_tensor_parallel_degree(config: Config, dims: ModelDims) -> str | None:
     """Return what is wanted in place of a tensor-parallel degree of 2; None where that is possible."""
     key = "tensor_parallel_degree"
-    try:
-        check_config(replace(config, parallelism=replace(config.parallelism, **{key: 2})), dims, None)
-    except ConfigError as error:
-        found = [problem for report in error.args for problem in report.problems]
-        return next((problem.want for problem in found if problem.where.endswith(key)), None)
-    return None
+    found = config_problems(replace(config, parallelism=replace(config.parallelism, **{key: 2})), dims, None).found()
+    return next((problem.want for problem in found if problem.where.endswith(key)), None)

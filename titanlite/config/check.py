@@ -39,13 +39,18 @@ _FROM_HOME = (  # keys of paths in which ~ stands for a home
 _MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
 
 
-def check_config(
+def check_config(config: Config, model: ModelDims | None, world: int | None, origin: Origin | None = None) -> None:
+    """Raise a ConfigError with every problem that `config_problems` finds."""
+    config_problems(config, model, world, origin).raise_all()
+
+
+def config_problems(
     config: Config,
     model: ModelDims | None,
     world_size: int | None,
     origin: Origin | None = None,
     unread: Collection[str] = (),
-) -> None:
+) -> Problems:
     """Check a config against itself, its model and the number of processes.
 
     Args:
@@ -54,9 +59,6 @@ def check_config(
         world_size: number of processes; None: what depends on it is not checked.
         origin: the place of each key.
         unread: sections with keys that could not be read, against which nothing is held.
-
-    Raises:
-        ConfigError: with every problem.
     """
     problems = Problems(origin or Origin("config"))
 
@@ -91,7 +93,7 @@ def check_config(
         check_steps(config, problems)
     if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
         _check_features(config, problems)
-    problems.raise_all()
+    return problems
 
 
 def check_homes(config: Config, origin: Origin) -> None:

@@ -4,7 +4,6 @@
 anything else is replaced whole. A config names the files by path, a recipe by name.
 """
 
-import copy
 import errno
 import os
 import stat
@@ -34,28 +33,21 @@ def shipped_folder(name: str) -> Path:
 def read_merged(
     path: Path, find: Callable[[str, Place], Path], added_first: str = ""
 ) -> tuple[Table, dict[str, Place]]:
-    """Read a file and everything it extends.
+    """Return a file merged with everything it extends, without `extends`, and the place of every dotted key.
 
     Args:
         path: the file.
         find: from a name in `extends` and the place that says it to the file that is meant.
         added_first: a table whose order counts: keys that a file adds stand before those of the files it extends.
 
-    Returns:
-        The merged table without `extends`, and the place of every dotted key in it.
-
     Raises:
         ConfigError: a file is missing or not TOML, `extends` is malformed, or files extend each other in a circle.
     """
-    known = dict[str, tuple[Table, dict[str, Place]]]()  # by what a file is, whatever its path
 
     def read_chain(path: Path, above: dict[str, Path]) -> tuple[Table, dict[str, Place]]:
         """Read a file that those `above` extend."""
-        real = os.path.realpath(path)
-        if real in known:
-            return known[real]
         own, lines = _read_one(path)
-        chain, line = {**above, real: path}, lines.pop("extends", None)
+        chain, line = {**above, os.path.realpath(path): path}, lines.pop("extends", None)
         extends: object = own.pop("extends", [])
 
         def refuse(saw: str, want: str, fix: str) -> ConfigError:
@@ -66,7 +58,7 @@ def read_merged(
         def merge(over: Table, over_places: dict[str, Place]) -> None:
             before = table.get(added_first)
             there = {*cast("Table", before)} if isinstance(before, dict) else set[str]()
-            _merge_table(table, places, copy.deepcopy(over))  # which another file may extend as well
+            _merge_table(table, places, over)
             places.update(over_places)
             if there and isinstance(after := table[added_first], dict):
                 items = sorted(cast("Table", after).items(), key=lambda each: each[0] in there)  # stable
@@ -90,7 +82,6 @@ def read_merged(
                 raise refuse(show(name), want, "list files beside each other: a later one wins")
             merge(*read_chain(base, chain))
         merge(own, {key: Place(str(path), at) for key, at in lines.items()})
-        known[real] = table, places
         return table, places
 
     return read_chain(path, {})

@@ -1,7 +1,7 @@
 """Write a config as TOML. Reading it back gives an equal config, so a run's `config.toml` starts the same run again."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 import tomli_w
 
@@ -16,16 +16,8 @@ def to_toml(config: Any) -> str:
 
 def toml_table(config: Any) -> dict[str, Any]:
     """Return a config, or a recipe, as the table that its TOML says."""
-    table = _toml_value(dataclasses.asdict(config))
+    table = dataclasses.asdict(config, dict_factory=lambda keys: {k: v for k, v in keys if v is not None})
     for replaced in replaced_keys(config) if isinstance(config, Config) else ():  # which reading would refuse
         section, _, key = replaced.partition(".")
         del table[section][key]
     return table
-
-
-def _toml_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _toml_value(v) for k, v in cast("dict[str, Any]", value).items() if v is not None}
-    if isinstance(value, tuple):
-        return [_toml_value(v) for v in cast("tuple[Any, ...]", value)]
-    return value

@@ -14,7 +14,7 @@ from titanlite.checkpoint.publish import complete_steps
 from titanlite.checkpoint.resume import other_text, saved_dims
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.build import show
-from titanlite.config.check import check_config, check_homes, check_last_steps, sequences_per_step
+from titanlite.config.check import check_homes, check_last_steps, config_problems, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
 from titanlite.config.config_json import KEY
 from titanlite.config.problems import COMMAND_LINE, Origin, Place, Problems
@@ -111,7 +111,7 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     unread, attempt = {key.partition(".")[0] for key in checks.wrong}, checks.attempt
     attempt(lambda: check_homes(config, origin))
     dims = attempt(lambda: _dims_of_run(config, origin), "model", "job.recipe_dirs")
-    attempt(lambda: check_config(config, dims, world_size, origin, unread))
+    attempt(lambda: config_problems(config, dims, world_size, origin, unread).raise_all())
     given = (KEY,) if has_weights and config.checkpoint.initial_load_path else ()
     if given and dims is not None and checks.are_right("job"):
         needs = ("checkpoint", "model")
