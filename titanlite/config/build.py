@@ -1,7 +1,7 @@
-"""Build a frozen dataclass from a TOML table, strictly: the one reader behind configs and recipes.
+"""Build a frozen dataclass from a TOML table: the one reader behind configs and recipes.
 
-Every key must be a field, and every value must have the field's type: `true` is not 1, `"5"` is not 5. Two conversions
-lose nothing and are made: of a whole number where a float is wanted, and of a list to a tuple.
+Every key must be a field, and every value must have the field's type: `true` is not 1, `"5"` is not 5. Whole numbers
+become floats, and lists tuples, where the field is one.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def from_table(
     where: str = "",
     suggest: Callable[[str, object], str | None] = lambda path, value: None,
 ) -> T | None:
-    """Build `schema` from `table`.
+    """Build `schema` from what is right in a file's table; return None if a key without a default is missing.
 
     Args:
         schema: a frozen dataclass. Fields may be bool, int, float, str, `Literal`, other dataclasses, tuples of one of
@@ -33,9 +33,6 @@ def from_table(
         problems: gets what is wrong.
         where: dotted key of this table; "" at the top.
         suggest: from an unknown dotted key and its value to what the user should do; None: the nearest field.
-
-    Returns:
-        The value, of what is right in the table; None if a field without a default is missing.
     """
     hints, values, is_complete = get_type_hints(schema), dict[str, Any](), True
     prefix = f"{where}." if where else ""

@@ -25,25 +25,25 @@ from titanlite.errors import ConfigError, Problem, describe, nearest
 
 
 def parse_what_is_right(argv: Sequence[str], usage: str) -> tuple[Config, Problems]:
-    """Read the config file that the command line names, and apply the flags.
-
-    Args:
-        argv: arguments without the program.
-        usage: what the help page begins with, as "train.py FILE".
+    """Read the config file that the arguments `argv` name, and apply the flags.
 
     Returns:
-        The config, whose values are not yet checked against each other, and what is wrong with keys and values, which
-        are as if they were not given.
+        The config, as if wrong keys and values were not given, and what is wrong with them. Values are not yet checked
+        against each other.
 
     Raises:
         ConfigError: there is not one file, or it is missing or not TOML.
-        SystemExit: with 0, after `--help`.
+        SystemExit: with 0, after `--help`, whose page begins with `usage`, as "train.py FILE".
     """
     if broken := [a for a in argv if not a.isascii() and any("\ud800" <= letter <= "\udfff" for letter in a)]:
         fix = "write it in UTF-8, and rename the file if it is the name of one"
         raise ConfigError(describe("command line", [Problem(a, "", "a word in UTF-8", fix) for a in broken]))
     answer_help(argv, usage)
-    _require_working_directory()
+    try:
+        os.getcwd()  # of a folder that was deleted, whatever looks for a file would fail in a way of its own
+    except OSError as error:
+        saw, want = error.strerror or str(error), "one that exists"
+        raise ConfigError.of("this process", "working directory", saw, want, "cd to another") from None
     flags = _flags(argv)
     files = flags.pop("config", [])
     is_named = files not in ([], [""])  # "" as of a variable that is not set
@@ -84,15 +84,6 @@ def answer_help(argv: Sequence[str], usage: str) -> None:
         raise ConfigError.of("command line", "--help", asked[0], want, fix)
     sys.stdout.write(section_page(topic.partition(".")[0]) if asked else overview(usage))
     raise SystemExit(0)
-
-
-def _require_working_directory() -> None:
-    """Refuse to start in a folder that was deleted: whatever looks for a file would fail in a way of its own."""
-    try:
-        os.getcwd()
-    except OSError as error:
-        saw, want = error.strerror or str(error), "one that exists"
-        raise ConfigError.of("this process", "working directory", saw, want, "cd to another") from None
 
 
 def _flags(args: Sequence[str]) -> dict[str, list[str]]:

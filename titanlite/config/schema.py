@@ -271,22 +271,22 @@ class Profiling:
 class Config:
     """A whole run."""
 
-    job: Job = field(default_factory=Job)
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    training: Training = field(default_factory=Training)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    comm: Comm = field(default_factory=Comm)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    float8: Float8 = field(default_factory=Float8)
-    compile: Compile = field(default_factory=Compile)
-    validation: Validation = field(default_factory=Validation)
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    metrics: Metrics = field(default_factory=Metrics)
-    profiling: Profiling = field(default_factory=Profiling)
+    job: Job = Job()
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    comm: Comm = Comm()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    float8: Float8 = Float8()
+    compile: Compile = Compile()
+    validation: Validation = Validation()
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
 
 
 @functools.cache

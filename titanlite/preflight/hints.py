@@ -46,9 +46,8 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str |
 
 def trained_on(config: Config, inputs: Inputs) -> tuple[str | None, ...]:
     """Say so if text that a run is validated on is trained on, where that can be seen."""
-    trained = inputs.trained
-    held_out = [source for key, source in inputs.sources.items() if key not in trained]
-    return tuple(_trained_on(config, one, other) for one in trained.values() for other in held_out)
+    held_out = [source for key, source in inputs.sources.items() if key not in inputs.trained]
+    return tuple(_trained_on(config, one, other) for one in inputs.trained.values() for other in held_out)
 
 
 def _trained_on(config: Config, trained: Source, held_out: Source) -> str | None:

@@ -223,7 +223,15 @@ class RunFolder:
     def _check(self, config: Config) -> list[str]:
         """Refuse the folder of another run; return what has changed."""
         notices = changes_since(self.config, config)
-        self._check_new(config)
+        if not config.checkpoint.enable and _has_content(self.checkpoints):
+            want = "true: without it this start begins anew, beside the checkpoints of the run that is here"
+            fix = "choose another job.name, or delete the folder"
+            raise ConfigError.of(str(self.path), "checkpoint.enable", "false", want, fix)
+        to_be_new = (self.checkpoints, self.metrics) if config.checkpoint.resume == "never" else ()
+        if used := [path.name for path in to_be_new if _has_content(path)]:
+            saw = f'"never", and the folder has {" and ".join(used)}'
+            fix = 'choose another job.name, set checkpoint.resume = "auto", or delete the folder'
+            raise ConfigError.of(str(self.path), "checkpoint.resume", saw, "a new folder", fix)
         folders = {self.logs: True, self.checkpoints: config.checkpoint.enable, self.profile: config.profiling.enable}
         for folder in (folder for folder, is_written in folders.items() if is_written):
             try:
@@ -239,20 +247,6 @@ class RunFolder:
         if folder := next((path for path in (self.status, self.receipt) if path.is_dir()), None):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(folder))
         return notices
-
-    def _check_new(self, config: Config) -> None:
-        if not config.checkpoint.enable and _has_content(self.checkpoints):
-            want = "true: without it this start begins anew, beside the checkpoints of the run that is here"
-            raise ConfigError.of(
-                str(self.path), "checkpoint.enable", "false", want, "choose another job.name, or delete the folder"
-            )
-        if config.checkpoint.resume != "never":
-            return
-        used = [p.name for p in (self.checkpoints, self.metrics) if _has_content(p)]
-        if used:
-            saw = f'"never", and the folder has {" and ".join(used)}'
-            fix = 'choose another job.name, set checkpoint.resume = "auto", or delete the folder'
-            raise ConfigError.of(str(self.path), "checkpoint.resume", saw, "a new folder", fix)
 
 
 def _holder(content: bytes) -> str:

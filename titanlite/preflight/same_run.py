@@ -56,6 +56,8 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
     may_change = ("optimizer.state_dtype",) if config.optimizer.fresh_state else ()
     identity = [key for key in changed if key in now and key.startswith(_IDENTITY) and key not in may_change]
     dims_was, dims_now = _dims(was, config), _dims(now, config)
+    # Models that differ only in how routers are trained are the same.
+    is_same_model = {k: lasting(v) for k, v in dims_was.items()} == {k: lasting(v) for k, v in dims_now.items()}
     problems: list[Problem] = []
     is_mixed = [any(key.startswith("data.mixture[") for key in of) for of in (was, now)]
     if is_mixed[0] != is_mixed[1]:  # neither has what the other says of its data
@@ -68,7 +70,7 @@ def changes_since(recorded: Path, config: Config) -> list[str]:
         # A dimension that is not given is the flavor's, and another flavor may have the same ones.
         name = key.removeprefix("model.")
         saw, want = dims_now.get(name, now[key]), dims_was.get(name, was[key])
-        if saw != want and not (key == "model.flavor" and dims_was and _lasts(dims_was, dims_now)):
+        if saw != want and not (key == "model.flavor" and dims_was and is_same_model):
             fix = "the old value, or another job.name"
             if key == "optimizer.state_dtype":
                 fix += "; or optimizer.fresh_state = true, to begin with fresh state"
@@ -95,11 +97,6 @@ def _dims(flat: Mapping[str, Any], config: Config) -> dict[str, Any]:
     except (ConfigError, TypeError):
         return {}
     return {key: value for key, value in dims.items() if key not in ("help", "refs")}
-
-
-def _lasts(was: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether two models differ in how routers are trained alone."""
-    return {key: lasting(value) for key, value in was.items()} == {key: lasting(value) for key, value in now.items()}
 
 
 def keys_of_training(config_toml: bytes) -> dict[str, Any]:
