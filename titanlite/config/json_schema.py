@@ -106,8 +106,8 @@ def _known_words(key: str) -> Iterable[str]:
 
 
 def _default(f: "dataclasses.Field[Any]") -> dict[str, Any]:
-    """Return the default of a field as JSON has it; nothing where "not given" has a meaning of its own."""
+    """Return the default of a key as JSON has it; nothing of a section, or where "not given" has its own meaning."""
     default: Any = f.default
-    if default in (dataclasses.MISSING, None):
+    if default in (dataclasses.MISSING, None) or dataclasses.is_dataclass(default):
         return {}
     return {"default": [*default] if isinstance(default, tuple) else default}
