@@ -37,11 +37,9 @@ def run(argv: list[str]) -> int:
     out = Path(own["--out"]) if "--out" in own else None
     if out is not None:
         require_new("--out", out)
-    made = convert_torchtitan(Path(files[0]), (out or Path(files[0])).stem)
+    made = convert_torchtitan(Path(files[0]), (out or Path(files[0])).stem, has_bos)
     config = made.config()
     dims = model_dims(config, made.origin)  # a model that is none here is nothing to convert
-    if not has_bos(config.data.tokenizer):
-        made.without_bos()
     refused = config_problems(config, dims, None).found()
     to_change = [f"  to change: {p.where} = {p.saw}; want {p.want}; fix: {p.fix}" for p in refused]
     summary = "\n".join([made.summary(), *to_change])

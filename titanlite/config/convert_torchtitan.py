@@ -6,7 +6,7 @@ Comments of the original are not kept: they explain torchtitan's choices.
 """
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -62,12 +62,6 @@ class ConvertedConfig:
         lost = [f"        line {self.origin.of(key).line}  {self.reason(key)}" for key in self.lost]
         return "\n".join([f"{self.origin.source}: its keys", *lines, *lost])
 
-    def without_bos(self) -> None:
-        """Leave the token that begins documents out, for a tokenizer that has none, if the original does not ask."""
-        if BOS in self.defaults:
-            self.defaults.remove(BOS)
-            del self.lines[BOS]
-
     def config(self) -> Config:
         """Return the config that the file says; a value that has not the type of its key is a ConfigError."""
         problems = Problems(self.origin)
@@ -102,8 +96,10 @@ class ConvertedConfig:
         return f"{key} = {show(self.given[key])}: {self.lost[key]}"
 
 
-def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
+def convert_torchtitan(path: Path, name: str, has_bos: Callable[[str], bool]) -> ConvertedConfig:
     """Read a config of torchtitan as one of titanlite, for a run of this name, which torchtitan has not.
+
+    Documents begin with a token, as there by default, where `has_bos` is true of the tokenizer.
 
     Raises:
         ConfigError: it is missing, not TOML or not torchtitan's, or a value has not the type that its key has.
@@ -141,6 +137,8 @@ def convert_torchtitan(path: Path, name: str) -> ConvertedConfig:
     if _WARMUP in made.kept and there.fits(_WARMUP) and there(_WARMUP) > (steps := there("training.steps")):
         made.lines[_WARMUP] = _Line(show(steps), f"was {show(there(_WARMUP))}, which torchtitan shortens to the run")
     for key, value in there.left_out({*given, *made.lines}).items():
+        if key == BOS and not has_bos(made.config().data.tokenizer):
+            continue
         here = attrgetter(key)(Config())
         made.defaults.append(key)
         made.lines[key] = _Line(value, f"torchtitan's default; {'not given' if here is None else show(here)} here")

@@ -103,10 +103,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
         "remove it; the rules of a save-list name modules (docs/activation_checkpoint.md)",
     ),
     "activation_checkpoint.early_stop": (False, "remove it; recomputation always stops early"),
-    "activation_checkpoint.memory_budget": (
-        0.5,
-        "remove it; the budget is activation_checkpoint.budget_gib, in GiB",
-    ),
+    "activation_checkpoint.memory_budget": (0.5, "remove it; the budget is activation_checkpoint.budget_gib, in GiB"),
     "activation_checkpoint.visualize_memory_budget_pareto": (
         False,
         "remove it; titanlite plan FILE --activation-checkpoint --world N prints what each save-list holds",
@@ -149,7 +146,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "comm.save_traces_": (None, f"{_FLIGHT} TORCH_FR_DUMP_TEMP_FILE"),
     "fault_tolerance": (None, _TORCHFT),
     "memory_estimation": (None, _PLAN),
-    "job.print_args": (None, "remove it; the resolved config is in <dump_folder>/<name>/config.toml"),
+    "job.print_args": (None, _CONFIG),
     "lr_scheduler.lr_min": (None, "use lr_scheduler.min_lr_factor (a share of the peak)"),
     "training.dataloader": (None, _LOADER),
     "training.batch_size": (None, "use training.local_batch_size = {}"),
@@ -162,10 +159,7 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "parallelism.pipeline_parallel_split_points": (None, "remove it; titanlite has no pipeline parallelism"),
     "float8.recipe_name": (None, "use float8.recipe = {}"),
     "float8.enable_fsdp_float8_all_gather": (None, _RECIPE),
-    "float8.precompute_float8_dynamic_scale_for_fsdp": (
-        None,
-        _RECIPE,
-    ),
+    "float8.precompute_float8_dynamic_scale_for_fsdp": (None, _RECIPE),
     "float8.force_recompute_fp8_weight_in_bwd": (None, "remove it; titanlite has no recomputation of float8 weights"),
     "float8.moe_fqns_prototype": (None, "remove it; experts compute in float8 where float8.recipe has scales by row"),
     "float8.emulate": (None, "remove it; a device without float8 emulates it, and receipt.json says so"),
@@ -177,28 +171,6 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "validation.enabled": (None, "use validation.enable = {}"),
     "validation.dataloader": (None, _LOADER),
 }
-
-DEFAULTS: dict[str, Any] = {
-    "training.gc_debug": False,
-    "parallelism.pipeline_parallel_first_stage_less_layers": 1,
-    "parallelism.pipeline_parallel_last_stage_less_layers": 1,
-    "parallelism.pipeline_parallel_schedule": "1F1B",
-    "parallelism.pipeline_parallel_schedule_csv": "",
-    "parallelism.pipeline_parallel_microbatch_size": 1,
-    "parallelism.pipeline_parallel_expert_parallel_overlap": True,
-    "quantize.grouped_mm.float8.fqns": [],
-    "quantize.grouped_mm.mx.recipe_name": "mxfp8",
-    "quantize.grouped_mm.mx.fqns": [],
-    "comm.save_traces_folder": "comm_traces",
-    "comm.save_traces_file_prefix": "rank_",
-    "memory_estimation.disable_fake_mode": False,
-    "fault_tolerance.process_group": "gloo",
-    "fault_tolerance.process_group_timeout_ms": 10_000,
-    "fault_tolerance.replica_id": 0,
-    "fault_tolerance.group_size": 0,
-    "fault_tolerance.min_replica_size": 1,
-}
-"""Defaults of keys of which `KEYS` has the beginning alone; what has none, or is in `IDLE`, is left out."""
 
 SWITCHES = {
     "profiling.enable_profiling": ("profiling.save_traces_", "profiling.profile_", "profiling.profiler_"),
@@ -218,7 +190,7 @@ SWITCHES = {
 """While one of these is at its default, keys that begin so ask for nothing."""
 
 IDLE = (
-    *("job.description", "optimizer.implementation", "training.gc_freq", "training.dataloader."),
+    *("job.description", "optimizer.implementation", "training.gc_", "training.dataloader."),
     *("validation.dataloader.", "profiling.profiler_warmup", "checkpoint.enable_ft_dataloader_checkpoints"),
     *("activation_checkpoint.early_stop", "activation_checkpoint.preserve_rng_state", "quantize.linear.mx.mxfp8_"),
     *("activation_checkpoint.determinism_check", "checkpoint.last_save_model_only"),

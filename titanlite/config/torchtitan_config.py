@@ -1,13 +1,11 @@
-"""Say what a config of torchtitan asks for: the value of each of its keys, and what that is in titanlite.
+"""Say what each key of a torchtitan config is in titanlite, where that depends on its value or on other keys.
 
-`torchtitan.py` has what a key is whatever the rest of the file says. Here are the answers that depend on its value or
-on other keys, which keys ask for nothing, and which defaults of torchtitan differ.
+What a key always is says `torchtitan.py`. Here are also the keys that ask for nothing, and the defaults that differ.
 """
 
 import os
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import fields
 from operator import attrgetter
 from typing import Any, cast
 
@@ -17,7 +15,6 @@ from titanlite.config.schema import Config, schema_keys
 from titanlite.config.torchtitan import (
     ASKED_BY_DEFAULT,
     DATASETS,
-    DEFAULTS,
     IDLE,
     KEYS,
     MASKS,
@@ -153,7 +150,8 @@ class TorchtitanConfig:
         kept, said = [one for one in given if one != "auto_filter_small_kn"], ""
         if len(kept) < len(given):
             said += "; titanlite has no auto_filter_small_kn"
-        if not self._is_mixture():
+        name = dict(SETS.findall(self.answer("model.flavor"))).get("model.name", "").strip('"') or self("model.name")
+        if name not in ARCHITECTURES or "experts" not in ARCHITECTURES[name].needs:
             return kept, said
         named = [one for one in kept if one.rpartition(".")[2] not in ("router", "gate")]
         if len(named) < len(kept):
@@ -162,10 +160,6 @@ class TorchtitanConfig:
             named += ["experts.w13", "experts.w2"]
             said += "; experts are not converted, as there"
         return named, said
-
-    def _is_mixture(self) -> bool:
-        name = dict(SETS.findall(self.answer("model.flavor"))).get("model.name", "").strip('"') or self("model.name")
-        return name in ARCHITECTURES and "experts" in ARCHITECTURES[name].needs
 
     def _converts(self, kind: str, part: str = "linear") -> bool:
         """Return whether layers are converted to `kind`; linear ones also under their name of the release before."""
@@ -188,9 +182,8 @@ class TorchtitanConfig:
             del found[BOS]
         if MASKS.fullmatch(str(self("model.flavor"))):
             del found["data.document_mask"]
-        here = Config()
-        order = [f"{part.name}.{f.name}" for part in fields(here) for f in fields(getattr(here, part.name))]
-        return {k: found[k] for k in order if k in found and k not in given and found[k] != show(attrgetter(k)(here))}
+        there = {key: found[key] for key in schema_keys() if key in found and key not in given}
+        return {key: value for key, value in there.items() if value != show(attrgetter(key)(Config()))}
 
 
 def save_list(mode: str, option: str) -> str:
@@ -213,7 +206,7 @@ def stands_for(key: str) -> set[str]:
 
 
 def default_there(key: str) -> Any:
-    """Return torchtitan's default of a key; None where it has none."""
+    """Return torchtitan's default of a key; None where it has none, or has no counterpart but for its beginning."""
     if key in KEYS:
         return KEYS[key][0]
-    return attrgetter(key)(Config()) if key in schema_keys() else DEFAULTS.get(key)
+    return attrgetter(key)(Config()) if key in schema_keys() else None

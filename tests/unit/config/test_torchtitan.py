@@ -85,7 +85,7 @@ def _where_its_assets_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         make_tokenizer(tmp_path / folder)
 
 
-HF_FOLDERS = ("Llama-3.1-405B", "Qwen3-1.7B", "Qwen3-32B")
+HF_FOLDERS = ("Llama-3.1-405B", "Qwen3-1.7B")
 
 
 def nested(keys: dict[str, Any]) -> dict[str, Any]:
@@ -294,143 +294,72 @@ def test_the_keys_are_those_of_both_schemas() -> None:
         assert any(key.startswith(prefix) or prefix.startswith(key) for key in {*KEYS, *schema_keys()}), prefix
 
 
-COMMON: dict[str, Any] = {
+LARGEST: dict[str, Any] = {
     "job.dump_folder": "./outputs",
+    "job.description": "Llama 3 405B training",
+    "profiling.enable_profiling": True,
     "profiling.save_traces_folder": "profile_trace",
     "profiling.profile_freq": 100,
     "metrics.log_freq": 10,
+    "metrics.enable_tensorboard": True,
     "metrics.save_tb_folder": "tb",
+    "model.name": "llama3",
+    "model.flavor": "405B",
+    "model.hf_assets_path": "./assets/hf/Llama-3.1-405B",
+    "model.converters": ["float8"],
     "optimizer.name": "AdamW",
+    "optimizer.lr": 8e-5,
     "optimizer.eps": 1e-8,
+    "lr_scheduler.warmup_steps": 600,
+    "training.local_batch_size": 2,
+    "training.seq_len": 8192,
     "training.max_norm": 1.0,
+    "training.steps": 3000,
     "training.dataset": "c4",
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.data_parallel_shard_degree": -1,
-    "parallelism.tensor_parallel_degree": 1,
+    "parallelism.tensor_parallel_degree": 8,
+    "parallelism.enable_async_tensor_parallel": True,
+    "parallelism.pipeline_parallel_degree": 1,
     "parallelism.context_parallel_degree": 1,
     "checkpoint.enable": False,
     "checkpoint.folder": "checkpoint",
     "checkpoint.interval": 500,
-    "checkpoint.async_mode": "disabled",
-    "activation_checkpoint.mode": "selective",
-    "activation_checkpoint.selective_ac_option": "op",
-    "compile.enable": False,
-    "compile.components": ["model", "loss"],
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": False,
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": False,
-    "quantize.linear.float8.filter_fqns": ["output"],
-}
-LLAMA: dict[str, Any] = {
-    **COMMON,
-    "profiling.enable_profiling": True,
-    "metrics.enable_tensorboard": True,
-    "model.name": "llama3",
-    "lr_scheduler.warmup_steps": 200,
-    "training.seq_len": 8192,
-    "training.steps": 1000,
-    "parallelism.pipeline_parallel_degree": 1,
     "checkpoint.last_save_model_only": True,
     "checkpoint.export_dtype": "float32",
+    "checkpoint.async_mode": "disabled",
+    "activation_checkpoint.mode": "full",
+    "compile.enable": True,
+    "compile.components": ["model", "loss"],
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
+    "quantize.linear.float8.filter_fqns": ["output"],
     "validation.enable": False,
     "validation.dataset": "c4_validation",
     "validation.freq": 500,
     "validation.steps": 1200,
 }
-QWEN: dict[str, Any] = {
-    **COMMON,
-    "profiling.enable_profiling": False,
-    "metrics.enable_tensorboard": False,
-    "model.name": "qwen3",
-    "training.seq_len": 4096,
-    "parallelism.fsdp_reshard_after_forward": "default",
-    "checkpoint.last_save_model_only": False,
-    "checkpoint.export_dtype": "float16",
-}
-FULL = {"activation_checkpoint.mode": "full"}
-
-
-def model(flavor: str, folder: str, lr: float, local_batch_size: int) -> dict[str, Any]:
-    return {
-        "job.description": f"{flavor} training",
-        "model.flavor": flavor,
-        "model.hf_assets_path": f"./assets/hf/{folder}",
-        "optimizer.lr": lr,
-        "training.local_batch_size": local_batch_size,
-    }
-
-
-FILES: dict[str, dict[str, Any]] = {
-    "llama3/debug_model": LLAMA
-    | {
-        **model("debugmodel", "", 8e-4, 8),
-        "model.hf_assets_path": "./tests/assets/tokenizer",
-        "job.print_config": False,
-        "profiling.enable_profiling": False,
-        "profiling.profile_freq": 10,
-        "profiling.enable_memory_snapshot": False,
-        "profiling.save_memory_snapshot_folder": "memory_snapshot",
-        "metrics.log_freq": 1,
-        "metrics.disable_color_printing": False,
-        "metrics.enable_tensorboard": False,
-        "metrics.enable_wandb": False,
-        "lr_scheduler.warmup_steps": 2,
-        "lr_scheduler.decay_ratio": 0.8,
-        "lr_scheduler.decay_type": "linear",
-        "lr_scheduler.min_lr_factor": 0.0,
-        "training.seq_len": 2048,
-        "training.steps": 10,
-        "training.dataset": "c4_test",
-        "parallelism.fsdp_reshard_after_forward": "default",
-        "parallelism.enable_async_tensor_parallel": False,
-        "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
-        "checkpoint.interval": 10,
-        "checkpoint.last_save_model_only": False,
-        "activation_checkpoint.selective_ac_option": "2",
-        "validation.freq": 5,
-        "validation.steps": 10,
-    },
-    "llama3/llama3_405b": LLAMA
-    | model("405B", "Llama-3.1-405B", 8e-5, 2)
-    | FULL
-    | {
-        "model.converters": ["float8"],
-        "lr_scheduler.warmup_steps": 600,
-        "training.steps": 3000,
-        "parallelism.tensor_parallel_degree": 8,
-        "parallelism.enable_async_tensor_parallel": True,
-        "compile.enable": True,
-        "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
-        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
-    },
-    "qwen3/qwen3_32b": QWEN
-    | model("32B", "Qwen3-32B", 8e-4, 2)
-    | {**FULL, "lr_scheduler.warmup_steps": 600, "training.steps": 3000},
-}
-"""Of its `models/*/train_configs` the smallest, and the largest of each model that titanlite has."""
-
-SHOWN_AS: dict[str, str] = {
-    "profiling.enable_profiling": "profiling.enable",
-    "parallelism.enable_async_tensor_parallel": "parallelism.async_tensor_parallel",
+"""Its models/llama3/train_configs/llama3_405b.toml."""
+ELSEWHERE: dict[str, Any] = {
+    "profiling.enable": True,
+    "parallelism.async_tensor_parallel": True,
+    "optimizer.weight_decay_exclude": (),
+    "data.source": "hf:allenai/c4:en",
+    "data.tokenizer": "./assets/hf/Llama-3.1-405B/tokenizer.json",
+    "float8.recipe": "tensorwise",
+    "activation_checkpoint.recipe": "full",
 }
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_each_of_its_files_is_converted_to_the_same_values(name: str) -> None:
-    keys = FILES[name]
-    config = converted(keys, world=64)
+def test_its_largest_file_is_converted_to_the_same_values() -> None:
+    config = converted(LARGEST, world=64)
     Draft7Validator(config_json_schema()).validate(tomli.loads(Path("ours.toml").read_text()))
-    for key in {**KEYS, **keys}:
-        here, off = SHOWN_AS.get(key, key), {s for s, under in SWITCHES.items() if key != s and key.startswith(under)}
-        is_left = key in ("training.global_batch_size", "model.flavor") or any(not keys.get(switch) for switch in off)
-        if here in schema_keys() and not is_left:
-            assert attrgetter(here)(config) == keys.get(key, default_there(key)), key
-    assert config.optimizer.weight_decay_exclude == ()
-    assert config.data.source == {"c4": "hf:allenai/c4:en"}.get(keys["training.dataset"], "hf:./tests/assets/c4_test")
-    assert config.data.tokenizer == f"{keys['model.hf_assets_path']}/tokenizer.json"
-    assert config.float8.recipe == ("tensorwise" if "model.converters" in keys else "none")
-    selective = {"op": "every_second_matmul", "2": "full"}[keys["activation_checkpoint.selective_ac_option"]]
-    mode = keys["activation_checkpoint.mode"]
-    assert config.activation_checkpoint.recipe == (selective if mode == "selective" else mode)
+    for key in {**KEYS, **LARGEST}:
+        off = {s for s, under in SWITCHES.items() if key != s and key.startswith(under)}
+        is_left = key in ("training.global_batch_size", "model.flavor") or any(not LARGEST.get(s) for s in off)
+        if key in schema_keys() and not is_left:
+            assert attrgetter(key)(config) == LARGEST.get(key, default_there(key)), key
+    assert {key: attrgetter(key)(config) for key in ELSEWHERE} == ELSEWHERE
 
 
 def test_sizes_that_are_called_otherwise_have_the_same_dimensions() -> None:
