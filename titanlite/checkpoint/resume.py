@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from titanlite.checkpoint import publish
 from titanlite.checkpoint.branch import branch_point
-from titanlite.checkpoint.saved_state import SavedState, read_state
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.config.build import from_table, show
 from titanlite.config.check import last_step
 from titanlite.config.problems import Origin, Problems
@@ -78,17 +78,6 @@ def start_of(root: Path, config: Config) -> tuple[Path, int] | None:
     """
     step = step_to_resume(root, config.checkpoint.resume) if config.checkpoint.enable else None
     return branch_point(config.checkpoint.initial_load_path, root.parent) if step is None else (root, step)
-
-
-def saved_dims(root: Path, resume: Literal["auto", "never"] | int) -> ModelDims:
-    """Return the dimensions of the model that a start goes on with.
-
-    Raises:
-        CheckpointError: as `step_to_resume` says, or the checkpoint is damaged.
-    """
-    step = cast(int, step_to_resume(root, resume))
-    folder = publish.step_folder(root, step)
-    return dims_of(folder, read_state(folder, step))
 
 
 def dims_of(folder: Path, state: SavedState) -> ModelDims:

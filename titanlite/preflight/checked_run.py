@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from titanlite import recipes
-from titanlite.checkpoint.publish import complete_steps
-from titanlite.checkpoint.resume import other_text, saved_dims
-from titanlite.checkpoint.saved_state import SavedState
+from titanlite.checkpoint.publish import complete_steps, step_folder
+from titanlite.checkpoint.resume import dims_of, other_text, start_of
+from titanlite.checkpoint.saved_state import SavedState, read_state
 from titanlite.config.build import show
 from titanlite.config.check import check_homes, check_last_steps, config_problems, sequences_per_step
 from titanlite.config.command_line import parse_what_is_right
@@ -95,10 +95,10 @@ class _Checks:
 
 
 def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights: bool = True) -> CheckedRun:
-    """Read and check everything that a command line asks for; data is checked, not loaded.
+    """Read and check everything that the arguments of train.py ask for; data is checked, not loaded.
 
     Args:
-        argv: arguments of train.py.
+        argv: the arguments.
         world_size: number of processes; None: unknown.
         has_weights: whether this host is to have the weights that the run starts from.
 
@@ -142,9 +142,11 @@ def checked_run(argv: Sequence[str], world_size: int | None = None, has_weights:
     if found and inputs is not None and config.job.strict and has_weights:  # before hours of preparing tokens
         attempt(lambda: other_text(*found, {}, inputs.fingerprint, strict=True), "data", "job", "checkpoint")
     saved = found[1] if found and found[0].parent == RunFolder.of(config).checkpoints else None
-    if float8:
-        needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
-        attempt(lambda: _check_numerics(config, float8, origin), *needs)
+    needs = ("metrics.float8_numerics_freq", "float8.recipe", "job.strict")
+    is_measured = config.metrics.float8_numerics_freq and config.job.strict and checks.are_right(*needs)
+    if float8 and is_measured and float8.input.output == "none":
+        want = f'0 with float8.recipe = {show(own)}, whose input.output is "none": no output is in float8'
+        problems.about(config)(needs[0], want, "float8_numerics_freq = 0", needs[1])
     optimizer, needs = None, ("optimizer.recipe", "job.recipe_dirs")
     if config.optimizer.file:
         attempt(lambda: recipes.require("optimizer", config.optimizer.recipe, config.job.recipe_dirs, origin), *needs)
@@ -188,16 +190,6 @@ def _optimizer(config: Config, origin: Origin) -> OptimizerRecipe:
     return found
 
 
-def _check_numerics(config: Config, float8: Float8Recipe, origin: Origin) -> None:
-    """Refuse to measure outputs in float8 where there are none."""
-    if config.job.strict and config.metrics.float8_numerics_freq and float8.input.output == "none":
-        given, recipe = str(config.metrics.float8_numerics_freq), show(config.float8.recipe)
-        want = f'0 with float8.recipe = {recipe}, whose input.output is "none": no output is in float8'
-        problems = Problems(origin)
-        problems.add("metrics.float8_numerics_freq", given, want, "float8_numerics_freq = 0", against="float8.recipe")
-        problems.raise_all()
-
-
 def resumes(config: Config) -> bool:
     """Return whether a start of the run goes on from a checkpoint of its own."""
     return config.checkpoint.enable and bool(complete_steps(RunFolder.of(config).checkpoints))
@@ -205,8 +197,7 @@ def resumes(config: Config) -> bool:
 
 def _dims_of_run(config: Config, origin: Origin) -> ModelDims:
     """Return the dimensions of the model; a run that started from a folder has them in its checkpoints."""
-    if config.model.flavor == FROM_CHECKPOINT and resumes(config):
-        return saved_dims(RunFolder.of(config).checkpoints, config.checkpoint.resume)
-    if config.model.flavor == FROM_CHECKPOINT and (branch := branch_of(config)):
-        return saved_dims(*branch)
+    if config.model.flavor == FROM_CHECKPOINT and (found := start_of(RunFolder.of(config).checkpoints, config)):
+        folder = step_folder(*found)
+        return dims_of(folder, read_state(folder, found[1]))
     return recipes.model_dims(config, origin)

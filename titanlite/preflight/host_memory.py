@@ -1,7 +1,4 @@
-"""Check that a host without a GPU has memory for weights, gradients and moments: the least that a run takes.
-
-A refused run would have been killed, or ended in the allocator, after minutes.
-"""
+"""Check that a host without a GPU has memory for weights, gradients and moments: the least that a run takes."""
 
 import os
 from pathlib import Path
@@ -17,16 +14,9 @@ _DEVICES = ("nvidia[0-9]*", "dxg", "kfd")  # in /dev: of NVIDIA, of Windows' Lin
 
 
 def lack_of_memory(config: Config, whole: int, world: int = 1, on_host: int | None = None) -> ErrorReport | None:
-    """Say so if this host has less memory than the weights, gradients and moments of its ranks take on a CPU.
+    """Return the refusal of a start whose weights, gradients and moments this host has no memory for on a CPU.
 
-    Args:
-        config: of the run.
-        whole: bytes of these for a replica.
-        world: number of processes.
-        on_host: of these on this host; None: all.
-
-    Returns:
-        The refusal of a start, which a host with GPUs need not heed; None if there is enough.
+    Of a replica these are `whole` bytes. `on_host` of the `world` processes are on this host; None: all.
     """
     replicas = config.parallelism.data_parallel_replicate_degree
     on_host = on_host or world

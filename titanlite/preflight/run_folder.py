@@ -88,10 +88,9 @@ class RunFolder:
         return cls(Path(os.path.expanduser(config.job.dump_folder)) / config.job.name)
 
     def claim(self, config: Config) -> list[str]:
-        """Create the folder, or check that it is this run's, and lock it. Call it on one process.
+        """Create the folder, or check that it is this run's, and lock it, on one process; return notices.
 
-        Returns:
-            Notices: keys that changed since the run was last started, a file system without locks.
+        Notices are keys that changed since the run was last started, and a file system without locks.
 
         Raises:
             ConfigError: the folder, or one in it that is written later, cannot be written; or it is in use, a different
@@ -130,18 +129,11 @@ class RunFolder:
         return f"{self.path} seems to be in use by another job ({job}): a start is refused while it runs"
 
     def record(self, config_toml: str, save_list_toml: str | None = None) -> Path | None:
-        """Write `config.toml`, and a chosen save-list; call once it is certain that the claimed run trains with them.
+        """Write `config.toml`, and a save-list that was chosen for this start; return the file of the former config.
 
-        The user part of a URL is left out: who starts a run from what is recorded writes it in again. If the config is
-        another one, how far a start goes and from where aside, the former with its receipt and chosen save-list is kept
-        as `config.earlier-1.toml` and so on.
-
-        Args:
-            config_toml: the resolved config as TOML text.
-            save_list_toml: for `activation_checkpoint.toml`; None if it was not chosen for this start.
-
-        Returns:
-            The file that keeps the former config, if it was another one.
+        Call once it is certain that the claimed run trains with them. The user part of a URL is left out: who starts a
+        run from what is recorded writes it in again. A former config that differs in more than how far a start goes and
+        from where is kept, with its receipt and chosen save-list, as `config.earlier-1.toml` and so on.
         """
         config_toml = tomli_w.dumps(redact_tree(tomli.loads(config_toml), redact_urls))
         kept: Path | None = None
