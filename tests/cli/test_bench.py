@@ -6,14 +6,12 @@ import os
 import subprocess
 import sys
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from benchmarks import tables
-from titanlite import recipes
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
@@ -144,18 +142,6 @@ def test_an_optimizer_saves_tokens_if_it_gets_as_far_in_a_part_of_the_steps(
         for rate, seed in {("0.001", 0), ("0.002", 0), (best, 1), (best, 2)}
     )
     assert made["muon-0.002-seed-1"][-2:] == ["--training.steps", "1125"]
-
-
-def test_the_eighths_of_a_mixture_differ_in_their_balance_alone():
-    folder = [str(BENCH / "recipes")]
-    loss, bias, nothing = (
-        recipes.load("model", f"olmoe-eighth{name}", folder) for name in ("", "_bias", "_unbalanced")
-    )
-    assert loss.experts is not None
-    assert (loss.experts.balance_loss, loss.experts.balance_bias) == (0.01, 0)
-    for other, rate in ((bias, 0.001), (nothing, 0)):
-        experts = replace(loss.experts, balance_loss=0.0, balance_bias=rate)
-        assert other == replace(loss, help=other.help, experts=experts)
 
 
 @pytest.mark.slow

@@ -16,16 +16,23 @@ from titanlite.exit_code import exit_code
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("error", "rank", "code"), [(DataError, 0, 2), (DataError, 1, 2), (OSError, 0, 1)])
+@pytest.mark.parametrize(
+    ("error", "rank", "code", "folder"),
+    [
+        *((DataError, 0, 2, ""), (DataError, 1, 2, ""), (OSError, 0, 1, "")),
+        *((DataError, 1, 2, "gone"), (RuntimeError, 1, 1, "gone")),  # of /tmp, where what is old is deleted
+    ],
+)
 def test_secrets_are_kept_out_of_what_is_said(
     error: type[Exception],
     rank: int,
     code: int,
+    folder: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = tmp_path / "error.json"
+    told = tmp_path / folder / "error.json"
     for name, value in {"HF_TOKEN": 'hf_abc"defgh', "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(told)}.items():
         monkeypatch.setenv(name, value)
     for clock in ("_RANK_0_SPEAKS_S", "_TORCHRUN_CLOCK_S"):
@@ -38,8 +45,8 @@ def test_secrets_are_kept_out_of_what_is_said(
     assert exit_code(fails) == code
     said = capsys.readouterr().err
     assert said.endswith("GET https://***@host: refused\n")
-    assert ("Traceback" in said) == (error is OSError)
-    if error is OSError or rank:
+    assert ("Traceback" in said) == (error is not DataError)
+    if not folder and (error is OSError or rank):
         message = json.loads(told.read_text())["message"]
         assert message["message"] == f"{error.__name__}: GET https://***@host: refused"
         assert "@host: refused" in message["extraInfo"]["py_callstack"]
@@ -67,28 +74,6 @@ def test_who_is_ended_while_telling_torchrun_leaves_no_half_of_a_file(
         exit_code(fails)
     assert writes == [False]
     assert not told.exists()
-
-
-@pytest.mark.parametrize(("error", "code"), [(DataError, 2), (RuntimeError, 1)])
-def test_where_torchrun_cannot_be_told_the_end_is_the_same(
-    error: type[Exception],
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Its folder is in /tmp, where what is old is deleted."""
-    gone = tmp_path / "gone" / "error.json"
-    for name, value in {"HF_TOKEN": "hf_abcdefgh", "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(gone)}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(titanlite.exit_code, "_RANK_0_SPEAKS_S", 0.0)
-    monkeypatch.setenv("LOCAL_RANK", "0")
-
-    def fails() -> None:
-        raise error("hf_abcdefgh is refused")
-
-    assert exit_code(fails) == code
-    assert capsys.readouterr().err.endswith("*** is refused\n")
 
 
 HANGS = "import threading; threading.Thread(target=threading.Event().wait).start()"

@@ -1,4 +1,4 @@
-"""Mistakes of a key, of data and of a folder, made as a person makes them: one message, exit code 2, in a moment."""
+"""Mistakes of data, of a folder and of a key, made as a person makes them: one message, exit code 2, in a moment."""
 
 import os
 import subprocess
@@ -19,11 +19,6 @@ def start(folder: Path, flags: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def config(folder: Path, text: str) -> list[str]:
-    (folder / "mine.toml").write_text(text)
-    return ["--config", "mine.toml"]
-
-
 def debug(*flags: str) -> list[str]:
     return ["--config", str(REPOSITORY / "configs" / "debug.toml"), *flags]
 
@@ -41,10 +36,6 @@ def of_another_run(folder: Path) -> list[str]:
 
 Mistake = Callable[[Path], list[str]]  # makes its files in a folder, and returns the flags
 MISTAKES: dict[str, tuple[Mistake, tuple[str, ...]]] = {  # with what the message must say, each once
-    "misspelt key": (
-        lambda f: config(f, "[training]\nstepz = 3\n"),
-        ("line 2  training.stepz = 3", "did you mean training.steps?"),
-    ),
     "text that is not UTF-8": (not_utf8, ("data.source = ", "latin.txt:1: not UTF-8: byte 0xe9")),
     "folder of a different run": (
         of_another_run,

@@ -48,9 +48,6 @@ def check_data(config: Config, problems: Problems) -> None:
             want = f"less than training.tokens = {tokens}, where the run ends"
             refuse(f"data.stage[{n}].from_tokens", want, "a larger training.tokens")
         _check_weights(config, n, problems)
-        if data.packing == "best_fit" and data.stage[n].seq_len not in (None, config.training.seq_len):
-            want = f"training.seq_len = {config.training.seq_len}: best_fit packs documents into samples of one length"
-            refuse(f"data.stage[{n}].seq_len", want, 'packing = "concat"')
     _check_lengths(config, problems)
 
 

@@ -24,10 +24,9 @@ _OTHER = "name another folder: titanlite has no such model"
 
 
 def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] | None:
-    """Make the recipe of a folder's model; `key` names the folder in messages.
+    """Return the architecture and dimensions of a folder's model; None, with problems, if titanlite computes no such.
 
-    Returns:
-        The architecture and its dimensions; None, with problems, if titanlite computes no such model.
+    `key` names the folder in messages.
     """
     file = Path(os.path.expanduser(path)) / "config.json"
     try:
@@ -62,7 +61,8 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         return None
     ours = {**_left_out(layout), **model_keys(layout, recipe)}
     ours["layer_types"] = layer_types(recipe)
-    wrong = _differences(theirs, ours)
+    differ = [k for k, value in theirs.items() if value != ours.get(k, value) and (value or ours[k])]  # null is false
+    wrong = [f"{name} = {ours[name]} (it says {theirs[name]})" for name in differ]
     unknown = [name for name, value in theirs.items() if name not in ours and value]  # what is off changes nothing
     if wrong:
         want = f"a {layout.model_type} as titanlite computes it, with {', '.join(wrong)}"
@@ -72,12 +72,6 @@ def recipe_of(path: str, problems: Problems, key: str) -> tuple[str, ModelDims] 
         fix = f"remove from {file} what {layout.hub_class} makes nothing of; or name another folder"
         problems.add(key, show(path), want, fix)
     return None if wrong or unknown else (architecture, recipe)
-
-
-def _differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Say which keys have another value in both; null, false and nothing are the same."""
-    differ = [name for name, value in theirs.items() if value != ours.get(name, value) and (value or ours[name])]
-    return [f"{name} = {ours[name]} (it says {theirs[name]})" for name in differ]
 
 
 def _meaning(architecture: str, content: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,11 +134,7 @@ def _scaling(rope: Mapping[str, Any], part: float | None, length: int | None, lo
 
 
 def model_of(config: Config, origin: Origin) -> ModelDims:
-    """Make the recipe of the model whose weights a run is to start from.
-
-    Raises:
-        ConfigError: no folder is given, or it is of another model.
-    """
+    """Make the recipe of a run's initial weights; raise ConfigError if they are of another model, or not given."""
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     if not path:
         want = f"{KEY} as well: the folder whose config.json has the dimensions"
@@ -159,11 +149,7 @@ def model_of(config: Config, origin: Origin) -> ModelDims:
 
 
 def check_initial_load_path(config: Config, dims: ModelDims, origin: Origin) -> None:
-    """Hold the folder whose weights a run is to start from against the config.
-
-    Raises:
-        ConfigError: it is no such folder, or of another model; with all that differs.
-    """
+    """Raise ConfigError, with all that differs, if the folder of initial weights is none or of another model."""
     path, problems = config.checkpoint.initial_load_path, Problems(origin)
     recipe = _of_config(config, path, problems)
     problems.raise_all()

@@ -7,7 +7,6 @@ number written as 1e4 passes it, and keys are not held against each other: `tita
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from titanlite.config.build import is_required, options_of
@@ -58,7 +57,7 @@ def _object(cls: type, prefix: str) -> dict[str, Any]:
 def _value(key: str, hint: Any) -> dict[str, Any]:
     """Return the schema of a value: of one type, or of any of several."""
     found = [_option(key, option) for option in options_of(hint)]
-    if words := list(_known_words(key)):  # first, as editors complete what is listed
+    if words := _known_words(key):  # first, as editors complete what is listed
         found.insert(0, {"enum": words})
     return found[0] if len(found) == 1 else {"anyOf": found}
 
@@ -86,23 +85,21 @@ def _range(span: str) -> dict[str, Any]:
     return {**bounds, **({"not": {"const": 0}} if low == "-1" else {})}  # -1 is all, and 0 would be none
 
 
-def _known_words(key: str) -> Iterable[str]:
+def _known_words(key: str) -> list[str]:
     """Return the usual values of a key that also takes any other text."""
-    recipes = shipped_folder("recipes")
-    match key:
-        case "model.flavor":
-            sizes = {path.stem.partition("-")[2] for path in (recipes / "model").glob("*.toml")}
-            return [*sorted(sizes), "from_checkpoint"]
-        case "activation_checkpoint.recipe":
-            return [*sorted(path.stem for path in (recipes / "activation_checkpoint").glob("*.toml")), "auto"]
-        case "float8.recipe":
-            return ["none", *sorted(path.stem for path in (recipes / "float8").glob("*.toml"))]
-        case "data.source" | "validation.source":
-            return ["python_stdlib", "python_stdlib_held_out"]
-        case "data.tokenizer":
-            return ["bytes"]
-        case _:
-            return []
+
+    def names(kind: str) -> list[str]:
+        return sorted(path.stem for path in (shipped_folder("recipes") / kind).glob("*.toml"))
+
+    sources = ["python_stdlib", "python_stdlib_held_out"]
+    return {
+        "model.flavor": [*sorted({name.partition("-")[2] for name in names("model")}), "from_checkpoint"],
+        "activation_checkpoint.recipe": [*names("activation_checkpoint"), "auto"],
+        "float8.recipe": ["none", *names("float8")],
+        "data.source": sources,
+        "validation.source": sources,
+        "data.tokenizer": ["bytes"],
+    }.get(key, [])
 
 
 def _default(f: "dataclasses.Field[Any]") -> dict[str, Any]:

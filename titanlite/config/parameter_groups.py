@@ -16,10 +16,7 @@ _EXCLUDE = "optimizer.weight_decay_exclude"
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """All that an update of one parameter depends on beside its gradient and the schedule.
-
-    A group's own value, or that of `[optimizer]`.
-    """
+    """What an update of one parameter depends on, beside its gradient and the schedule."""
 
     group: str
     rule: str
@@ -39,17 +36,17 @@ def update_settings(
     origin: Origin | None = None,
     of_matrices: Collection[str] | None = None,
 ) -> dict[str, UpdateSettings]:
-    """Say of each parameter how it is updated.
+    """Return how each parameter is updated, by name, in the order of `shapes`.
+
+    Groups are asked in order, those without a pattern after all others; the first that matches decides. What it leaves
+    out, `config` says.
 
     Args:
-        recipe: its groups are asked in order, those without a pattern after all others; the first that matches decides.
-        config: says what groups leave out.
+        recipe: has the groups.
+        config: `[optimizer]`.
         shapes: of the whole parameters, by name.
         origin: the places of the keys of `config`.
         of_matrices: parameters that are made of whole matrices; None: that was checked before.
-
-    Returns:
-        The settings by name, in the order of `shapes`.
 
     Raises:
         ConfigError: a pattern matches no parameter, a group takes none, no group takes a parameter, one that is

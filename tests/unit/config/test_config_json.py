@@ -10,7 +10,7 @@ from titanlite.config.architectures import ARCHITECTURES
 from titanlite.config.config_json import _meaning, check_initial_load_path, recipe_of
 from titanlite.config.hugging_face import can_export, config_json, weight_files
 from titanlite.config.problems import Origin, Problems
-from titanlite.config.recipe_schema import ModelDims
+from titanlite.config.recipe_schema import Experts, ModelDims
 from titanlite.config.schema import Checkpoint, Config, Model
 from titanlite.errors import ConfigError
 from titanlite.recipes import load
@@ -145,27 +145,27 @@ _SUMMARY = {
 @pytest.mark.parametrize(
     ("size", "over"),
     [
-        ("llama3-8B", {**_LLAMA, "attention_dropout": 0.0, "eos_token_id": [128001, 128008], "head_dim": 128}),
-        ("llama3-8B", {**_LLAMA, "is_llama_config": True, "rope_interleaved": False,
-                       "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}}),
-        ("llama3-8B", {**_LLAMA, "max_sequence_length": 2048, "pad_token_id": 0, "head_dim": ..., "mlp_bias": None}),
-        ("llama3-8B", {**_LLAMA, "unsloth_fixed": True, "unsloth_version": "2024.9", "pad_token_id": 128004}),
-        ("llama3-8B", {**_LLAMA, "quantization": None, "quantization_config": None, "_flash_attn_2_enabled": True}),
-        ("llama3-8B", {**_LLAMA, "sliding_window": None, "use_sliding_window": False, "qkv_bias": False, "extra": ""}),
+        ("llama3-8B", {**_LLAMA, "attention_dropout": 0.0, "eos_token_id": [128001, 128008], "head_dim": 128,
+                       "is_llama_config": True, "rope_interleaved": False, "max_sequence_length": 2048,
+                       "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}, "pad_token_id": 0,
+                       "unsloth_fixed": True, "unsloth_version": "2024.9", "quantization": None,
+                       "quantization_config": None, "_flash_attn_2_enabled": True, "sliding_window": None,
+                       "use_sliding_window": False, "qkv_bias": False, "extra": ""}),
+        ("llama3-8B", {**_LLAMA, "head_dim": ..., "mlp_bias": None}),
         ("qwen3-0.6B", {"max_window_layers": 28, "rope_scaling": None, "sliding_window": None, "pretraining_tp": 1,
-                        "use_sliding_window": False, "eos_token_id": 151645}),
-        ("qwen3-0.6B", {"_attn_implementation_autoset": True, "unsloth_version": "2025.4", "model_max_length": 4096}),
+                        "use_sliding_window": False, "eos_token_id": 151645, "_attn_implementation_autoset": True,
+                        "unsloth_version": "2025.4", "model_max_length": 4096}),
         ("gemma3-1B", {"attn_logit_softcapping": None, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
-                       "final_logit_softcapping": None, "rope_scaling": None, "sliding_window_pattern": 6}),
-        ("gemma3-1B", {"_sliding_window_pattern": 6, "use_bidirectional_attention": False,
+                       "final_logit_softcapping": None, "rope_scaling": None, "sliding_window_pattern": 6,
+                       "_sliding_window_pattern": 6, "use_bidirectional_attention": False,
                        "hidden_act": "gelu_pytorch_tanh", "pretraining_tp": 1}),
         ("qwen3_moe-30B-A3B", {"eos_token_id": 151643, "max_window_layers": 48, "mlp_only_layers": [],
                                "output_router_logits": False, "rope_scaling": None, "sliding_window": None}),
         ("olmoe-1B-7B", {"clip_qkv": None, "rope_scaling": None, "eos_token_id": 50279, "pad_token_id": 1}),
         ("mixtral-8x7B", {"sliding_window": None, "output_router_logits": False, "bos_token_id": 1}),
-        ("gpt2-124M", {**_SUMMARY, "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}}),
-        ("gpt2-124M", {**_SUMMARY, **_OLD, "_num_labels": 1, "id2label": {"0": "LABEL_0"}, "output_past": True}),
-        ("gpt2-124M", {"n_inner": None, "reorder_and_upcast_attn": False, "tokenizer_class": "BertTokenizerFast",
+        ("gpt2-124M", {**_SUMMARY, **_OLD, "task_specific_params": {"text-generation": {"max_length": 50}},
+                       "_num_labels": 1, "id2label": {"0": "LABEL_0"}, "output_past": True, "n_inner": None,
+                       "reorder_and_upcast_attn": False, "tokenizer_class": "BertTokenizerFast",
                        "finetuning_task": None, "torchscript": False}),
         ("llama3-8B", of_all()), ("llama3-8B", _FORMER), ("qwen3-0.6B", {"rope_scaling": {"rope_type": "default"}}),
         ("gemma3-1B", of_two_kinds({}, {})), ("gemma3-1B", {"sliding_window_pattern": ...}),
@@ -268,19 +268,12 @@ def test_these_are_the_values_that_transformers_has(name: str, tmp_path: Path) -
 
 
 def test_a_cap_of_logits_is_that_of_the_folder(tmp_path: Path) -> None:
-    folder, dims = make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=30.0), load("model", "gemma3-1B")
-    assert recipe(folder).logit_softcap == 30.0
-    config = Config(model=Model(name="gemma3", flavor="1B"), checkpoint=Checkpoint(initial_load_path=str(folder)))
-    check_initial_load_path(config, replace(dims, logit_softcap=30.0), Origin("config"))
-
-
-def test_a_cap_has_no_place_in_most_folders(tmp_path: Path) -> None:
-    folder, dims = make_folder(tmp_path, "llama3-8B"), load("model", "llama3-8B")
-    config = Config(model=Model(name="llama3"), checkpoint=Checkpoint(initial_load_path=str(folder)))
-    with pytest.raises(ConfigError, match=r"logit_softcap = 30\.0 \(the folder has 0"):
-        check_initial_load_path(config, replace(dims, logit_softcap=30.0), Origin("config"))
-    assert not can_export(Model(name="llama3"), replace(dims, logit_softcap=30.0))
-    assert can_export(Model(name="gemma3"), replace(load("model", "gemma3-1B"), logit_softcap=30.0))
+    assert recipe(make_folder(tmp_path, "gemma3-1B", final_logit_softcapping=30.0)).logit_softcap == 30.0
+    for name, flavor in (("gemma3", "1B"), ("llama3", "8B")):
+        folder, dims = make_folder(tmp_path, f"{name}-{flavor}"), load("model", f"{name}-{flavor}")
+        config = Config(model=Model(name=name), checkpoint=Checkpoint(initial_load_path=str(folder)))
+        with pytest.raises(ConfigError, match=r"logit_softcap = 30\.0 \(the folder has 0"):
+            check_initial_load_path(config, replace(dims, logit_softcap=30.0), Origin("config"))
 
 
 def test_another_architecture_is_told_by_its_name(tmp_path: Path) -> None:
@@ -358,13 +351,20 @@ def test_a_value_that_cannot_be_is_told_with_what_is_wanted(over: dict[str, obje
     assert said in refusal(make_folder(tmp_path, size, **over), size)
 
 
-def test_a_model_that_transformers_does_not_compute_is_not_said_to_be_exported() -> None:
-    dims = load("model", "qwen3_moe-debug")
-    assert dims.experts is not None
-    assert can_export(Model(name="qwen3_moe"), dims)
-    assert not can_export(Model(name="qwen3_moe"), replace(dims, experts=replace(dims.experts, balance_bias=1e-3)))
-    assert not can_export(Model(name="qwen3_moe", file="mine.py"), dims)
-    assert not can_export(Model(name="gpt2"), replace(load("model", "gpt2-debug"), n_kv_heads=1))
+@pytest.mark.parametrize(
+    ("size", "over", "is_exported"),
+    [
+        ("qwen3_moe-debug", {}, True),
+        ("qwen3_moe-debug", {"experts": Experts(8, 2, 128, balance_bias=1e-3)}, False),
+        ("gemma3-1B", {"logit_softcap": 30.0}, True),
+        ("llama3-8B", {"logit_softcap": 30.0}, False),
+        ("gpt2-debug", {"n_kv_heads": 1}, False),
+    ],
+)
+def test_what_transformers_computes_is_exported(size: str, over: dict[str, Any], is_exported: bool) -> None:
+    dims, name = replace(load("model", size), **over), size.partition("-")[0]
+    assert can_export(Model(name=name), dims) == is_exported
+    assert not can_export(Model(name=name, file="mine.py"), dims)
 
 
 def test_a_bias_for_balance_starts_with_weights_that_have_none(tmp_path: Path) -> None:
