@@ -251,6 +251,13 @@ def test_the_tokenizer_is_held_against_the_checkpoint_once(
     assert [tokenizer for tokenizer in held if tokenizer] == ["bytes"]
 
 
+def test_a_branch_from_an_older_checkpoint_has_its_dimensions(folder: RunFolder, validate: Validate) -> None:
+    older = f"--checkpoint.initial_load_path={step_folder(folder.checkpoints, 50)}"
+    code, said = validate("--job.name=branch", "--model.flavor=from_checkpoint", older)
+    assert code == 0, said
+    assert "1,705,216 parameters" in said
+
+
 def test_a_branch_in_the_folder_of_another_run_is_refused_by_that(folder: RunFolder, validate: Validate) -> None:
     """And nothing is said of weights, which the other run's folder has not."""
     config = checked_run([*FLAGS, "--job.name=b", "--training.seq_len=128"], 2).config
