@@ -191,7 +191,7 @@ def _take_answer(made: ConvertedConfig, key: str, answer: str) -> None:
     answer = _in_full(key, answer)
     found = list(SETS.finditer(answer))
     if not found:
-        made.lost[key] = answer.removeprefix("remove it").lstrip(",;: ").removeprefix("and ") or "not needed here"
+        made.lost[key] = answer or "not needed here"
         return
     made.renamed.append(key)
     saw, why = show(made.given[key]), answer[found[-1].end() :].strip(" ,;:")

@@ -5,7 +5,6 @@ unknown key may belong to another section, be torchtitan's or another trainer's,
 """
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import cast
 
@@ -47,8 +46,10 @@ def suggest_key(path: str, value: object = None) -> str | None:
     if path == "optimizer.name":  # titanlite 0.1.0 had it, too
         return 'recipe = "adamw" in its place'
     if there := answer_to_key(path):
-        there = re.sub("^use ", "this is torchtitan's; titanlite convert FILE writes ", there.replace(" = {}", ""))
-        return re.sub("^remove it", "remove it, a key of torchtitan's", there)
+        if not there.startswith("use "):
+            return f"remove it, a key of torchtitan's; {there}"
+        used = there.removeprefix("use ").replace(" = {}", "")
+        return f"this is torchtitan's; titanlite convert FILE writes {used}"
     if "[" in section:  # a table of a list has keys of its own
         return None
     of_experts = {field.name for field in dataclasses.fields(Experts)}

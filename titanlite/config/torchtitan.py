@@ -1,8 +1,9 @@
 """List the keys of torchtitan v0.2.2, the last release configured in TOML: the default there, and what it is here.
 
-A key that is the same here, with the same default, is left out. The answer is None where the default alone differs, and
-else a text with what titanlite has as `section.key = value`, where `{}` is the given value. `torchtitan_config.py` has
-the answers that depend on more. `docs/coming_from_torchtitan.md` is held to this file.
+A key that is the same here, with the same default, is left out. The answer is None where the default alone differs.
+Other answers begin with "use " and have what titanlite has as `section.key = value`, where `{}` is the given value, or
+say why to remove the key. `torchtitan_config.py` has those that depend on more. `docs/coming_from_torchtitan.md` is
+held to this file.
 """
 
 import re
@@ -10,50 +11,48 @@ from typing import Any
 
 from titanlite.config.problems import show
 
-_CONFIG = "remove it; the resolved config is in <dump_folder>/<name>/config.toml"
-_PIPELINE = "remove it; titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
-_CONTEXT = "remove it; tokens are shared out by what they attend to, and the keys that they see are gathered"
-_EXPERTS = "remove it; parallelism.expert_parallel_degree alone says where experts are, and tokens travel by NCCL"
-_GROUPED = (
-    "remove it; experts compute in float8 where float8.recipe has scales by row, but for what float8.filter_fqns names"
-)
-_MEMORY = "remove it; titanlite has no memory snapshots"
-_LOADER = "remove it; batches are read ahead from token shards, without workers"
+_CONFIG = "the resolved config is in <dump_folder>/<name>/config.toml"
+_PIPELINE = "titanlite has no pipeline parallelism: split the model with parallelism.tensor_parallel_degree"
+_CONTEXT = "tokens are shared out by what they attend to, and the keys that they see are gathered"
+_EXPERTS = "parallelism.expert_parallel_degree alone says where experts are, and tokens travel by NCCL"
+_GROUPED = "experts compute in float8 where float8.recipe has scales by row, but for what float8.filter_fqns names"
+_MEMORY = "titanlite has no memory snapshots"
+_LOADER = "batches are read ahead from token shards, without workers"
 _NO_MX = 'use float8.recipe = "rowwise"; titanlite has no mxfp8'
-_RECIPE = "remove it; the float8 recipe sets it (fsdp_all_gather)"
-_FLIGHT = "remove it, and set the environment variable"
-_TORCHFT = "remove it; titanlite has no torchft: restart with torchrun --max-restarts"
-_PLAN = "remove it; titanlite plan FILE --world N prints the memory of a run, and needs no GPU"
-_GARBAGE = "remove it; garbage collection is not configurable"
+_RECIPE = "the float8 recipe sets it (fsdp_all_gather)"
+_FLIGHT = "set the environment variable"
+_TORCHFT = "titanlite has no torchft: restart with torchrun --max-restarts"
+_PLAN = "titanlite plan FILE --world N prints the memory of a run, and needs no GPU"
+_GARBAGE = "garbage collection is not configurable"
 
 KEYS: dict[str, tuple[Any, str | None]] = {
-    "job.config_file": (None, "remove it; the file is named on the command line, as --config FILE"),
-    "job.description": ("default job", "remove it; it is shown nowhere. job.name names the run and its folder"),
+    "job.config_file": (None, "the file is named on the command line, as --config FILE"),
+    "job.description": ("default job", "it is shown nowhere. job.name names the run and its folder"),
     "job.print_config": (False, _CONFIG),
     "job.save_config_file": (None, _CONFIG),
-    "job.custom_config_module": ("", "remove it; titanlite has no custom config module"),
+    "job.custom_config_module": ("", "titanlite has no custom config module"),
     "profiling.enable_profiling": (False, "use profiling.enable = {}"),
-    "profiling.save_traces_folder": ("profile_traces", "remove it; traces are in <dump_folder>/<name>/profile"),
+    "profiling.save_traces_folder": ("profile_traces", "traces are in <dump_folder>/<name>/profile"),
     "profiling.profile_freq": (10, "use profiling.start_step = {}; there is one trace"),
     "profiling.profiler_active": (1, "use profiling.steps = {}"),
-    "profiling.profiler_warmup": (3, "remove it; the trace needs no warm-up"),
+    "profiling.profiler_warmup": (3, "the trace needs no warm-up"),
     "profiling.enable_memory_snapshot": (False, _MEMORY),
     "profiling.save_memory_snapshot_folder": ("memory_snapshot", _MEMORY),
     "metrics.log_freq": (10, None),
     "metrics.enable_tensorboard": (False, "use metrics.tensorboard = {}"),
-    "metrics.disable_color_printing": (False, "remove it, and set the environment variable NO_COLOR=1"),
-    "metrics.save_tb_folder": ("tb", "remove it; the files are in <dump_folder>/<name>/tensorboard"),
-    "metrics.save_for_all_ranks": (False, "remove it; metrics are global"),
+    "metrics.disable_color_printing": (False, "set the environment variable NO_COLOR=1"),
+    "metrics.save_tb_folder": ("tb", "the files are in <dump_folder>/<name>/tensorboard"),
+    "metrics.save_for_all_ranks": (False, "metrics are global"),
     "metrics.enable_wandb": (False, 'use metrics.wandb = "online"'),
     "model.flavor": ("debugmodel", None),
     "model.hf_assets_path": ("./tests/assets/tokenizer", "use data.tokenizer = {}"),
     "model.tokenizer_path": (None, "use data.tokenizer = {}"),
-    "model.converters": ([], "remove it; titanlite has no converters but the recipes of float8.recipe"),
-    "model.print_after_conversion": (False, "remove it; receipt.json says what was converted"),
+    "model.converters": ([], "titanlite has no converters but the recipes of float8.recipe"),
+    "model.print_after_conversion": (False, "receipt.json says what was converted"),
     "optimizer.name": ("AdamW", 'use optimizer.recipe = "adamw"'),
     "optimizer.lr": (8e-4, None),
-    "optimizer.implementation": ("fused", "remove it; AdamW is always fused"),
-    "optimizer.early_step_in_backward": (False, "remove it; titanlite has no optimizer step inside backward"),
+    "optimizer.implementation": ("fused", "AdamW is always fused"),
+    "optimizer.early_step_in_backward": (False, "titanlite has no optimizer step inside backward"),
     "lr_scheduler.total_steps": (None, "use training.steps = {}"),
     "lr_scheduler.decay_type": ("linear", None),
     "lr_scheduler.min_lr_factor": (0.0, None),
@@ -61,9 +60,9 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "training.dataset_path": (None, "use data.source = {}"),
     "training.local_batch_size": (8, None),
     "training.global_batch_size": (-1, None),
-    "training.enable_cpu_offload": (False, "remove it; titanlite has no CPU offload"),
-    "training.dtype": ("float32", "remove it; master weights are float32. Compute is training.mixed_precision_param"),
-    "parallelism.disable_loss_parallel": (False, "remove it; the loss is always parallel over the vocabulary"),
+    "training.enable_cpu_offload": (False, "titanlite has no CPU offload"),
+    "training.dtype": ("float32", "master weights are float32. Compute is training.mixed_precision_param"),
+    "parallelism.disable_loss_parallel": (False, "the loss is always parallel over the vocabulary"),
     "parallelism.enable_async_tensor_parallel": (False, "use parallelism.async_tensor_parallel = {}"),
     "parallelism.pipeline_parallel_degree": (1, _PIPELINE),
     "parallelism.module_fqns_per_model_part": (None, _PIPELINE),
@@ -72,54 +71,48 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "parallelism.expert_tensor_parallel_degree": (1, _EXPERTS),
     "parallelism.expert_parallel_comm_backend": ("standard", _EXPERTS),
     "checkpoint.enable": (False, None),
-    "checkpoint.enable_ft_dataloader_checkpoints": (True, "remove it; every checkpoint has the position in the data"),
-    "checkpoint.folder": ("checkpoint", "remove it; checkpoints are in <dump_folder>/<name>/checkpoints"),
-    "checkpoint.initial_load_model_only": (True, "remove it; only weights are loaded, without optimizer and schedule"),
+    "checkpoint.enable_ft_dataloader_checkpoints": (True, "every checkpoint has the position in the data"),
+    "checkpoint.folder": ("checkpoint", "checkpoints are in <dump_folder>/<name>/checkpoints"),
+    "checkpoint.initial_load_model_only": (True, "only weights are loaded, without optimizer and schedule"),
     "checkpoint.initial_load_in_hf": (
         False,
-        "remove it; checkpoint.initial_load_path is always in Hugging Face's layout, which torchtitan's "
+        "checkpoint.initial_load_path is always in Hugging Face's layout, which torchtitan's "
         "scripts/checkpoint_conversion/convert_to_hf.py makes",
     ),
-    "checkpoint.initial_load_in_hf_quantized": (False, "remove it; titanlite has no start from quantized weights"),
-    "checkpoint.last_save_model_only": (True, "remove it; every checkpoint is complete, including the last"),
-    "checkpoint.last_save_in_hf": (
-        False,
-        "remove it; titanlite export RUN writes a checkpoint in Hugging Face's layout",
-    ),
-    "checkpoint.export_dtype": (
-        "float32",
-        "remove it; checkpoints are in float32. titanlite export RUN --dtype converts them",
-    ),
+    "checkpoint.initial_load_in_hf_quantized": (False, "titanlite has no start from quantized weights"),
+    "checkpoint.last_save_model_only": (True, "every checkpoint is complete, including the last"),
+    "checkpoint.last_save_in_hf": (False, "titanlite export RUN writes a checkpoint in Hugging Face's layout"),
+    "checkpoint.export_dtype": ("float32", "checkpoints are in float32. titanlite export RUN --dtype converts them"),
     "checkpoint.keep_latest_k": (10, None),
     "checkpoint.load_step": (-1, "use checkpoint.resume = {}"),
-    "checkpoint.exclude_from_loading": ([], "remove it; a checkpoint is loaded whole"),
-    "checkpoint.enable_first_step_checkpoint": (False, "remove it; to try saving, start once with --job.stop_after 1"),
-    "checkpoint.create_seed_checkpoint": (False, "remove it; the same seed gives the same weights under any layout"),
-    "checkpoint.load_only": (False, "remove it; a run that resumes also saves"),
+    "checkpoint.exclude_from_loading": ([], "a checkpoint is loaded whole"),
+    "checkpoint.enable_first_step_checkpoint": (False, "to try saving, start once with --job.stop_after 1"),
+    "checkpoint.create_seed_checkpoint": (False, "the same seed gives the same weights under any layout"),
+    "checkpoint.load_only": (False, "a run that resumes also saves"),
     "activation_checkpoint.mode": ("selective", "use activation_checkpoint.recipe = {}"),
     "activation_checkpoint.selective_ac_option": ("2", "use activation_checkpoint.recipe"),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": (
         ["moe.router.gate"],
-        "remove it; the rules of a save-list name modules (docs/activation_checkpoint.md)",
+        "the rules of a save-list name modules (docs/activation_checkpoint.md)",
     ),
-    "activation_checkpoint.early_stop": (False, "remove it; recomputation always stops early"),
-    "activation_checkpoint.memory_budget": (0.5, "remove it; the budget is activation_checkpoint.budget_gib, in GiB"),
+    "activation_checkpoint.early_stop": (False, "recomputation always stops early"),
+    "activation_checkpoint.memory_budget": (0.5, "the budget is activation_checkpoint.budget_gib, in GiB"),
     "activation_checkpoint.visualize_memory_budget_pareto": (
         False,
-        "remove it; titanlite plan FILE --activation-checkpoint --world N prints what each save-list holds",
+        "titanlite plan FILE --activation-checkpoint --world N prints what each save-list holds",
     ),
-    "activation_checkpoint.preserve_rng_state": (True, "remove it; recomputation always restores the RNG state"),
-    "activation_checkpoint.determinism_check": ("default", "remove it; titanlite has no choice of determinism checks"),
-    "activation_checkpoint.debug": (False, "remove it; titanlite has no debug mode of checkpointing"),
+    "activation_checkpoint.preserve_rng_state": (True, "recomputation always restores the RNG state"),
+    "activation_checkpoint.determinism_check": ("default", "titanlite has no choice of determinism checks"),
+    "activation_checkpoint.debug": (False, "titanlite has no debug mode of checkpointing"),
     "compile.enable": (False, None),
-    "compile.components": (["model", "loss"], "remove it; compile.enable compiles the blocks and the loss"),
-    "compile.backend": ("inductor", "remove it; the back end is inductor"),
+    "compile.components": (["model", "loss"], "compile.enable compiles the blocks and the loss"),
+    "compile.backend": ("inductor", "the back end is inductor"),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": (False, _RECIPE),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": (False, _RECIPE),
     "quantize.linear.float8.recipe_name": (None, "use float8.recipe = {}"),
     "quantize.linear.float8.filter_fqns": ([], "use float8.filter_fqns = {}"),
-    "quantize.linear.float8.emulate": (False, "remove it; a device without float8 emulates it, as receipt.json says"),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "remove it; titanlite has no mxfp8"),
+    "quantize.linear.float8.emulate": (False, "a device without float8 emulates it, as receipt.json says"),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": ("triton", "titanlite has no mxfp8"),
     "quantize.linear.mx.recipe_name": ("mxfp8_cublas", _NO_MX),
     "quantize.linear.mx.filter_fqns": (["output"], "use float8.filter_fqns = {}"),
     "comm.init_timeout_seconds": (300, None),
@@ -128,17 +121,17 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "comm.mode": ("default", _PLAN),
     "memory_estimation.enable": (False, _PLAN),
     "fault_tolerance.enable": (False, _TORCHFT),
-    "experimental.custom_import": ("", "remove it; model.file takes an architecture of your own"),
-    "experimental.custom_args_module": ("", "remove it; titanlite has no custom config module"),
+    "experimental.custom_import": ("", "model.file takes an architecture of your own"),
+    "experimental.custom_args_module": ("", "titanlite has no custom config module"),
     "validation.dataset": ("c4_validation", "use validation.source (a path, or hf:<dataset>)"),
     "validation.dataset_path": (None, "use validation.source = {}"),
-    "validation.local_batch_size": (8, "remove it; validation uses training.local_batch_size"),
-    "validation.seq_len": (2048, "remove it; validation uses training.seq_len"),
+    "validation.local_batch_size": (8, "validation uses training.local_batch_size"),
+    "validation.seq_len": (2048, "validation uses training.seq_len"),
     "validation.freq": (10, None),
     "debug.seed": (None, "use training.seed = {}"),
     "debug.deterministic": (False, "use training.deterministic = {}"),
-    "debug.deterministic_warn_only": (False, "remove it; a kernel that is not deterministic is an error"),
-    "debug.moe_force_load_balance": (False, "remove it; tokens go where the router sends them"),
+    "debug.deterministic_warn_only": (False, "a kernel that is not deterministic is an error"),
+    "debug.moe_force_load_balance": (False, "tokens go where the router sends them"),
     # Several that begin so; and keys of earlier releases.
     "training.gc_": (None, _GARBAGE),
     "parallelism.pipeline_parallel_": (None, _PIPELINE),
@@ -155,19 +148,19 @@ KEYS: dict[str, tuple[Any, str | None]] = {
     "training.compile": (None, "use compile.enable = {}"),
     "training.warmup_steps": (None, "use lr_scheduler.warmup_steps = {}"),
     "debug": (None, "use training.seed and training.deterministic"),
-    "parallelism.enable_compiled_autograd": (None, "remove it; titanlite has no compiled autograd"),
-    "parallelism.pipeline_parallel_split_points": (None, "remove it; titanlite has no pipeline parallelism"),
+    "parallelism.enable_compiled_autograd": (None, "titanlite has no compiled autograd"),
+    "parallelism.pipeline_parallel_split_points": (None, "titanlite has no pipeline parallelism"),
     "float8.recipe_name": (None, "use float8.recipe = {}"),
     "float8.enable_fsdp_float8_all_gather": (None, _RECIPE),
     "float8.precompute_float8_dynamic_scale_for_fsdp": (None, _RECIPE),
-    "float8.force_recompute_fp8_weight_in_bwd": (None, "remove it; titanlite has no recomputation of float8 weights"),
-    "float8.moe_fqns_prototype": (None, "remove it; experts compute in float8 where float8.recipe has scales by row"),
-    "float8.emulate": (None, "remove it; a device without float8 emulates it, and receipt.json says so"),
+    "float8.force_recompute_fp8_weight_in_bwd": (None, "titanlite has no recomputation of float8 weights"),
+    "float8.moe_fqns_prototype": (None, "experts compute in float8 where float8.recipe has scales by row"),
+    "float8.emulate": (None, "a device without float8 emulates it, and receipt.json says so"),
     "quantize": (None, "use float8.recipe and float8.filter_fqns"),
     "mx": (None, _NO_MX),
     "checkpoint.enable_checkpoint": (None, "use checkpoint.enable = {}"),
-    "checkpoint.interval_type": (None, "remove it; checkpoint.interval counts steps"),
-    "experimental": (None, "remove it; titanlite has no experimental section"),
+    "checkpoint.interval_type": (None, "checkpoint.interval counts steps"),
+    "experimental": (None, "titanlite has no experimental section"),
     "validation.enabled": (None, "use validation.enable = {}"),
     "validation.dataloader": (None, _LOADER),
 }

@@ -42,6 +42,7 @@ def other_names() -> str:
     for key, (default, answer) in KEYS.items():
         if answer is not None:
             text = TorchtitanConfig({**ALL_ON, key: default}).answer(key) if key in ASKED_BY_DEFAULT else answer
+            text = text if text.startswith("use ") else f"remove it; {text}"
             rows.append(
                 (
                     cell(key),
