@@ -30,7 +30,12 @@ def check_data(config: Config, problems: Problems) -> None:
         refuse("data.packing", want, 'packing = "concat", or one seq_len in all stages')
     _check_mixture(config, problems)
     for key, by in replaced_keys(config).items():
-        _check_replaced(config, key, by, problems)
+        place, other = problems.origin.places.get(key), problems.origin.of(by)
+        # A file that is extended may have the key: there it is replaced.
+        if place is not None and place.source in (other.source, problems.origin.source, COMMAND_LINE.source):
+            shown = {"data.mixture": "[[data.mixture]]", "data.stage": "lr_decay_to in [[data.stage]]"}.get(by, by)
+            fix = f"remove it, or {'make it a source of the mixture' if by == 'data.mixture' else shown}"
+            refuse(key, f"not given with {shown}, which takes its place", fix)
     schedule = config.lr_scheduler
     if schedule.warmup_tokens is not None and not tokens:
         want = "not given without training.tokens: the learning rate follows steps"
@@ -66,15 +71,6 @@ def _check_lengths(config: Config, problems: Problems) -> None:
     others = ", ".join(f"{given[key]} ({key})" for key in given if given[key] != given[odd])
     want = f"lengths that divide the longest, as samples are cut into pieces of it; the others are {others}"
     problems.add(odd, str(given[odd]), want, "powers of 2 divide each other")
-
-
-def _check_replaced(config: Config, key: str, by: str, problems: Problems) -> None:
-    """Refuse a key beside another that takes its place; in an extended file it is replaced."""
-    place, other = problems.origin.places.get(key), problems.origin.of(by)
-    if place is not None and place.source in (other.source, problems.origin.source, COMMAND_LINE.source):
-        shown = {"data.mixture": "[[data.mixture]]", "data.stage": "lr_decay_to in [[data.stage]]"}.get(by, by)
-        fix = "remove it, or make it a source of the mixture" if by == "data.mixture" else f"remove it, or {shown}"
-        problems.about(config)(key, f"not given with {shown}, which takes its place", fix)
 
 
 def _check_mixture(config: Config, problems: Problems) -> None:

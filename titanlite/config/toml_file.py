@@ -72,7 +72,8 @@ def read_merged(
             if not os.path.isfile(base):
                 want = f"the path of an existing TOML file; there is no file {base}"
                 raise refuse(show(name), want, nearest_file(base))
-            base = _without_dots(base)
+            plain = os.path.normpath(base)  # as a person writes it, unless a folder before `..` is a link elsewhere
+            base = Path(plain) if os.path.realpath(plain) == os.path.realpath(base) else base
             if os.path.realpath(base) in chain:
                 circle = " → ".join(map(str, (*chain.values(), base)))
                 want = f"files that do not extend each other in a circle: {circle}"
@@ -85,12 +86,6 @@ def read_merged(
         return table, places
 
     return read_chain(path, {})
-
-
-def _without_dots(path: Path) -> Path:
-    """Write the path as a person would: without `folder/..`, unless `folder` is a link and leads elsewhere."""
-    plain = os.path.normpath(path)
-    return Path(plain) if os.path.realpath(plain) == os.path.realpath(path) else path
 
 
 def _read_one(path: Path) -> tuple[Table, dict[str, int]]:

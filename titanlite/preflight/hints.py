@@ -4,6 +4,7 @@
 """
 
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from titanlite.config.problems import Origin
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
-from titanlite.data.sources import Source
 from titanlite.data.stages import StageTable
 from titanlite.data.tokenizer import ByteTokenizer, few_ids, rows_for
 from titanlite.json_file import parse_json
@@ -44,21 +44,21 @@ def not_chosen(config: Config, is_own_vocabulary: bool, origin: Origin) -> str |
     return f"{', '.join(left)}: not chosen, but the default; give what you mean to train" if left else None
 
 
-def trained_on(config: Config, inputs: Inputs) -> tuple[str | None, ...]:
+def trained_on(config: Config, inputs: Inputs) -> list[str]:
     """Say so if text that a run is validated on is trained on, where that can be seen."""
-    held_out = [source for key, source in inputs.sources.items() if key not in inputs.trained]
-    return tuple(_trained_on(config, one, other) for one in inputs.trained.values() for other in held_out)
-
-
-def _trained_on(config: Config, trained: Source, held_out: Source) -> str | None:
-    if trained.dataset and held_out.dataset:
-        what = "the same dataset, config and split" if trained.dataset == held_out.dataset else ""
-    else:
-        n_shared = len({*trained.files} & {*held_out.files})
-        what = f"{n_shared} of its {len(held_out.files)} files" if n_shared else ""
+    trained, said = inputs.trained, list[str]()
     unless = ", unless data.max_tokens leaves it out" if config.data.max_tokens else ""
-    why = f"is part of {trained.key} ({what}): it is trained on{unless}, and its loss is not that of held-out text"
-    return f'{held_out.key} = "{held_out.name}" {why}' if what else None
+    held_out = [source for key, source in inputs.sources.items() if key not in trained]
+    for one, other in product(trained.values(), held_out):
+        if one.dataset and other.dataset:
+            what = "the same dataset, config and split" if one.dataset == other.dataset else ""
+        else:
+            n_shared = len({*one.files} & {*other.files})
+            what = f"{n_shared} of its {len(other.files)} files" if n_shared else ""
+        if what:
+            why = f"is part of {one.key} ({what}): it is trained on{unless}, and its loss is not that of held-out text"
+            said.append(f'{other.key} = "{other.name}" {why}')
+    return said
 
 
 def other_tokenizer(config: Config, inputs: Inputs) -> str | None:
