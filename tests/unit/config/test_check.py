@@ -75,9 +75,19 @@ def test_numbers_out_of_range(key: str) -> None:
 
 TP, CP, EP = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "expert"))
 SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
-BATCH, OF_W = "training.global_batch_size", 'data.mixture = [{name = "w", source = "x", weight = 1.0}]'
+BATCH, LR = "training.global_batch_size", "lr_scheduler"
 ENGINES = "parallelism.fsdp_copy_engines"
 ALWAYS, LONG = f'{ENGINES} = "always"', "ü" * 128
+
+
+def mixture(a: str = '"a", source = "x", weight = 1.0', b: str = '"b", source = "x", weight = 1.0') -> str:
+    return f"data.mixture = [{{name = {a}}}, {{name = {b}}}]"
+
+
+def stage(*keys: str) -> str:
+    return f"data.stage = [{', '.join(f'{{{each}}}' for each in keys)}]"
+
+
 IMPOSSIBLE = [  # what is given, on how many processes if that is known, the one key that is refused, what its fix has
     (f"{TP} = 3", None, TP, "= 2 (or 4)"),
     (f"{TP} = 16", 16, TP, "= 8 (or 4)"),
@@ -115,8 +125,27 @@ IMPOSSIBLE = [  # what is given, on how many processes if that is known, the one
     ("optimizer.eps = 1e-39", None, "optimizer.eps", "= 1e-08"),
     ("optimizer.lr = 1e39", None, "optimizer.lr", "= 0.0003"),
     ("validation.steps = 0", None, "validation.steps", "= -1"),
-    (f"{OF_W}, data.stage = [{{from_tokens = 9, weights = {{'a.b[x]' = 1.0}}}}]", None,
+    (mixture('"a", source = "x", weight = 0.0', '"b", source = "x", weight = 0.0'), None,
+     "data.mixture", "give at least one source a weight"),
+    (mixture('"a", source = "x", weight = -1.0'), None, "data.mixture[0].weight", "another weight"),
+    (mixture('"b", source = "x", weight = 1.0'), None, "data.mixture[1].name", "give each a name of its own"),
+    (mixture('"my notes", source = "x", weight = 1.0'), None, "data.mixture[0].name", '= "my_notes"'),
+    (f"{mixture()}, data.max_tokens = 9", None, "data.max_tokens", "= 0"),
+    (f"{mixture()}, data.stage = [{{from_tokens = 9, weights = {{'a.b[x]' = 1.0}}}}]", None,
      "data.stage[0].weights.a.b[x]", "a source of the mixture"),
+    (f"{mixture()}, {stage('from_tokens = 9, weights = {a = 0.0}')}", None,
+     "data.stage[0].weights", "give at least one source a weight"),
+    (stage("from_tokens = 9, weights = {a = 1.0}"), None, "data.stage[0].weights", "write the sources as [[data.mix"),
+    (stage("from_tokens = 640", "from_tokens = 64"), None, "data.stage[1].from_tokens", "in the order of training"),
+    (stage("from_tokens = -5"), None, "data.stage[0].from_tokens", "another from_tokens"),
+    (stage("from_tokens = 64, seq_len = 24"), None, "data.stage[0].seq_len", "powers of 2"),
+    (f"{stage('from_tokens = 64, seq_len = 16', 'from_tokens = 640, seq_len = 40')}, training.seq_len = 16", None,
+     "data.stage[1].seq_len", "powers of 2"),
+    (f"{stage('from_tokens = 64, global_batch_size = 3')}, training.local_batch_size = 2", None,
+     "data.stage[0].global_batch_size", "= 2 (or 4)"),
+    (f"{stage('from_tokens = 64, lr_decay_to = 0.0')}, lr_scheduler.decay_ratio = 0.5", None,
+     "lr_scheduler.decay_ratio", "remove it"),
+    ("lr_scheduler.warmup_tokens = 5", None, "lr_scheduler.warmup_tokens", "give training.tokens"),
     ("data.shuffle_window = 2047", None, "data.shuffle_window", "= 0"),
 ]  # fmt: skip
 MOE_IMPOSSIBLE = [
@@ -145,7 +174,7 @@ def test_impossible_combinations(text: str, world: int | None, key: str, fix: st
     if is_set := re.match(r"(\w+) = (\S+?)(?=,| |$)", problem.fix):  # and it is one that can run
         name = f"{key.rpartition('.')[0]}.{is_set[1]}"
         given = [each for each in re.split(r", (?=[a-z0-9_]+\.)", text) if not each.startswith(f"{name} ")]
-        if name != "model.file":
+        if name != "model.file" and "[" not in key:
             check_config(config_of(", ".join([*given, f"{name} = {is_set[2]}"])), LLAMA_8B, world)
 
 
@@ -249,6 +278,25 @@ def test_a_sequence_has_no_more_tokens_than_the_model_has_positions() -> None:
 def test_sequences_per_step(text: str, world: int | None, sequences: int | None) -> None:
     local = "" if "local" in text else "training.local_batch_size = 3, "
     assert sequences_per_step(config_of(f"{local}{text}".removesuffix(", ")), world) == sequences
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        (f'{mixture()}\ndata.source = "x.txt"', "data.source"),
+        (
+            f"{stage('from_tokens = 64, lr_decay_to = 0.0')}\nlr_scheduler.min_lr_factor = 0.2",
+            "lr_scheduler.min_lr_factor",
+        ),
+        ("training.tokens = 99\nlr_scheduler = {warmup_tokens = 64, warmup_steps = 9}", f"{LR}.warmup_steps"),
+    ],
+)
+def test_a_key_is_not_given_beside_the_one_that_takes_its_place(text: str, key: str, tmp_path: Path) -> None:
+    (path := tmp_path / "run.toml").write_text(text)
+    config, origin = parse([str(path)], "train.py")
+    said = message(config, origin=origin)
+    assert f": 1 problem\n  line 2  {key} = " in said
+    assert "which takes its place\n      fix:  remove it" in said
 
 
 def test_all_problems_at_once_with_the_lines_of_the_file(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_values(file: str, argv: list[str], key: str, value: object) -> None:
         (["--validation.enable", "training.steps=5"], ["fix:  --training.steps=5"]),
         (["more"], ["  more\n", "want: a flag, such as --training.steps 100", "fix:  leave it out, or write the flag"]),
         (["-v"], ["  -v\n", "want: a flag, such as --training.steps 100", "fix:  leave it out, or write the flag"]),
+        (["--data.mixture", "x"], ["want: tables in the config file, and no flag"]),
         (["--data.source"], ["want: a string\n", 'fix:  --data.source "python_stdlib" (the default)']),
     ],
 )
