@@ -16,7 +16,7 @@ _EXCLUDE = "optimizer.weight_decay_exclude"
 
 @dataclass(frozen=True)
 class UpdateSettings:
-    """What an update of one parameter depends on, beside its gradient and the schedule."""
+    """The settings of one parameter's update: its group's own values, or those of `[optimizer]`."""
 
     group: str
     rule: str
@@ -45,7 +45,7 @@ def update_settings(
         recipe: has the groups.
         config: `[optimizer]`.
         shapes: of the whole parameters, by name.
-        origin: the places of the keys of `config`.
+        origin: the places of its keys.
         of_matrices: parameters that are made of whole matrices; None: that was checked before.
 
     Raises:
