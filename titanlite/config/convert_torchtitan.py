@@ -6,7 +6,7 @@ Comments of the original are not kept: they explain torchtitan's choices.
 """
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -81,9 +81,10 @@ class ConvertedConfig:
             head.append(f"# Left out: {n} key{'s' * (n > 1)} that asked for nothing.")
         parts = ["\n".join(head)]
         for section in sections():
-            rows = [_row_of_toml(key, self.lines[key]) for key in _of_section(section, self.lines)]
-            rows += [_row_of_toml(key, self.off[key], "# ") for key in _of_section(section, self.off)]
-            rows += [_comment(self.reason(key).partition(".")[2]) for key in _of_section(section, self.lost)]
+            own = [key for key in {**schema_keys(), **self.lost} if key.startswith(f"{section}.")]
+            rows = [_row_of_toml(key, self.lines[key]) for key in own if key in self.lines]
+            rows += [_row_of_toml(key, self.off[key], "# ") for key in own if key in self.off]
+            rows += [_comment(self.reason(key).partition(".")[2]) for key in own if key in self.lost]
             if rows:
                 parts.append("\n".join([f"[{section}]", *rows]))
         if elsewhere := [key for key in self.lost if key.partition(".")[0] not in sections()]:
@@ -217,13 +218,6 @@ def _add_what_is_off(made: ConvertedConfig, there: TorchtitanConfig) -> None:
                 made.idle.remove(key)
             for target, value in found.items():
                 made.off[target] = _Line(value, f"was {key}{'' if value == (saw := show(there(key))) else f' = {saw}'}")
-
-
-def _of_section(section: str, keys: Iterable[str]) -> list[str]:
-    """Return a section's keys in the order of the schema, unknown ones last."""
-    order = list(schema_keys())
-    own = (key for key in keys if key.startswith(f"{section}."))
-    return sorted(own, key=lambda key: order.index(key) if key in order else len(order))
 
 
 def _row_of_toml(key: str, line: _Line, prefix: str = "") -> str:
