@@ -41,14 +41,7 @@ class Experts:
     shared: NonNegativeInt = 0  # experts beside these that every token goes to
     balance_loss: NonNegativeFloat = 0.0  # coefficient of the loss of unequal use, in the mean over mixtures
     z_loss: NonNegativeFloat = 0.0  # coefficient of the loss of large logits, likewise
-    balance_bias: NonNegativeFloat = (
-        0.0  # what a step moves an expert's bias by, which shifts the choice alone; 0: none
-    )
-
-    @property
-    def trains_by_loss(self) -> bool:
-        """Return whether the router has a loss of its own."""
-        return self.balance_loss > 0 or self.z_loss > 0
+    balance_bias: NonNegativeFloat = 0.0  # what a step moves an expert's bias by, which shifts the choice alone
 
 
 @dataclass(frozen=True)
@@ -217,11 +210,6 @@ class Float8Recipe:
     status: Literal["stable", "experimental"] = "stable"
     refs: tuple[str, ...] = ()
     contract: Float8Contract | None = None
-
-    @property
-    def all_in_float8(self) -> bool:
-        """Return whether none of the three matmuls has an operand in high precision."""
-        return "none" not in self.granularities
 
     @property
     def has_blocks(self) -> bool:

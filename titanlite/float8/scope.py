@@ -14,7 +14,7 @@ def obstacle(recipe: Float8Recipe) -> str | None:
     """Return why titanlite's own products cannot run a recipe, or None."""
     if recipe.has_blocks:
         return "has scales by block, which no fused kernel takes"
-    if not recipe.all_in_float8:
+    if "none" in recipe.granularities:
         return "has a matmul in high precision, which would need its tokens gathered again"
     if "row" in recipe.granularities and recipe.scale_rounding != "pow2_floor":
         return "has row scales that are not powers of two: its bytes cannot be cast again without loss"

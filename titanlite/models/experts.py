@@ -108,7 +108,7 @@ class MixtureOfExperts(nn.Module):
         is_counted = logits.new_ones(len(logits), dtype=torch.bool) if self.is_counted is None else self.is_counted
         losses = router_losses(logits, choices, is_counted, self.group)
         count_routing(choices, is_counted, logits.detach(), losses.detach(), self.share, self.counts, self.sums)
-        if not self.of.trains_by_loss:
+        if self.of.balance_loss == self.of.z_loss == 0:
             return weights
         loss = (self.of.balance_loss * losses[0] + self.of.z_loss * losses[1]) / self.n_layers
         return with_loss(weights, loss, self.share)
