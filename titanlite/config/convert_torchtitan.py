@@ -19,8 +19,8 @@ from titanlite.config.problems import Origin, Problems, show
 from titanlite.config.read import suggest_key
 from titanlite.config.schema import Config, schema_keys, sections
 from titanlite.config.toml_file import read_merged
-from titanlite.config.torchtitan import ASKED_BY_DEFAULT, MODELS, answer_to_value, flavor
-from titanlite.config.torchtitan_config import BOS, SETS, TorchtitanConfig, default_there, stands_for
+from titanlite.config.torchtitan import ASKED_BY_DEFAULT, MODELS, answer_to_key, answer_to_value, flavor
+from titanlite.config.torchtitan_config import BATCH, BOS, SETS, TorchtitanConfig, default_there, stands_for
 from titanlite.errors import ConfigError
 
 _WIDTH = 100  # of a line with its comment
@@ -109,7 +109,10 @@ def convert_torchtitan(path: Path, name: str, has_bos: Callable[[str], bool]) ->
     given = dict(_leaves(table))
     there = TorchtitanConfig(given)
     origin = Origin(str(path), places)
-    made, problems, own = ConvertedConfig(origin, given), Problems(origin), there.own_keys()
+    made, problems = ConvertedConfig(origin, given), Problems(origin)
+    own = [key for key in given if key not in schema_keys() and answer_to_key(key)]
+    if BATCH in given and there(BATCH) == default_there(BATCH):  # torchtitan's word for none
+        own.append(BATCH)
     answered = dict[str, str]()
     for key, value in given.items():
         if key in own and there.asks_nothing(key):

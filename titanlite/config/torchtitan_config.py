@@ -47,12 +47,6 @@ class TorchtitanConfig:
         value = self.given.get(key, default)
         return default is None or type(value) is type(default) or (type(default) is float and type(value) is int)
 
-    def own_keys(self) -> list[str]:
-        """Return the given keys that titanlite has not, or not with torchtitan's word for none."""
-        own = [key for key in self.given if key not in schema_keys() and answer_to_key(key)]
-        none = [BATCH] if BATCH in self.given and self(BATCH) == default_there(BATCH) else []
-        return own + none
-
     def asks_nothing(self, key: str) -> bool:
         """Return whether a key of torchtitan's own asks for nothing, or for what titanlite does anyway."""
         if not self.fits(key):

@@ -13,6 +13,7 @@ import tomli
 from tests.unit.config.test_command_line import parse
 from titanlite.config.build import from_table
 from titanlite.config.check import check_config, config_problems, last_step, sequences_per_step
+from titanlite.config.held_out import held_out_sources, name_of_source
 from titanlite.config.problems import Origin, Problems
 from titanlite.config.ranges import range_of
 from titanlite.config.recipe_schema import ModelDims
@@ -76,7 +77,7 @@ def test_numbers_out_of_range(key: str) -> None:
 TP, CP, EP = (f"parallelism.{kind}_parallel_degree" for kind in ("tensor", "context", "expert"))
 SHARD, REPLICATE = "parallelism.data_parallel_shard_degree", "parallelism.data_parallel_replicate_degree"
 BATCH, LR = "training.global_batch_size", "lr_scheduler"
-ENGINES = "parallelism.fsdp_copy_engines"
+ENGINES, VALIDATED = "parallelism.fsdp_copy_engines", "validation.enable = true"
 ALWAYS, LONG = f'{ENGINES} = "always"', "ü" * 128
 
 
@@ -231,6 +232,7 @@ def test_tensorboard_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> N
         'metrics.float8_numerics_freq = 1, float8.recipe = "rowwise"',
         *(f"training.global_batch_size = 16, {TP} = 4", f"{TP} = 8, {SHARD} = 1", f"{REPLICATE} = 2, {TP} = 2"),
         *("data.shuffle_window = 0", "data.shuffle_window = 2048"),
+        *(f'optimizer.ema_decay = 0.9, {VALIDATED}, validation.weights = "{of}"' for of in ("ema", "both")),
     ],
 )
 def test_the_edges_of_what_is_legal(text: str) -> None:
@@ -253,6 +255,15 @@ def test_impossible_dimensions(values: dict[str, int], key: str, fix: str) -> No
     (problem,) = problems_of(Config(), replace(LLAMA_8B, **values))
     assert (problem.where, problem.fix) == (f"model.{key}", f"{key} {fix}")
     check_config(Config(), replace(LLAMA_8B, **{**values, key: int(fix.split()[1])}), None)
+
+
+def test_each_held_out_source_has_a_key() -> None:
+    sources = 'validation.source = "a.txt", validation.sources = ["code=b=c.txt", "wiki=hf:wiki::test"]'
+    found = held_out_sources(config_of(f"{VALIDATED}, {sources}"))
+    assert [name_of_source(key) for key in found] == ["", "code", "wiki"]
+    keys = ["validation.source", "validation.sources.code", "validation.sources.wiki"]
+    assert found == dict(zip(keys, ["a.txt", "b=c.txt", "hf:wiki::test"], strict=True))
+    assert held_out_sources(config_of(sources)) == {}
 
 
 def test_a_head_may_have_a_width_of_its_own() -> None:
