@@ -93,15 +93,13 @@ _ROTARY_FIELDS = _ANY | {
     "rope_scaling": Field(),
     "attention_bias": Field(False, is_written=True),
 }
-_LLAMA3_FIELDS = (
-    _ROTARY_FIELDS
-    | _SILU
-    | {
-        "mlp_bias": Field(False, is_written=True),
-        "rope_scaling": Field(is_written=True),
-        "rope_interleaved": Field(False),  # of SmolLM2
-    }
-)
+_LLAMA3_FIELDS = {
+    **_ROTARY_FIELDS,
+    **_SILU,
+    "mlp_bias": Field(False, is_written=True),
+    "rope_scaling": Field(is_written=True),
+    "rope_interleaved": Field(False),  # of SmolLM2
+}
 _NO_WINDOW = {"use_sliding_window": Field(False, is_written=True)}
 _QWEN3_FIELDS = _ROTARY_FIELDS | _SILU | _NO_WINDOW | {"head_dim": Field(128, "head_width"), "layer_types": Field()}
 CAP = "final_logit_softcapping"  # null is no cap; 0 would be a division by it
@@ -135,25 +133,21 @@ _GPT2_FIELDS = _ANY | {
     "embd_pdrop": Field(0.0, is_written=True),
     "resid_pdrop": Field(0.0, is_written=True),
 }
-_EXPERTS_FIELDS = (
-    {key: of for key, of in _ROTARY_FIELDS.items() if key != "intermediate_size"}
-    | _SILU
-    | {
-        "num_experts_per_tok": Field(ours="experts.top_k"),
-        "router_aux_loss_coef": Field(0.001, "experts.balance_loss"),
-    }
-)
-_QWEN3_MOE_FIELDS = (
-    _EXPERTS_FIELDS
-    | _NO_WINDOW
-    | {
-        "num_experts": Field(ours="experts.n_experts"),
-        "moe_intermediate_size": Field(ours="experts.ffn_dim"),
-        "norm_topk_prob": Field(False, "experts.normalised"),
-        "decoder_sparse_step": Field(1, is_written=True),
-        "mlp_only_layers": Field([], is_written=True),
-    }
-)
+_EXPERTS_FIELDS = {
+    **{key: of for key, of in _ROTARY_FIELDS.items() if key != "intermediate_size"},
+    **_SILU,
+    "num_experts_per_tok": Field(ours="experts.top_k"),
+    "router_aux_loss_coef": Field(0.001, "experts.balance_loss"),
+}
+_QWEN3_MOE_FIELDS = {
+    **_EXPERTS_FIELDS,
+    **_NO_WINDOW,
+    "num_experts": Field(ours="experts.n_experts"),
+    "moe_intermediate_size": Field(ours="experts.ffn_dim"),
+    "norm_topk_prob": Field(False, "experts.normalised"),
+    "decoder_sparse_step": Field(1, is_written=True),
+    "mlp_only_layers": Field([], is_written=True),
+}
 _OLMOE_FIELDS = _EXPERTS_FIELDS | {
     "num_experts": Field(ours="experts.n_experts"),
     "intermediate_size": Field(ours="experts.ffn_dim"),
