@@ -7,9 +7,9 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config
 from titanlite.data.inputs import Inputs
 from titanlite.data.prepare import check_vocabulary
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.errors import DataError
-from titanlite.evaluation.tasks import KEY, check_tasks
+from titanlite.evaluation.tasks import KEY, load_tasks
 
 _LEAST = 1000  # steps between evaluations
 _SHARE = 0.02  # evaluated tokens over trained ones: forward alone is a third of a step, or half without a compiler
@@ -25,7 +25,7 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
     """
     if not config.evaluation.tasks:
         return
-    check_tasks(config.evaluation.tasks)
+    load_tasks(config.evaluation.tasks, with_hub=False)
     if inputs is None or inputs.tokenizer is not None:
         return
     if "data.tokenizer" not in origin.places:
@@ -35,11 +35,6 @@ def check_evaluation(config: Config, inputs: Inputs | None, vocab_size: int | No
     tokenizer = load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
     if vocab_size is not None:
         check_vocabulary(tokenizer, vocab_size)
-
-
-def tokenizer_of(config: Config, inputs: Inputs) -> Tokenizer:
-    """Return the tokenizer of a run; load it if all sources are token files."""
-    return inputs.tokenizer or load_tokenizer(config.data.tokenizer, config.data.add_bos_token)
 
 
 def interval(config: Config, world_size: int, tokens: int) -> int:

@@ -9,9 +9,7 @@ so that log-likelihoods differ by rounding.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -79,7 +77,7 @@ class Evaluator:
         is_training = model.training
         model.eval()
         found = torch.zeros(len(self.requests), dtype=torch.float64, device=mesh.device)
-        with _without_compiler():
+        with torch.compiler.set_stance("force_eager"):  # each length of rows would have blocks compiled anew
             for first in range(0, len(self.batches), mesh.dp_size):
                 progress()
                 # A rank with nothing left takes part: weights are gathered from all.
@@ -141,8 +139,3 @@ def batch_of(batch: RowBatch, requests: Sequence[Request], tokens: int) -> tuple
         given[row, :n] = request.tokens[:-1]
         targets[row, n - request.n_scored : n] = request.tokens[-request.n_scored :]
     return torch.from_numpy(given).flatten(), torch.from_numpy(targets).flatten()
-
-
-def _without_compiler() -> AbstractContextManager[Any]:
-    """Run compiled blocks eagerly: each length of rows would have them compiled anew."""
-    return torch.compiler.set_stance("force_eager")

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,37 +83,27 @@ HUB = {
 }
 
 
-def check_tasks(tasks: Sequence[str]) -> None:
-    """Check tasks without the hub: names, and all of each file.
-
-    Raises:
-        DataError: with all problems found.
-    """
-    _of_all(tasks, lambda text, path: None if path is None else _of_file(text, path))
-
-
-def load_tasks(tasks: Sequence[str]) -> list[Task]:
+def load_tasks(tasks: Sequence[str], with_hub: bool = True) -> list[Task]:
     """Read the tasks of a config.
 
     Args:
         tasks: each the path of a .jsonl, `NAME=PATH`, or a name of `HUB`.
+        with_hub: False: check names, and read files alone.
 
     Raises:
         DataError: with all problems found.
     """
-    return _of_all(tasks, lambda text, path: _of_hub(text) if path is None else _of_file(text, path))
-
-
-def _of_all(tasks: Sequence[str], read: Callable[[str, Path | None], Any]) -> list[Any]:
-    """Call `read` with each task and its file, None if it is on the hub; raise all errors at once."""
-    messages, found, names = list[Any](), list[Any](), set[str]()
+    messages, found, names = list[Any](), list[Task](), set[str]()
     for text in tasks:
         try:
             name, path = _name_and_path(text)
             if name in names:
                 raise DataError.of("evaluation", KEY, show(text), f"one task of the name {name}", "name it: NAME=PATH")
             names.add(name)
-            found.append(read(text, path))
+            if path is not None:
+                found.append(_of_file(name, text, path))
+            elif with_hub:
+                found.append(_of_hub(name))
         except DataError as error:
             messages += error.args
     if messages:
@@ -137,15 +127,18 @@ def _name_and_path(text: str) -> tuple[str, Path | None]:
     return name, file
 
 
-def _of_file(text: str, path: Path) -> Task:
+def _of_file(name: str, text: str, path: Path) -> Task:
     questions, problems = list[Question](), list[Problem]()
     try:
-        for number, line in _lines(path):
-            found = _question(line)
-            if isinstance(found, Question):
-                questions.append(found)
-            else:
-                problems.append(Problem("question", line[:60].decode(errors="replace"), found, "correct it", number))
+        with path.open("rb") as file:
+            for number, line in enumerate(map(bytes.strip, file), start=1):
+                found = _question(line) if line else ""
+                if isinstance(found, Question):
+                    questions.append(found)
+                elif found:
+                    problems.append(
+                        Problem("question", line[:60].decode(errors="replace"), found, "correct it", number)
+                    )
     except OSError as error:
         want, fix = "a file that can be read", "make it readable"
         raise DataError.of("evaluation", KEY, f"{show(text)} ({error})", want, fix) from error
@@ -153,12 +146,7 @@ def _of_file(text: str, path: Path) -> Task:
         problems.append(Problem(KEY, show(text), "at least one question", "give a file with some"))
     if problems:
         raise DataError(describe(str(path), problems))
-    return Task(_name_and_path(text)[0], text, tuple(questions))
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    with path.open("rb") as file:
-        yield from ((number, line.strip()) for number, line in enumerate(file, start=1) if line.strip())
+    return Task(name, text, tuple(questions))
 
 
 def _question(line: bytes) -> Question | str:

@@ -4,7 +4,8 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.collective import on_all_ranks
 from titanlite.config.check_mesh import tokens_of_rank
-from titanlite.evaluation.inputs import interval, tokenizer_of
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.evaluation.inputs import interval
 from titanlite.evaluation.requests import EncodedTask, encode_task
 from titanlite.evaluation.score import Evaluator, require_same_questions
 from titanlite.evaluation.tasks import KEY, load_tasks
@@ -25,7 +26,8 @@ def open_evaluation(asked: CheckedRun, run: Run) -> tuple[Evaluator, int] | None
     read: list[EncodedTask] = []
 
     def read_here() -> list[str]:
-        tokenizer = tokenizer_of(config, asked.inputs)
+        data = config.data  # whose sources may all be token files
+        tokenizer = asked.inputs.tokenizer or load_tokenizer(data.tokenizer, data.add_bos_token)
         for task in load_tasks(config.evaluation.tasks):
             read.append(encode_task(task, tokenizer, config.training.seq_len))
         return [encoded.task.fingerprint for encoded in read]

@@ -8,7 +8,7 @@ import pytest
 
 from titanlite.errors import DataError
 from titanlite.evaluation import tasks
-from titanlite.evaluation.tasks import HUB, Question, check_tasks, load_tasks
+from titanlite.evaluation.tasks import HUB, Question, load_tasks
 
 GOOD = {"query": "1 + 1 =", "choices": ["2", "3"], "gold": 0}
 
@@ -20,14 +20,14 @@ def write(path: Path, *rows: object) -> str:
 
 def message(*given: str) -> str:
     with pytest.raises(DataError) as caught:
-        check_tasks(given)
+        load_tasks(given, with_hub=False)
     return str(caught.value)
 
 
 def test_a_file_is_a_task(tmp_path: Path) -> None:
     other = {"context": "", "choices": ["ä", "b", "c"], "gold": 2, "id": 7}
     file = write(tmp_path / "my sums.v1.jsonl", GOOD, "", other)
-    check_tasks([file])
+    load_tasks([file], with_hub=False)
     plain, named = load_tasks([file, f"sums={file}"])
     assert plain.name == "my-sums-v1"
     assert named.name == "sums"
@@ -98,7 +98,7 @@ def test_a_dataset_that_is_not_there_is_said_with_the_way_to_get_it(monkeypatch:
         raise ConnectionError("no network")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    check_tasks(["hellaswag"])  # without a look at the hub
+    load_tasks(["hellaswag"], with_hub=False)  # without a look at the hub
     with pytest.raises(DataError) as caught:
         load_tasks(["hellaswag"])
     assert 'evaluation.tasks = "hellaswag"' in str(caught.value)
