@@ -10,16 +10,10 @@ _LEAST_NAMED = 0.03  # of a sample that is padding, for its name to have room
 
 
 def draw_mask(sample: TrainedSample, share: float, title: str, path: Path) -> None:
-    """Draw a mask, `share` of causal attention: rows are the tokens that attend, columns the tokens attended to.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    """Draw a mask, `share` of causal attention: rows are the tokens that attend, columns the tokens attended to."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 7.6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     documents, seq_len = sample.documents, sample.seq_len
     filled = documents[-1].at + documents[-1].length if documents else 0

@@ -28,11 +28,7 @@ _BESIDE = 8  # runs, up to which the legend is within the picture
 
 
 def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
-    """Draw the runs, and the verdicts on those after the first, into a picture of the kind that its ending says.
-
-    Raises:
-        OSError: the picture cannot be written.
-    """
+    """Draw the runs, and the verdicts on those after the first, into a picture of the kind that its ending says."""
     from matplotlib import rc_context
 
     with rc_context({"text.parse_math": False}):  # of names
@@ -43,14 +39,12 @@ def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ver
 
 def loss_figure(records: Sequence[RunRecord], verdicts: Sequence[Verdict] = ()) -> Any:
     """Return the picture as matplotlib's figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     lines = {metric.name: metric.lines for metric in metrics_of(records)}
     validations, differences = lines.get("validation_loss", []), lines.get(DIFFERENCE, [])
     below = 0.18 * math.ceil(len(records) / _ABREAST) if len(records) > _BESIDE else 0.0  # inches of the legend
     figure = Figure(figsize=(9, (7.5 if differences else 5.5) + below), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     n_panels = 2 if differences else 1
     panels = figure.subplots(n_panels, sharex=True, squeeze=False, height_ratios=[3, 2][:n_panels])[:, 0]
     end = max(float(line.tokens[-1]) for line in lines["loss"])

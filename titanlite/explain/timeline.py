@@ -26,12 +26,7 @@ _PIXELS = 2000  # of the picture's width: what is shorter than one is drawn with
 
 
 def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
-    """Draw a profiled step into a picture of the kind that its ending says.
-
-    Raises:
-        RunError: there is no such step.
-        OSError: the picture cannot be written.
-    """
+    """Draw a profiled step into a picture of the kind that its ending says; refuse a step that was not profiled."""
     if step not in run.steps:
         want = f"a profiled step, {run.steps[0]} to {run.steps[-1]}"
         raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {run.steps[0]}")
@@ -42,12 +37,10 @@ def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
 
 def timeline_figure(run: ProfiledSteps, index: int) -> Any:
     """Return the picture of the window's step with that index as matplotlib's figure."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     figure = Figure(figsize=(13, 1.9 + 0.55 * len(run.profiles)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     origin = min(profile.origin_us + profile.steps[index].start_us for profile in run.profiles)
     seen: set[str] = set()
