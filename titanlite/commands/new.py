@@ -16,8 +16,10 @@ from pathlib import Path
 from titanlite.commands.arguments import Command, number_of
 from titanlite.commands.at_work import at_work
 from titanlite.commands.new_wishes import Wishes, check_wishes, file_to_write, token_count, wished_model
+from titanlite.data.sources import resolve
 from titanlite.errors import ConfigError, DataError, Problem, TitanliteError, describe
 from titanlite.preflight.machine import GPU_NAMES, machine_here, machine_named
+from titanlite.preflight.output_file import writable
 from titanlite.text_table import folded, terminal_width
 
 _MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
@@ -79,14 +81,15 @@ def run(argv: list[str]) -> int:
         fits(model)
     model = model or _ask(_QUESTION, default_model(machine), fits)
     file = file_to_write(named, model)
-    data = data or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", _found)
+    found = lambda answer: resolve(answer, "data.source")  # noqa: E731
+    data = data or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", found)
     if is_terminal and _TOKENIZER not in given:
-        loads = lambda answer: Wishes("", "", answer, 0, is_named).lacks_tokenizer or _loaded(answer)  # noqa: E731
-        tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", loads)
+        of_text = lambda answer: check_wishes(None, None, answer, is_named)  # noqa: E731
+        tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", of_text)
     if is_terminal and _TOKENS not in given:
-        tokens = _counted(
-            _ask(f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter that a token uses", "0", _counted)
-        )
+        question = f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter that a token uses"
+        counted = lambda answer: 0 if answer == "0" else token_count(answer)  # noqa: E731
+        tokens = counted(_ask(question, "0", counted))
     while True:
         wishes = Wishes(model, data, tokenizer, tokens, is_named)
         try:
@@ -137,32 +140,12 @@ def _ask(question: str, default: str, check: Callable[[str], object]) -> str:
         return answer
 
 
-def _found(source: str) -> None:
-    from titanlite.data.sources import resolve
-
-    resolve(source, "data.source")
-
-
-def _loaded(tokenizer: str) -> None:
-    from titanlite.data.tokenizer import load_tokenizer
-
-    load_tokenizer(tokenizer, False)
-
-
-def _counted(answer: str) -> int:
-    return 0 if answer == "0" else token_count(answer)
-
-
 def _write_checked(file: Path, text: str, world: int, lacks_tokenizer: bool) -> None:
     """Write a file that passes all checks of a run, or none; a tokenizer that is not here is not checked."""
     from titanlite.preflight.checked_run import checked_run
 
-    try:
-        with file.open("x", encoding="utf-8") as opened:
-            opened.write(text)
-    except OSError as error:
-        want = f"a file that can be written: {error.strerror}"
-        raise ConfigError.of("command line", "FILE", str(file), want, "name another") from None
+    with writable("titanlite new", "FILE", file), file.open("x", encoding="utf-8") as opened:
+        opened.write(text)
     try:
         instead = ["--data.tokenizer", "bytes"] * lacks_tokenizer
         checked = checked_run(["--config", str(file), *instead], world)

@@ -7,7 +7,7 @@ but not its batch, which would leave it hardly a step. A mixture of experts take
 spike at what suits a dense model. Layout, micro-batch and save-list are `forecast/search.py`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -96,29 +96,27 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
         UnfitError: the model does not fit the machine.
         TitanliteError: there is no such model, data or tokenizer.
     """
-    model = wished_model(wishes.model)
-    config = replace(Config(model=model), job=replace(Config().job, name=name))
-    config, inputs = wished_inputs(config, wishes)
-    model = replace(model, vocab_size=_vocabulary(inputs, recipes.model_dims(config)))
-    config = replace(config, model=model)
+    config, inputs = wished_inputs(_with(Config(model=wished_model(wishes.model)), job={"name": name}), wishes)
+    config = _with(config, model={"vocab_size": _vocabulary(inputs, recipes.model_dims(config))})
     dims = recipes.model_dims(config)
-    parameters, active = count_parameters(build_model(model, dims, 1))
+    parameters, active = count_parameters(build_model(config.model, dims, 1))
     tokens = wishes.tokens or TOKENS_A_PARAMETER * active
     is_cpu = machine.rates is None
     usual = 256 if is_cpu else 8192 if parameters >= _LARGE else 2048
     S = min(usual, dims.max_seq_len or usual)
-    config = replace(config, training=replace(config.training, seq_len=S))
+    config = _with(config, training={"seq_len": S})
     if config.data.source != Config().data.source and inputs.sources["data.source"].kind != "tokens":
-        config = replace(config, data=replace(config.data, max_tokens=tokens))  # the shipped source is one for all
+        config = _with(config, data={"max_tokens": tokens})  # the shipped source is one for all
     attended = None if is_cpu else _attended(config, dims)
     flops = token_flops(config, dims)
     compute = float(flops) * tokens
-    training = replace(config.training, global_batch_size=max(1, round(0.2920 * compute**0.3271 / S)))
-    mesh = replace(config.parallelism, async_tensor_parallel=machine.rates is not None and machine.is_measured)
+    config = _with(
+        config,
+        training={"global_batch_size": max(1, round(0.2920 * compute**0.3271 / S))},
+        parallelism={"async_tensor_parallel": machine.rates is not None and machine.is_measured},
+    )
     if is_cpu:
-        training = replace(training, mixed_precision_param="float32")
-        config = replace(config, compile=replace(config.compile, enable=False))
-    config = replace(config, training=training, parallelism=mesh)
+        config = _with(config, training={"mixed_precision_param": "float32"}, compile={"enable": False})
     host = GPUS_OF_A_HOST if machine.rates is None else machine.rates.host
     setting = Setting(dims, None, optimizer_rules(config), machine.rates, attended, host)
     base = Candidate(setting, machine.world, config)
@@ -133,11 +131,7 @@ def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
     expected = _outlook(chosen, config, machine, token_flops(config, dims, attended))
     interval = max(1, min(expected.steps, round(expected.steps * _SAVES_EVERY_S / (86_400 * expected.days))))
     return Choices(
-        config=replace(
-            config,
-            checkpoint=replace(config.checkpoint, interval=interval),
-            data=replace(config.data, tokenizer=wishes.tokenizer),
-        ),
+        config=_with(config, checkpoint={"interval": interval}, data={"tokenizer": wishes.tokenizer}),
         dims=dims,
         inputs=inputs,
         machine=machine,
@@ -179,6 +173,12 @@ def fitted_learning_rate(compute: float) -> float:
     return float(f"{0.3118 * max(compute, FITTED_FROM) ** -0.1250:.1e}")
 
 
+def _with(config: Config, **sections: Mapping[str, object]) -> Config:
+    """Set keys, by section and name."""
+    changed = {name: replace(getattr(config, name), **keys) for name, keys in sections.items()}
+    return replace(config, **changed)
+
+
 def _attended(config: Config, dims: ModelDims) -> AttendedShare | None:
     """Look at the documents of prepared data as `titanlite plan` does."""
     if not config.data.document_mask:
@@ -194,7 +194,7 @@ def _does_not_fit(candidates: Sequence[Candidate], machine: Machine, wishes: Wis
         return UnfitError.of("command line", "--world", str(machine.world), want, "--world 8")
     need = least.on_device / usable(1)
     want = f"a model that fits {machine}: the least that it takes on each are {need:.1f} GiB"
-    config = replace(least.config, training=replace(least.config.training, global_batch_size=None))
+    config = _with(least.config, training={"global_batch_size": None})
     limit = usable(machine.gib - RESERVE_GIB)
     memory = MemoryModel(config, least.setting.dims, None, least.setting.rules, machine.world)
     more = machine.rates and processes_that_fit(memory, LEAST, limit)
@@ -215,16 +215,12 @@ def _with_length(config: Config, tokens: int, lr: float) -> Config:
     """Set the learning rate and the steps of a run, and what follows from the steps."""
     training = config.training
     steps = max(1, round(tokens / ((training.global_batch_size or 1) * training.seq_len)))
-    is_shipped = config.data.source == Config().data.source
+    warmup = {"warmup_steps": min(2000, max(1, steps // 50))}
+    config = _with(config, training={"steps": steps}, optimizer={"lr": lr}, lr_scheduler=warmup)
+    if config.data.source != Config().data.source:
+        return config
     n_batches = _CPU_VALIDATION if training.mixed_precision_param == "float32" else -1
-    validation = replace(config.validation, enable=True, freq=max(1, min(500, steps // 10)), steps=n_batches)
-    return replace(
-        config,
-        training=replace(training, steps=steps),
-        optimizer=replace(config.optimizer, lr=lr),
-        lr_scheduler=replace(config.lr_scheduler, warmup_steps=min(2000, max(1, steps // 50))),
-        validation=validation if is_shipped else config.validation,
-    )
+    return _with(config, validation={"enable": True, "freq": max(1, min(500, steps // 10)), "steps": n_batches})
 
 
 def _float8_gain(chosen: Candidate, machine: Machine) -> float | None:

@@ -2,14 +2,14 @@
 
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 from titanlite import recipes
 from titanlite.byte_size import byte_size
 from titanlite.commands.new_choices import FITTED_FROM, MIXTURE_LR, TOKENS_A_PARAMETER, Choices, fitted_learning_rate
 from titanlite.config.build import show
 from titanlite.forecast.outlook import large
-from titanlite.forecast.search import RESERVE_GIB, Candidate, fastest_by
+from titanlite.forecast.search import RESERVE_GIB, fastest_by
 from titanlite.preflight.host_memory import shows_gpus
 from titanlite.preflight.machine import Machine
 
@@ -18,40 +18,64 @@ _MOST_OTHERS = 3  # that are named beside a choice
 _STDLIB_TOKENS = 3 * 10**7
 
 
-@dataclass(frozen=True)
-class _Key:
-    """One line of the file, and its reason."""
-
-    name: str
-    value: object
-    why: str = ""
-
-
 def config_text(choices: Choices, file: str) -> str:
     """Return a run as a commented config; `file` is named in its commands."""
-    c = choices.config
-    sections: dict[str, Sequence[_Key]] = {
-        "job": [_Key("name", c.job.name, "its folder is outputs/<name>")],
-        "model": _model_keys(choices),
-        "data": _data_keys(choices),
-        "training": _training_keys(choices),
-        "optimizer": [_Key("lr", c.optimizer.lr, _of_lr(choices))],
-        "lr_scheduler": [_Key("warmup_steps", c.lr_scheduler.warmup_steps, "a fiftieth of the steps, at most 2,000")],
-        "parallelism": _layout_keys(choices),
-        "activation_checkpoint": _save_list_keys(choices),
-        "float8": [_Key("recipe", "none", _of_float8(choices))],
-        "compile": [_Key("enable", False, "compiling takes longer than it gains on a CPU")] * (not c.compile.enable),
-        "validation": _validation_keys(choices),
-        "checkpoint": [_Key("interval", c.checkpoint.interval, "about an hour of steps, or the whole run")],
-    }
-    text = "\n".join(_comment_lines(line) for line in _heading(choices, file)) + "\n"
-    for section, keys in sections.items():
-        if keys:
-            text += f"\n[{section}]\n"
-            text += "".join(
-                f"{_comment_lines(key.why)}\n" * bool(key.why) + f"{key.name} = {show(key.value)}\n" for key in keys
-            )
+    text, before = "".join(f"{_comment_lines(line)}\n" for line in _heading(choices, file)), ""
+    for key, why in _reasons(choices).items():
+        section, _, name = key.partition(".")
+        if why is not None:
+            text += f"\n[{section}]\n" * (section != before) + f"{_comment_lines(why)}\n" * bool(why)
+            text += f"{name} = {show(attrgetter(key)(choices.config))}\n"
+            before = section
     return text
+
+
+def _reasons(choices: Choices) -> dict[str, str | None]:
+    """Return why each key has its value; None for one that is left out."""
+    config, world, is_cpu = choices.config, choices.machine.world, choices.machine.rates is None
+    mesh, validation = config.parallelism, config.validation
+    shares_experts = choices.dims.experts is not None and world > choices.chosen.degree
+    is_auto = config.activation_checkpoint.recipe == recipes.AUTO
+    left = f"of {choices.machine.gib:.1f} GiB, {RESERVE_GIB:g} are left to CUDA and NCCL"
+    by_bytes = "256 ids, one for each byte; better: the path of a tokenizer.json"
+    tokenizer = by_bytes if config.data.tokenizer == "bytes" else ""
+    is_text = choices.inputs.sources["data.source"].kind != "tokens"
+    at_once = "; more are hardly faster on a CPU" if is_cpu else f": {_others(choices, 'at_a_time', ('degree',))}"
+    by_hand = "with text that is held out of data.source: set enable = true, and name it as source"
+    kept_out = "on the part that python_stdlib leaves out"
+    return {
+        "job.name": "its folder is outputs/<name>",
+        "model.name": "",
+        "model.flavor": _of_size(choices),
+        "model.vocab_size": _of_vocabulary(choices),
+        "data.source": _of_source(choices),
+        "data.max_tokens": "no more than are trained on; of fewer, all are taken again" * bool(config.data.max_tokens)
+        or None,
+        "data.tokenizer": tokenizer if is_text else None,
+        "training.steps": _of_steps(choices),
+        "training.seq_len": _of_length(choices),
+        "training.local_batch_size": f"sequences at a time{at_once}",
+        "training.global_batch_size": _of_batch(choices),
+        "training.mixed_precision_param": "most CPUs have no fast bfloat16" if is_cpu else None,
+        "optimizer.lr": _of_lr(choices),
+        "lr_scheduler.warmup_steps": "a fiftieth of the steps, at most 2,000",
+        "parallelism.tensor_parallel_degree": _of_layout(choices) if world > 1 else None,
+        "parallelism.expert_parallel_degree": "ranks that share the experts of a layer out: "
+        + _others(choices, "experts_over", ("degree",))
+        if shares_experts
+        else None,
+        "parallelism.async_tensor_parallel": "its collectives run inside its matmuls"
+        if world > 1 and mesh.async_tensor_parallel
+        else None,
+        "activation_checkpoint.recipe": _of_save_list(choices),
+        "activation_checkpoint.budget_gib": left if is_auto else None,
+        "float8.recipe": _of_float8(choices),
+        "compile.enable": None if config.compile.enable else "compiling takes longer than it gains on a CPU",
+        "validation.enable": kept_out if validation.enable else by_hand,
+        "validation.freq": "steps between validations" if validation.enable else None,
+        "validation.steps": "global batches of each" if validation.enable and validation.steps > 0 else None,
+        "checkpoint.interval": "about an hour of steps, or the whole run",
+    }
 
 
 def outlook_in_words(choices: Choices) -> str:
@@ -90,55 +114,42 @@ def _heading(choices: Choices, file: str) -> list[str]:
     return lines
 
 
-def _model_keys(choices: Choices) -> list[_Key]:
-    model = choices.config.model
+def _of_size(choices: Choices) -> str:
     used = f", of which a token uses {large(choices.active)}" if choices.active < choices.parameters else ""
-    keys = [_Key("name", model.name), _Key("flavor", model.flavor, f"{large(choices.parameters)} parameters{used}")]
-    if model.vocab_size is not None:
-        n_ids = choices.inputs.tokenizer.vocab_size if choices.inputs.tokenizer else 0
-        what = f"the {n_ids:,} ids of the tokenizer" if 0 < n_ids <= model.vocab_size else "the ids of the recipe"
-        keys.append(_Key("vocab_size", model.vocab_size, f"{what}, rounded up to a multiple of 128"))
-    return keys
+    return f"{large(choices.parameters)} parameters{used}"
 
 
-def _data_keys(choices: Choices) -> list[_Key]:
-    data, source = choices.config.data, choices.inputs.sources["data.source"]
-    if source.name == "python_stdlib":
-        times = choices.tokens / (choices.inputs.tokens.get("data.source") or _STDLIB_TOKENS)
-        again = f", taken {times:,.0f} times here" if times >= 2 else ""
-        why = f"Python's own library, some 30 million bytes that every machine has{again}: enough to see a run work"
-    else:
-        why = "your text; titanlite prepare makes tokens of it ahead of time, so that no GPU waits"
-    keys = [_Key("source", data.source, why)]
-    if data.max_tokens:
-        keys.append(_Key("max_tokens", data.max_tokens, "no more than are trained on; of fewer, all are taken again"))
-    if source.kind != "tokens":
-        what = "256 ids, one for each byte; better: the path of a tokenizer.json" if data.tokenizer == "bytes" else ""
-        keys.append(_Key("tokenizer", data.tokenizer, what))
-    return keys
+def _of_vocabulary(choices: Choices) -> str | None:
+    if (rows := choices.config.model.vocab_size) is None:
+        return None
+    n_ids = choices.inputs.tokenizer.vocab_size if choices.inputs.tokenizer else 0
+    what = f"the {n_ids:,} ids of the tokenizer" if 0 < n_ids <= rows else "the ids of the recipe"
+    return f"{what}, rounded up to a multiple of 128"
 
 
-def _training_keys(choices: Choices) -> list[_Key]:
-    training, world = choices.config.training, choices.machine.world
-    sequences = training.global_batch_size or 1
-    per_step = sequences * training.seq_len
-    ratio, each = choices.tokens / choices.active, "for each parameter"
-    best = f"about {TOKENS_A_PARAMETER} are the best use of compute; more make a better model of this size"
+def _of_source(choices: Choices) -> str:
+    if choices.inputs.sources["data.source"].name != "python_stdlib":
+        return "your text; titanlite prepare makes tokens of it ahead of time, so that no GPU waits"
+    times = choices.tokens / (choices.inputs.tokens.get("data.source") or _STDLIB_TOKENS)
+    again = f", taken {times:,.0f} times here" if times >= 2 else ""
+    return f"Python's own library, some 30 million bytes that every machine has{again}: enough to see a run work"
+
+
+def _of_steps(choices: Choices) -> str:
+    each, more = "for each parameter", "compute; more make a better model of this size"
     if choices.active < choices.parameters:
         each += f" that a token uses, {choices.tokens / choices.parameters:.3g} for each of all"
-        best = f"about {TOKENS_A_PARAMETER} are the best use of compute for dense models; mixtures often take more"
-    micro_steps = sequences // (training.local_batch_size * world // choices.chosen.degree)
-    batch = f"{large(per_step)} tokens a step, in {micro_steps:,} micro-step{'s' * (micro_steps > 1)}"
+        more = "compute for dense models; mixtures often take more"
+    ratio, best = choices.tokens / choices.active, f"about {TOKENS_A_PARAMETER} are the best use of {more}"
+    return f"{large(choices.tokens)} tokens, {ratio:.3g} {each}; {best}"
+
+
+def _of_batch(choices: Choices) -> str:
+    training, sequences = choices.config.training, choices.config.training.global_batch_size or 1
+    micro_steps = sequences // (training.local_batch_size * choices.machine.world // choices.chosen.degree)
+    batch = f"{large(sequences * training.seq_len)} tokens a step, in {micro_steps:,} micro-step"
     law = f"0.292·C^0.3271 tokens for the C = {choices.compute:.2g} FLOPs of the run (arXiv 2401.02954)"
-    keys = [
-        _Key("steps", training.steps, f"{large(choices.tokens)} tokens, {ratio:.3g} {each}; {best}"),
-        _Key("seq_len", training.seq_len, _of_length(choices)),
-        _Key("local_batch_size", training.local_batch_size, _of_at_a_time(choices)),
-        _Key("global_batch_size", sequences, f"{batch}: {law}, rounded to whole micro-batches"),
-    ]
-    if choices.machine.rates is None:
-        keys.append(_Key("mixed_precision_param", training.mixed_precision_param, "most CPUs have no fast bfloat16"))
-    return keys
+    return f"{batch}{'s' * (micro_steps > 1)}: {law}, rounded to whole micro-batches"
 
 
 def _of_length(choices: Choices) -> str:
@@ -159,46 +170,22 @@ def _of_lr(choices: Choices) -> str:
     return f"{of}. If the loss spikes, halve it"
 
 
-def _of_at_a_time(choices: Choices) -> str:
-    same = [c for c in choices.candidates if c.degree == choices.chosen.degree]
+def _of_layout(choices: Choices) -> str:
+    degree, world, rates = choices.chosen.degree, choices.machine.world, choices.machine.rates
+    why = f"FSDP over {world // degree} × tensor parallel {degree}" if degree > 1 else f"FSDP over all {world}"
+    has_others = any(c.degree != degree for c in choices.candidates)
+    if rates is None or not (has_others or choices.dims.experts is None):
+        return why
+    return f"{why}: {_others(choices, 'degree', name='tensor parallel {}')}"
+
+
+def _of_save_list(choices: Choices) -> str:
+    recipe = choices.chosen.recipe
     if choices.machine.rates is None:
-        return "sequences at a time; more are hardly faster on a CPU"
-    return "sequences at a time: " + _others(same, choices.chosen, "at_a_time", "{}")
-
-
-def _layout_keys(choices: Choices) -> list[_Key]:
-    mesh, world, chosen = choices.config.parallelism, choices.machine.world, choices.chosen
-    if world == 1:
-        return []
-    shards = world // chosen.degree
-    why = f"FSDP over {shards} × tensor parallel {chosen.degree}" if chosen.degree > 1 else f"FSDP over all {world}"
-    if choices.machine.rates is not None and any(c.degree != chosen.degree for c in choices.candidates):
-        why += ": " + _others(choices.candidates, chosen, "degree", "tensor parallel {}")
-    elif choices.machine.rates is not None and choices.dims.experts is None:
-        why += ": nothing else is possible"
-    keys = [_Key("tensor_parallel_degree", chosen.degree, why)]
-    if choices.dims.experts is not None and shards > 1:
-        alike = [c for c in choices.candidates if c.degree == chosen.degree]
-        why = f"ranks that share the experts of a layer out: {_others(alike, chosen, 'experts_over', '{}')}"
-        keys.append(_Key("expert_parallel_degree", chosen.experts_over, why))
-    if mesh.async_tensor_parallel:
-        keys.append(_Key("async_tensor_parallel", True, "its collectives run inside its matmuls"))
-    return keys
-
-
-def _save_list_keys(choices: Choices) -> list[_Key]:
-    chosen = choices.chosen
-    alike = [c for c in choices.candidates if (c.degree, c.at_a_time) == (chosen.degree, chosen.at_a_time)]
-    kept = choices.config.activation_checkpoint
-    if choices.machine.rates is None:
-        why = "everything is kept: it fits" if chosen.recipe == "none" else "it fits only if all is computed again"
-        return [_Key("recipe", chosen.recipe, why)]
-    others = _others(alike, chosen, "recipe", "{}")
-    if chosen.recipe == recipes.AUTO:
-        why = f"the fastest list for this memory, found when the run starts: {others}"
-        left = f"of {choices.machine.gib:.1f} GiB, {RESERVE_GIB:g} are left to CUDA and NCCL"
-        return [_Key("recipe", chosen.recipe, why), _Key("budget_gib", kept.budget_gib, left)]
-    return [_Key("recipe", chosen.recipe, f"what blocks keep for backward: {others}")]
+        return "everything is kept: it fits" if recipe == "none" else "it fits only if all is computed again"
+    is_auto = recipe == recipes.AUTO
+    what = "the fastest list for this memory, found when the run starts" if is_auto else "what blocks keep for backward"
+    return f"{what}: {_others(choices, 'recipe', ('degree', 'at_a_time'))}"
 
 
 def _of_float8(choices: Choices) -> str:
@@ -208,21 +195,14 @@ def _of_float8(choices: Choices) -> str:
     return f"{gain}: compare some thousand steps of both with titanlite compare before you rely on it"
 
 
-def _validation_keys(choices: Choices) -> list[_Key]:
-    validation = choices.config.validation
-    if not validation.enable:
-        why = "with text that is held out of data.source: set enable = true, and name it as source"
-        return [_Key("enable", False, why)]
-    return [
-        _Key("enable", True, "on the part that python_stdlib leaves out"),
-        _Key("freq", validation.freq, "steps between validations"),
-        *([_Key("steps", validation.steps, "global batches of each")] if validation.steps > 0 else []),
-    ]
+def _others(choices: Choices, attribute: str, alike: Sequence[str] = (), name: str = "{}") -> str:
+    """Return what is against each other value of a property, the nearest to the chosen one first.
 
-
-def _others(candidates: Sequence[Candidate], chosen: Candidate, attribute: str, name: str) -> str:
-    """Return what is against each other value of a property, the nearest to the chosen one first."""
-    of = fastest_by(candidates, lambda option: getattr(option, attribute))
+    Candidates differ from the chosen one in no property of `alike`.
+    """
+    chosen = choices.chosen
+    same = [c for c in choices.candidates if all(getattr(c, other) == getattr(chosen, other) for other in alike)]
+    of = fastest_by(same, lambda option: getattr(option, attribute))
     possible, too_large = dict[str, float](), list[str]()
     for value, option in of.items():
         text, share = name.format(value), 1 - option.tokens_per_second / chosen.tokens_per_second

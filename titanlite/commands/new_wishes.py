@@ -11,7 +11,7 @@ from titanlite.config.problems import Origin
 from titanlite.config.schema import Config, Model
 from titanlite.data.inputs import Inputs, check_inputs
 from titanlite.errors import ConfigError, TitanliteError
-from titanlite.preflight.output_file import require_place
+from titanlite.preflight.output_file import require_new
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.recipes import is_part
 
@@ -44,12 +44,7 @@ class Wishes:
 
 
 def wished_model(text: str) -> Model:
-    """Read a model's name, as `llama3-8B`; of a flavor alone, as `8B`, it is llama3's.
-
-    Raises:
-        ConfigError: it is only a part of models' names.
-        RecipeError: there is no such model.
-    """
+    """Read a model's name, as `llama3-8B`; a flavor alone, as `8B`, is llama3's. Refuse a part of models' names."""
     there, part = recipes.names("model"), text
     text = text if "-" in text else f"llama3-{text}"
     meant = [name for name in there if is_part(part, name)]
@@ -76,11 +71,7 @@ def wished_inputs(config: Config, wishes: Wishes) -> tuple[Config, Inputs]:
 
 
 def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhere: bool) -> None:
-    """Check what was given as flags; what was not is asked for later.
-
-    Raises:
-        TitanliteError: with all problems found.
-    """
+    """Check what was given as flags, and raise all errors as one; what was not given is asked for later."""
     wishes = Wishes("", data or Config().data.source, tokenizer, is_elsewhere=is_elsewhere)
     found = list[TitanliteError]()
     for check in (lambda: model is not None and wished_model(model), lambda: wished_inputs(Config(), wishes)):
@@ -93,18 +84,11 @@ def check_wishes(model: str | None, data: str | None, tokenizer: str, is_elsewhe
 
 
 def file_to_write(named: str | None, model: str) -> Path:
-    """Return the file of a config, by default with the model's name.
-
-    Raises:
-        ConfigError: it exists, or its folder does not.
-    """
+    """Return the file of a config, by default with the model's name; refuse one that exists or cannot be written."""
     if named is None:
         wished = wished_model(model)
         named = f"{wished.name}-{wished.flavor.lower()}.toml"
     file = Path(named)
-    if file.exists() or file.is_symlink():
-        fix = f"remove {file}, or name another: titanlite new other.toml"
-        raise ConfigError.of("command line", "FILE", str(file), "a file that does not exist: this one does", fix)
     run = RunFolder(Path(Config().job.dump_folder) / file.stem)
     if run.config.exists():
         want = f"a name that no run has: {run.path} is there"
@@ -112,16 +96,12 @@ def file_to_write(named: str | None, model: str) -> Path:
     if not file.parent.is_dir():
         want = f"a file in a folder that exists: {file.parent} {'is none' if file.parent.exists() else 'does not'}"
         raise ConfigError.of("command line", "FILE", str(file), want, f"mkdir -p {file.parent}, or name another")
-    require_place("FILE", file)
+    require_new("FILE", file)
     return file
 
 
 def token_count(text: str) -> int:
-    """Read a number of tokens, as 20B, 1.5e9 or 2_000_000.
-
-    Raises:
-        ConfigError: it is none, below 1 or beyond all text.
-    """
+    """Read a number of tokens, as 20B, 1.5e9 or 2_000_000; refuse what is none, below 1 or beyond all text."""
     found = _COUNT.fullmatch(text.strip())
     count = float(re.sub("[,_]", "", found[1])) * _UNITS[found[2].upper()] if found else math.nan
     if not 1 <= count <= _MOST_TOKENS:
