@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from titanlite.checkpoint.disk_space import lack_of_disk_space
 from titanlite.checkpoint.optimizer_state import afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import changed_average, check_state, nothing_to_do, other_text, step_to_resume
+from titanlite.checkpoint.resume import changed_average, check_state, nothing_to_do, other_text, start_of
 from titanlite.checkpoint.saved_state import read_state
 from titanlite.commands.arguments import Command
 from titanlite.commands.at_work import at_work
@@ -24,13 +24,12 @@ from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs, order_in_words
 from titanlite.data.prepare import whole_from_hub
 from titanlite.data.shards import sample_count
-from titanlite.data.stages import weights_in_words
+from titanlite.data.stages import StageTable
 from titanlite.errors import ConfigError, TitanliteError
 from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.preflight.hints import no_login
 from titanlite.preflight.host_memory import lack_of_memory, shows_gpus
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.preflight.start import branch_of
 from titanlite.training.schedule import change_of_rate
 
 if TYPE_CHECKING:
@@ -77,32 +76,24 @@ def _of_host_and_folder(
     warnings += [whole_from_hub(source, config.data) for source in ahead]
     if not shows_gpus():
         warnings.append(lack_of_memory(config, foreseen.trained))
+    found = start_of(folder.checkpoints, config)
     if config.checkpoint.enable:
-        step = step_to_resume(folder.checkpoints, config.checkpoint.resume)
         warnings.append(lack_of_disk_space(folder.checkpoints, config, foreseen.saved))
-    if step is not None:
-        sequences = sequences_per_step(config, world) if world else None
-        at, shards, strict = step_folder(folder.checkpoints, step), checked.inputs.shards, config.job.strict
-        state = checked.saved or read_state(at, step)
-        check_state(at, state, config, checked.dims, sequences)
-        samples = state.samples
-        keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
-        corpora = {name: shards[key].fingerprint for name, key in keys.items()}
-        tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
-        warnings.append(other_text(at, state, corpora, tokenizer, strict))
-        change = change_of_rate(config, step, state.learning_rate, checked.table)
-        notices += filter(None, [nothing_to_do(config, step) or change])
-        notices += [*changed_average(state, config, step), *changed_file(state, checked.optimizer.own_rules, step)]
-        if leaves_state(at, state, config.optimizer, foreseen.rules, checked.optimizer.own_rules):
-            notices.append(afresh(at))
-    elif branch := branch_of(config):
-        at = step_folder(*branch)
-        state = read_state(at, branch[1])
-        is_fresh = leaves_state(at, state, config.optimizer, foreseen.rules, checked.optimizer.own_rules)
-        notices += [f"goes on from {at}: {taken_by_branch(is_fresh)}", *[afresh(at)] * is_fresh]
-        change = change_of_rate(config, branch[1], state.learning_rate, checked.table)
-        notices += [*([change] if change else []), *changed_average(state, config, branch[1])]
-        notices += changed_file(state, checked.optimizer.own_rules, branch[1])
+    if found is not None:
+        at, done, own_rules = step_folder(*found), found[1], checked.optimizer.own_rules
+        state = checked.saved or read_state(at, done)
+        if is_own := found[0] == folder.checkpoints:  # the state of another run is checked before
+            shards, strict, step, samples = checked.inputs.shards, config.job.strict, done, state.samples
+            check_state(at, state, config, checked.dims, sequences_per_step(config, world) if world else None)
+            keys = {name: key for name, (key, _) in source_keys(config).items() if key in shards}
+            corpora = {name: shards[key].fingerprint for name, key in keys.items()}
+            tokenizer = "" if strict else checked.inputs.fingerprint  # `checked_run` has refused another
+            warnings.append(other_text(at, state, corpora, tokenizer, strict))
+        is_fresh = leaves_state(at, state, config.optimizer, foreseen.rules, own_rules)
+        notices += [f"goes on from {at}: {taken_by_branch(is_fresh)}"] * (not is_own)
+        change = nothing_to_do(config, done) or change_of_rate(config, done, state.learning_rate, checked.table)
+        notices += [*filter(None, [change]), *changed_average(state, config, done)]
+        notices += [*changed_file(state, own_rules, done), *[afresh(at)] * is_fresh]
     hints, warnings = (*checked.hints, *notices, *checked.table.notes), (*checked.warnings, *filter(None, warnings))
     return replace(checked, hints=hints, warnings=warnings), step, samples
 
@@ -115,29 +106,22 @@ def summary(
     mesh = config.parallelism
     replicate, tensor = mesh.data_parallel_replicate_degree, mesh.tensor_parallel_degree
     context = mesh.context_parallel_degree
-    shard = mesh.data_parallel_shard_degree
-    if shard == -1 and world is not None:
-        shard = world // (replicate * context * tensor)
-    if shard == -1:
-        unit = replicate * context * tensor
-        processes = (
-            f"{f'a multiple of {unit}' if unit > 1 else 'any number of'} processes; pass --world N to check a number"
-        )
-        ranks = None
-    else:
-        processes, ranks = f"{replicate * shard * context * tensor} processes", replicate * shard
+    shard, unit = mesh.data_parallel_shard_degree, replicate * tensor * context
+    shard = world // unit if shard == -1 and world is not None else shard
+    ranks = None if shard == -1 else replicate * shard
+    processes = f"a multiple of {unit}" if unit > 1 else "any number of"
+    processes = f"{unit * shard} processes" if ranks else f"{processes} processes; pass --world N to check a number"
     split = f" × context {context}" if context > 1 else ""
     limit = f", data.max_tokens {config.data.max_tokens:,}" if config.data.max_tokens else ""
     ids = f"tokenizer {config.data.tokenizer}" if inputs.is_text else "token files"
     n_tokens, length = inputs.tokens.get("data.source"), ""
     if n_tokens is not None:
         unit_len = checked.table.unit_len
-        if config.data.packing == "best_fit":  # at least; it is not packed yet
-            n_samples = -(-n_tokens // unit_len)
-        else:
-            n_samples = sample_count(config.data.source, n_tokens, unit_len)
+        is_packed = config.data.packing == "best_fit"  # or will be: into at least as many samples
+        n_samples = -(-n_tokens // unit_len) if is_packed else sample_count(config.data.source, n_tokens, unit_len)
         length = f"; {n_tokens:,} tokens, {epochs_of(checked, n_samples, world, step or 0, samples)}"
     files = "; ".join(f"{key}: {source.count}" for key, source in inputs.sources.items() if source.count)
+    stages = stages_in_words(checked.table)
     shards, chosen = "(all remaining)" if shard == -1 else shard, config.activation_checkpoint
     ep = mesh.expert_parallel_degree
     experts = f" (experts over {ep})" if ep > 1 else ""
@@ -149,9 +133,10 @@ def summary(
         "recipes": f"activation_checkpoint {chosen.recipe}{within}, float8 {config.float8.recipe}, "
         f"optimizer {config.optimizer.recipe}",
         "data": f"{_mixture(checked) or config.data.source + limit}, {ids}{length}",
-        **({"order": _order(checked, world)} if config.data.shuffle_window else {}),
-        **({"stages": _stages(checked)} if len(checked.table.rows) > 1 else {}),
-        **({"files": files} if files else {}),
+        "order": _order(checked, world) if config.data.shuffle_window else "",
+        "stages": f"{stages}: sequences × tokens of a step; titanlite data shows their weights and rates"
+        * bool(stages),
+        "files": files,
         "folder": f"{RunFolder.of(config).path}{'' if step is None else f', resumes from step {step}'}",
     }
     ahead = (source for key, source in inputs.sources.items() if key not in {*inputs.trained, *inputs.shards})
@@ -160,7 +145,7 @@ def summary(
     lines = [f"{file}: {f'{n} warning' + 's' * (n > 1) if n else 'no problems'}"]
     lines += ["  warning: " + text.replace("\n", "\n  ") for text in checked.warnings]
     lines += [f"  {hint}" for hint in (*checked.hints, *long) if hint]
-    return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items())]) + "\n"
+    return "\n".join([*lines, *(f"  {name:8}  {text}" for name, text in rows.items() if text)]) + "\n"
 
 
 def _batch_in_words(checked: CheckedRun, ranks: int | None, world: int | None) -> str:
@@ -228,16 +213,10 @@ def _mixture(checked: CheckedRun) -> str:
     )
 
 
-def _stages(checked: CheckedRun) -> str:
-    """Return each row of the stage table in a line."""
-    lines: list[str] = []
-    for row in checked.table.rows:
-        asked = row.asked
-        shape = f"{asked.sequences:,} sequences of {asked.seq_len:,} tokens a step"
-        mixed = f", {weights_in_words(asked)}" if checked.config.data.mixture else ""
-        decay = "" if asked.lr_decay_to is None else f", learning rate to {asked.lr_decay_to:g} of its peak"
-        lines.append(f"from step {row.from_step + 1:,}, after {row.from_tokens:,} tokens: {shape}{mixed}{decay}")
-    return "\n            ".join(lines)
+def stages_in_words(table: StageTable) -> str:
+    """Return the shape of a step in each stage, and the step from which it is so; "" where there is one stage."""
+    shapes = [f"{row.asked.sequences:,} × {row.asked.seq_len:,} from step {row.from_step + 1:,}" for row in table.rows]
+    return ", ".join(shapes) if len(shapes) > 1 else ""
 
 
 def _model(checked: CheckedRun, foreseen: "Foreseen") -> str:
