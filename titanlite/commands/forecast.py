@@ -203,15 +203,9 @@ def _gib_and_name(predicted: Forecast, device_gib: float | None) -> tuple[float,
 
 
 def check_device(memory: MemoryModel, predicted: Forecast, device_gib: float | None) -> None:
-    """Refuse a run whose predicted peak is more than a device has.
+    """Refuse a run whose predicted peak is more than a device has, or is not known; say what would make it fit.
 
-    Args:
-        memory: of the run.
-        predicted: of the run.
-        device_gib: of the device; None: of the one that it is predicted for, if anything is.
-
-    Raises:
-        ConfigError: it does not fit, or is not known; the message has what would make it fit.
+    The device has `device_gib`; None: it is the one that the run is predicted for, if anything is.
     """
     if predicted.memory is None or predicted.save_list is None:
         if device_gib is None:

@@ -60,21 +60,19 @@ def run(argv: list[str]) -> int:
     if "--json" in given:
         require_place("--json", Path(given["--json"]))
     checked = checked_run(arguments.flags, world)
-    # What follows imports torch, which takes seconds: not for a help page or a mistake in a flag.
-    if _PRICES in given:
-        with at_work(_AT_WORK):
-            from titanlite.commands.price_list import price_list
-            from titanlite.training.assemble import assembled
-
-            with assembled(checked, world, device) as made:
-                text = price_list(made, arguments.file, world)
-        sys.stdout.write(folded(text, terminal_width()))
-        return 0
     with at_work(_AT_WORK):
+        # These import torch, which takes seconds: not for a help page or a mistake in a flag.
         from titanlite.commands.forecast import check_device
         from titanlite.commands.plan_tables import plan_as_dict, plan_tables, why_placed
         from titanlite.commands.planned_run import plan_run
+        from titanlite.commands.price_list import price_list
+        from titanlite.training.assemble import assembled
 
+        if _PRICES in given:
+            with assembled(checked, world, device) as made:
+                text = price_list(made, arguments.file, world)
+            sys.stdout.write(folded(text, terminal_width()))
+            return 0
         # Of placements alone, what depends on the number of processes need not be predicted.
         is_split = checked.config.parallelism.tensor_parallel_degree > 1
         is_for_why = "--why" in given and "--json" not in given and is_split

@@ -5,7 +5,7 @@ from typing import Any
 
 from titanlite.byte_size import byte_size
 from titanlite.commands.forecast import Forecast, forecast_table, memory_rows, time_rows
-from titanlite.commands.planned_run import PlannedRun, only_tensor_parallel_degree
+from titanlite.commands.planned_run import PlannedRun
 from titanlite.commands.sharding_table import sharding_table, weight_rows, why
 from titanlite.errors import ConfigError
 from titanlite.forecast.update_time import UpdateTime
@@ -67,19 +67,15 @@ def _verdict(obstacle: str | None) -> str:
 
 def why_placed(planned: PlannedRun, tensor: str, file: str) -> str:
     """Explain the placement of a tensor."""
-    config, dims, key = planned.memory.config, planned.memory.dims, "parallelism.tensor_parallel_degree"
-    if dims.experts is not None and ".experts.w" in f".{tensor}":
+    if planned.memory.dims.experts is not None and ".experts.w" in f".{tensor}":
         shared = "each of parallelism.expert_parallel_degree ranks has whole experts of its own, whose rows FSDP splits"
         return (
             f"{tensor}: {shared} over the ranks that have the same experts\n  <- no tensor parallelism splits experts\n"
         )
-    if planned.sharding is None and (only := only_tensor_parallel_degree(config, dims)) is not None:
-        want = f"a tensor that is split by {key}, which must be {only}"
-        fix = "leave --why out: FSDP splits each weight by rows over the ranks"
-        raise ConfigError.of("command line", "--why", tensor, want, fix)
     if planned.sharding is None:
-        want = "more than 1: nothing is split over tensor-parallel ranks"
-        raise ConfigError.of(file, key, "1", want, f"--{key} 2")
+        want = "more than 1, where it is possible: nothing is split over tensor-parallel ranks"
+        fix = "leave --why out: FSDP splits each weight by rows over the ranks"
+        raise ConfigError.of(file, "parallelism.tensor_parallel_degree", "1", want, fix)
     return why(planned.sharding, tensor)
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from titanlite import recipes
 from titanlite.commands.forecast import Forecast, forecast, in_a_line
-from titanlite.config.check import config_problems
-from titanlite.config.recipe_schema import ModelDims, SaveList
+from titanlite.commands.validate import stages_in_words
+from titanlite.config.recipe_schema import SaveList
 from titanlite.config.schema import Config
 from titanlite.config.stages import largest_stage
 from titanlite.data.stages import StageTable
@@ -68,9 +68,7 @@ def plan_run(
     mesh, t = config.parallelism, config.parallelism.tensor_parallel_degree
     if t == mesh.context_parallel_degree == 1 and world is None:
         want = "more than 1, or --world N: with neither, nothing is sharded that a plan could show"
-        price = "--activation-checkpoint for what the save-list costs"
-        can_split = only_tensor_parallel_degree(config, checked.dims) is None
-        fix = f"--world 2, or {'--parallelism.tensor_parallel_degree 2, or ' * can_split}{price}"
+        fix = "--world 2, or --activation-checkpoint for what the save-list costs"
         raise ConfigError.of(file, "parallelism.tensor_parallel_degree", "1", want, fix)
     with assembled(checked, world, device) as made:
         return _plan(made, world, device, lists_collectives)
@@ -86,7 +84,9 @@ def _plan(made: Assembly, world: int | None, device: str, lists_collectives: boo
         attended = attended_share(config, checked.table, checked.inputs.shards)
     if world:
         predicted = _of_stages(forecast(memory, checked.save_list, rates, attended), checked.table, tokens, config)
-    notes, is_complete, collectives, pairs = [*_stages_in_words(checked)], world is not None, {}, {}
+    notes, is_complete, collectives, pairs = list[str](), world is not None, {}, {}
+    if stages := stages_in_words(checked.table):
+        notes.append(f"stages, sequences × tokens of a step, of which the largest micro-step is priced: {stages}")
     if memory.run.no_trace_reason is not None:
         notes.append(f"the collectives are not listed: {in_a_line(memory.run.no_trace_reason)}")
         is_complete = False
@@ -187,18 +187,3 @@ def _of_stages(predicted: Forecast, table: StageTable, tokens: int, largest: Con
     notes = (*predicted.notes, note) if outlook else predicted.notes
     shape = f"{tokens // seq_len:,} × {seq_len:,} tokens"
     return replace(predicted, outlook=outlook, stage=shape, notes=notes)
-
-
-def _stages_in_words(checked: CheckedRun) -> tuple[str, ...]:
-    """Return the shapes of stages as one note; nothing of a run with one."""
-    rows = checked.table.rows
-    shapes = [f"{row.asked.sequences} × {row.asked.seq_len} from step {row.from_step + 1}" for row in rows]
-    what = "sequences × tokens of a step, of which the largest micro-step is priced"
-    return (f"stages, {what}: {', '.join(shapes)}",) if len(rows) > 1 else ()
-
-
-def only_tensor_parallel_degree(config: Config, dims: ModelDims) -> str | None:
-    """Return what is wanted in place of a tensor-parallel degree of 2; None where that is possible."""
-    key = "tensor_parallel_degree"
-    found = config_problems(replace(config, parallelism=replace(config.parallelism, **{key: 2})), dims, None).found()
-    return next((problem.want for problem in found if problem.where.endswith(key)), None)

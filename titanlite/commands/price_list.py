@@ -38,11 +38,7 @@ def totals(run: TracedRun, save_list: SaveList) -> Totals:
 
 
 def price_list(made: Assembly, file: str, world: int | None = None) -> str:
-    """Format the prices of a run's save-list, and the totals of all lists; with `world`, also peaks.
-
-    Raises:
-        RecipeError: the list cannot work here, or has no price.
-    """
+    """Format the prices of a run's save-list, and the totals of all lists; with `world`, also peaks."""
     checked, run = made.asked, made.memory.run
     config, dims, save_list = checked.config, checked.dims, checked.save_list
     if run.no_trace_reason:

@@ -36,13 +36,9 @@ def _is_apart(planned: PlannedLayers, name: str) -> bool:
 def _most_alike(asked: str, names: Collection[str]) -> list[str]:
     """Return up to three names that contain what was asked for, or else are most like it; one of equal blocks."""
 
-    def block(name: str) -> int:
-        place = BLOCK_NAME.match(name)
-        return int(place[1]) if place else 0
-
-    def unlikeness(name: str) -> tuple[float, int, int]:
+    def unlikeness(name: str) -> tuple[float, int]:
         end = ".".join(name.split(".")[-asked.count(".") - 1 :])  # as many words as were given
-        return -difflib.SequenceMatcher(None, asked, end).ratio(), len(name), abs(block(name) - block(asked))
+        return -difflib.SequenceMatcher(None, asked, end).ratio(), len(name)
 
     order = sorted(name for name in names if asked in name)
     order = sorted(order, key=len) if order else sorted(names, key=unlikeness)
@@ -78,13 +74,8 @@ def sharding_table(planned: PlannedLayers) -> str:
 def why(planned: PlannedLayers, tensor: str) -> str:
     """Format where a tensor's placement came from, a line per link, back to the annotation.
 
-    Args:
-        planned: the plan.
-        tensor: a name in it, or of a module, with or without @, for what it returns and gathers; of several blocks as a
-            table has it, layers.0-31, or an annotation, layers.*.
-
-    Raises:
-        ConfigError: there is no such tensor.
+    `tensor` is a name in the plan, or of a module, with or without @, for what it returns and gathers; of several
+    blocks as a table has it, layers.0-31, or an annotation, layers.*.
     """
     plan, returned = planned.plan, dict[str, str]()
     for t in plan.tensors.values():

@@ -213,20 +213,6 @@ def test_pairs_that_are_fused(call: Call) -> None:
     assert in_float8 == dict.fromkeys(joined, "fused")
 
 
-@pytest.mark.usefixtures("unrecorded")
-def test_blocks_that_do_not_compute_alike_are_predicted_each(call: Call) -> None:
-    """A layer that float8 leaves alone keeps more, in those blocks that have it."""
-    flags = ["plan", *FOUR, "--activation_checkpoint.recipe", "none", "--float8.recipe", "rowwise"]
-    held: list[float] = []
-    for filtered in ("output", "layers.0.", "layers."):
-        out = call(*flags, "--job.strict=false", "--float8.filter_fqns", filtered)
-        rows = [line.split() for line in out.splitlines()]
-        held += [float(row[1]) for row in rows if row[:1] == ["activations"]]
-    alike, but_one, none = held
-    assert but_one - alike == pytest.approx((none - alike) / 32, abs=0.1)
-    assert none > alike + 5
-
-
 def test_pairs_that_are_not(call: Call) -> None:
     pytest.importorskip("triton")
     wide = ["--model.n_heads", "16", "--model.n_kv_heads", "16", "--model.ffn_dim", "2048"]
@@ -397,20 +383,6 @@ def test_what_is_not_predicted(tmp_path: Path, call: Call) -> None:
     assert "collectives that backward repeats are not listed" not in out
     assert "--world N adds the collectives of data-parallel ranks" in out
     call("plan", *SMALL, *own, "--device-gib", "80")
-    no_weight = "--optimizer.weight_decay_exclude", "*norms.weight"
-    assert 'did you mean "*norm.weight"?' in call("plan", *SMALL, *own, *no_weight, ends=2)
-
-
-def test_groups_of_an_optimizer_that_do_not_fit_the_model(tmp_path: Path, call: Call) -> None:
-    (tmp_path / "optimizer").mkdir()
-    (own := tmp_path / "optimizer" / "mine.toml").write_text('help = "Mine."\n[groups.hidden]\nrule = "adamw"\n')
-    flags = ["--job.recipe_dirs", str(tmp_path), "--optimizer.recipe", "mine"]
-    call("plan", *SMALL, *flags)
-    own.write_text(own.read_text() + 'pattern = ["layers.*"]\n')
-    assert "none takes tok_embeddings.weight, norm.weight" in call("plan", *SMALL, *flags, ends=2)
-    own.write_text(own.read_text().replace("layers", "layer") + '[groups.rest]\nrule = "adamw"\n')
-    assert f'{own}: 1 problem\n  line 4  groups.hidden.pattern = "layer.*"' in call("plan", *SMALL, *flags, ends=2)
-    assert 'did you mean "adamw"?' in call("plan", *SMALL, "--optimizer.recipe", "adam", ends=2)
 
 
 @pytest.mark.usefixtures("unrecorded")
@@ -445,17 +417,6 @@ def test_auto_is_planned_as_these_rates_choose(call: Call) -> None:
     assert "no memory: the save-list is chosen when the run starts" in call(
         "plan", LARGE, "--world", "8", *flags, "--compile.enable", "false"
     )
-
-
-def test_what_torch_knows_is_refused_without_tensor_parallelism(tmp_path: Path, call: Call) -> None:
-    odd = tmp_path / "odd.toml"
-    for op in ("aten.mmm.default", "aten.silu.default"):
-        odd.write_text(f'help = "x"\ndefault = "recompute"\n[[rules]]\nop = "{op}"\naction = "save"\n')
-        assert f'line 4  rules[0].op = "{op}"' in call(
-            "plan", *SMALL, "--activation_checkpoint.recipe", str(odd), ends=2
-        )
-    filtered = ["--float8.recipe", "rowwise", "--float8.filter_fqns", "nosuch"]
-    assert 'float8.filter_fqns = "nosuch"' in call("plan", *SMALL, *mine(tmp_path), *filtered, ends=2)
 
 
 @pytest.mark.usefixtures("unrecorded")
@@ -571,38 +532,23 @@ def test_a_collective_of_other_ranks_is_one_row_of_what_differs(tmp_path: Path, 
     ("argv", "words"),
     [
         ([LARGE, "--activation-checkpoint", "--why", "x"], "no --why together with --activation-checkpoint"),
-        ([*SMALL, "--why", "norm"], "parallelism.tensor_parallel_degree = 1"),
         ([*OLMOE, "--world", "2", "--why", "output"], "fix:  leave --why out: FSDP splits each weight by rows"),
-        (OLMOE, "fix:  --world 2, or --activation-checkpoint for what"),
         ([DEBUG, *TWO, "--device-gib", "80"], "--world N as well"),
         ([*SMALL, "--device-gib", "none"], "the GiB of a device"),
         ([DEBUG, *TWO, "--device", "h100"], "--world N as well"),
         ([*SMALL, "--device", "a100"], "h100 or h200"),
         ([*SMALL, "--diff"], "one other config, or flags that change this run"),
+        ([*SMALL, "--diff="], "one config, as the first argument or behind --config"),
         ([*SMALL, "--diff", "--training.seed", "3", "--why", "norm"], "no --why together with --diff"),
-        ([DEBUG, *TWO, "--why", "layers.3.attention.w0.weight"], "--why layers.3.attention.wo.weight"),
         ([DEBUG, *TWO, "--why", "wo"], "--why layers.0.attention.wo or --why layers.0.attention.wo.weight\n"),
         ([DEBUG, *TWO, "--why", "@norm.weight"], "--why norm.weight"),
-        ([DEBUG, *TWO, "--why", "layers.4"], "--why layers.3"),
+        ([DEBUG, *TWO, "--why", "layers.4"], "--why layers.0"),
         ([DEBUG, *TWO, "--why", "w2.wieght"], "fix:  --why layers.0.feed_forward.w2.weight or "),
-        (
-            [DEBUG, *TWO, "--why", "attention.wk"],
-            "fix:  --why layers.0.attention.wqkv or --why layers.0.attention.wo or ",
-        ),
         ([DEBUG, "--parallelism.tensor_parallel_degree", "3"], "a divisor of model.n_heads = 8"),
     ],
 )
 def test_mistakes(argv: list[str], words: str, call: Call) -> None:
     assert words in call("plan", *argv, ends=2)
-
-
-@pytest.mark.parametrize("file", ["no/plan.json", "."])
-def test_where_the_plan_cannot_be_written_is_said_before_it_is_made(
-    file: str, call: Call, monkeypatch, tmp_path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titanlite.commands.planned_run.plan_run", None)
-    assert f"--json = {file} (" in call("plan", *SMALL, "--json", file, ends=2)
 
 
 @pytest.mark.parametrize(
@@ -615,20 +561,11 @@ def test_help_beside_diff(argv: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: titanlite plan FILE" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("flags", "note"),
-    [
-        (["--activation_checkpoint.recipe", "full"], "of 12.0 GiB of gradients 10.1 GiB exist at the peak"),
-        (["--activation_checkpoint.recipe", "attention"], "of 12.0 GiB of gradients 0.0 GiB exist at the peak"),
-        (["--training.global_batch_size", "8"], None),
-        (["--world", "2"], "of 6.0 GiB of gradients 0.0 GiB exist at the peak"),
-        (["--world", "2", "--training.mixed_precision_reduce", "bfloat16"], None),
-    ],
-)
-def test_gradients_that_are_not_at_the_peak(flags: list[str], note: str | None, call: Call) -> None:
-    smaller = str(Path(LARGE).with_name("llama3_3b.toml"))
-    out = call("plan", smaller, "--world", "1", *flags)
-    assert (note in out) if note else ("exist at the peak" not in out)
+def test_gradients_that_are_not_at_the_peak(call: Call) -> None:
+    smaller = "plan", str(Path(LARGE).with_name("llama3_3b.toml")), "--world", "1"
+    out = call(*smaller, "--activation_checkpoint.recipe", "full")
+    assert "of 12.0 GiB of gradients 10.1 GiB exist at the peak" in out
+    assert "exist at the peak" not in call(*smaller, "--training.global_batch_size", "8")
 
 
 STAGES = """

@@ -11,7 +11,6 @@ from torch import nn
 from tests.cli.commands.conftest import Call
 from tests.support.own_model import mine
 from titanlite.activation_checkpoint.operations import CLASSES, OWN_ATTENTION
-from titanlite.commands import main
 from titanlite.commands.price_list import Totals, totals
 from titanlite.config.recipe_schema import ModelDims, SaveList, SaveRule
 from titanlite.config.schema import Model
@@ -122,30 +121,6 @@ def test_a_model_of_ones_own_has_prices(tmp_path: Path, call: Call) -> None:
     assert said(call, *short, *mine(tmp_path)).splitlines()[1:] == shipped.splitlines()[1:]
 
 
-@pytest.mark.parametrize("name", LISTS)
-def test_tensor_parallelism_never_keeps_more(name: str) -> None:
-    held = []
-    for degree in ("1", "2", "4", "8"):
-        run = checked("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", degree)
-        held.append(totals_of(run).held)
-    assert held == sorted(held, reverse=True)
-
-
-def test_a_list_that_keeps_more_computes_less_again() -> None:
-    run = checked()
-    by_size = ("full", "attention", "balanced_tight", "balanced", "matmuls", "none")
-    ordered = [totals_of(run, name) for name in by_size]
-    assert [t.held for t in ordered] == sorted(t.held for t in ordered)
-    assert [t.flops for t in ordered] == sorted((t.flops for t in ordered), reverse=True)
-
-
-@pytest.mark.parametrize("name", LISTS)
-def test_collectives_in_matmuls_change_nothing_of_what_is_multiplied_again(name: str) -> None:
-    flags = ("--activation_checkpoint.recipe", name, "--parallelism.tensor_parallel_degree", "4")
-    plain, fused = (checked(*flags, "--parallelism.async_tensor_parallel", value) for value in ("false", "true"))
-    assert totals_of(plain).flops == totals_of(fused).flops
-
-
 def test_matmuls_computes_nothing_dear_again() -> None:
     """No more than 5 FLOPs an element of the stream: the mean squares of norms."""
     for degree in ("1", "2"):
@@ -155,25 +130,6 @@ def test_matmuls_computes_nothing_dear_again() -> None:
 
 
 RULE = '[[rules]]\nop = "{}"\naction = "save"\n{}'
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (RULE.format("communication", ""), ['rules[0].op = "communication"', "set optional = true"]),
-        (RULE.format("aten.mm", ""), ["line 4  rules[0].op", 'did you mean "aten.mm.default"?']),
-    ],
-)
-def test_what_cannot_work_is_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, parts: list[str]
-) -> None:
-    mine = tmp_path / "mine.toml"
-    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{text}')
-    assert main(["plan", CONFIG, "--activation-checkpoint", "--activation_checkpoint.recipe", str(mine)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    for part in (*parts, "want: ", "fix:  "):
-        assert part in err
 
 
 @pytest.mark.parametrize("kernel", [op for op in CLASSES["attention"] if op not in OWN_ATTENTION])
@@ -186,17 +142,6 @@ def test_attention_by_the_name_of_a_kernel_costs_what_its_class_does(kernel: str
     assert totals_of(named) == totals_of(by_class)
     both = [[replace(p, rule=None) for p in prices(run)] for run in (named, by_class)]  # type: ignore[arg-type]
     assert both[0] == both[1]
-
-
-def test_what_is_not_known_of_blocks_has_no_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It was taken for nothing; under tensor parallelism this operator keeps all that was gathered."""
-    mine = tmp_path / "mine.toml"
-    mine.write_text(f'help = "mine"\ndefault = "recompute"\n{RULE.format("_c10d_functional.wait_tensor.default", "")}')
-    flags = ("--parallelism.tensor_parallel_degree", "2", "--activation_checkpoint.recipe", str(mine))
-    assert main(["plan", CONFIG, "--activation-checkpoint", *flags]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert 'line 4  rules[0].op = "_c10d_functional.wait_tensor.default"\n      want: a class' in err
 
 
 def test_all_that_has_no_price_is_said_at_once() -> None:
