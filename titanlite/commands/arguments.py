@@ -22,11 +22,7 @@ Number = TypeVar("Number", int, float)
 def number_of(
     given: Mapping[str, str], flag: str, kind: type[Number], want: str, fix: str, above: float = 0, below: float = 10**6
 ) -> Number | None:
-    """Read the number of a flag; None where it is not given.
-
-    Raises:
-        ConfigError: it is no number of this kind, or not between the bounds.
-    """
+    """Read the number of a flag, None where it is not given; refuse one of another kind, or not between the bounds."""
     if flag not in given:
         return None
     try:
@@ -118,6 +114,14 @@ class Command:
             problems = [Problem(name, saw, self._want, self._usage) for name, _, saw in unknown]
             raise ConfigError(describe("command line", problems))
         return words, {name: values[-1] for name, values in given.items()}
+
+    def read_word(self, argv: Sequence[str], want: str, example: str) -> tuple[str, dict[str, str]]:
+        """Read a command line with one word, as `read_words` does; `example` is one that could be meant."""
+        words, given = self.read_words(argv)
+        if len(words) != 1:
+            fix = f"titanlite {self.name} {example}"
+            raise ConfigError.of("command line", self.takes, " ".join(words), want, fix)
+        return words[0], given
 
     @property
     def help(self) -> str:

@@ -30,14 +30,11 @@ COMMAND = Command(
 
 def run(argv: list[str]) -> int:
     """Write the config, and say what became of the keys."""
-    files, own = COMMAND.read_words(argv)
-    if len(files) != 1:
-        want, fix = "one config of torchtitan", "titanlite convert llama3_8b.toml --out mine.toml"
-        raise ConfigError.of("command line", "TORCHTITAN.toml", " ".join(files), want, fix)
+    file, own = COMMAND.read_word(argv, "one config of torchtitan", "llama3_8b.toml --out mine.toml")
     out = Path(own["--out"]) if "--out" in own else None
     if out is not None:
         require_new("--out", out)
-    made = convert_torchtitan(Path(files[0]), (out or Path(files[0])).stem, has_bos)
+    made = convert_torchtitan(Path(file), (out or Path(file)).stem, has_bos)
     config = made.config()
     dims = model_dims(config, made.origin)  # a model that is none here is nothing to convert
     refused = config_problems(config, dims, None).found()

@@ -35,7 +35,7 @@ from titanlite.evaluation.requests import EncodedTask, encode_task
 from titanlite.evaluation.tasks import HUB, load_tasks
 from titanlite.json_file import read_json
 from titanlite.preflight.launcher import check_launcher
-from titanlite.preflight.output_file import require_place
+from titanlite.preflight.output_file import require_place, writable
 from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import columns
 
@@ -80,26 +80,18 @@ class _Target:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out the command, on one process or on all that a launcher has started.
-
-    Raises:
-        TitanliteError: there is no such model, its weights are damaged, its tokenizer is another, a task cannot be
-            read, or the file cannot be written.
-    """
-    words, given = COMMAND.read_words(argv)
+    """Evaluate, on one process or on all that a launcher has started."""
+    want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
+    word, given = COMMAND.read_word(argv, want, "outputs/run")
     check_launcher()
-    if len(words) != 1:
-        want = "one folder: of a run, a checkpoint, or a model in Hugging Face's layout"
-        raise ConfigError.of("command line", "TARGET", " ".join(words), want, f"{_WHERE} outputs/run")
     of = given.get("--step"), given.get("--tokenizer"), "--ema" in given
-    target = _find_target(Path(os.path.expanduser(words[0])), *of)
+    target = _find_target(Path(os.path.expanduser(word)), *of)
     tasks = [task for task in given.get("--tasks", "").split(",") if task] or target.config.evaluation.tasks
     if not tasks:
         want = "tasks: the config of what is evaluated names none"
         raise ConfigError.of("command line", "--tasks", "", want, f"--tasks {next(iter(HUB))},my_questions.jsonl")
-    out = Path(
-        os.path.expanduser(given.get("--out", str(target.folder / f"evaluation{'-ema' * target.averaged}.json")))
-    )
+    default = target.folder / f"evaluation{'-ema' * target.averaged}.json"
+    out = Path(os.path.expanduser(given.get("--out", str(default))))
     require_place("--out", out)
     check_vocabulary(target.tokenizer, target.dims.vocab_size, is_given=True)
     encoded = [encode_task(task, target.tokenizer, target.seq_len) for task in load_tasks(tasks)]
@@ -119,7 +111,7 @@ def _find_target(path: Path, step: str | None, tokenizer: str | None, averaged: 
     require_reachable(path / "config.toml")
     if (path / "config.toml").is_file():
         return _target_of_run(RunFolder(path), step, tokenizer, averaged)
-    above = path.resolve().parents[1] if len(path.resolve().parents) > 1 else path
+    above = path.resolve().parent.parent
     is_model = (path / "config.json").is_file()  # that a run has exported, beside its checkpoints
     if path.is_dir() and not is_model and path.name.startswith("step-") and (above / "config.toml").is_file():
         if step is not None:
@@ -236,28 +228,16 @@ def _accuracy_table(encoded: list[EncodedTask], scores: "list[Score]", seq_len: 
 def _write_answers(out: Path, target: _Target, encoded: list[EncodedTask], scores: "list[Score]") -> None:
     tasks: dict[str, Any] = {}
     for e, score in zip(encoded, scores, strict=True):
-        errors = [score.standard_error(x) for x in (score.accuracy, score.accuracy_norm)]
-        of_accuracy, of_norm = (None if math.isnan(x) else x for x in errors)
-        tasks[score.task] = {
-            "source": e.task.source,
-            "fingerprint": e.task.fingerprint,
-            "questions": score.questions,
-            "accuracy": score.accuracy,
-            "accuracy_standard_error": of_accuracy,
-            "accuracy_norm": score.accuracy_norm,
-            "accuracy_norm_standard_error": of_norm,
-            "choices": score.choices,
-            "choices_norm": score.choices_norm,
-            "log_likelihoods": score.log_likelihoods,
-        }
+        of_task = {"source": e.task.source, "fingerprint": e.task.fingerprint, **vars(score)}
+        for name in ("accuracy", "accuracy_norm"):
+            error = score.standard_error(of_task[name])
+            of_task[f"{name}_standard_error"] = None if math.isnan(error) else error
+        tasks[of_task.pop("task")] = of_task
     content = {
         "titanlite": titanlite.__version__,
         "model": str(target.checkpoint or target.folder) + " (ema)" * target.averaged,
         "dtype": target.config.training.mixed_precision_param,
         "tasks": tasks,
     }
-    try:
+    with writable(_WHERE, "--out", out):
         write_durably(out, json.dumps(content) + "\n")
-    except OSError as error:
-        fix = "--out with a file elsewhere"
-        raise ConfigError.of("command line", "--out", f"{show(str(out))} ({error})", "a file", fix) from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from titanlite.commands.arguments import Command
 from titanlite.observe.metrics import RunError
 from titanlite.preflight.output_file import require_picture, writable
+from titanlite.text_table import folded, terminal_width
 
 COMMAND = Command(
     "explain",
@@ -25,15 +26,8 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out the command.
-
-    Raises:
-        RunError: there is not one run, it has no whole profile, or the picture cannot be written.
-    """
-    words, given = COMMAND.read_words(argv)
-    if len(words) != 1:
-        want = "one run with a profile"
-        raise RunError.of("titanlite explain", "RUN", " ".join(words), want, "titanlite explain outputs/run")
+    """Print the tables, and draw the picture."""
+    word, given = COMMAND.read_word(argv, "one run with a profile", "outputs/run")
     step = given.get("--step", "")
     if step and not step.isdecimal():
         raise RunError.of("titanlite explain", "--step", step, "the number of a step", "--step 11")
@@ -41,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     from titanlite.explain.tables import run_text
     from titanlite.explain.timeline import draw_timeline
 
-    folder = Path(words[0])
+    folder = Path(word)
     picture = Path(given.get("--out", folder / "profile" / "timeline.png"))
     if "--out" in given:
         require_picture("titanlite explain", picture, "timeline.png")
@@ -49,5 +43,5 @@ def run(argv: Sequence[str]) -> int:
     text = run_text(profiled)
     with writable("titanlite explain", "--out", picture):
         draw_timeline(profiled, int(step) if step else profiled.median_step, picture)
-    sys.stdout.write(f"{text}{picture}\n")
+    sys.stdout.write(folded(f"{text}{picture}\n", terminal_width()))
     return 0

@@ -3,19 +3,18 @@
 import os
 import sys
 from collections.abc import Sequence
-from glob import escape, glob
 from pathlib import Path
 
 from titanlite.checkpoint import publish
 from titanlite.commands.arguments import Command
+from titanlite.comparison.run_paths import require_runs
 from titanlite.config.read import read_config
 from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.durable import require_reachable
-from titanlite.errors import CheckpointError, ConfigError, Problem, describe
+from titanlite.errors import CheckpointError, Problem, describe
 from titanlite.preflight.run_folder import RunFolder
 
-_RUN = "a run's folder, with config.toml and checkpoints"
 _DTYPES = ("bfloat16", "float32")
 COMMAND = Command(
     "export",
@@ -33,15 +32,11 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out the command.
-
-    Raises:
-        TitanliteError: there is no such checkpoint, it is damaged, its model has no place in that layout, its
-            tokenizer is another, or the folder exists or cannot be written.
-    """
-    words, given = COMMAND.read_words(argv)
-    folder = RunFolder(_only(words))
-    config = _config(folder)
+    """Write the folder."""
+    word, given = COMMAND.read_word(argv, "one run's folder", "outputs/run")
+    folder = RunFolder(word)
+    require_runs("titanlite export", [folder.path])
+    config = read_config(folder.config)[0]
     dtype = given.get("--dtype", config.training.mixed_precision_param)
     step = asked_step("titanlite export", folder.checkpoints, given.get("--step"))
     checkpoint = publish.step_folder(folder.checkpoints, step)
@@ -72,29 +67,8 @@ def _print_line(line: str) -> None:
     sys.stdout.flush()
 
 
-def _only(runs: list[str]) -> str:
-    if len(runs) == 1:
-        return runs[0]
-    wrong = [(word, "one run alone") for word in runs[1:]] or [("RUN", _RUN)]
-    problems = [Problem(where, "", want, "titanlite export outputs/run") for where, want in wrong]
-    raise ConfigError(describe("command line", problems))
-
-
-def _config(folder: RunFolder) -> Config:
-    require_reachable(folder.config)
-    if os.path.isfile(folder.config):
-        return read_config(folder.config)[0]
-    inside = sorted(Path(file).parent for file in glob(f"{escape(str(folder.path))}/*/config.toml"))
-    fix = f"did you mean {inside[0]}?" if inside else "give the path <dump_folder>/<name> of a run"
-    raise CheckpointError.of("titanlite export", str(folder.path), "", _RUN, fix)
-
-
 def asked_step(command: str, root: Path, asked: str | None) -> int:
-    """Return the step of a checkpoint that is asked for, or of the newest; `command` is for the message.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-    """
+    """Return the step that is asked for, or the newest; raise a CheckpointError of `command` if it was not saved."""
     steps = publish.complete_steps(root)
     step = int(asked) if asked and asked.isdecimal() and len(asked) < 20 else None
     if steps and (asked is None or step in steps):
@@ -124,16 +98,13 @@ def _check_target(config: Config, out: Path, dtype: str) -> None:
 
 
 def trained_tokenizer(command: str, name: str, add_bos: bool, fingerprint: str) -> Tokenizer | None:
-    """Return the tokenizer that a run was trained with, or None if it read token files.
+    """Return the tokenizer that a run was trained with, None if it read token files.
 
     Args:
         command: for the message.
         name: `data.tokenizer`, or what is given in its place.
         add_bos: `data.add_bos_token`.
-        fingerprint: as a checkpoint has it; "" for token files.
-
-    Raises:
-        CheckpointError: it is another, or not there.
+        fingerprint: as a checkpoint has it, of which the file must be; "" for token files.
     """
     if not fingerprint:
         return None

@@ -45,11 +45,7 @@ _OPEN = 12  # charts of a group, up to which it is open at first
 
 
 def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Verdict] = ()) -> None:
-    """Write the report on runs, with the verdicts on those after the first.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write the report on runs, with the verdicts on those after the first."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 

@@ -10,44 +10,44 @@ from titanlite.observe.metrics import RunError
 
 
 def require_runs(
-    command: str, folders: Sequence[Path], file: str, advice: Callable[[Path], str] = lambda folder: ""
+    command: str, folders: Sequence[Path], file: str = "", advice: Callable[[Path], str] = lambda folder: ""
 ) -> None:
-    """Check that each path is the folder of a run with config.toml and the file that a command reads.
+    """Check that each path is the folder of a run with config.toml, and with the file that a command reads.
 
     Args:
         command: as "titanlite compare".
         folders: the paths.
-        file: its name.
-        advice: what to do about a folder that lacks the file; "" if that is not known.
+        file: its name; "": there is none.
+        advice: what to do about a folder that lacks a file; "" if that is not known.
 
     Raises:
         RunError: some are not, all of them at once.
     """
-    problems = [problem for folder in folders if (problem := _path_problem(folder, file, advice)) is not None]
+    problems, files = list[Problem](), ["config.toml", *filter(None, (file,))]
+    for folder in folders:
+        require_reachable(folder / "config.toml")
+        if missing := _files_missing(folder, files):
+            what = "there is no such folder"
+            if os.path.lexists(folder):
+                what = f"{' and '.join(missing)} missing" if os.path.isdir(folder) else "this is a file"
+            fix = advice(folder) if os.path.isdir(folder) and file in missing else ""
+            fix = fix or "give the path <dump_folder>/<name> of a run"
+            meant = next(_runs_around(folder, files), None)
+            want = f"a run's folder, with {' and '.join(files)}; {what}"
+            problems.append(Problem(str(folder), "", want, fix if meant is None else f"did you mean {meant}?"))
     if problems:
         raise RunError(describe(command, problems))
 
 
-def _path_problem(folder: Path, file: str, advice: Callable[[Path], str]) -> Problem | None:
-    require_reachable(folder / "config.toml")
-    missing = [name for name in ("config.toml", file) if not os.path.isfile(folder / name)]
-    if not missing:
-        return None
-    what = "there is no such folder"
-    if os.path.lexists(folder):
-        what = f"{' and '.join(missing)} missing" if os.path.isdir(folder) else "this is a file"
-    meant = next(_runs_around(folder, file), None)
-    fix = advice(folder) if os.path.isdir(folder) and file in missing else ""
-    fix = fix or "give the path <dump_folder>/<name> of a run"
-    want = f"a run's folder, with config.toml and {file}; {what}"
-    return Problem(str(folder), "", want, fix if meant is None else f"did you mean {meant}?")
+def _files_missing(folder: Path, files: Sequence[str]) -> list[str]:
+    return [name for name in files if not os.path.isfile(folder / name)]
 
 
-def _runs_around(path: Path, file: str) -> Iterator[Path]:
+def _runs_around(path: Path, files: Sequence[str]) -> Iterator[Path]:
     """Return the runs near a path that is none: the one it is in, those in it, or one of nearly its name."""
 
     def runs(paths: Sequence[Path]) -> list[Path]:
-        return [path for path in paths if all(os.path.isfile(path / name) for name in ("config.toml", file))]
+        return [path for path in paths if not _files_missing(path, files)]
 
     if os.path.lexists(path):
         yield from runs([*path.parents, *path.resolve().parents, *sorted(path.glob("*"))])

@@ -1,6 +1,5 @@
-"""Write what a profile says as text that folds into 80 columns: the time by rank, its first loss, the memory."""
+"""Write what a profile says as text: the time by rank, its first loss, the memory."""
 
-import textwrap
 from collections import Counter
 
 from titanlite.explain.causes import NOTABLE, first_cause, longest_loss
@@ -9,7 +8,6 @@ from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENT
 from titanlite.observe.step_profile import COMMUNICATION
 from titanlite.text_table import columns
 
-_WIDTH = 80
 _MEMORY = ("parameters", "gradients", "optimizer", ACTIVATIONS, GATHERED, FLOAT8, BUFFERS, FRAGMENTS)
 _FORECAST = {  # categories of the prediction, as they are measured
     "gathered weights": GATHERED,
@@ -22,8 +20,8 @@ _FORECAST = {  # categories of the prediction, as they are measured
 
 def run_text(run: ProfiledSteps) -> str:
     """Return the table of a run's time by rank, its first cause, and the table of its memory."""
-    beside = map(_in_80, _beside_the_sum(run))
-    lines = [*map(_in_80, _headline(run)), "", _time_table(run), *beside, "", *_first_cause(run), "", memory_table(run)]
+    time, cause = [_time_table(run), *_beside_the_sum(run)], _first_cause(run)
+    lines = [*_headline(run), "", *time, "", *cause, "", memory_table(run)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -89,16 +87,9 @@ def _first_cause(run: ProfiledSteps) -> list[str]:
     first, longest = first_cause(run), longest_loss(run)
     if first is None:
         most = f"{longest.name} has {_ms(longest.us)} ms" if longest else "there is none"
-        return [_in_80(f"first cause: none; no loss is {NOTABLE:.0%} of the step ({most})")]
+        return [f"first cause: none; no loss is {NOTABLE:.0%} of the step ({most})"]
     size = f"{_ms(first.us)} ms a step ({first.us / run.wall_us:.0%})"
-    said = _in_80(f"first cause: {first.name}, {size}")
-    return [said, _in_80(first.because, "  "), _in_80(first.fix, "  change: ")]
-
-
-def _in_80(text: str, indent: str = "") -> str:
-    """Fold a text into 80 columns; what follows a long indent is indented as far."""
-    further = " " * max(2, len(indent))
-    return textwrap.fill(text, _WIDTH, initial_indent=indent, subsequent_indent=further, break_on_hyphens=False)
+    return [f"first cause: {first.name}, {size}", f"  {first.because}", f"  change: {first.fix}"]
 
 
 def _ms(us: float) -> str:

@@ -39,37 +39,6 @@ def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, capsys:
     assert not Path(plain, "profile", "timeline.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "want: one run with a profile"),
-        (["RUN", "RUN"], "want: one run with a profile"),
-        (["RUN", "--step", "12"], "want: a profiled step, 11 to 11"),
-        (["RUN", "--out", "/proc/nowhere/a.png"], "want: a file that can be written"),
-        (
-            ["nowhere"],
-            "profile/rank0.json; there is no such folder\n      fix:  give the path <dump_folder>/<name> of a run",
-        ),
-    ],
-)
-def test_what_cannot_be_explained_says_what_is_wanted(
-    words: list[str], said: str, plain: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", *(plain if word == "RUN" else word for word in words)]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_a_path_that_is_no_run_is_told_the_one_that_was_meant(plain: str, capsys: pytest.CaptureFixture[str]) -> None:
-    above, file = str(Path(plain).parent), f"{plain}/config.toml"
-    want = "a run's folder, with config.toml and profile/rank0.json"
-    for path, why in ((above, "config.toml and profile/rank0.json missing"), (file, "this is a file")):
-        assert main(["explain", path]) == 2
-        assert f"  {path}\n      want: {want}; {why}\n      fix:  did you mean {plain}?\n" in capsys.readouterr().err
-    Path(plain, "profile/rank0.json").unlink()  # no run that could be explained either
-    assert main(["explain", above]) == 2
-    assert "did you mean" not in capsys.readouterr().err
-
-
 def test_a_run_without_a_profile_gets_the_command_that_makes_one(
     plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,9 +52,3 @@ def test_a_run_without_a_profile_gets_the_command_that_makes_one(
     assert f"fix:  {command}\n" in said
     Path(plain, "config.toml").write_text(f"[job]\nname = 'plain'\ndump_folder = '{tmp_path}'\n")
     assert main(["validate", *shlex.split(command)[2:-2], "--world", "4"]) == 0
-
-
-def test_a_damaged_config_is_named(plain: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path(plain, "config.toml").write_text("[compile")
-    assert main(["explain", plain]) == 2
-    assert "config.toml" in capsys.readouterr().err
