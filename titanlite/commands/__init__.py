@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import field, make_dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,11 +44,7 @@ _COMPLETION = "--tyro-print-completion"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
-
-    Returns:
-        What the subcommand returns, 0 if it did what it was asked; else as `exit_code` says.
-    """
+    """Run one subcommand; return what it returns, 0 if it did what it was asked, or else what `exit_code` says."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     with _signals_as_interrupts():
         return exit_code(lambda: _run_command(*words))
@@ -63,7 +60,7 @@ def _run_command(name: str, *rest: str) -> int:
             _print_completion(*[shell] * bool(has_value), *rest)
             return 0
         if name == "--version" and not rest:
-            sys.stdout.write(f"titanlite {titanlite.__version__}, torch {_version_of_torch()}\n")
+            sys.stdout.write(f"titanlite {titanlite.__version__}, torch {metadata.version('torch')}\n")
             return 0
         if name not in COMMANDS:
             near = nearest(name, COMMANDS)
@@ -101,16 +98,6 @@ def _signals_as_interrupts() -> Iterator[None]:
 def module_of(name: str) -> str:
     """Return the module of this package that a command is."""
     return name.replace("-", "_")
-
-
-def _version_of_torch() -> str:
-    """Return the installed version, without importing torch."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "is not installed"
 
 
 def _print_completion(*words: str) -> None:

@@ -53,15 +53,11 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out the command.
+    """Compare runs.
 
     Returns:
         1 if a run differs from the first in a verdict or a layer, has no step in common with it, or if one of the two
             has ended before the last step of its config; else 0.
-
-    Raises:
-        RunError: a path is not a run's folder, or no run has logged anything, all problems at once; a file of a run is
-            damaged; or a file cannot be written, or its ending names no kind of picture or page.
     """
     words, given = COMMAND.read_words(argv)
     folders = [Path(word) for word in words]

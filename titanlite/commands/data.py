@@ -12,14 +12,17 @@ trained; of a run that has begun, the stages are those that were trained, as its
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from titanlite.commands.arguments import Command, number_of
+from titanlite.commands.data_tables import run_tables, sample_text, share_of_causal, step_text
+from titanlite.commands.mask_picture import draw_mask
+from titanlite.config.stages import follows_ranks
+from titanlite.data.run_samples import RunSamples, open_sources
 from titanlite.errors import ConfigError
+from titanlite.preflight.checked_run import CheckedRun, checked_run
+from titanlite.preflight.output_file import require_picture, writable
+from titanlite.preflight.run_folder import RunFolder
 from titanlite.text_table import folded, terminal_width
-
-if TYPE_CHECKING:
-    from titanlite.preflight.checked_run import CheckedRun
 
 _SAMPLE, _STEP, _PICTURE = "--sample", "--step", "--picture"
 COMMAND = Command(
@@ -35,12 +38,7 @@ COMMAND = Command(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out the command.
-
-    Raises:
-        TitanliteError: config, source or tokenizer cannot be used, there is no such sample or step, or the picture
-            cannot be written.
-    """
+    """Print what is asked for."""
     arguments = COMMAND.read(argv)
     own = arguments.own
     for flag, without in ((_STEP, _SAMPLE), (_PICTURE, _STEP)):
@@ -53,15 +51,7 @@ def run(argv: Sequence[str]) -> int:
         number_of(own, flag, int, f"a number, at least {least}", f"{flag} {least}", above=least - 1, below=10**18)
         for flag, least in ((_SAMPLE, 0), (_STEP, 1))
     )
-    from titanlite.commands.data_tables import run_tables, sample_text, share_of_causal, step_text
-    from titanlite.config.stages import follows_ranks
-    from titanlite.data.run_samples import RunSamples, open_sources
-    from titanlite.preflight.checked_run import checked_run
-    from titanlite.preflight.run_folder import RunFolder
-
     if _PICTURE in own:
-        from titanlite.preflight.output_file import require_picture
-
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
     checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
     config = checked.config
@@ -84,9 +74,6 @@ def run(argv: Sequence[str]) -> int:
         found = trained.at(sample)
         text = sample_text(found, tokenizer)
         if _PICTURE in own:
-            from titanlite.commands.mask_picture import draw_mask
-            from titanlite.preflight.output_file import writable
-
             path, title = Path(own[_PICTURE]), text.partition("\n")[0]
             with writable("titanlite data", _PICTURE, path):
                 draw_mask(found, share_of_causal(found), title, path)
@@ -102,7 +89,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _tell_of_wait(checked: "CheckedRun") -> None:
+def _tell_of_wait(checked: CheckedRun) -> None:
     """Say which sources are tokenized first, where a run does not wait for that."""
     if checked.config.data.prepare == "background":
         for key in checked.inputs.trained.keys() - checked.inputs.shards.keys():

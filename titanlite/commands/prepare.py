@@ -26,12 +26,7 @@ COMMAND = Command("prepare", __doc__ or "", {})
 
 
 def run(argv: Sequence[str]) -> int:
-    """Prepare `data.source` and, if validation is enabled, its sources, and print what came of it.
-
-    Raises:
-        TitanliteError: config, source or tokenizer cannot be used; what can be said before reading is said at
-            once. Or what was read is too short for a step of the run.
-    """
+    """Prepare `data.source` and, if validation is enabled, its sources, and print what came of it."""
     # The weights that a run starts from need not be on the host that prepares its data.
     checked = checked_run(COMMAND.read(argv).flags, has_weights=False)
     config, vocab_size = checked.config, checked.dims.vocab_size

@@ -35,11 +35,7 @@ _STOP_S = "600"
 
 
 def run(argv: list[str]) -> int:
-    """Check the config, start the processes, and wait for their end.
-
-    Raises:
-        ConfigError: something is wrong with the config, its data or the run's folder, or there are not so many GPUs.
-    """
+    """Check the config, start the processes, and wait for their end."""
     given = COMMAND.read(argv)
     if by := next((name for name in ("RANK", "WORLD_SIZE") if name in os.environ), None):
         fix = f"torchrun ... train.py {given.file}, or unset {by}"

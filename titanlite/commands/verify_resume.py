@@ -36,11 +36,7 @@ _UNSEEDED = re.compile(r"rng/rank\d+/(python|numpy) ")  # begins at random in ev
 
 
 def run(argv: Sequence[str]) -> int:
-    """Carry out the command.
-
-    Raises:
-        TitanliteError: the config is wrong, one of the runs failed, or they are not equal.
-    """
+    """Train, stop, resume, and compare."""
     given = COMMAND.read(argv)
     processes = given.world or 1
     checked = checked_run(given.flags, processes)

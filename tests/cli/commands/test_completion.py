@@ -56,3 +56,5 @@ def test_zsh_registers_what_eval_runs_and_completes_by_a_file(capsys: pytest.Cap
 def test_another_shell_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--tyro-print-completion", *words]) == 2
     assert "want: bash or zsh" in capsys.readouterr().err
+    assert main(["completion", *words]) == 2  # which was a command
+    assert "fix:  titanlite --tyro-print-completion bash\n" in capsys.readouterr().err

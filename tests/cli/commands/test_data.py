@@ -180,23 +180,6 @@ def test_documents_are_packed_for_one_length(call: Call, file: str) -> None:
     assert re.search(r"sample \d+, tokens (0 to 16|16 to 32) of it\n", call("data", file, "--sample", "20"))
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--sample", "24"], "--sample = 24\n.*want: 0 to 23: there the run ends"),
-        (["--step", "0"], "want: a number, at least 1"),
-        (["--sample", "-1"], "want: a number, at least 0"),
-        (["--sample", "x"], "want: a number, at least 0"),
-        (["--sample", "1", "--step", "1"], "want: no --step together with --sample"),
-        (["--picture", "a.png"], "want: --sample I as well"),
-        (["--sample", "1", "--picture", "a.tool"], "want: a file whose ending is one of"),
-        (["--sampel", "1"], "did you mean --sample"),
-    ],
-)
-def test_what_cannot_be_shown(call: Call, file: str, flags: list[str], said: str) -> None:
-    assert re.search(said, call("data", file, *flags, ends=2), re.DOTALL)
-
-
 def test_what_depends_on_ranks_and_what_is_not_reached_is_said(call: Call, file: str) -> None:
     path = Path(file)
     path.write_text(path.read_text().replace("global_batch_size = 4", "local_batch_size = 4"))

@@ -65,14 +65,6 @@ def test_the_recipe_of_a_folder_is_what_was_exported(name: str, tmp_path: Path, 
     assert replace(model_dims(config), help="", refs=()) == replace(said, help="", refs=())
 
 
-def test_a_recipe_cannot_have_the_name_that_stands_for_a_folder(tmp_path: Path, call: Call) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "llama3-from_checkpoint.toml").touch()
-    assert 'model.flavor = "from_checkpoint" is reserved' in call(
-        "recipes", "model", "--job.recipe_dirs", str(tmp_path), ends=2
-    )
-
-
 def test_ones_own_folders(tmp_path: Path, call: Call) -> None:
     for kind, base in (("float8", "rowwise"), ("activation_checkpoint", "full")):
         (tmp_path / kind).mkdir()
@@ -92,28 +84,6 @@ def test_a_recipe_with_a_mistake_is_named_beside_the_others(tmp_path: Path, caps
     assert "normuon" in out
     assert 'did you mean "adamw"?' in error
     assert str(tmp_path / "optimizer" / "bad.toml") in error
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["flaot8"], "did you mean float8?"),
-        (["float8", "rowwis"], 'did you mean "rowwise"?'),
-        (["float8", "fp8"], "see `titanlite recipes float8`"),
-        (["float8", "rowwise", "--job.recipe_dirs", "/no/such"], "a folder that exists"),
-        (["model", "llama3-8B", "--from", "x"], "fix:  titanlite recipes model --from x"),
-        (["model", "--from", "nobody/model"], "hf download nobody/model --local-dir FOLDER"),
-    ],
-)
-def test_mistakes(call: Call, argv: list[str], part: str) -> None:
-    assert part in call("recipes", *argv, ends=2)
-
-
-def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["recipes", "--help"])
-    assert not ended.value.code
-    assert "usage: titanlite recipes [KIND [NAME]]" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("kind", "name"), [("float8", "none"), ("activation_checkpoint", "auto")])

@@ -206,6 +206,7 @@ RUN, OUT = "outputs/run", "run.toml/file.png"
         (["data", "run.toml", "--sample", "0", "--picture", OUT], "--picture"),
         (["data", "run.toml", "--sample", "20"], "--sample"),
         (["plan", "run.toml", "--world", "2", "--json", "missing/plan.json"], "--json"),
+        (["plan", "run.toml", "--world", "2", "--json", "."], "--json"),
         (["evaluate", RUN, "--tasks", "no_such.jsonl", "--out", "missing/answers.json"], "--out"),
         (["evaluate", RUN, "--tasks", "no_such.jsonl", "--out", "/proc/answers.json"], "--out"),
         (["new", "/proc/mine.toml", "--model", "debug", "--data", "text.jsonl"], "FILE"),

@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import pwd
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,25 +96,6 @@ def test_what_needs_care_is_counted_as_a_warning(file: str, call: Call) -> None:
     assert "\n  warning: training.steps = 100 is less than lr_scheduler.warmup_steps" in out
 
 
-@pytest.mark.parametrize(
-    ("flag", "word", "fix"),
-    [
-        ("activation_checkpoint.recipe", "selective", 'recipe = "full", or "none" where memory allows'),
-        (
-            "activation_checkpoint.recipe",
-            "memory_budget",
-            'recipe = "auto" with activation_checkpoint.budget_gib = 60.0',
-        ),
-        ("float8.recipe", "mxfp8", 'use "rowwise", or "blockwise"'),
-    ],
-)
-def test_torchtitans_word_for_a_recipe_and_one_that_is_gone_are_answered(
-    file: str, flag: str, word: str, fix: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"fix:  .*{re.escape(fix)}"):
-        checked_run([file, f"--{flag}", word])
-
-
 def test_a_model_that_cannot_be_exported_is_said_before_it_is_trained(file: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     recipe = 'extends = "qwen3_moe-debug"\n[experts]\nbalance_bias = 0.001\n'
@@ -194,8 +174,6 @@ def test_a_start_from_foreign_weights(file: str, tmp_path: Path) -> None:
     )
 
     (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"checkpoint.initial_load_path"):
-        hints()
     saved = tmp_path / "run/checkpoints/step-00000001"
     saved.mkdir(parents=True)
     (saved / "MANIFEST.json").touch()
@@ -263,19 +241,6 @@ def test_a_folder_with_other_dimensions(file: str, tmp_path: Path) -> None:
     checked = checked_run([*given, "--model.flavor", "from_checkpoint"])
     assert replace(checked.dims, help="", refs=()) == replace(sizes, help="", refs=())
     assert checked.warnings == ()
-    for n_layers in (9, sizes.n_layers):
-        beside = (
-            rf"model.n_layers = {n_layers}\n +want: not given with model.flavor = \"from_checkpoint\".*\n +fix:  remove"
-        )
-        with pytest.raises(ConfigError, match=beside) as refused:
-            checked_run([*given, "--model.flavor", "from_checkpoint", "--model.n_layers", str(n_layers)])
-        assert "initial_load_path" not in str(refused.value)
-    with pytest.raises(
-        ConfigError, match=r"model.flavor = \"from_checkpoint\"\n +want: checkpoint.initial_load_path as"
-    ):
-        checked_run([*given, "--model.flavor", "from_checkpoint", "--checkpoint.initial_load_path", ""])
-    with pytest.raises(ConfigError, match='did you mean "from_checkpoint"'):
-        checked_run([*given, "--model.flavor", "from_chekpoint"])
     (folder / "config.json").write_text(json.dumps(content | {"intermediate_size": 400}))
     with pytest.raises(
         ConfigError, match=r"model.ffn_dim = 400\n +want: a multiple of 128\n +fix:  name another folder"
@@ -562,30 +527,6 @@ def test_the_config_stands_first_or_behind_its_flag(file: str, call: Call, confi
 
 
 @pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (  # of recipes, checks and data
-            '[model]\nflavor = "debug"\n[float8]\nrecipe = "rowise"\n[activation_checkpoint]\nrecipe = "ful"\n'
-            '[training]\nsteps = 0\n[data]\nsource = "/no/such/file.txt"\n[job]\nrecipe_dirs = []\n',
-            ("line 4  float8.recipe", "line 6  activation_checkpoint", "line 8  training.steps = 0", "/no/such"),
-        ),
-        (  # beside an unknown flavor
-            '[model]\nflavor = "9B"\n[optimizer]\nlr = -1\n[lr_scheduler]\nwarmup_steps = -9\n'
-            '[data]\nsource = "/no/such/file.txt"\n',
-            ('line 2  model.flavor = "9B"', "line 4  optimizer.lr = -1.0", "line 6  lr_scheduler", "/no/such/f"),
-        ),
-    ],
-)
-def test_problems_come_together(text: str, parts: tuple[str, ...], tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        checked_run(["--config", str(path)])
-    for part in parts:
-        assert part in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("flags", "want"),
     [
         ([], "at least 257 tokens: 1 sample of training.seq_len = 256, and 1"),
@@ -639,6 +580,8 @@ interval = "often"
 [metrics]
 wandb_project = ""
 wandb = "offline"
+[evaluation]
+tasks = ["helaswag"]
 """
 
 
@@ -648,13 +591,14 @@ def test_all_stages_report_at_once_under_one_heading(tmp_path: Path, monkeypatch
     (tmp_path / "list.toml").write_text(f'help = ""\ndefault = "recompute"\n{rule}')
     said = heads(EVERY_STAGE, tmp_path, "--profiling.steps", "few", "--job.name", "a/b", world=3)
     assert said == [
-        "/run.toml: 6 problems",
+        "/run.toml: 7 problems",
         "line 4  optimizer.lrr = 1",
         "line 6  training.global_batch_size = -1",
         "line 8  data.source = '/no/such'",
         "line 15  parallelism.tensor_parallel_degree = 2",
         'line 17  checkpoint.interval = "often"',
         'line 19  metrics.wandb_project = ""',
+        'line 22  evaluation.tasks = "helaswag"',
         "command line: 2 problems",
         "--profiling.steps = few",
         'job.name = "a/b"',
@@ -763,12 +707,13 @@ def test_help_of_a_command_says_what_it_does_and_explains_its_flags(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
+        main([command, "-h"])
     assert not ended.value.code
     text = capsys.readouterr().out
     usage, about, _ = text.split("\n\n", 2)
     module = importlib.import_module(f"titanlite.commands.{module_of(command)}")
     assert usage.startswith(f"usage: titanlite {command} ")
+    assert all(line.count("[") == line.count("]") for line in usage.splitlines())  # none ends within a flag
     assert about == (module.__doc__ or "").partition("\n\n")[0].strip()
     lines = text.splitlines()
     for row, help_text in module.COMMAND.rows.items():
@@ -781,10 +726,6 @@ def test_help_of_a_command_says_what_it_does_and_explains_its_flags(
 def test_the_version_is_that_of_the_package() -> None:
     text = (Path(titanlite.__file__).parents[1] / "pyproject.toml").read_text()
     assert tomli.loads(text)["project"]["version"] == titanlite.__version__
-
-
-def test_an_unknown_command_names_the_nearest(call: Call) -> None:
-    assert "did you mean titanlite validate?" in call("valdate", ends=2)
 
 
 def test_a_secret_in_a_message_is_not_shown(monkeypatch: pytest.MonkeyPatch, call: Call) -> None:
@@ -855,19 +796,6 @@ def test_what_only_the_model_tells_is_refused(flags: list[str], said: str) -> No
     assert said in found if said else found == ""
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[float8]\nrecipe = "rowwise"\nfilter_fqns = ["head"]\n', 'line 9  float8.filter_fqns = "head"'),
-        ('[float8]\nrecipe = "rowwise"\nfilter_fqns = ["layers", "output"]\n', 'line 8  float8.recipe = "rowwise"'),
-        ('[optimizer]\nweight_decay_exclude = ["*nrom.weight"]\n', 'line 8  optimizer.weight_decay_exclude = "*nrom'),
-    ],
-)
-def test_what_only_the_model_tells_is_found_by_its_line(file: str, text: str, said: str) -> None:
-    Path(file).write_text(Path(file).read_text() + text)
-    assert refused(file).startswith(f"{file}: 1 problem\n  {said}")
-
-
 @pytest.mark.parametrize("strict", ["true", "false"])
 def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path: Path, call: Call) -> None:
     recipe = tmp_path / "gradients.toml"
@@ -876,10 +804,3 @@ def test_float8_numerics_of_outputs_that_are_not_in_float8(strict: str, tmp_path
     flags = ["--float8.recipe", str(recipe), "--metrics.float8_numerics_freq", "5", "--job.strict", strict]
     said = call("validate", DEBUG, *flags, ends=2 if strict == "true" else 0)
     assert ("no output is in float8\n      fix:  --metrics.float8_numerics_freq 0\n" in said) == (strict == "true")
-
-
-def test_groups_of_an_optimizer_are_found_without_torch(file: str, tmp_path: Path) -> None:
-    (mine := tmp_path / "mine.toml").write_text('help = "Mine."\n[groups.all]\nrule = "muon"\n')
-    said = refused(file, "--optimizer.recipe", str(mine))
-    assert 'groups.all.rule = "muon"' in said
-    assert "it takes tok_embeddings.weight, layers.*.attention_norm.weight" in said

@@ -19,7 +19,6 @@ from titanlite.commands import main
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
 from titanlite.data.stages import stage_table
-from titanlite.errors import ConfigError
 from titanlite.exit_code import exit_code
 from titanlite.models.find import build_model
 from titanlite.preflight.checked_run import checked_run
@@ -116,29 +115,6 @@ def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_com
     for more in (("--training.global_batch_size=8", "--world=2"), ("--training.global_batch_size=8",)):
         assert " tokens, 12 epochs in 200 steps\n" in validate(*flags, "--training.steps=200", *more)[1]
     assert " tokens, 4 epochs in 50 steps\n" in validate(*flags, "--training.steps=50")[1]
-
-
-REFUSED = {
-    "another model": (["--model.n_layers=3"], "model.n_layers = 3\n    want: 4"),
-    "another order": (["--training.seed=1"], "training.seed = 1"),
-    "never": (["--checkpoint.resume=never"], '"never", and the folder has checkpoints'),
-    "without checkpoints": (["--checkpoint.enable=false"], "checkpoint.enable = false"),
-    "under a file": (["--job.dump_folder=file"], "job.dump_folder = file ([Errno 20] Not a directory"),
-}
-
-
-@pytest.mark.parametrize(("flags", "said"), REFUSED.values(), ids=REFUSED)
-def test_it_says_of_a_folder_what_a_start_says(
-    folder: RunFolder, validate: Validate, flags: list[str], said: str
-) -> None:
-    Path("file").touch()
-    config = checked_run([*FLAGS, *flags]).config
-    code, message = validate(*flags)
-    assert code == 2
-    assert said.partition("\n")[0] in message
-    with pytest.raises(ConfigError) as refusal:
-        RunFolder.of(config).claim(config)
-    assert message == f"{refusal.value}\n"
 
 
 def flip(path: Path) -> None:

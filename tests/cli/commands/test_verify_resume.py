@@ -1,11 +1,13 @@
+import contextlib
 import functools
 import json
-import math
 import os
+import re
 import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,30 +86,36 @@ def test_what_is_not_equal_is_said(tmp_path: Path) -> None:
     assert "step 2 = loss 4.0000001, gradient norm 1.0" in str(caught.value)
     assert "want: 4.0 and 1.0, as without interruption" in str(caught.value)
     assert "tensors after step 2 = model/w (0,)\n" in str(caught.value)
-    less, other = (make_run(tmp_path / name, [5.0], 1.0) for name in ("less", "no more"))
-    for one, two in ((whole, less), (less, whole), (less, other)):
-        with pytest.raises(CheckpointError, match="step 2 = loss "):
-            verify_resume._require_equal(one, two, 2)
 
 
-def test_what_is_not_finite_is_not_equal_and_a_step_without_targets_is(tmp_path: Path) -> None:
-    one, two = (make_run(tmp_path / name, [5.0, math.nan], 1.0) for name in ("one", "two"))
-    with pytest.raises(CheckpointError, match="step 2 = loss None"):
-        verify_resume._require_equal(one, two, 2)
-    for run in (one, two):
-        run.metrics.write_text(run.metrics.read_text().replace('"loss": NaN, "grad_norm": 1.0', '"targets": 0'))
-    verify_resume._require_equal(one, two, 2)
-    with pytest.raises(CheckpointError, match="step 2 = loss 'of no target'"):
-        verify_resume._require_equal(make_run(tmp_path / "whole", [5.0, 4.0], 1.0), two, 2)
+EMPTY, SKIPPED, NOT_FINITE = {"targets": 0}, {"loss": 4.0, "grad_norm": None}, {"loss": None, "grad_norm": 1.0}
+PLAIN = {"loss": 4.0, "grad_norm": 1.0}
 
 
-def test_a_step_that_both_have_skipped_is_equal(tmp_path: Path) -> None:
-    whole, one, two = (make_run(tmp_path / name, [5.0, 4.0], 1.0) for name in ("whole", "one", "two"))
-    for run in (one, two):
-        run.metrics.write_text(run.metrics.read_text().replace('4.0, "grad_norm": 1.0', '4.0, "grad_norm": null'))
-    verify_resume._require_equal(one, two, 2)
-    with pytest.raises(CheckpointError, match=r"step 2 = loss 4\.0, gradient norm None"):
-        verify_resume._require_equal(whole, two, 2)
+@pytest.mark.parametrize(
+    ("whole", "stopped", "said"),
+    [
+        (PLAIN, PLAIN, ""),
+        (EMPTY, EMPTY, ""),
+        (SKIPPED, SKIPPED, ""),
+        (PLAIN, None, "step 2 = loss "),  # there is no such row
+        (None, PLAIN, "step 2 = loss "),
+        (None, None, "step 2 = loss "),
+        (NOT_FINITE, NOT_FINITE, "step 2 = loss None"),
+        (PLAIN, EMPTY, "step 2 = loss 'of no target'"),
+        (PLAIN, SKIPPED, "step 2 = loss 4.0, gradient norm None"),
+    ],
+)
+def test_a_step_is_equal_if_both_have_the_same_finite_loss(
+    whole: dict[str, Any] | None, stopped: dict[str, Any] | None, said: str, tmp_path: Path
+) -> None:
+    runs = []
+    for name, row in (("whole", whole), ("stopped", stopped)):
+        runs.append(make_run(tmp_path / name, [5.0], 1.0))
+        with runs[-1].metrics.open("a") as file:
+            file.write(json.dumps({"step": 2, **row}) + "\n" if row else "")
+    with pytest.raises(CheckpointError, match=re.escape(said)) if said else contextlib.nullcontext():
+        verify_resume._require_equal(*runs, 2)
 
 
 def test_a_run_that_fails_is_shown(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
