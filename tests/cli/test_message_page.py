@@ -20,18 +20,11 @@ import pytest
 
 import titanlite.train
 from tests.support.refusals import alone, write_files
-from tests.support.run_folder import make_run
-from titanlite.checkpoint.publish import begin, commit, hash_files
-from titanlite.checkpoint.resume import identity_of
-from titanlite.checkpoint.saved_state import SavedState
+from tests.support.run_folder import make_run, saved_run
 from titanlite.commands import main
 from titanlite.config.toml_file import shipped_folder
-from titanlite.config.write import to_toml
 from titanlite.data.shards import Meta
-from titanlite.data.stages import stage_table
 from titanlite.exit_code import exit_code
-from titanlite.preflight.checked_run import checked_run
-from titanlite.preflight.run_folder import RunFolder
 
 PAGE = Path(__file__).parents[1] / "data" / "messages.txt"
 DEBUG = 'extends = ["configs/debug.toml"]\n'
@@ -64,16 +57,7 @@ def in_config(
 
 def trained(_: Patch) -> None:
     """Leave the folder of a run of run.toml with a checkpoint of step 50."""
-    checked = checked_run(["run.toml"], 1)
-    config, folder = checked.config, RunFolder.of(checked.config)
-    folder.claim(config)
-    folder.release()
-    folder.record(to_toml(config))
-    tmp = begin(folder.checkpoints, 50)
-    stages = stage_table(config, 1).past(50)
-    past = {"sequences_per_step": 8, "samples": 400, "stages": stages, "tokenizer": checked.inputs.fingerprint}
-    (tmp / "state.json").write_text(SavedState(step=50, **past, **identity_of(config, checked.dims)).to_json())
-    commit(tmp, hash_files(tmp, ["state.json"]))
+    saved_run(["run.toml"], 1, 50)
 
 
 def damaged(patch: Patch) -> None:

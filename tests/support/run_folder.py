@@ -5,8 +5,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from titanlite.checkpoint.publish import begin, commit, hash_files
+from titanlite.checkpoint.resume import identity_of
+from titanlite.checkpoint.saved_state import SavedState
 from titanlite.comparison.runs import RunRecord
+from titanlite.config.check import sequences_per_step
+from titanlite.config.write import to_toml
+from titanlite.data.stages import stage_table
 from titanlite.observe.metrics import MetricsFile
+from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.run_folder import RunFolder
 
 STEP = {
     "step": 1,
@@ -51,6 +59,26 @@ def make_run(
     if receipt is not None:
         (folder / "receipt.json").write_text(json.dumps(receipt))
     return str(folder)
+
+
+def saved_run(argv: Sequence[str], world: int, *steps: int, weights: bytes = b"", **state: Any) -> RunFolder:
+    """Leave the folder of a run that has ended, with checkpoints of `steps`; `state` is more of their state.json."""
+    asked = checked_run(argv, world)
+    config, folder = asked.config, RunFolder.of(asked.config)
+    folder.claim(config)
+    folder.release()
+    folder.record(to_toml(config))
+    (folder.path / "lock").unlink()
+    n, stages = sequences_per_step(config, world) or 0, stage_table(config, world)
+    for step in steps:
+        tmp, files = begin(folder.checkpoints, step), ["state.json", *["rank00000-0.safetensors"] * bool(weights)]
+        past = {"sequences_per_step": n, "samples": n * step, "stages": stages.past(step), **state}
+        saved = {"tokenizer": asked.inputs.fingerprint, **past, **identity_of(config, asked.dims)}
+        (tmp / "state.json").write_text(SavedState(step=step, **saved).to_json())
+        for name in files[1:]:
+            (tmp / name).write_bytes(weights)
+        commit(tmp, hash_files(tmp, files))
+    return folder
 
 
 def record(name: str, steps: int, loss: Callable[[int], float | None], every: int = 1) -> RunRecord:

@@ -10,18 +10,10 @@ import pytest
 import titanlite.train
 import titanlite.training.train
 from tests.cli.commands.conftest import Call
-from tests.support.run_folder import make_run
-from titanlite.checkpoint.publish import begin, commit, hash_files
-from titanlite.checkpoint.resume import identity_of
-from titanlite.checkpoint.saved_state import SavedState
+from tests.support.run_folder import make_run, saved_run
 from titanlite.commands import main
-from titanlite.config.write import to_toml
-from titanlite.data.stages import stage_table
-from titanlite.data.tokenizer import load_tokenizer
 from titanlite.exit_code import exit_code
-from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.recipes import load
 
 SMALL = """
 [model]
@@ -94,24 +86,8 @@ def test_what_a_run_would_end_with_is_told_before_its_first_step(
     assert named in capsys.readouterr().out
 
 
-def begin_run() -> RunFolder:
-    """A run of run.toml that has ended, as it is on disk."""
-    config = checked_run(["--config", "run.toml"], 1).config
-    folder = RunFolder.of(config)
-    folder.claim(config)
-    folder.release()
-    folder.record(to_toml(config))
-    tmp = begin(folder.checkpoints, 8)
-    identity, tokenizer = identity_of(config, load("model", "llama3-debug")), load_tokenizer("bytes").fingerprint
-    stages = stage_table(config, 1).past(8)
-    of_data = {"sequences_per_step": 2, "samples": 16, "stages": stages, "tokenizer": tokenizer}
-    (tmp / "state.json").write_text(SavedState(step=8, **of_data, **identity).to_json())
-    commit(tmp, hash_files(tmp, ["state.json"]))
-    return folder
-
-
 def another_run() -> None:
-    begin_run()
+    saved_run(["run.toml"], 1, 8)
 
 
 def a_link_for_its_logs() -> None:
@@ -189,7 +165,7 @@ def test_a_start_that_is_refused_is_refused_by_each_command_before_its_work(
 
 @pytest.mark.usefixtures("_small_run")
 def test_a_plan_in_the_folder_of_another_run_is_of_the_one_that_is_planned(call: Call) -> None:
-    begin_run()
+    another_run()
     assert "stages, " not in call("plan", "run.toml", "--world=2", "--training.seq_len=256")
 
 
@@ -218,7 +194,7 @@ def test_what_cannot_be_written_or_shown_is_told_before_what_takes_long(
     words: list[str], flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("titanlite.commands.new.machine_here", lambda *_: pytest.fail("began"))
-    make_run(begin_run().path, [5.0, 4.0]) if words[0] in ("compare", "evaluate") else None
+    make_run(saved_run(["run.toml"], 1, 8).path, [5.0, 4.0]) if words[0] in ("compare", "evaluate") else None
     assert main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""

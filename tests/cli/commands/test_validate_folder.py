@@ -11,19 +11,17 @@ import pytest
 import titanlite.commands.validate
 import titanlite.preflight.start
 import titanlite.train
+from tests.support.run_folder import saved_run
 from titanlite.checkpoint.optimizer_state import optimizer_identity
-from titanlite.checkpoint.publish import begin, commit, hash_files, step_folder
-from titanlite.checkpoint.resume import identity_of
+from titanlite.checkpoint.publish import commit, hash_files, step_folder
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.commands import main
 from titanlite.config.toml_file import shipped_folder
 from titanlite.config.write import to_toml
-from titanlite.data.stages import stage_table
 from titanlite.exit_code import exit_code
 from titanlite.models.find import build_model
 from titanlite.preflight.checked_run import checked_run
 from titanlite.preflight.run_folder import RunFolder
-from titanlite.recipes import load
 
 FLAGS = ["--config", "debug.toml", "--job.dump_folder", "runs"]
 Validate = Callable[..., tuple[int, str]]
@@ -36,23 +34,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.chdir(tmp_path)
     text = (shipped_folder("configs") / "debug.toml").read_text()
     Path("debug.toml").write_text(text.replace("global_batch_size = 8\n", ""))
-    config = checked_run(FLAGS, 2).config
-    folder = RunFolder.of(config)
-    folder.claim(config)
-    folder.release()
-    folder.record(to_toml(config))
-    (folder.path / "lock").unlink()
-    for step in (50, 100):
-        tmp = begin(folder.checkpoints, step)
-        table, dims = stage_table(config, 2), load("model", "llama3-debug")
-        rules = dict.fromkeys((name for name, _ in build_model(config.model, dims, 1).named_parameters()), "adamw")
-        optimizer = optimizer_identity(config.optimizer, rules, {})
-        of_data = {"sequences_per_step": 4, "samples": 4 * step, "stages": table.past(step)}
-        state = SavedState(step=step, optimizer=optimizer, **of_data, **identity_of(config, dims))
-        (tmp / "state.json").write_text(state.to_json())
-        (tmp / "rank00000-0.safetensors").write_bytes(bytes(LARGE))
-        commit(tmp, hash_files(tmp, ["state.json", "rank00000-0.safetensors"]))
-    return folder
+    asked = checked_run(FLAGS, 2)
+    model = build_model(asked.config.model, asked.dims, 1)
+    rules = dict.fromkeys((name for name, _ in model.named_parameters()), "adamw")
+    optimizer = optimizer_identity(asked.config.optimizer, rules, {})
+    return saved_run(FLAGS, 2, 50, 100, weights=bytes(LARGE), optimizer=optimizer, tokenizer="")
 
 
 def what_is_there() -> dict[str, int]:
@@ -100,14 +86,7 @@ def test_it_says_that_a_checkpoint_is_of_another_optimizer(folder: RunFolder, va
 def test_its_epochs_are_those_of_the_samples_until_there_and_of_the_steps_to_come(
     folder: RunFolder, validate: Validate
 ) -> None:
-    state = folder.checkpoints / "step-00000100" / "state.json"
-    saved = json.loads(state.read_text())
-    saved["samples"] = 400
-    shutil.rmtree(state.parent)
-    tmp = begin(folder.checkpoints, 100)
-    (tmp / "state.json").write_text(json.dumps(saved))
-    (tmp / "rank00000-0.safetensors").write_bytes(bytes(LARGE))
-    commit(tmp, hash_files(tmp, ["state.json", "rank00000-0.safetensors"]))
+    state(step_folder(folder.checkpoints, 100), samples=400)
     Path("small.txt").write_text("x" * 256 * 100)
     config = folder.config.read_text()
     folder.config.write_text(config.replace('source = "python_stdlib"', 'source = "small.txt"'))
