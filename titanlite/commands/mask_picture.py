@@ -37,5 +37,4 @@ def draw_mask(sample: TrainedSample, share: float, title: str, path: Path) -> No
     if len(borders) <= _MOST_TICKS:
         axes.set_yticks([0, *borders, seq_len])
     figure.suptitle(f"{title}\n{share:.1%} of causal attention", x=0.02, ha="left", fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -33,7 +33,6 @@ def draw_losses(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ver
 
     with rc_context({"text.parse_math": False}):  # of names
         figure = loss_figure(records, verdicts)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

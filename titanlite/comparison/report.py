@@ -81,7 +81,6 @@ def write_report(records: Sequence[RunRecord], path: Path, verdicts: Sequence[Ve
         config={"different": config_differences(records), "all": config_table(records)},
         receipts={"different": receipt_differences(records)},
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 

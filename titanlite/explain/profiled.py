@@ -50,11 +50,6 @@ class ProfiledSteps:
         return {rank: mean_parts([d.parts for d in self.divisions if d.rank == rank]) for rank in ranks}
 
     @property
-    def hidden(self) -> dict[str, float]:
-        """Return the mean µs of communication that the device's work hides."""
-        return mean_parts([d.hidden for d in self.divisions])
-
-    @property
     def graphs(self) -> int:
         """Return how many graphs the rank with most compiled in the window."""
         return max(profile.graphs for profile in self.profiles)

@@ -3,6 +3,7 @@
 from collections import Counter
 
 from titanlite.explain.causes import NOTABLE, first_cause, longest_loss
+from titanlite.explain.divide import mean_parts
 from titanlite.explain.profiled import ProfiledSteps
 from titanlite.observe.peak_memory import ACTIVATIONS, BUFFERS, FLOAT8, FRAGMENTS, GATHERED
 from titanlite.observe.step_profile import COMMUNICATION
@@ -68,7 +69,8 @@ def _time_table(run: ProfiledSteps) -> str:
 
 def _beside_the_sum(run: ProfiledSteps) -> list[str]:
     lines = []
-    hidden = {name.removeprefix(f"{COMMUNICATION} "): us for name, us in run.hidden.items() if us >= 1}
+    mean = mean_parts([division.hidden for division in run.divisions])
+    hidden = {name.removeprefix(f"{COMMUNICATION} "): us for name, us in mean.items() if us >= 1}
     if hidden:
         listed = ", ".join(f"{axis} {_ms(us)} ms" for axis, us in hidden.items())
         lines.append(f"hidden behind the device's work, not in the sum: {listed}")

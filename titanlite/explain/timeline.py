@@ -31,7 +31,6 @@ def draw_timeline(run: ProfiledSteps, step: int, path: Path) -> None:
         want = f"a profiled step, {run.steps[0]} to {run.steps[-1]}"
         raise RunError.of("titanlite explain", "--step", str(step), want, f"--step {run.steps[0]}")
     figure = timeline_figure(run, run.steps.index(step))
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 
 

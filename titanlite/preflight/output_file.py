@@ -61,8 +61,9 @@ def require_new(flag: str, path: Path) -> None:
 
 @contextmanager
 def writable(command: str, flag: str, path: Path) -> Iterator[None]:
-    """Raise a failure to write a file as a RunError of the flag that names it."""
+    """Make the folder of a file, and raise a failure to write it as a RunError of the flag that names it."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         saw, want = f"{path} ({error.strerror or error})", "a file that can be written"

@@ -55,7 +55,7 @@ def test_a_long_noisy_run_keeps_its_colour(tmp_path) -> None:
     def noisy(step: int) -> float | None:
         return None if step == 500 else 2 + (step * 7919 % 13) / 10
 
-    draw_losses([record("long", 5_000, noisy)], tmp_path / "new" / "p.png")
-    pixels = matplotlib.image.imread(tmp_path / "new" / "p.png")[..., :3]
+    draw_losses([record("long", 5_000, noisy)], tmp_path / "p.png")
+    pixels = matplotlib.image.imread(tmp_path / "p.png")[..., :3]
     blue = [int(COLOURS[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
     assert (abs(pixels - blue).max(axis=-1) < 0.01).any()  # the median, opaque above the faint raw curve

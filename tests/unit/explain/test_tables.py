@@ -61,5 +61,5 @@ def test_the_timeline_shows_each_rank_s_parts_and_its_collectives(tmp_path):
     assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [ATTENTION, MATMUL, SHARD, "waiting for other ranks", DATA_WAIT]
-    draw_timeline(run, 12, tmp_path / "new" / "timeline.png")
-    assert (tmp_path / "new" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    draw_timeline(run, 12, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
