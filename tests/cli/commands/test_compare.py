@@ -55,30 +55,16 @@ def test_several_runs_and_what_differs(tmp_path, capsys):
     assert has_colour(tmp_path / "new/picture.png", VERMILION)
 
 
-def test_runs_of_one_name_are_told_apart_and_equal_configs_are_said_to_be_equal(tmp_path, capsys):
+def test_runs_of_one_name_are_told_apart_and_how_they_were_resumed_is_no_difference(tmp_path, capsys):
     runs = [make_run(tmp_path / side / "run", [5.0]) for side in ("left", "right")]
+    for side, resume in (("left", '"auto"'), ("right", "50")):
+        with (tmp_path / side / "run/config.toml").open("a") as config:
+            config.write(f"[checkpoint]\nresume = {resume}\n")
     run([*runs, "--out", str(tmp_path / "p.png")])
     out = capsys.readouterr().out
     assert "left/run " in out
     assert "right/run " in out
     assert "the configs are the same" in out
-
-
-def test_how_a_run_was_resumed_is_no_difference(tmp_path, capsys):
-    runs = [make_run(tmp_path / name, [5.0]) for name in ("a", "b")]
-    for name, resume in (("a", '"auto"'), ("b", "50")):
-        config = tmp_path / name / "config.toml"
-        config.write_text(f"{config.read_text()}[checkpoint]\nresume = {resume}\n")
-    run([*runs, "--out", str(tmp_path / "p.png")])
-    assert "the configs are the same" in capsys.readouterr().out
-
-
-def test_brackets_in_a_config_are_shown_as_they_are(tmp_path, capsys):
-    runs = [make_run(tmp_path / name, [5.0]) for name in ("a", "b")]
-    config = tmp_path / "b/config.toml"
-    config.write_text(config.read_text().replace("*norm", "*bias"))
-    run([*runs, "--out", str(tmp_path / "p.png")])
-    assert '["*norm.weight", "[red]x"]' in capsys.readouterr().out
 
 
 def test_a_run_without_steps_beside_one_that_has_some(tmp_path, capsys):

@@ -163,12 +163,6 @@ def test_a_tokenizer_that_another_machine_has_need_not_be_here(
     assert config["model"].get("vocab_size", vocabulary) == vocabulary
 
 
-def test_a_name_that_a_run_has_is_refused(call: Call, text: str) -> None:
-    Path("outputs/mine").mkdir(parents=True)
-    Path("outputs/mine/config.toml").touch()
-    assert "outputs/mine is there" in call("new", "mine.toml", "--model", "debug", "--data", text, ends=2)
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -198,22 +192,23 @@ def test_what_is_wrong_is_said_before_torch_is_imported_and_nothing_is_written(
     assert os.listdir() == [text]
 
 
-def test_a_file_that_is_there_stays(call: Call, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("named", "there", "said"),
+    [
+        (["mine.toml"], "mine.toml", "FILE = mine.toml\n      want: a file that does not exist\n"),
+        ([], "llama3-debug.toml", "FILE = llama3-debug.toml\n      want: a file that does not exist\n"),
+        (["mine.toml"], "outputs/mine/config.toml", "want: a name that no run has: outputs/mine is there\n"),
+        (["runs/mine.toml"], "text", "runs does not\n      fix:  mkdir -p runs, or name another\n"),
+    ],
+)
+def test_what_is_there_stays_and_a_folder_is_not_made(
+    call: Call, text: str, named: list[str], there: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("titanlite.commands.new.at_work", lambda _: pytest.fail("loads torch"))
-    for file, named in (("mine.toml", ["mine.toml"]), ("llama3-debug.toml", [])):
-        Path(file).write_text("mine")
-        said = call("new", *named, "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
-        assert f"FILE = {file}\n" in said
-        assert "want: a file that does not exist\n" in said
-        assert Path(file).read_text() == "mine"
-
-
-def test_a_file_in_no_folder_is_another_mistake(call: Call, text: str) -> None:
-    said = call("new", "runs/mine.toml", "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
-    assert "want: a file in a folder that exists: runs does not\n" in said
-    assert "fix:  mkdir -p runs, or name another\n" in said
-    Path("runs").mkdir()
-    call("new", "runs/mine.toml", "--model", "debug", "--data", text, "--gpu", "cpu")
+    Path(there).parent.mkdir(parents=True, exist_ok=True)
+    Path(there).write_text("mine")
+    assert said in call("new", *named, "--model", "debug", "--data", text, "--gpu", "cpu", ends=2)
+    assert Path(there).read_text() == "mine"
 
 
 def test_what_checks_the_flags_needs_no_torch() -> None:

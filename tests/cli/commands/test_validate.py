@@ -511,7 +511,6 @@ def test_a_save_list_that_will_be_chosen(file: str, call: Call) -> None:
     auto = ("--activation_checkpoint.recipe", "auto", "--activation_checkpoint.budget_gib")
     said = call("validate", file, *auto, "8", "--world", "2")
     assert "activation_checkpoint auto within 8 GiB, float8 none" in said
-    assert "want: at least 0." in refused(file, *auto, "0.1", world=2)
 
 
 @pytest.mark.parametrize("config", [["{file}"], ["--config", "{file}"], ["--config={file}"]])
@@ -631,20 +630,20 @@ def test_what_depends_on_a_mistake_waits_until_it_is_mended(
     assert silent not in said[1]
 
 
-def test_a_missing_recipe_folder_is_told_once(file: str) -> None:
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--job.recipe_dirs /no/such/folder --float8.recipe rowwise", "job.recipe_dirs = "),
+        ("--data.source=in.txt --data.max_bad_records=-1", "data.max_bad_records = -1"),
+        ("--data.source=in.bin --data.max_bad_records=-1", "data.max_bad_records = -1"),
+    ],
+)
+def test_one_mistake_is_told_once(file: str, flags: str, said: str) -> None:
+    Path("in.txt").write_text("a" * 10_000)
+    Path("in.bin").write_bytes(b"a\0" * 10_000)
     with pytest.raises(ConfigError) as caught:
-        checked_run(["--config", file, "--job.recipe_dirs", "/no/such/folder", "--float8.recipe", "rowwise"])
-    assert str(caught.value).count("/no/such/folder") == 1
-
-
-@pytest.mark.parametrize("kind", ["txt", "bin"])
-def test_a_limit_of_bad_records_below_0_is_told_once(file: str, tmp_path: Path, kind: str) -> None:
-    source = tmp_path / f"in.{kind}"
-    source.write_bytes(b"a\0" * 10_000 if kind == "bin" else b"a" * 10_000)
-    with pytest.raises(ConfigError) as caught:
-        checked_run(["--config", file, f"--data.source={source}", "--data.max_bad_records=-1"])
-    assert str(caught.value).count("want:") == 1
-    assert "data.max_bad_records = -1" in str(caught.value)
+        checked_run(["--config", file, *flags.split()])
+    assert str(caught.value).count("want:") == str(caught.value).count(said) == 1
 
 
 def python(*argv: str, ends: int = 0) -> "subprocess.CompletedProcess[str]":
