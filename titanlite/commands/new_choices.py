@@ -90,12 +90,7 @@ class UnfitError(ConfigError):
 
 
 def choose_run(name: str, wishes: Wishes, machine: Machine) -> Choices:
-    """Choose a run.
-
-    Raises:
-        UnfitError: the model does not fit the machine.
-        TitanliteError: there is no such model, data or tokenizer.
-    """
+    """Choose a run; raise an `UnfitError` if the model does not fit the machine."""
     config, inputs = wished_inputs(_with(Config(model=wished_model(wishes.model)), job={"name": name}), wishes)
     config = _with(config, model={"vocab_size": _vocabulary(inputs, recipes.model_dims(config))})
     dims = recipes.model_dims(config)

@@ -59,11 +59,7 @@ class PlannedRun:
 def plan_run(
     checked: CheckedRun, file: str, world: int | None, device: str = DEFAULT_DEVICE, lists_collectives: bool = True
 ) -> PlannedRun:
-    """Plan a checked run; unless `lists_collectives`, its placements alone, for which no step is recorded.
-
-    Raises:
-        TitanliteError: there is nothing to plan, or the trainer would refuse the model.
-    """
+    """Plan a checked run; unless `lists_collectives`, its placements alone, for which no step is recorded."""
     config = largest_stage(checked.config)  # which decides on memory; its step is the one that is priced
     mesh, t = config.parallelism, config.parallelism.tensor_parallel_degree
     if t == mesh.context_parallel_degree == 1 and world is None:

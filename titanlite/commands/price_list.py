@@ -85,16 +85,15 @@ def _of_all_lists(checked: CheckedRun, model: MemoryModel, has_peak: bool) -> st
             priced[name] = None
     is_small = all(max(sums.held, sums.moved) < _GIB for sums, _ in filter(None, priced.values()))
     unit, called = (_MIB, "MiB") if is_small else (_GIB, "GiB")
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[str, ...]] = [("save-list", called, "TFLOP", f"{called} moved", "peak of the run")]
     for name, price in priced.items():
-        if price is None:
-            rows.append((name, "no price", "", "", *([""] if has_peak else [])))
-            continue
-        sums, peak = price
-        amounts = f"{sums.held / unit:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / unit:,.2f}"
-        rows.append((name, *amounts, *([] if peak is None else [byte_size(peak)])))
-    header = ["save-list", called, "TFLOP", f"{called} moved", *(["peak of the run"] if has_peak else [])]
-    return columns(header, *rows)
+        cells = "no price", "", "", ""
+        if price is not None:
+            sums, peak = price
+            amounts = f"{sums.held / unit:,.2f}", f"{sums.flops / 1e12:,.2f}", f"{sums.moved / unit:,.2f}"
+            cells = *amounts, byte_size(peak or 0)
+        rows.append((name, *cells))
+    return columns(*(row[: 4 + has_peak] for row in rows))
 
 
 def _amounts(price: RuleCost) -> tuple[str, str, str]:

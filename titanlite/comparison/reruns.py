@@ -31,11 +31,7 @@ def floor_of(folder: Path, seed: int) -> Path:
 
 
 def measure_floor(record: RunRecord, seed: int) -> None:
-    """Train a run once more with its initial weights nudged, into a folder beside it, with as many processes.
-
-    Raises:
-        RunError: it failed, or the folder does not say how many processes the run had.
-    """
+    """Train a run once more with its initial weights nudged, into a folder beside it, with as many processes."""
     nudged, last = floor_of(record.path, seed), record.last_step
     log = nudged / "logs" / "rank0.log"
     sys.stdout.write(
@@ -47,11 +43,7 @@ def measure_floor(record: RunRecord, seed: int) -> None:
 
 
 def parting(first: RunRecord, other: RunRecord, steps: int) -> tuple[Parting | None, list[str]]:
-    """Take the first steps of two runs once more; return where they part, and tensors that only one of them has.
-
-    Raises:
-        RunError: a run failed, or its folder does not say how many processes it had.
-    """
+    """Take the first steps of two runs once more; return where they part, and tensors that only one of them has."""
     its, ours = _sketched(first, steps), _sketched(other, steps)
     return first_parting(its, ours, _sketched(first, steps, nudge=1)), sorted(its.keys() ^ ours.keys())
 
@@ -66,7 +58,11 @@ def _sketched(record: RunRecord, steps: int, nudge: int = 0) -> Sketches:
 
 
 def _run(module: str, record: RunRecord, *flags: str, before: Sequence[str] = ()) -> None:
-    """Run a module of titanlite on a run's config, on as many processes of this host as the run had."""
+    """Run a module of titanlite on a run's config, on as many processes of this host as the run had.
+
+    Raises:
+        RunError: it failed, or the folder does not say how many processes the run had.
+    """
     processes, where = processes_of(record.receipt), str(record.path)
     if processes is None:
         want = "a receipt.json that has the layout of the run"

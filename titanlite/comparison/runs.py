@@ -57,11 +57,7 @@ class RunRecord:
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read run folders, or runs on wandb's server, entity/project/run_id; their names differ.
-
-    Raises:
-        RunError: something is not a run's folder, a file is damaged, or nothing was logged in any of them.
-    """
+    """Read run folders, or runs on wandb's server, entity/project/run_id; their names differ. One has logged steps."""
     folders = [path for path in paths if not is_run_path(path)]
     require_runs("titanlite compare", folders, "metrics.jsonl", _without_rows)
     if not paths:
@@ -81,11 +77,7 @@ def _without_rows(folder: Path) -> str:
 
 
 def recorded_config(folder: Path) -> dict[str, Any]:
-    """Read the config that a run has written into its folder, by dotted keys.
-
-    Raises:
-        RunError: it is not TOML, or a number in it that counts steps is none.
-    """
+    """Read the config that a run has written into its folder, by dotted keys; refuse a number of steps that is none."""
     path, want = folder / "config.toml", "TOML, as the run wrote it"
     config = _own_file(path, want, lambda path: dotted(tomli.loads(path.read_text(encoding="utf-8"))))
     problems = [
@@ -99,11 +91,7 @@ def recorded_config(folder: Path) -> dict[str, Any]:
 
 
 def recorded_receipt(folder: Path) -> list[dict[str, Any]] | None:
-    """Read the receipt of a run, an entry a feature; None if it has none.
-
-    Raises:
-        RunError: it is no receipt.
-    """
+    """Read the receipt of a run, an entry a feature; None if it has none."""
 
     def read(path: Path) -> list[dict[str, Any]]:
         entries = read_json(path)

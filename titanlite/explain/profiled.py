@@ -62,11 +62,7 @@ class ProfiledSteps:
 
 
 def read_profiled(folder: Path) -> ProfiledSteps:
-    """Read a run's profile and config, and divide its steps.
-
-    Raises:
-        RunError: it is no run's folder, has no profile, or a file of it is damaged.
-    """
+    """Read a run's profile and config, and divide its steps; refuse a folder without them."""
     require_runs("titanlite explain", [folder], "profile/rank0.json", _profiling_command)
     profiles, config = read_profiles(folder), recorded_config(folder)
     waits = find_waits(profiles)
