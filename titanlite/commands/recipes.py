@@ -6,7 +6,7 @@ without opening both.
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, get_args
 
 from titanlite.commands.arguments import Command
@@ -58,14 +58,20 @@ def run(argv: list[str]) -> int:
             near = nearest(kind, _KINDS)
             fix = f"did you mean {near}?" if near else "titanlite recipes, to see them all"
             raise RecipeError.of("command line", "KIND", kind, f"one of {', '.join(_KINDS)}", fix)
+
+    def read(kind: str, name: str) -> Any:
+        return load(cast("Any", kind), name, dirs, Origin("command line"), rules)
+
     if _FROM in given:
         sys.stdout.write(_of_folder(argv, given[_FROM]))
     elif len(argv) == 2:
-        sys.stdout.write(_one(cast("Kind", argv[0]), argv[1], dirs, rules))
+        kind, name = argv
+        text = _WITHOUT_FILE.get(kind, {}).get(name)
+        sys.stdout.write(f"# {kind} recipe {name}" + (f": {text}\n" if text else f"\n{to_toml(read(kind, name))}"))
     else:
         kinds = cast("Sequence[Kind]", argv) or _KINDS
         wrong = list[RecipeError]()
-        sys.stdout.write("\n".join(_listing(kind, dirs, rules, wrong) for kind in kinds))
+        sys.stdout.write("\n".join(_listing(kind, names(kind, dirs), read, wrong) for kind in kinds))
         if wrong:
             raise RecipeError("\n".join(map(str, wrong)))
     return 0
@@ -96,18 +102,12 @@ def _of_folder(argv: Sequence[str], folder: str) -> str:
     return f'# save as {where}; then model.name = "{architecture}", model.flavor = "NAME"\n' + to_toml(recipe)
 
 
-def _recipe(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> Any:
-    """Load a recipe, with the user's own rules if it may name some."""
-    origin = Origin("command line")
-    return load(kind, name, dirs, origin, rules) if kind == "optimizer" else load(kind, name, dirs, origin)
-
-
-def _listing(kind: Kind, dirs: Sequence[str], rules: Mapping[str, OwnRule], wrong: list[RecipeError]) -> str:
+def _listing(kind: Kind, there: Sequence[str], read: Callable[[str, str], Any], wrong: list[RecipeError]) -> str:
     """Return the names of one kind with their help; the error of a recipe that cannot be loaded goes to `wrong`."""
     rows = dict[str, str]()
-    for name in names(kind, dirs):
+    for name in there:
         try:
-            rows[name] = _recipe(kind, name, dirs, rules).help
+            rows[name] = read(kind, name).help
         except RecipeError as error:
             rows[name] = "(has a mistake)"
             wrong.append(error)
@@ -118,10 +118,3 @@ def _listing(kind: Kind, dirs: Sequence[str], rules: Mapping[str, OwnRule], wron
     for name, text in rows.items():
         lines += textwrap.wrap(text, 100, initial_indent=f"  {name:{width}}  ", subsequent_indent=indent)
     return "\n".join(lines) + "\n"
-
-
-def _one(kind: Kind, name: str, dirs: Sequence[str], rules: Mapping[str, OwnRule]) -> str:
-    """Return a recipe as TOML, after a line that says which."""
-    if text := _WITHOUT_FILE.get(kind, {}).get(name):
-        return f"# {kind} recipe {name}: {text}\n"
-    return f"# {kind} recipe {name}\n" + to_toml(_recipe(kind, name, dirs, rules))
