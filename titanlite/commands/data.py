@@ -47,25 +47,19 @@ def run(argv: Sequence[str]) -> int:
     if _PICTURE in own and _SAMPLE not in own:
         fix = f"{_SAMPLE} 0 {_PICTURE} {own[_PICTURE]}"
         raise ConfigError.of("command line", _PICTURE, own[_PICTURE], f"{_SAMPLE} I as well: a mask is of one", fix)
-    sample, step = (
-        number_of(own, flag, int, f"a number, at least {least}", f"{flag} {least}", above=least - 1, below=10**18)
-        for flag, least in ((_SAMPLE, 0), (_STEP, 1))
-    )
     if _PICTURE in own:
         require_picture("titanlite data", Path(own[_PICTURE]), "mask.png", _PICTURE)
     checked = checked_run(arguments.flags, arguments.world)  # its past may decide what comes
     config = checked.config
     RunFolder.of(config).require_same(config)
+    last = checked.table.steps
+    sample, step = (
+        number_of(own, flag, int, f"{least} to {most}: there the run ends", f"{flag} {most}", least - 1, most + 1)
+        for flag, least, most in ((_SAMPLE, 0, checked.table.samples(last) - 1), (_STEP, 1, last))
+    )
     if step is not None and follows_ranks(config, arguments.world):
         want = "--world N as well: without a global_batch_size a step's samples follow from the number of ranks"
         raise ConfigError.of("command line", _STEP, own[_STEP], want, f"{_STEP} {step} --world 1")
-    for flag, number, least, most in (
-        (_SAMPLE, sample, 0, checked.table.samples(checked.table.steps) - 1),
-        (_STEP, step, 1, checked.table.steps),
-    ):
-        if number is not None and number > most:
-            want = f"{least} to {most}: there the run ends"
-            raise ConfigError.of("command line", flag, str(number), want, f"{flag} {most}")
     _tell_of_wait(checked)
     sources = open_sources(config, checked.dims.vocab_size, progress=True, unit_len=checked.table.unit_len)
     trained = RunSamples(config, checked.table, sources)
