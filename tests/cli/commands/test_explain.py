@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands.conftest import Call
 from tests.support.profiles import rank_profile
-from titanlite.commands import main
 from titanlite.observe.step_profile import COMPUTE, MATMUL, Interval
 
 
@@ -24,31 +24,27 @@ def plain(tmp_path: Path) -> str:
     return write_run(tmp_path / "plain", config, {MATMUL: [(0.0, 20.0)], COMPUTE: [(20.0, 90.0)]})
 
 
-def test_the_table_the_first_cause_and_the_picture(plain: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", plain]) == 0
-    text = capsys.readouterr().out
+def test_the_table_the_first_cause_and_the_picture(plain: str, call: Call) -> None:
+    text = call("explain", plain)
     assert "first cause: host, 0.0 ms a step (10%)\n" in text
     assert "  change: compile.enable = true" in text
     assert text.endswith(f"{plain}/profile/timeline.png\n")
     assert Path(plain, "profile", "timeline.png").exists()
 
 
-def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", plain, "--step", "11", "--out", str(tmp_path / "step.svg")]) == 0
-    assert capsys.readouterr().out.endswith(f"{tmp_path / 'step.svg'}\n")
+def test_a_picture_goes_where_it_is_asked_to(plain: str, tmp_path: Path, call: Call) -> None:
+    picture = str(tmp_path / "step.svg")
+    assert call("explain", plain, "--step", "11", "--out", picture).endswith(f"{picture}\n")
     assert not Path(plain, "profile", "timeline.png").exists()
 
 
-def test_a_run_without_a_profile_gets_the_command_that_makes_one(
-    plain: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_profile_gets_the_command_that_makes_one(plain: str, tmp_path: Path, call: Call) -> None:
     Path(plain, "profile/rank0.json").unlink()
     layout = {"data_parallel_replicate": 1, "tensor_parallel": 2, "data_parallel_shard": 2}
     Path(plain, "receipt.json").write_text(json.dumps([{"feature": "parallelism", "applied": layout, "skipped": []}]))
-    assert main(["explain", plain]) == 2
-    said = capsys.readouterr().err
+    said = call("explain", plain, ends=2)
     assert "; profile/rank0.json missing\n" in said
     command = f"titanlite train {plain}/config.toml --job.name plain-profiled --profiling.enable true --gpus 4"
     assert f"fix:  {command}\n" in said
     Path(plain, "config.toml").write_text(f"[job]\nname = 'plain'\ndump_folder = '{tmp_path}'\n")
-    assert main(["validate", *shlex.split(command)[2:-2], "--world", "4"]) == 0
+    call("validate", *shlex.split(command)[2:-2], "--world", "4")

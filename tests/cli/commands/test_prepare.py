@@ -35,11 +35,10 @@ def write_run(tmp_path: Path, vocab_size: int = 256, **data: object) -> list[str
     return ["--config", str(tmp_path / "run.toml")]
 
 
-def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_sources_are_prepared_and_described(tmp_path: Path, call: Call) -> None:
     argv = write_run(tmp_path)
     (tmp_path / "in" / "README.md").touch()
-    assert run(argv) == 0
-    said = capsys.readouterr().out.splitlines()
+    said = call("prepare", *argv).splitlines()
     out = said[said.index(f"{tmp_path}/in") :]  # behind the warnings
     data = Data(f"{tmp_path}/in", max_bad_records=1, cache_dir=f"{tmp_path}/cache")
     shards = prepare(data.source, data, 256, progress=False)
@@ -68,8 +67,8 @@ def test_both_sources_are_prepared_and_described(tmp_path: Path, capsys: pytest.
     assert out[19:21] == ["  documents    1", "  tokens       6 as uint16, by bytes"]
     assert len(out) == 24  # held-out text is not packed
     assert len([line for line in out if "epoch" in line]) == 1  # held-out text is not trained on
-    assert run([*argv, "--training.global_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=1"]) == 0
-    assert "  trained on   3 epochs in 3 steps\n" in capsys.readouterr().out
+    few = "--training.global_batch_size=2", "--training.steps=3", "--lr_scheduler.warmup_steps=1"
+    assert "  trained on   3 epochs in 3 steps\n" in call("prepare", *argv, *few)
 
 
 @pytest.mark.parametrize("is_known_before", [True, False])
@@ -81,10 +80,9 @@ def test_a_run_of_many_epochs_is_warned_of_once(
     assert said.count(f'warning: data.source = "{tmp_path}/in": 5 epochs in 10 steps') == 1
 
 
-def test_best_fit_is_packed_ahead_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_best_fit_is_packed_ahead_and_counted(tmp_path: Path, call: Call) -> None:
     argv = [*write_run(tmp_path), "--data.packing=best_fit", "--training.seq_len=6", "--validation.enable=false"]
-    assert run([*argv, "--training.steps=4", "--lr_scheduler.warmup_steps=1"]) == 0
-    out = capsys.readouterr().out
+    out = call("prepare", *argv, "--training.steps=4", "--lr_scheduler.warmup_steps=1")
     assert "trained on   2 epochs in 4 steps" in out
     assert "data.packing = best_fit; both, of 2 documents:\n" in out
     assert "    documents cut that fit              1         0\n" in out
@@ -93,28 +91,22 @@ def test_best_fit_is_packed_ahead_and_counted(tmp_path: Path, capsys: pytest.Cap
     assert len(list((tmp_path / "cache").glob("*.packed-6-0/spans.bin"))) == 1
 
 
-def test_a_source_of_one_sample_is_enough_if_it_is_packed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_source_of_one_sample_is_enough_if_it_is_packed(tmp_path: Path, call: Call) -> None:
     """Its 8 tokens are no sample of 8 and a target; packed, each document ends in it."""
     argv = [*write_run(tmp_path), "--training.seq_len=8", "--validation.enable=false"]
     argv += ["--training.steps=2", "--lr_scheduler.warmup_steps=1"]
-    assert main(["validate", *argv]) == 2
-    assert "want: at least 9 tokens" in capsys.readouterr().err
+    assert "want: at least 9 tokens" in call("validate", *argv, ends=2)
     for command in ("validate", "prepare"):
-        assert main([command, *argv, "--data.packing=best_fit"]) == 0
-        assert "2 epochs in 2 steps" in capsys.readouterr().out
+        assert "2 epochs in 2 steps" in call(command, *argv, "--data.packing=best_fit")
 
 
-def test_documents_of_token_files_are_not_known_without_a_separator(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_of_token_files_are_not_known_without_a_separator(tmp_path: Path, call: Call) -> None:
     (tmp_path / "t.bin").write_bytes(bytes([1, 0, 2, 0, 5, 0, 1, 0, 5, 0]))
     argv = [*write_run(tmp_path), f"--data.source={tmp_path}/t.bin", "--validation.enable=false"]
-    assert run(argv) == 0
-    said = capsys.readouterr().out
+    said = call("prepare", *argv)
     assert "  packing      not known: data.separator_id says which id" in said
     assert "  documents    not known\n" in said
-    assert run([*argv, "--data.separator_id=5"]) == 0
-    said = capsys.readouterr().out
+    said = call("prepare", *argv, "--data.separator_id=5")
     assert "of 2 documents:" in said
     assert "  documents    2\n" in said
 
