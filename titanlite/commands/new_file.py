@@ -33,25 +33,22 @@ def config_text(choices: Choices, file: str) -> str:
 def _reasons(choices: Choices) -> dict[str, str | None]:
     """Return why each key has its value; None for one that is left out."""
     config, world, is_cpu = choices.config, choices.machine.world, choices.machine.rates is None
-    mesh, validation = config.parallelism, config.validation
-    shares_experts = choices.dims.experts is not None and world > choices.chosen.degree
+    validation, is_text = config.validation, choices.inputs.sources["data.source"].kind != "tokens"
+    by_bytes = "256 ids, one for each byte; better: the path of a tokenizer.json"
+    no_more = "no more than are trained on; of fewer, all are taken again"
+    at_once = "; more are hardly faster on a CPU" if is_cpu else f": {_others(choices, 'at_a_time', ('degree',))}"
+    fused = world > 1 and config.parallelism.async_tensor_parallel
     is_auto = config.activation_checkpoint.recipe == recipes.AUTO
     left = f"of {choices.machine.gib:.1f} GiB, {RESERVE_GIB:g} are left to CUDA and NCCL"
-    by_bytes = "256 ids, one for each byte; better: the path of a tokenizer.json"
-    tokenizer = by_bytes if config.data.tokenizer == "bytes" else ""
-    is_text = choices.inputs.sources["data.source"].kind != "tokens"
-    at_once = "; more are hardly faster on a CPU" if is_cpu else f": {_others(choices, 'at_a_time', ('degree',))}"
     by_hand = "with text that is held out of data.source: set enable = true, and name it as source"
-    kept_out = "on the part that python_stdlib leaves out"
     return {
         "job.name": "its folder is outputs/<name>",
         "model.name": "",
         "model.flavor": _of_size(choices),
         "model.vocab_size": _of_vocabulary(choices),
         "data.source": _of_source(choices),
-        "data.max_tokens": "no more than are trained on; of fewer, all are taken again" * bool(config.data.max_tokens)
-        or None,
-        "data.tokenizer": tokenizer if is_text else None,
+        "data.max_tokens": no_more if config.data.max_tokens else None,
+        "data.tokenizer": by_bytes * (config.data.tokenizer == "bytes") if is_text else None,
         "training.steps": _of_steps(choices),
         "training.seq_len": _of_length(choices),
         "training.local_batch_size": f"sequences at a time{at_once}",
@@ -60,18 +57,13 @@ def _reasons(choices: Choices) -> dict[str, str | None]:
         "optimizer.lr": _of_lr(choices),
         "lr_scheduler.warmup_steps": "a fiftieth of the steps, at most 2,000",
         "parallelism.tensor_parallel_degree": _of_layout(choices) if world > 1 else None,
-        "parallelism.expert_parallel_degree": "ranks that share the experts of a layer out: "
-        + _others(choices, "experts_over", ("degree",))
-        if shares_experts
-        else None,
-        "parallelism.async_tensor_parallel": "its collectives run inside its matmuls"
-        if world > 1 and mesh.async_tensor_parallel
-        else None,
+        "parallelism.expert_parallel_degree": _of_experts(choices),
+        "parallelism.async_tensor_parallel": "its collectives run inside its matmuls" if fused else None,
         "activation_checkpoint.recipe": _of_save_list(choices),
         "activation_checkpoint.budget_gib": left if is_auto else None,
         "float8.recipe": _of_float8(choices),
         "compile.enable": None if config.compile.enable else "compiling takes longer than it gains on a CPU",
-        "validation.enable": kept_out if validation.enable else by_hand,
+        "validation.enable": "on the part that python_stdlib leaves out" if validation.enable else by_hand,
         "validation.freq": "steps between validations" if validation.enable else None,
         "validation.steps": "global batches of each" if validation.enable and validation.steps > 0 else None,
         "checkpoint.interval": "about an hour of steps, or the whole run",
@@ -177,6 +169,12 @@ def _of_layout(choices: Choices) -> str:
     if rates is None or not (has_others or choices.dims.experts is None):
         return why
     return f"{why}: {_others(choices, 'degree', name='tensor parallel {}')}"
+
+
+def _of_experts(choices: Choices) -> str | None:
+    if choices.dims.experts is None or choices.machine.world == choices.chosen.degree:
+        return None
+    return f"ranks that share the experts of a layer out: {_others(choices, 'experts_over', ('degree',))}"
 
 
 def _of_save_list(choices: Choices) -> str:
