@@ -24,7 +24,7 @@ from titanlite.text_table import folded, terminal_width
 
 _MODEL, _DATA, _TOKENIZER, _TOKENS = "--model", "--data", "--tokenizer", "--tokens"
 _GPU, _GIB, _WORLD = "--gpu", "--device-gib", "--world"
-_QUESTION, _COMPARING = "model, as llama3-8B", "comparing layouts, batches and save-lists"
+_COMPARING = "comparing layouts, batches and save-lists"
 COMMAND = Command(
     "new",
     __doc__ or "",
@@ -51,14 +51,14 @@ def run(argv: list[str]) -> int:
     is_terminal = _is_terminal()
     if not is_terminal:
         _refuse_to_guess(given)
-    tokens = token_count(given[_TOKENS]) if _TOKENS in given else 0
+    tokens = token_count(given[_TOKENS]) if _TOKENS in given else None if is_terminal else 0
     world = number_of(given, _WORLD, int, "a number of GPUs, at least 1", f"{_WORLD} 8")
     gib = number_of(given, _GIB, float, "the GiB of a GPU", f"{_GIB} 80")
     named, model, data = (files[0] if files else None), given.get(_MODEL), given.get(_DATA)
-    tokenizer = given.get(_TOKENIZER, "bytes")
+    tokenizer = given.get(_TOKENIZER, None if is_terminal else "bytes")
     is_named = _GPU in given or _GIB in given
     machine = machine_named(given.get(_GPU, ""), gib, world or 1) if is_named else None
-    check_wishes(model, data, tokenizer, is_named)
+    check_wishes(model, data, tokenizer or "bytes", is_named)
     if named or model:
         file_to_write(named, model or "")
     # What follows imports torch, which takes seconds: not for a mistake in a flag.
@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     def fits(answer: str) -> None:
         """Refuse a model that does not fit, by what is known before the other questions."""
         wished_model(answer)
-        wishes = Wishes(answer, data or "python_stdlib", tokenizer, tokens, is_named)
+        wishes = Wishes(answer, data or "python_stdlib", tokenizer or "bytes", tokens or 0, is_named)
         with at_work(_COMPARING), suppress(DataError):  # of the data, which the next question is about
             choose_run("new", wishes, machine)
 
@@ -79,18 +79,16 @@ def run(argv: list[str]) -> int:
         sys.stderr.write(f"for {machine}\n")
     if model and is_terminal and not {_DATA, _TOKENIZER, _TOKENS} <= set(given):
         fits(model)
-    model = model or _ask(_QUESTION, default_model(machine), fits)
-    file = file_to_write(named, model)
     found = lambda answer: resolve(answer, "data.source")  # noqa: E731
-    data = data or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", found)
-    if is_terminal and _TOKENIZER not in given:
-        of_text = lambda answer: check_wishes(None, None, answer, is_named)  # noqa: E731
-        tokenizer = _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", of_text)
-    if is_terminal and _TOKENS not in given:
-        question = f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter that a token uses"
-        counted = lambda answer: 0 if answer == "0" else token_count(answer)  # noqa: E731
-        tokens = counted(_ask(question, "0", counted))
+    reads = lambda answer: check_wishes(None, None, answer, is_named)  # noqa: E731
+    counted = lambda answer: 0 if answer == "0" else token_count(answer)  # noqa: E731
+    how_many = f"tokens, as 20B; 0: {TOKENS_A_PARAMETER} for each parameter that a token uses"
     while True:
+        model = model or _ask("model, as llama3-8B", default_model(machine), fits)
+        file = file_to_write(named, model)
+        data = data or _ask("data: python_stdlib, files, or hf:<dataset>", "python_stdlib", found)
+        tokenizer = tokenizer or _ask("tokenizer: bytes, or the path of a tokenizer.json", "bytes", reads)
+        tokens = counted(_ask(how_many, "0", counted)) if tokens is None else tokens
         wishes = Wishes(model, data, tokenizer, tokens, is_named)
         try:
             with at_work(_COMPARING):
@@ -100,8 +98,7 @@ def run(argv: list[str]) -> int:
             if not is_terminal or _MODEL in given:
                 raise
             sys.stderr.write(f"{error}\n")
-            model = _ask(_QUESTION, default_model(machine), fits)
-            file = file_to_write(named, model)
+            model = None
     _write_checked(file, config_text(choices, str(file)), machine.world, wishes.lacks_tokenizer)
     if wishes.lacks_tokenizer:
         sys.stdout.write(f"{tokenizer} is not here: the vocabulary is the model's, {choices.dims.vocab_size:,} ids\n")

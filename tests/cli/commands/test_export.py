@@ -59,6 +59,11 @@ def make_run(
     return made, weights
 
 
+@pytest.fixture
+def made(tmp_path: Path) -> RunFolder:
+    return make_run(tmp_path)[0]
+
+
 def test_weights_in_the_dtype_of_the_run_of_the_newest_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,8 +99,7 @@ def test_another_step_and_dtype(tmp_path: Path) -> None:
     assert exported["model.norm.weight"].equal(weights["model/norm.weight"] / 2)
 
 
-def test_several_files_hold_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = make_run(tmp_path)
+def test_several_files_hold_what_one_does(tmp_path: Path, made: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     run([str(made.path), "--out", str(tmp_path / "one")])
     limit = 40_000
     monkeypatch.setattr(titanlite.checkpoint.hugging_face, "_FILE_BYTES", limit)
@@ -115,10 +119,9 @@ def test_several_files_hold_what_one_does(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(joined[name].equal(whole[name]) for name in whole)
 
 
-def test_bytes_are_a_tokenizer_file(tmp_path: Path) -> None:
+def test_bytes_are_a_tokenizer_file(tmp_path: Path, made: RunFolder) -> None:
     import tokenizers
 
-    made, _ = make_run(tmp_path)
     run([str(made.path), "--out", str(tmp_path / "out")])
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
     text = "naïve\n\0 日本 <0x41> <|x|>"
@@ -232,23 +235,20 @@ def test_of_token_files_the_tokenizer_is_not_known(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("step", ["7", "-1", "two", f"1{'0' * 5000}"])
-def test_a_step_that_was_not_saved_is_answered_with_those_that_were(tmp_path: Path, step: str) -> None:
-    made, _ = make_run(tmp_path)
+def test_a_step_that_was_not_saved_is_answered_with_those_that_were(made: RunFolder, step: str) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)--step = .*one of 5, 10\n.*fix:  --step 10"):
         run([str(made.path), "--step", step])
 
 
-def test_a_model_with_settings_that_no_class_there_has_is_refused(tmp_path: Path) -> None:
-    made, _ = make_run(tmp_path)
+def test_a_model_with_settings_that_no_class_there_has_is_refused(made: RunFolder) -> None:
     made.record(to_toml(Config(model=Model(name="gpt2"))))
     with pytest.raises(CheckpointError, match=r"n_kv_heads = 2\n +want: \d+, which every GPT2LMHeadModel"):
         run([str(made.path)])
 
 
 def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = make_run(tmp_path)
     made.record(to_toml(Config(model=Model(name="qwen3"))))
     with pytest.raises(CheckpointError, match=r"missing in the checkpoint = .*k_norm"):
         run([str(made.path), "--out", str(tmp_path / "out")])
@@ -267,9 +267,8 @@ def test_a_damaged_checkpoint_and_one_of_another_model_leave_nothing(
 
 
 def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    made: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = make_run(tmp_path)
     shard = made.checkpoints / "step-00000010/rank00000-0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1] + b"!")
     monkeypatch.setattr(titanlite.checkpoint.saved_state, "QUICKLY_HASHED", shard.stat().st_size - 1)
@@ -281,8 +280,7 @@ def test_what_is_asked_wrongly_is_said_before_all_of_a_checkpoint_is_read(
         run([str(made.path)])
 
 
-def test_a_folder_of_the_name_that_is_written_first_stays(tmp_path: Path) -> None:
-    made, _ = make_run(tmp_path)
+def test_a_folder_of_the_name_that_is_written_first_stays(tmp_path: Path, made: RunFolder) -> None:
     mine = tmp_path / "out.tmp"
     mine.mkdir()
     (mine / "file").touch()
@@ -305,9 +303,8 @@ def test_a_folder_of_the_name_that_is_written_first_stays(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_export_leaves_nothing(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, tmp_path: Path, made: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = make_run(tmp_path)
     (tmp_path / "log").touch()
 
     def export() -> int:
@@ -320,18 +317,17 @@ def test_an_interrupted_export_leaves_nothing(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log", "run"]
 
 
-def test_a_file_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read_is_said(made: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     def denied(path: Path) -> str:
         raise PermissionError(13, "Permission denied", str(path))
 
-    made, _ = make_run(tmp_path)
     monkeypatch.setattr(titanlite.checkpoint.publish, "_sha256", denied)
     with pytest.raises(CheckpointError, match=r"(?s)step-00000010/.* = Permission denied\n.*files that can be read"):
         run([str(made.path)])
 
 
 def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = titanlite.checkpoint.hugging_face._write_json
 
@@ -339,7 +335,6 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_said(
         write(path, content)
         path.with_name("tokenizer.json").symlink_to("/dev/full")
 
-    made, _ = make_run(tmp_path)
     monkeypatch.setattr(titanlite.checkpoint.hugging_face, "_write_json", then_full)
     with pytest.raises(CheckpointError, match=r"--out = .* No space left on device"):
         run([str(made.path), "--out", str(tmp_path / "out")])
@@ -347,9 +342,8 @@ def test_a_disk_that_is_full_when_the_tokenizer_is_written_is_said(
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, made: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, _ = make_run(tmp_path)
     usage = titanlite.checkpoint.hugging_face.shutil._ntuple_diskusage(100, 100, 0)  # type: ignore[attr-defined]
     monkeypatch.setattr(titanlite.checkpoint.hugging_face.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(CheckpointError, match=r"needs .* MiB, 0.0 MiB are free"):
@@ -358,8 +352,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(
 
 
 @pytest.mark.parametrize("name", ["out", "out.tmp"])
-def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path: Path, name: str) -> None:
-    made, _ = make_run(tmp_path)
+def test_a_link_in_the_place_of_what_is_written_is_not_followed(tmp_path: Path, made: RunFolder, name: str) -> None:
     other = tmp_path / "of somebody"
     (tmp_path / name).symlink_to(other)
     for there in (False, True):
