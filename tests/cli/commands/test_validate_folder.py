@@ -73,6 +73,16 @@ def test_it_says_from_where_the_run_goes_on_and_what_has_changed(folder: RunFold
     assert ended in validate("--job.stop_after", "100")[1]
 
 
+def test_it_says_from_where_a_branch_goes_on(folder: RunFolder, validate: Validate) -> None:
+    flags = "--job.name=new", f"--checkpoint.initial_load_path={folder.path}", "--training.steps=200"
+    said = validate(*flags, "--world=2")[1]
+    assert f"  goes on from {step_folder(folder.checkpoints, 100)}: weights, optimizer and place in the data\n" in said
+    assert "resumes from" not in said
+    said = validate(*flags, "--world=2", "--optimizer.recipe=muon", "--optimizer.fresh_state=true")[1]
+    assert "step-00000100: weights and place in the data\n" in said
+    assert "  the optimizer's state starts afresh: that of step-00000100 is of another optimizer\n" in said
+
+
 def test_it_says_that_a_checkpoint_is_of_another_optimizer(folder: RunFolder, validate: Validate) -> None:
     code, said = validate("--optimizer.recipe", "muon")
     assert code == 2
