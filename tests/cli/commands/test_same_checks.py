@@ -13,7 +13,6 @@ from tests.cli.commands.conftest import Call
 from tests.support.run_folder import make_run, saved_run
 from titanlite.commands import main
 from titanlite.exit_code import exit_code
-from titanlite.preflight.run_folder import RunFolder
 
 SMALL = """
 [model]
@@ -86,54 +85,31 @@ def test_what_a_run_would_end_with_is_told_before_its_first_step(
     assert named in capsys.readouterr().out
 
 
-def another_run() -> None:
-    saved_run(["run.toml"], 1, 8)
+def in_run(name: str) -> Path:
+    """A place in a new folder of the run."""
+    Path("outputs/run").mkdir(parents=True)
+    return Path("outputs/run") / name
 
 
-def a_link_for_its_logs() -> None:
-    RunFolder("outputs/run").path.mkdir(parents=True)
-    Path("outputs/run/logs").symlink_to("nowhere")
-
-
-def a_pipe_for_its_metrics() -> None:
-    RunFolder("outputs/run").path.mkdir(parents=True)
-    os.mkfifo("outputs/run/metrics.jsonl")
-
-
-def a_folder_for_its_status() -> None:
-    Path("outputs/run/status.json").mkdir(parents=True)
-
-
-def a_link_for_its_lock() -> None:
-    RunFolder("outputs/run").path.mkdir(parents=True)
-    Path("outputs/run/lock").symlink_to("nowhere")
-
-
-def nothing() -> None:
-    pass
-
-
+BEFORE: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "another run": lambda: saved_run(["run.toml"], 1, 8),
+    "a link for its logs": lambda: in_run("logs").symlink_to("nowhere"),
+    "a pipe for its metrics": lambda: os.mkfifo(in_run("metrics.jsonl")),
+    "a folder for its status": lambda: in_run("status.json").mkdir(),
+    "a link for its lock": lambda: in_run("lock").symlink_to("nowhere"),
+}
 STARTS = "validate", "train", "train.py"
 ALL = (*STARTS, "data", "prepare", "verify-resume")
-TABLE = [
-    (
-        another_run,
-        ("--training.seq_len=2048", "--data.packing=best_fit"),
-        "training.seq_len = ",
-        (*STARTS, "data", "prepare"),
-    ),
-    (nothing, ("--job.dump_folder=/proc/titanlite",), "job.dump_folder = ", (*STARTS, "verify-resume")),
-    (
-        nothing,
-        ("--data.cache_dir=/proc/titanlite",),
-        "data.cache_dir = ",
-        (*STARTS, "data", "prepare", "verify-resume"),
-    ),
-    (a_link_for_its_logs, (), "outputs/run/logs = ", STARTS),
-    (a_pipe_for_its_metrics, (), "a pipe in place of a file: 'outputs/run/metrics.jsonl'", STARTS),
-    (a_folder_for_its_status, (), "Is a directory: 'outputs/run/status.json'", STARTS),
-    (a_link_for_its_lock, (), "a link in place of a file: 'outputs/run/lock'", STARTS),
-    (another_run, ("--checkpoint.resume=4",), "checkpoint.resume = ", STARTS),
+TABLE: list[tuple[str, tuple[str, ...], str, tuple[str, ...]]] = [
+    ("another run", ("--training.seq_len=2048", "--data.packing=best_fit"), "training.seq_len = ", ALL[:-1]),
+    ("nothing", ("--job.dump_folder=/proc/titanlite",), "job.dump_folder = ", (*STARTS, "verify-resume")),
+    ("nothing", ("--data.cache_dir=/proc/titanlite",), "data.cache_dir = ", ALL),
+    ("a link for its logs", (), "outputs/run/logs = ", STARTS),
+    ("a pipe for its metrics", (), "a pipe in place of a file: 'outputs/run/metrics.jsonl'", STARTS),
+    ("a folder for its status", (), "Is a directory: 'outputs/run/status.json'", STARTS),
+    ("a link for its lock", (), "a link in place of a file: 'outputs/run/lock'", STARTS),
+    ("another run", ("--checkpoint.resume=4",), "checkpoint.resume = ", STARTS),
 ]
 
 
@@ -141,17 +117,17 @@ TABLE = [
 @pytest.mark.parametrize(
     ("command", "before", "flags", "named"),
     [(command, *row[:3]) for row in TABLE for command in row[3]],
-    ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", ""),
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_start_that_is_refused_is_refused_by_each_command_before_its_work(
     command: str,
-    before: Callable[[], None],
+    before: str,
     flags: tuple[str, ...],
     named: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    before()
+    BEFORE[before]()
     monkeypatch.setattr("os.execv", lambda *_: pytest.fail("started"))
     if command == "train.py":
         monkeypatch.setattr("titanlite.training.assemble.assemble", lambda *_: pytest.fail("began to build"))
@@ -165,7 +141,7 @@ def test_a_start_that_is_refused_is_refused_by_each_command_before_its_work(
 
 @pytest.mark.usefixtures("_small_run")
 def test_a_plan_in_the_folder_of_another_run_is_of_the_one_that_is_planned(call: Call) -> None:
-    another_run()
+    saved_run(["run.toml"], 1, 8)
     assert "stages, " not in call("plan", "run.toml", "--world=2", "--training.seq_len=256")
 
 
