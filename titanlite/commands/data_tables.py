@@ -10,7 +10,6 @@ from titanlite.data.document_starts import twice_attended
 from titanlite.data.order import order_in_words
 from titanlite.data.packing import PackedSamples, PackingCounts, count_packing, documents_in_words
 from titanlite.data.run_samples import OpenSource, RunSamples, TrainedSample
-from titanlite.data.samples import SampleDocument
 from titanlite.data.stages import weights_in_words
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.kernels.ignore_index import IGNORE_INDEX
@@ -18,6 +17,8 @@ from titanlite.text_table import columns
 from titanlite.training.schedule import learning_rate
 
 _SHOWN, _LOOKED_AT = 34, 80  # characters of either end of a document, and tokens that are decoded for them
+
+_PARTS = {(True, True): "whole", (True, False): "beginning", (False, True): "end", (False, False): "middle"}
 
 
 def run_tables(run: RunSamples, config: Config) -> str:
@@ -78,7 +79,8 @@ def sample_text(sample: TrainedSample, tokenizer: Tokenizer | None) -> str:
     for document in sample.documents:
         text = _both_ends(tokens[document.at : document.at + document.length], tokenizer)
         numbers = (document.at, document.length, document.start)
-        rows.append([*(f"{number:,}" for number in numbers), _part_there(document), text])
+        part = _PARTS[document.begins, document.ends]
+        rows.append([*(f"{number:,}" for number in numbers), part, text])
     return f"{head}\n{columns(*rows)}{_count_line(sample, targets)}"
 
 
@@ -111,13 +113,6 @@ def _count_line(sample: TrainedSample, targets: np.ndarray) -> str:
     within = "within documents" if sample.is_masked else "across documents (data.document_mask = false)"
     lines.append(f"attention {within}: {share_of_causal(sample):.1%} of plain causal attention")
     return "".join(f"  {line}\n" for line in lines)
-
-
-def _part_there(document: SampleDocument) -> str:
-    """Return which part of a document is there."""
-    if document.begins:
-        return "whole" if document.ends else "beginning"
-    return "end" if document.ends else "middle"
 
 
 def _both_ends(tokens: np.ndarray, tokenizer: Tokenizer | None) -> str:

@@ -81,14 +81,6 @@ def encode_task(task: Task, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
     return EncodedTask(task, requests, n_cut)
 
 
-def row_len_of(request: Request, seq_len: int) -> int:
-    """Return L of a request: the shortest of S, S/2, S/4, … that holds it."""
-    row = seq_len
-    while row % 2 == 0 and row // 2 >= max(_SHORTEST_ROW, len(request.tokens) - 1):
-        row //= 2
-    return row
-
-
 def pack(requests: Sequence[Request], seq_len: int, tokens: int, whole_rows: bool = False) -> list[RowBatch]:
     """Pack requests of one row length into batches of M tokens, or of one row if that is longer.
 
@@ -100,7 +92,10 @@ def pack(requests: Sequence[Request], seq_len: int, tokens: int, whole_rows: boo
     """
     by_row: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
-        by_row.setdefault(seq_len if whole_rows else row_len_of(request, seq_len), []).append(number)
+        row = seq_len
+        while not whole_rows and row % 2 == 0 and row // 2 >= max(_SHORTEST_ROW, len(request.tokens) - 1):
+            row //= 2
+        by_row.setdefault(row, []).append(number)
     batches: list[RowBatch] = []
     for row, numbers in sorted(by_row.items()):
         n = max(1, tokens // row)
