@@ -105,12 +105,10 @@ def test_an_exported_folder_answers_as_its_run(trained: "Ended", task: Path, cal
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "command line: 1 problem\n  TARGET\n      want: one folder"),
         (("{run}", "--tasks", "nothing.jsonl"), 'evaluation.tasks = "nothing.jsonl"'),
         (("{run}", "--step", "4"), "titanlite evaluate: 1 problem\n  --step = 4\n      want: one of 3, 6"),
         (("{run}/checkpoints/step-00000003", "--step", "3"), "fix:  leave it out"),
         (("{run}/logs",), "which has no config.json"),
-        (("{run}", "--out", "/nowhere/at/all.json"), "want: a file that can be written, in a folder that exists"),
         (("{run}", "--tokenizer", "{run}/other.json"), "want: the tokenizer that the run was trained with"),
     ],
 )
