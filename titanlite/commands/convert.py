@@ -13,7 +13,6 @@ from titanlite.commands.arguments import Command
 from titanlite.config.check import config_problems
 from titanlite.config.convert_torchtitan import convert_torchtitan
 from titanlite.data.tokenizer import has_bos
-from titanlite.errors import ConfigError
 from titanlite.preflight.output_file import require_new, writable
 from titanlite.recipes import model_dims
 
