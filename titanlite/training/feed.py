@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.data.batches import Batch, TrainBatches, ValidationBatches
 from titanlite.errors import DataError
@@ -30,7 +31,7 @@ class Feed:
     batches: TrainBatches
     check: DataCheck
     wait: DataWait
-    sharing: dist.ProcessGroup | None  # the ranks that share this rank's tokens; None: it has all of them
+    context: DeviceMesh | None  # of the ranks that share this rank's tokens; None: it has all of them
     watchdog: Watchdog
     stops: Callable[[], bool]  # whether this rank is asked to stop, as by a signal
     is_empty: bool = False  # from now on this rank has padding
@@ -70,11 +71,11 @@ class Feed:
 
     def _one_lacks(self, lacks: bool) -> bool:
         """Return whether one of the ranks that share tokens lacks a batch: then all of them take padding."""
-        if self.sharing is None:
+        if self.context is None:
             return lacks
         of_any = torch.tensor(int(lacks))
         with span(DATA_WAIT):
-            dist.all_reduce(of_any, dist.ReduceOp.MAX, self.sharing)
+            dist.all_reduce(of_any, dist.ReduceOp.MAX, self.context.get_group())
         return bool(of_any)
 
     def _while_waiting(self, seconds: float) -> None:

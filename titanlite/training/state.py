@@ -1,7 +1,7 @@
 """Name the tensors of a run's checkpoint, and restore a run from one."""
 
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from titanlite.checkpoint.collective import on_rank_0
 from titanlite.checkpoint.hugging_face import load_weights
 from titanlite.checkpoint.optimizer_state import PREFIX, afresh, changed_file, leaves_state, taken_by_branch
 from titanlite.checkpoint.publish import step_folder
-from titanlite.checkpoint.resume import AVERAGE, MODEL, changed_average, changed_routing, check_state
+from titanlite.checkpoint.resume import AVERAGE, MODEL, changed_average, changed_routing, check_state, other_text
 from titanlite.checkpoint.rng import restore_rng, rng_state
 from titanlite.checkpoint.saved_state import SavedState
 from titanlite.checkpoint.state import Checkpoints
@@ -68,11 +68,10 @@ class Start(NamedTuple):
 
     step: int  # the last one done
     state: SavedState
-    folder: Path  # of the checkpoint; after a fresh start, of step 0
     is_branch: bool = False  # the checkpoint is another run's
 
 
-def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int) -> Start:
+def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[str, Any]) -> Start:
     """Load the checkpoint that `checkpoint.resume` names, or else `checkpoint.initial_load_path`.
 
     The latter has weights, or is a checkpoint of another run, from which this run goes on with weights, optimizer and
@@ -82,11 +81,12 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         run: with fresh weights.
         checkpoints: of the run's folder.
         console: reports what was loaded.
-        per_step: sequences of a step.
+        data: `Corpora.identity`, hashes of the training data.
 
     Raises:
         CheckpointError: on every rank: a rank does not see the folder; or there is no such checkpoint, or it is
-            damaged, of another model or, without `optimizer.fresh_state`, of another optimizer.
+            damaged, of another model or, without `optimizer.fresh_state`, of another optimizer; or of another
+            tokenizer, with `job.strict`.
         ConfigError: on every rank: a step would take another number of sequences, which no flag asks for.
     """
     asked, key = run.config.checkpoint, "checkpoint.initial_load_path"
@@ -103,7 +103,7 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
             console.notice(f"starts from the {n} weights of {path}")
         _add_average(run, 0)
         _add_fresh_state(run, "there is no checkpoint to go on from")
-        return Start(0, SavedState(), step_folder(checkpoints.root, 0))
+        return Start(0, SavedState())
     if branch is not None:
         checkpoints, step = Checkpoints(branch[0], 0, console.warning), branch[1]
     elif path:
@@ -118,6 +118,8 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
         return leaves_state(folder, state, of.config, of.rules_by_name, of.recipe.own_rules)
 
     def check(state: SavedState) -> tuple[str, ...]:
+        batch = run.config.training
+        per_step = batch.global_batch_size or batch.local_batch_size * run.mesh.data_size
         check_state(folder, state, run.config, run.dims, per_step)
         return (PREFIX,) * is_other(state) + (AVERAGE,) * (state.has_average != (run.average is not None))
 
@@ -143,7 +145,9 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, per_step: int)
     changed += changed_file(state, run.optimizer.recipe.own_rules, step)
     for notice in (said, *changed, *notices):
         console.notice(notice)
-    return Start(step, state, folder, branch is not None)
+    if text := other_text(folder, state, strict=run.config.job.strict, **data):
+        console.warning(text)
+    return Start(step, state, branch is not None)
 
 
 def _add_average(run: Run, step: int) -> None:

@@ -1,7 +1,8 @@
 """Open all that a run needs (data, processes, model, files, watchdog), run the loop, and report its end."""
 
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import torch
 import torch.distributed as dist
@@ -9,9 +10,8 @@ import torch.distributed as dist
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.branch import remember_branch
 from titanlite.checkpoint.collective import on_rank_0
-from titanlite.checkpoint.resume import other_text
 from titanlite.checkpoint.state import Checkpoints
-from titanlite.config.check import last_step, sequences_per_step
+from titanlite.config.check import last_step
 from titanlite.config.stages import largest_stage
 from titanlite.config.write import to_toml
 from titanlite.data.mixture import many_epochs
@@ -89,14 +89,11 @@ def train(
 
 def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     """Open, train, and report the end; `cleanup` closes."""
-    asked, folder, console, status = session.asked, session.folder, session.console, session.status
-    config = asked.config
+    asked, folder, console, config = session.asked, session.folder, session.console, session.asked.config
 
-    # Data and processes.
-    data = open_data(asked, progress=session.local_rank == 0)
-    cleanup.callback(data.close)
-    device = start_process_group(config.comm)
-    # After a failure connections remain open until this process ends, so that it can report first.
+    # Data and processes. After a failure connections remain open until this process ends, so that it can report first.
+    data = cleanup.enter_context(closing(open_data(asked, progress=session.local_rank == 0)))
+    device, world = start_process_group(config.comm), dist.get_world_size()
     cleanup.push(lambda error, *_: dist.destroy_process_group() if error is None else None)
     require_same_data(data)
 
@@ -105,61 +102,52 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
     run = _build(asked, device, console)
     report_data(data, run.receipt, asked, console, session.rank)
     checkpoints = Checkpoints(folder.checkpoints, config.checkpoint.keep_latest_k, console.warning)
-    world = dist.get_world_size()
-    per_step = sequences_per_step(config, world)
-    assert per_step is not None  # noqa: S101  # the config is checked
-    restored = restore(run, checkpoints, console, per_step)
+    restored = restore(run, checkpoints, console, data.identity)
     start, state = restored.step, restored.state
-    now, strict = data.identity, config.job.strict
-    if text := other_text(restored.folder, state, now["corpora"], now["tokenizer"], strict, now["inputs"]):
-        console.warning(text)
 
-    # What it reads.
+    # What it reads. Waits for tokens end before `batches.close`, whose thread may wait.
     table = stage_table(config, world, state.past)
     require_same_steps(table, config)
     batches, validation = open_batches(data, asked, run.mesh, table, start, windows_of(run.model))
     cleanup.callback(batches.close)
+    cleanup.callback(data.stop_waiting)
     new = {name: n for name, n in batches.mixture.units.items() if data.keys.get(name) not in asked.inputs.tokens}
-    for text in many_epochs(config, table, new) if session.rank == 0 else ():
-        console.warning(text)
-    cleanup.callback(data.stop_waiting)  # runs before `batches.close`, whose thread may wait
     run.receipt.add_later(lambda: mask_entry(data, config, batches))
     add_stages(run.receipt, config, batches.mixture, start)
     evaluation = open_evaluation(asked, run)
 
-    # Its observers.
+    # Who is told of it, and the words before the first step.
     observers = _open_observers(session, run, restored, table, cleanup)
-    status.progress(start)
+    session.status.progress(start)
     console.measure_by(table.tokens)
-    flops = token_flops_of(run.model, run.dims)
-    report = Report(config, batches.mixture, world, flops, device, console, observers)
+    report = Report(config, batches.mixture, world, token_flops_of(run.model, run.dims), device, console, observers)
     report.skipped_in_a_row = state.skipped_in_a_row
     if session.rank == 0:
+        for text in many_epochs(config, table, new):
+            console.warning(text)
         for line in (*first_lines(run, data.train, batches.mixture, start, folder), *table.notes):
             console.notice(line)
 
-    # Watchdog, profiler and checkpoints; then the steps.
-    shared_wait = SharedWait(dist.distributed_c10d._get_default_store()) if data.growing and world > 1 else None
+    # What goes on beside the steps: watchdog, trace, checkpoints that are written meanwhile, hashes of the data.
+    shared_wait = SharedWait(_store()) if data.growing and world > 1 else None
     if shared_wait is not None:
         session.stop.tell_others = shared_wait.stop
     watchdog = cleanup.enter_context(_watchdog(session, shared_wait))
-    profiler = Profiler(config.profiling, folder.profile, _profiled(run), device, start + 1, console)
-    cleanup.enter_context(profiler)
-    background = None
-    if config.checkpoint.enable and config.checkpoint.async_mode == "async":
-        background = Background(checkpoints, tensors_of(run))
+    profiler = cleanup.enter_context(_profiler(session, run, start))
+    is_async = config.checkpoint.enable and config.checkpoint.async_mode == "async"
+    background = Background(checkpoints, tensors_of(run)) if is_async else None
     leave_limits_to_watchdog()
-    data_check = DataCheck(list(data.sources.values()))
-    cleanup.callback(data_check.close)
+    data_check = cleanup.enter_context(closing(DataCheck(list(data.sources.values()))))
 
     def stops() -> bool:
         return session.stop.received is not None or (background is not None and background.has_failed)
 
+    # The steps. Before and after them a signal ends the process at once: it may wait for a disk or other hosts, and has
+    # nothing to save.
     wait = DataWait(data, run.dims.vocab_size, run.receipt, console, session.rank == 0, shared_wait)
-    sharing = run.mesh.context.get_group() if run.mesh.context is not None else None
     loop = Loop(
         run=run,
-        feed=Feed(batches, data_check, wait, sharing, watchdog, stops),
+        feed=Feed(batches, data_check, wait, run.mesh.context, watchdog, stops),
         validation=validation,
         evaluation=evaluation,
         checkpoints=checkpoints,
@@ -170,9 +158,8 @@ def _train_in_session(session: Session, cleanup: ExitStack) -> None:
         folder=folder,
         identity_of_data=data.identity,
     )
-    # Until here a signal ends the process at once: it may wait for a disk or other hosts, and has nothing to save.
     session.stop.begin_steps()
-    cleanup.callback(session.stop.close)  # runs first: the cleanup has nothing to save either
+    cleanup.callback(session.stop.close)
     with explained(lambda: run.memory, run.save_list, device):
         for measure in loop.measures(start) if state.validation_due else ():
             measure(start)
@@ -203,59 +190,53 @@ def _open_observers(
 
     If rank 0 cannot open a file, every rank raises.
     """
-    config, folder, console, start = session.asked.config, session.folder, session.console, restored.step
-    observers: list[Observer] = [console, session.status]
-    shown: list[TensorBoardFile] = []
+    observers: list[Observer] = [session.console, session.status]
 
-    def add(observer: Observer) -> None:
-        observers.append(observer)
-        cleanup.push(lambda error, *_: observer.close(has_failed=error is not None))
+    def open_all() -> None:
+        with session.folder.write_errors_explained():
+            for observer in _files_and_pages(session, run, restored, table):
+                observers.append(observer)
+                cleanup.push(lambda error, *_, of=observer: of.close(has_failed=error is not None))
 
-    def open_files() -> MetricsFile:
-        with folder.write_errors_explained():
-            add(metrics := MetricsFile(folder.metrics, start, restored.state.validation_due))
-            if run.routers is not None:
-                add(ExpertsFile(folder.experts, start, config.training.steps))
-            # A start that has nothing to train keeps the config that the run was trained with.
-            if start < last_step(config) or not folder.config.exists():
-                if restored.is_branch:
-                    remember_branch(config.checkpoint.initial_load_path, folder.path, start)
-                kept = folder.record(to_toml(config), to_toml(run.save_list) if run.chosen is not None else None)
-                if kept is not None:
-                    console.notice(f"the config that was in the folder is kept in {kept}")
-            return metrics
-
-    def add_pages() -> None:
-        """Open Weights & Biases and TensorBoard as the config says."""
-        facts = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device)
-        if config.metrics.wandb != "off":
-            tags = tags_of(config, facts)
-            add(WandbRun(config, folder.path, folder.metrics, console.warning, facts=facts, tags=tags))
-        if config.metrics.tensorboard:
-            add(tensorboard := TensorBoardFile(folder.tensorboard, folder.metrics, console.warning))
-            tensorboard.describe(config, facts)
-            shown.append(tensorboard)
-
-    opened: list[MetricsFile] = []  # on rank 0
-    on_rank_0(lambda: opened.append(open_files()))
-    for metrics in opened:
-        if metrics.earlier is not None:
-            console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
-        # Rows are on disk before their checkpoint, so these were lost afterwards.
-        if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
-            console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
-        was = restored.state.learning_rate
-        if start < last_step(config) and (text := change_of_rate(config, start, was, table)):
-            console.notice(text)
-        if config.metrics.wandb != "off" or config.metrics.tensorboard:
-            add_pages()
-    if config.metrics.tensorboard:
-        run.receipt.add_later(lambda: tensorboard_entry(folder.tensorboard, *shown))
+    on_rank_0(open_all)
+    if session.asked.config.metrics.tensorboard:
+        shown = next((each for each in observers if isinstance(each, TensorBoardFile)), None)
+        run.receipt.add_later(lambda: tensorboard_entry(session.folder.tensorboard, shown))
     return observers
 
 
-def _profiled(run: Run) -> ProfiledRun:
-    """Return the facts of a run that a profile needs besides its trace."""
+def _files_and_pages(session: Session, run: Run, restored: Start, table: StageTable) -> Iterator[Observer]:
+    """Open the files of a run, record its config, and open the pages that it asks for."""
+    config, folder, console, start = session.asked.config, session.folder, session.console, restored.step
+    is_idle = start >= last_step(config)
+    yield (metrics := MetricsFile(folder.metrics, start, restored.state.validation_due))
+    if metrics.earlier is not None:
+        console.notice(f"starting at step 0; the metrics of the earlier start are kept in {metrics.earlier}")
+    # Rows are on disk before their checkpoint, so these were lost afterwards.
+    if not restored.is_branch and metrics.last_step < start - start % config.metrics.log_freq:
+        console.warning(f"{folder.metrics} has no rows of the steps from {metrics.last_step + 1} to {start}")
+    if run.routers is not None:
+        yield ExpertsFile(folder.experts, start, config.training.steps)
+    if not is_idle or not folder.config.exists():  # else the config stays that the run was trained with
+        if restored.is_branch:
+            remember_branch(config.checkpoint.initial_load_path, folder.path, start)
+        kept = folder.record(to_toml(config), to_toml(run.save_list) if run.chosen is not None else None)
+        if kept is not None:
+            console.notice(f"the config that was in the folder is kept in {kept}")
+    if not is_idle and (text := change_of_rate(config, start, restored.state.learning_rate, table)):
+        console.notice(text)
+    if config.metrics.wandb != "off" or config.metrics.tensorboard:
+        facts = run_facts(run.n_elements, dist.get_world_size(), run.mesh.device)
+    if config.metrics.wandb != "off":
+        tags = tags_of(config, facts)
+        yield WandbRun(config, folder.path, folder.metrics, console.warning, facts=facts, tags=tags)
+    if config.metrics.tensorboard:
+        yield (page := TensorBoardFile(folder.tensorboard, folder.metrics, console.warning))
+        page.describe(config, facts)
+
+
+def _profiler(session: Session, run: Run, start: int) -> Profiler:
+    """Make the profiler, with the facts of a run that a profile needs besides its trace."""
     axes = {name: run.mesh.all[name].get_group() for name in ("dp_replicate", "dp_shard", "tp")}
     if run.mesh.context is not None:
         axes["cp"] = run.mesh.context.get_group()
@@ -265,8 +246,8 @@ def _profiled(run: Run) -> ProfiledRun:
     shards = [local_data(parameter) for parameter in run.parameters]
     averages = [] if run.average is None else [*run.average.shards.values()]
     held = {"parameters": shards, "optimizer": [*run.optimizer.state_tensors(), *averages]}
-    return ProfiledRun(
-        rank=dist.get_rank(),
+    traced = ProfiledRun(
+        rank=session.rank,
         world=dist.get_world_size(),
         device=run.mesh.device.type,
         axes={group.group_name: name for name, group in axes.items() if group.size() > 1},
@@ -274,12 +255,19 @@ def _profiled(run: Run) -> ProfiledRun:
         held={name: sum(tensor.nbytes for tensor in tensors) for name, tensors in held.items()},
         forecast=run.predicted.categories() if run.predicted is not None else {},
     )
+    profiling, folder = session.asked.config.profiling, session.folder.profile
+    return Profiler(profiling, folder, traced, run.mesh.device, start + 1, session.console)
 
 
 def _watchdog(session: Session, shared_wait: SharedWait | None) -> Watchdog:
     """Make this rank's watchdog; with several ranks, all report where they are before one is ended."""
     world = dist.get_world_size()
-    stall_report = StallReport(dist.distributed_c10d._get_default_store(), session.rank, world) if world > 1 else None
+    stall_report = StallReport(_store(), session.rank, world) if world > 1 else None
     limit, log = session.asked.config.comm.init_timeout_seconds, session.folder.logs / f"rank{session.rank}.log"
     is_excused = shared_wait.is_on if shared_wait else None
     return Watchdog(limit, log, session.rank, session.status, stall_report, session.guard, is_excused)
+
+
+def _store() -> dist.Store:
+    """Return the job's store."""
+    return dist.distributed_c10d._get_default_store()
