@@ -27,7 +27,7 @@ from titanlite.checkpoint import store
 from titanlite.checkpoint.collective import on_all_ranks, rank
 from titanlite.checkpoint.publish import verify
 from titanlite.checkpoint.resume import AVERAGE, MODEL
-from titanlite.checkpoint.store import require_none
+from titanlite.checkpoint.store import require_none, require_same
 from titanlite.config.architectures import ARCHITECTURES, Architecture
 from titanlite.config.hugging_face import ONE_FILE, config_json, weight_files, without_place
 from titanlite.config.recipe_schema import ModelDims
@@ -55,17 +55,10 @@ def export_checkpoint(
     *,
     averaged: bool = False,
 ) -> None:
-    """Write the folder.
+    """Write a checkpoint as the folder `out`, which is not there yet, with weights of `dtype`, as "bfloat16".
 
-    Args:
-        checkpoint: verified here, once it is certain that the folder can be written.
-        out: the folder; there is none yet.
-        config: of the run; its model is a shipped architecture.
-        dims: the model's dimensions.
-        tokenizer: the run's, or None if it is not known.
-        dtype: of the weights, as "bfloat16".
-        say: called with what was written.
-        averaged: write the average of weights, which the checkpoint has, in their place.
+    The checkpoint is verified once it is certain that the folder can be written. With `averaged` the average of
+    weights, which it then has, is written in their place. `say` is called with what was written.
 
     Raises:
         CheckpointError: the folder cannot be written, has too little room, or the checkpoint is damaged or of another
@@ -167,14 +160,15 @@ def _find_weights(
     twice = [f"{key} ({', '.join(f'{n} in {f.name}' for f, n in of)})" for key, of in places.items() if len(of) > 1]
     require_none(folder, [("twice in the folder", twice, "each weight once")], "fetch the folder again")
     found = {key: (saved[of[0][0]], of[0][1]) for key, of in places.items()}
-    shapes = {key: tuple(content.get_slice(name).get_shape()) for key, (content, name) in found.items()}
+    shapes = {key: str(content.get_slice(name).get_shape()) for key, (content, name) in found.items()}
     head = None if "output.weight" in parameters else shapes.pop("lm_head.weight", None)  # None: tied, and left out
     wanted = {
-        key: tuple(weight.shape)
+        key: str([*weight.shape])
         for name, parameter in parameters.items()
         for key, weight in their_weights(layout, model, name, torch.empty(parameter.shape, device="meta")).items()
     }
-    _check_weight_shapes(folder, shapes, wanted)
+    fix = "choose the model.name, flavor and dimensions of that folder"
+    require_same(folder, shapes, wanted, fix, "folder", "weight", "shapes")
     stored = {key: found[key][0].get_slice(found[key][1]).get_dtype() for key in wanted}
     integers = [f"{key} {dtype}" for key, dtype in stored.items() if not dtype.startswith(("F", "BF"))]
     want, fix = "floating-point numbers: what integers mean is unknown", "take the folder before quantization"
@@ -205,23 +199,6 @@ def _load(folder: Path, layout: Architecture, model: nn.Module, parameters: Mapp
             with torch.no_grad():
                 local_data(parameter).copy_(local_slice(whole, parameter))
     return len(found) - has_tied_head, bits
-
-
-def _check_weight_shapes(
-    folder: Path, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
-) -> None:
-    differ = [
-        f"{name} {list(found[name])} (this run: {list(shape)})"
-        for name, shape in wanted.items()
-        if name in found and found[name] != shape
-    ]
-    fix = "choose the model.name, flavor and dimensions of that folder"
-    problems = [
-        ("missing in the folder", list(wanted.keys() - found.keys()), "every weight of this run"),
-        ("only in the folder", list(found.keys() - wanted.keys()), "no weight that this run does not have"),
-        ("different in the folder", differ, "this run's shapes"),
-    ]
-    require_none(folder, problems, fix)
 
 
 def _write_weights(

@@ -35,12 +35,7 @@ def leaves_state(
 ) -> bool:
     """Return whether a start leaves the optimizer's state in the checkpoint, and begins with a fresh one.
 
-    Args:
-        folder: the checkpoint.
-        state: its state.json.
-        config: `[optimizer]` of the run.
-        rules: of the run's parameters; empty where they are not known.
-        own: rules of the user's own file.
+    The rules of a run's parameters are empty where they are not known.
 
     Raises:
         CheckpointError: it is of another optimizer, and `optimizer.fresh_state` is off.

@@ -71,11 +71,7 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 def commit(tmp: Path, entries: Mapping[str, FileEntry]) -> Path:
     """Write the manifest, make everything durable and rename `tmp` to its final name.
 
-    One process calls it, when every writer has closed and synced its files.
-
-    Args:
-        tmp: `step-<step>.tmp`, holding exactly the files of `entries`.
-        entries: size and hash of every file, gathered from the processes that wrote them.
+    One process calls it, when every writer has closed and synced its files: exactly those of `entries`.
 
     Raises:
         CheckpointError: the checkpoint exists already, or the folder does not hold what was written.
@@ -152,15 +148,9 @@ def partial_folders(root: Path) -> list[str]:
 
 
 def prune(root: Path, keep: int, spare: int | None = None) -> list[int]:
-    """Delete all but the newest `keep` complete checkpoints.
+    """Delete all but the newest `keep` complete checkpoints, 0 for all, and return the deleted steps, oldest first.
 
-    Args:
-        root: folder of the checkpoints.
-        keep: how many to keep; 0 keeps all.
-        spare: step that the run was resumed from, which is kept, too: the last one known to load.
-
-    Returns:
-        The deleted steps, oldest first.
+    The step that the run was resumed from is spared, too: it is the last one known to load.
     """
     if keep == 0:
         return []

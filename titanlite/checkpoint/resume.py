@@ -99,13 +99,7 @@ def other_text(
 ) -> str | None:
     """Return a warning if a run goes on with other text than it was saved with, or with ids of another tokenizer.
 
-    Args:
-        folder: the checkpoint.
-        state: its state.json.
-        corpora: fingerprint of the tokens of each source, by its name; "" if it is not known yet.
-        tokenizer: fingerprint of what made them; "" if it is not known.
-        strict: `job.strict`.
-        inputs: hash of each source's files, compared where a fingerprint was or is not known.
+    A fingerprint is "" where it is not known; there the hashes of a source's files, `inputs`, are compared.
 
     Raises:
         CheckpointError: with `strict`, if the tokenizer is another: what ids mean is part of what the weights know.
@@ -143,14 +137,8 @@ def identity_of(config: Config, dims: ModelDims) -> dict[str, Any]:
 def check_state(folder: Path, state: SavedState, config: Config, dims: ModelDims, per_step: int | None) -> None:
     """Refuse to resume with another model, seed, sequence length or order of data.
 
-    A batch that differs only because the layout does is refused, too; one that is given may differ.
-
-    Args:
-        folder: the checkpoint.
-        state: its state.json.
-        config: of this run.
-        dims: its model's dimensions.
-        per_step: sequences of a step of this run; None if the number of ranks is not known.
+    A batch that differs only because the layout does is refused, too; one that is given may differ. The sequences of a
+    step of this run are None if the number of ranks is not known.
 
     Raises:
         CheckpointError: the recipe of the model has changed since, or the checkpoint is of another run.

@@ -88,12 +88,7 @@ class _Place(NamedTuple):
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None) -> dict[str, FileEntry]:
-    """Write a state. Collective: every rank calls it with its tensors.
-
-    Args:
-        folder: an empty folder that all ranks see.
-        tensors: flat names to tensors (equal on all ranks that have the name) or DTensors.
-        group: as in `on_all_ranks`.
+    """Write a state into an empty folder that all ranks see. Collective; `group` as in `on_all_ranks`.
 
     Returns:
         Size and hash of every file written by any rank, for `publish.commit`. Each rank hashed its own.
@@ -372,19 +367,26 @@ def _check_same(
     folder: Path, metadata: Metadata, wanted: Mapping[str, Tensor], asked: set[str], optional: tuple[str, ...]
 ) -> None:
     """Check that the run's tensors are the checkpoint's, by name, shape and dtype."""
-    saved: Mapping[str, Any] = metadata.state_dict_metadata
-    missing = [n for n in wanted if n not in saved]
-    surplus = [n for n in saved if n not in asked and not n.startswith(optional)]
-    differ: list[str] = []
-    for name, t in wanted.items():
-        s: Any = saved.get(name)
-        if s is not None and not _is_alike(t, metadata, name):
-            differ.append(f"{name} {list(s.size)} {s.properties.dtype} (this run: {list(t.shape)} {t.dtype})")
+    saved: Any = metadata.state_dict_metadata
+    found = {
+        name: f"{list(s.size)} {s.properties.dtype}"
+        for name, s in saved.items()
+        if name in wanted or not (name in asked or name.startswith(optional))  # another rank compares what it asks for
+    }
+    ours = {name: f"{list(t.shape)} {t.dtype}" for name, t in wanted.items()}
     fix = "restore the config that it was saved with (config.toml of that run), or choose a new job.name"
+    require_same(folder, found, ours, fix, "checkpoint", "tensor", "shapes and dtypes")
+
+
+def require_same(
+    folder: Path, found: Mapping[str, str], wanted: Mapping[str, str], fix: str, place: str, what: str, of: str
+) -> None:
+    """Raise CheckpointError with all that is missing, surplus or different in a folder; values are shapes in words."""
+    differ = [f"{name} {found[name]} (this run: {own})" for name, own in wanted.items() if found.get(name, own) != own]
     problems = [
-        ("missing in the checkpoint", missing, "every tensor of this run"),
-        ("only in the checkpoint", surplus, "no tensor that this run does not have"),
-        ("different in the checkpoint", differ, "this run's shapes and dtypes"),
+        (f"missing in the {place}", [*(wanted.keys() - found.keys())], f"every {what} of this run"),
+        (f"only in the {place}", [*(found.keys() - wanted.keys())], f"no {what} that this run does not have"),
+        (f"different in the {place}", differ, f"this run's {of}"),
     ]
     require_none(folder, problems, fix)
 
