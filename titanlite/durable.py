@@ -52,13 +52,9 @@ def read_plain(path: Path) -> bytes:
 
 
 def write_durably(path: Path, text: str, *, by: str = "", on_disk: bool = True) -> None:
-    """Write or replace a text file, and wait until it is on disk.
+    """Write or replace a text file in a folder that exists, and wait until it is on disk, unless `on_disk` is false.
 
-    Args:
-        path: the file; its folder exists.
-        text: all of it.
-        by: a name for the writer, if others may write the same file at the same time.
-        on_disk: whether to wait.
+    `by` names the writer, if others may write the same file at the same time.
 
     Raises:
         OSError: it cannot be written, or its temporary file is not a plain one.

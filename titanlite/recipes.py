@@ -75,14 +75,7 @@ def load(
     origin: Origin | None = None,
     rules: Mapping[str, OwnRule] = _NO_RULES,
 ) -> ModelDims | Float8Recipe | SaveList | OptimizerRecipe:
-    """Find a recipe, read it with what it extends, and check it.
-
-    Args:
-        kind: which recipes to look in.
-        name_or_path: a name, or the path of a file (it ends in .toml).
-        extra_dirs: the user's folders (`job.recipe_dirs`).
-        origin: where the config named the recipe.
-        rules: of the user's own file, which groups of an optimizer's recipe may have.
+    """Find a recipe, read it with what it extends, and check it. A path ends in .toml.
 
     Raises:
         RecipeError: there is no such recipe, or it is malformed or not legal; with every problem.

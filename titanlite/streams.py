@@ -59,11 +59,8 @@ def guard_streams() -> None:
 
 
 def guard_stream(stream: TextIO, drops: bool = False) -> None:
-    """Redact and escape everything that is written to a stream from now on.
-
-    Args:
-        stream: its OSError names the file `OUTPUT`.
-        drops: whether to discard everything after an OSError instead of raising it.
+    """Redact and escape everything that is written to a stream from now on. An OSError names the file `OUTPUT`, or with
+    `drops` everything after it is discarded.
     """
     if "drawn" in vars(stream):
         return

@@ -31,11 +31,8 @@ def terminal_width() -> int | None:
 
 
 def folded(text: str, width: int | None) -> str:
-    """Fold text into a width: paragraphs between words, tables between columns.
-
-    Args:
-        text: paragraphs of one line each, and tables of `columns`.
-        width: in characters; None: unlimited.
+    """Fold paragraphs of one line each between words, and tables of `columns` between columns, into a width in
+    characters; None: unlimited.
     """
     if width is None:
         return text

@@ -41,15 +41,7 @@ _LONG_WAIT = 0.1  # share of the time of so many lines that is too much to spend
 
 
 class Console(Observer):
-    """The log of one rank.
-
-    Args:
-        rank: global rank.
-        local_rank: rank on this host; 0 also writes to the terminal.
-        total_steps: `training.steps`.
-        log_folder: folder of `rank<r>.log`; created if needed. A log that exists is continued.
-        stream: the terminal; standard output if not given.
-    """
+    """The log of one rank, which is continued if it exists; the first rank of each host also writes to the terminal."""
 
     def __init__(
         self, rank: int, local_rank: int, total_steps: int, log_folder: Path, stream: TextIO | None = None

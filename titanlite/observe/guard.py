@@ -27,12 +27,7 @@ _CLOSED = b"closed"
 
 
 class Guard:
-    """Start the process beside this rank. It speaks of the run that is running at the first limit that it is given.
-
-    Args:
-        status: `status.json`.
-        rank: this one.
-    """
+    """Start the process beside this rank. It speaks of the run that is running at the first limit that it is given."""
 
     def __init__(self, status: Path, rank: int) -> None:
         import subprocess  # which the process itself has no use for

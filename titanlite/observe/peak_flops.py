@@ -103,11 +103,8 @@ def windows_of(model: nn.Module) -> list[int]:
 
 
 def mean_attended(windows: list[int], lengths: np.ndarray) -> float:
-    """Return twice the tokens that a token sees in its document on average, its own counted by half, over all layers.
-
-    Args:
-        windows: of each layer.
-        lengths: [n], tokens of each document.
+    """Return twice the tokens that a token sees in its document on average, its own counted by half, over all layers'
+    windows; `lengths` are the documents' tokens, [n].
     """
     total = sum(windows.count(window) * twice_attended(lengths, window) for window in set(windows))
     return total / float(lengths.sum())

@@ -36,16 +36,7 @@ def span(name: str) -> contextlib.AbstractContextManager[object]:
 
 
 class Profiler:
-    """Traces the steps that `[profiling]` names. Use as a context manager around the training loop.
-
-    Args:
-        config: the window, and whether to trace at all.
-        folder: `profile/` of the run; created when there is something to write.
-        run: what the summary says of the run.
-        device: where the model is.
-        first_step: the first step that this process trains.
-        console: told when the trace is written, or that it will not be.
-    """
+    """Traces the steps that `[profiling]` names. Use as a context manager around the training loop."""
 
     def __init__(
         self,

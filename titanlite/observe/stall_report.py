@@ -39,11 +39,7 @@ class StallReport:
         self._store.set(self._key(rank, "process"), f"host {socket.gethostname()}, process {os.getpid()}")
 
     def hold(self, where: str, wait_s: float) -> str | None:
-        """Store where this rank is, and poll the others.
-
-        Args:
-            where: step, phase and line.
-            wait_s: how long to wait for the others.
+        """Store where this rank is, its step, phase and line, and poll the others for so long.
 
         Returns:
             On rank 0, or on rank 1 if rank 0 or the store does not answer: where each rank is, a line for each place,

@@ -29,12 +29,8 @@ _WAIT_S = 2.0  # for another process's word, which takes milliseconds
 
 
 class Status(Observer):
-    """The state of this run, "running" from now on. Ranks other than 0 write `failed` and `stalled` alone.
-
-    Args:
-        path: the file; its folder exists.
-        step: the step from which training starts.
-        rank: this process's.
+    """The state of this run, "running" from now on, after the step from which training starts. Ranks other than 0 write
+    `failed` and `stalled` alone.
     """
 
     def __init__(self, path: Path, step: int = 0, rank: int = 0) -> None:
@@ -63,13 +59,9 @@ class Status(Observer):
         self._write_running(stalled=text)
 
     def idle(self, is_last: bool) -> bool:
-        """Write what was there before a start that had nothing to do, if that was an end.
+        """Write what was there before a start that had nothing to do, if that was an end; return whether it was.
 
-        Args:
-            is_last: whether all steps are done; then a run that was stopped is finished now.
-
-        Returns:
-            Whether it was written.
+        With all steps done, a run that was stopped is finished now.
         """
         if self._before.get("state") not in (("finished",) if is_last else ("finished", "stopped")):
             return False
@@ -87,12 +79,7 @@ class Status(Observer):
             self._write("finished")
 
     def stopped(self, step: int, by: str) -> None:
-        """Write that the run was asked to end early and did so cleanly.
-
-        Args:
-            step: last step done; if checkpoints are on, it is saved, unless a second signal ended the run at once.
-            by: the cause, as "SIGTERM" or "job.stop_after".
-        """
+        """Write that the run was asked to end early, by "SIGTERM" or "job.stop_after", say, and did so after a step."""
         self.step = step
         if self._rank == 0:
             self._write("stopped", by=by)

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 
 class TensorBoardFile(Observer):
-    """The file of one start, beside those of earlier ones; made on rank 0 when `metrics.tensorboard` is true.
-
-    Args:
-        folder: `tensorboard/` in the run's folder; created if need be.
-        metrics: the file of rows, which has none of a step that is trained again.
-        warn: called with one text at the first failure.
+    """The file of one start, beside those of earlier ones; made on rank 0 when `metrics.tensorboard` is true. `warn` is
+    called with one text at the first failure.
     """
 
     def __init__(self, folder: Path, metrics: Path, warn: Callable[[str], object]) -> None:

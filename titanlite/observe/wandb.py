@@ -43,15 +43,8 @@ _PROCESS = "import sys; sys.path.insert(0, sys.argv[1]); from titanlite.observe.
 
 
 class WandbRun(Observer):
-    """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off".
-
-    Args:
-        config: the whole config; `metrics.wandb` is "offline" or "online".
-        folder: the run's folder; wandb writes to `wandb/` in it.
-        metrics: the file of rows.
-        warn: called with one text at the first failure.
-        facts: of `run_facts.py`, beside the sections of the config in wandb's.
-        tags: by which the run is found.
+    """This run in Weights & Biases. Rank 0 owns it; made only when `metrics.wandb` is not "off". `warn` is called with
+    one text at the first failure; the facts are beside the sections of the config in wandb's.
     """
 
     def __init__(

@@ -76,15 +76,8 @@ class _Clock:
 class Watchdog:
     """Watches one rank. Use as a context manager around the training loop.
 
-    Args:
-        timeout_s: longest time without progress; see `set_timeout`.
-        log: the rank's log file, to which the stacks are appended.
-        rank: global rank, named in the message.
-        status: told of a stall, and of a TimeoutError before the process ends.
-        stall_report: how ranks say where they are.
-        guard: the process that ends this one when the watchdog cannot.
-        is_excused: called with the limit before the process is ended; returns whether it goes on: another rank waits
-            for data that is being made.
+    Before the process is ended, `is_excused` is called with the limit, and returns whether it goes on: another rank
+    waits for data that is being made. The guard ends this process when the watchdog cannot.
     """
 
     def __init__(

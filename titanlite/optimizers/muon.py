@@ -57,14 +57,8 @@ class Pace(NamedTuple):
 
 
 class Muon:
-    """The update of the parameters that share a `MuonRule`. To build it, and each step, is collective over all ranks.
-
-    Args:
-        parameters: by name: matrices, or several fused. After FSDP's lazy initialisation.
-        mesh: the mesh.
-        matrices: of each parameter, from `matrices_of`.
-        rule: the constants.
-        paces: of each parameter.
+    """The update of parameters, matrices or several fused, that share a `MuonRule`; made after FSDP's lazy
+    initialisation. To build it, and each step, is collective over all ranks.
 
     Attributes:
         locals: this rank's shard of each parameter.
@@ -113,13 +107,7 @@ class Muon:
         norms: GroupNorms | None = None,
         decay_factor: float = 1.0,
     ) -> None:
-        """Apply one update, or none.
-
-        Args:
-            grads: this rank's shards; their values are not defined afterwards.
-            lr, divisor, skip, norms: as of `UpdateRule.step`.
-            decay_factor: of all weight decays.
-        """
+        """Apply one update, or none, with gradients as of `UpdateRule.step`; `decay_factor` is of all weight decays."""
         if not self.buckets:
             return
         self._begin(skip)

@@ -114,14 +114,7 @@ def assign(matrices: Sequence[Matrix], ranks: int, steps: int, most: int) -> lis
 
 
 def schedule(stacks: list[Stack], held: Sequence[Mapping[str, Rectangle]], rank: int, replicas: int) -> Bucket:
-    """Make the bucket of these stacks for a rank.
-
-    Args:
-        stacks: of the bucket.
-        held: from `held_by_each_rank`.
-        rank: this one.
-        replicas: of the model, on successive ranks each.
-    """
+    """Make the bucket of these stacks for a rank; replicas are on successive ranks each."""
     ranks = len(held)
     own = [i for i, stack in enumerate(stacks) if stack.owner == rank]
     bucket = Bucket(stacks, own, Transfer(), Transfer(), Transfer(), Transfer())

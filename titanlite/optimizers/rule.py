@@ -110,8 +110,4 @@ class ShippedRule(UpdateRule):
     @classmethod
     @abstractmethod
     def cost(cls, config: Optimizer) -> UpdateCost:
-        """Return what an element costs.
-
-        Args:
-            config: `[optimizer]`.
-        """
+        """Return what an element costs."""

@@ -17,12 +17,7 @@ _PIECE = 1 << 24  # numbers
 
 
 class RuleOfFile(UpdateRule):
-    """See `UpdateRule`.
-
-    Args:
-        own: the parameters.
-        rule: as the file describes it.
-    """
+    """See `UpdateRule`."""
 
     def __init__(self, own: ParametersOfRule, rule: OwnRule) -> None:
         dtype, settings = getattr(torch, own.config.state_dtype), own.settings

@@ -34,27 +34,13 @@ def shipped_rule(rule: str) -> type[ShippedRule]:
 
 
 def update_cost(rule: str, recipe: OptimizerRecipe, config: Optimizer) -> UpdateCost:
-    """Return what an element of a parameter costs.
-
-    Args:
-        rule: its name.
-        recipe: that has it.
-        config: `[optimizer]`.
-    """
+    """Return what an element of a parameter costs that a rule of this name and recipe updates."""
     own = recipe.own_rules.get(rule)
     return RuleOfFile.cost_of(own, config) if own else shipped_rule(rule).cost(config)
 
 
 class ShardedOptimizer:
-    """The optimizer of one run.
-
-    Args:
-        parameters: by name; after FSDP's lazy initialisation, which may move the shards.
-        config: `[optimizer]`.
-        recipe: the groups of parameters and their rules.
-        settings: how each parameter is updated, from `update_settings`.
-        mesh: the mesh.
-        matrices: that the parameters of projections are made of, from `matrices_of`.
+    """The optimizer of one run, made after FSDP's lazy initialisation, which may move the shards.
 
     Attributes:
         locals: this rank's shard of each parameter.
@@ -92,15 +78,7 @@ class ShardedOptimizer:
     def step(
         self, grads: dict[str, Tensor], lr: float, divisor: Tensor, skip: Tensor, norms: GroupNorms | None = None
     ) -> None:
-        """Apply one update, or none.
-
-        Args:
-            grads: from `gradients`; their values are not defined afterwards.
-            lr: learning rate.
-            divisor: [] float32 that gradients are divided by, to clip them.
-            skip: [] float32; 1 leaves parameters and state as they are.
-            norms: gets squares of weights and of what the update changes, in a step that is logged.
-        """
+        """Apply one update, or none; arguments as of `UpdateRule.step`, with gradients from `gradients`."""
         self.updates += 1 - skip
         for rule in self.rules.values():
             rule.step(grads, lr, divisor, skip, norms)
@@ -134,11 +112,7 @@ class ShardedOptimizer:
         return {name: (number[self.settings[name].group], name in shared) for name in self.names}
 
     def norm(self, grads: dict[str, Tensor], norms: GroupNorms | None = None) -> Tensor:
-        """Global L2 norm of all gradients.
-
-        Args:
-            grads: from `gradients`.
-            norms: gets that of each gradient, in a step that is logged.
+        """Global L2 norm of all gradients; `norms` get that of each, in a step that is logged.
 
         Returns:
             [] float32, equal on every rank.

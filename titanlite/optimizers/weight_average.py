@@ -33,13 +33,7 @@ _SHORTEST = 10
 
 
 class WeightAverage:
-    """The average of one run's weights.
-
-    Args:
-        parameters: by name.
-        shards: this rank's part of each, float32: what the optimizer updates.
-        decay: `optimizer.ema_decay`, above 0.
-        mesh: the mesh.
+    """The average of one run's weights: this rank's part of each, float32, as its optimizer has it.
 
     Attributes:
         updates: [] float32, since the average began.

@@ -102,11 +102,8 @@ class Foreseen:
 
 
 def try_assembly(asked: CheckedRun, world: int | None) -> Foreseen:
-    """Assemble a run without memory, for the checks and facts that need its model.
-
-    Args:
-        asked: the run.
-        world: number of processes; None: the fewest that it can have.
+    """Assemble a run without memory, for the checks and facts that need its model; without `world` on the fewest
+    processes that it can have.
 
     Raises:
         TitanliteError: see `assembled`; or its initial weights are of another model.
@@ -129,10 +126,8 @@ def device_to_plan_for(gpu: str | None) -> Device:
 def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> Generator[Assembly]:
     """Assemble a run as the first rank of a fake world, and be that rank within a context.
 
-    Args:
-        asked: the run.
-        world: number of processes; None: the fewest that it can have.
-        gpu: one of `forecast.device_specs.DEVICES`; None: an unknown device that can run the float8 recipe.
+    Without `world` it is the smallest that the run can have; without `gpu` the device is an unknown one that can run
+    the float8 recipe.
 
     Raises:
         TitanliteError: see `assemble`; or no save-list keeps to the budget.
@@ -149,12 +144,7 @@ def assembled(asked: CheckedRun, world: int | None, gpu: str | None = None) -> G
 
 
 def assemble(asked: CheckedRun, device: Device, blocks: Sequence[int] | None = None) -> Assembly:
-    """Assemble a run up to its weights. The process group exists.
-
-    Args:
-        asked: the run.
-        device: to build for.
-        blocks: numbers of the blocks to build; None: all.
+    """Assemble a run up to its weights, or only the blocks of these numbers. The process group exists.
 
     Raises:
         TitanliteError: a user's update rule fails when it is tried; the model cannot be built or split; a pattern

@@ -46,10 +46,7 @@ def torch_order() -> AbstractContextManager[object]:
 def choose_attention(device: Device, config: Config, dims: ModelDims) -> Entry:
     """Enable FlashAttention-4 on all ranks or on none; collective.
 
-    Args:
-        device: a GPU. If it is only named, the package is taken to be installed.
-        config: `training.mixed_precision_param`, the dtype of queries, keys and values.
-        dims: the model's dimensions.
+    Of a GPU that is only named, the package is taken to be installed.
 
     Returns:
         The receipt's entry: skipped if it is not installed or does not serve device or model; missed if it is wrong.

@@ -70,12 +70,8 @@ class HeldOut(NamedTuple):
     tokens_per_byte: float | None  # of its text; None: not known
 
     def numbers(self, name: str, loss: float, of: str = "") -> dict[str, float]:
-        """Return metrics by their keys.
-
-        Args:
-            name: of the source; "" for `validation.source`.
-            loss: the mean, in nats per token.
-            of: "_ema" for the average of weights.
+        """Return metrics of a mean loss in nats per token by their keys, which end in "_ema" for the average of
+        weights, and in the name of the source, "" for `validation.source`.
         """
         end = of + (f".{name}" if name else "")
         found = {f"validation_loss{end}": loss}
@@ -146,12 +142,8 @@ def report_data(data: Corpora, receipt: Receipt, asked: CheckedRun, console: Con
 
 
 def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
-    """Return the receipt's entry of a source: its tokens, and what was left out.
-
-    Args:
-        key: of the config, as "data.source".
-        corpus: may still be tokenized.
-        grew: whether it was tokenized in the background.
+    """Return the receipt's entry of a source: its tokens, and what was left out. It may still be tokenized in the
+    background, or was, with `grew`.
     """
     applied: dict[str, object] = {"prepare": "background"} if grew else {}
     if not corpus.is_whole:
@@ -178,15 +170,7 @@ def data_entry(key: str, corpus: Corpus, grew: bool = False) -> Entry:
 def open_batches(
     data: Corpora, asked: CheckedRun, mesh: Mesh, table: StageTable, step: int, windows: Sequence[int]
 ) -> tuple[TrainBatches, dict[str, HeldOut]]:
-    """Begin to read this rank's batches.
-
-    Args:
-        data: the corpora.
-        asked: the run.
-        mesh: the mesh.
-        table: the stages of the run.
-        step: the last one done.
-        windows: of the model's layers, 0 for none.
+    """Begin to read this rank's batches after a step; windows are of the model's layers, 0 for none.
 
     Returns:
         Training batches, to be closed; batches of each held-out source, by its name.

@@ -28,11 +28,8 @@ class DataWait:
     _told: float = 0.0
 
     def wait(self, seconds: float, alive: Callable[[], object]) -> None:
-        """Report a wait; called about once a second while a batch is waited for.
-
-        Args:
-            seconds: since the wait began.
-            alive: called if tokenization has progressed since the last call.
+        """Report a wait of so many seconds; called about once a second while a batch is waited for. If tokenization has
+        progressed since the last call, `alive` is called.
         """
         growing = {key: shards for key, shards in self.data.growing.items() if not shards.is_whole}
         activity = {key: shards.activity for key, shards in growing.items()}

@@ -63,10 +63,8 @@ def _available() -> int:
 def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured) -> str | None:
     """Return a warning, before the first step, if a run is predicted not to fit, else None.
 
-    Args:
-        model: of the run.
-        save_list: what blocks keep; None: as much as `activation_checkpoint.budget_gib` has room for.
-        measured: of this rank, while it holds only weights, moments and symmetric memory.
+    It is measured while this rank holds only weights, moments and symmetric memory. Without a save-list blocks keep as
+    much as `activation_checkpoint.budget_gib` has room for.
     """
     room, budget = measured.could_be_reserved, model.config.activation_checkpoint.budget_gib
     if save_list is None:
@@ -85,13 +83,7 @@ def foreseen(model: MemoryModel, save_list: SaveList | None, measured: Measured)
 
 @contextmanager
 def explained(model: Callable[[], MemoryModel], save_list: SaveList, device: torch.device) -> Iterator[None]:
-    """Raise `OutOfMemoryError` with an explanation if torch runs out of memory within a context.
-
-    Args:
-        model: makes the run's.
-        save_list: what blocks keep.
-        device: this rank's.
-    """
+    """Raise `OutOfMemoryError` with an explanation if torch runs out of memory within a context."""
     try:
         yield
     except RuntimeError as error:

@@ -33,13 +33,8 @@ from titanlite.training.build import Run
 
 
 def complete_receipt(run: Run, folder: RunFolder, console: Console, is_masked: bool) -> None:
-    """Add the entries that need a step, write the file on rank 0, and enforce it.
-
-    Args:
-        run: after its first step.
-        folder: of the run.
-        console: warns where `job.strict` is off.
-        is_masked: whether the step had documents in samples.
+    """Add the entries that need a step (`is_masked`: one with documents in samples), write the file on rank 0, and
+    enforce it.
 
     Raises:
         StrictError: on every rank: a request was not applied, or the run exceeds its memory budget.

@@ -53,14 +53,8 @@ class Moment:
 
 
 class InFlight:
-    """The results of one step, on their way to the host.
-
-    Args:
-        step: its number.
-        lr: its learning rate.
-        result: of `train_step`.
-        data_wait_s: seconds that the host waited for its batches.
-        routers: whose statistics are read, which is collective; None: they are not.
+    """The results of `train_step`, on their way to the host; with `routers` their statistics too, which is
+    collective.
     """
 
     def __init__(
@@ -136,17 +130,7 @@ def _of_sources(mixture: Mixture, step: int) -> dict[str, float]:
 
 
 class Report:
-    """Checks and logs the steps of one rank.
-
-    Args:
-        config: the config.
-        mixture: the sources and stages of the run.
-        world: number of processes.
-        flops: of a token, as MFU counts them.
-        device: this process's.
-        console: of this rank.
-        observers: told of steps and rows.
-    """
+    """Checks and logs the steps of one rank."""
 
     def __init__(
         self,

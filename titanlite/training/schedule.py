@@ -7,14 +7,7 @@ from titanlite.data.stages import StageTable
 
 
 def change_of_rate(config: Config, step: int, was: float | None, table: StageTable | None = None) -> str | None:
-    """Return a notice if the learning rate jumps to another schedule after a step, else None.
-
-    Args:
-        config: with the new schedule.
-        step: the last one trained.
-        was: its learning rate; None: not known.
-        table: the stages of the run.
-    """
+    """Return a notice if the learning rate of a step, `was`, jumps to another schedule after it, else None."""
     if was is None or was == learning_rate(step, config, table):
         return None
     now = learning_rate(step + 1, config, table)
@@ -22,12 +15,9 @@ def change_of_rate(config: Config, step: int, was: float | None, table: StageTab
 
 
 def learning_rate(step: int, config: Config, table: StageTable | None = None) -> float:
-    """Return the learning rate of one optimizer step.
+    """Return the learning rate of one optimizer step; the first is step 1.
 
-    Args:
-        step: 1 for the first.
-        config: `optimizer.lr`, `lr_scheduler.*`, `training.steps`, `training.tokens` and `data.stage`.
-        table: the stages of the run; not needed without `training.tokens` and `data.stage`.
+    The stages of the run are not needed without `training.tokens` and `data.stage`.
 
     Returns:
         The rate. It rises to the peak at step `warmup_steps`, and would reach `min_lr_factor` times the peak one step

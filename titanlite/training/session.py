@@ -63,12 +63,7 @@ class Session:
             self.guard.close()
 
     def ended(self, start: int, last: int) -> None:
-        """Report that the run is finished, or what stopped it; after a start with nothing to train, nothing.
-
-        Args:
-            start: the last step done before this start.
-            last: the last step done now.
-        """
+        """Report that the run is finished, or what stopped it; after a start with nothing to train, nothing."""
         config, console = self.asked.config, self.console
         is_idle, is_finished = start >= last_step(config), last >= config.training.steps
         if is_idle and self.status.idle(is_finished):

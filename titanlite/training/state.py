@@ -77,12 +77,6 @@ def restore(run: Run, checkpoints: Checkpoints, console: Console, data: Mapping[
     The latter has weights, or is a checkpoint of another run, from which this run goes on with weights, optimizer and
     place in the data, at its step.
 
-    Args:
-        run: with fresh weights.
-        checkpoints: of the run's folder.
-        console: reports what was loaded.
-        data: `Corpora.identity`, hashes of the training data.
-
     Raises:
         CheckpointError: on every rank: a rank does not see the folder; or there is no such checkpoint, or it is
             damaged, of another model or, without `optimizer.fresh_state`, of another optimizer; or of another

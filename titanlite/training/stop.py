@@ -31,15 +31,11 @@ _LAUNCHER_GONE = "the end of its launcher (job.stop_with_launcher)"
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP from when it is entered until it is closed.
+    """Notes SIGTERM, SIGINT, SIGUSR1 and SIGHUP from when it is entered until it is closed, and the end of the launcher
+    as a SIGTERM.
 
     Before `begin_steps` a signal raises KeyboardInterrupt with its number; afterwards it is `received`, and a second
     request ends the process at once.
-
-    Args:
-        saves: whether a checkpoint is saved before the run stops, for the message.
-        last_words: called before the process is ended at once, with the signal's name in `received`.
-        launcher: whose end counts as SIGTERM; None: nobody's.
     """
 
     def __init__(self, saves: bool, last_words: Callable[[], object], launcher: Launcher | None = None) -> None:

@@ -30,15 +30,7 @@ _WIDTH = 7  # of the words in front
 
 
 def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start: int, folder: RunFolder) -> list[str]:
-    """Say what is trained, on which data and ranks, and where it is recorded.
-
-    Args:
-        run: as it was built.
-        sources: the training data, by name.
-        mixture: of these sources.
-        start: the last step done.
-        folder: of the run.
-    """
+    """Say what is trained, on which data and ranks, from which step on, and where it is recorded."""
     config = run.config
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
     steps, table = config.training.steps, mixture.table
@@ -84,15 +76,7 @@ def _of_mixture(mixture: Mixture) -> list[str]:
 
 
 def last_lines(config: Config, folder: RunFolder, last: int, seconds: float, can_export: bool) -> list[str]:
-    """Say how long a start took, the lowest losses of the run, and the commands that may follow.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        last: the last step done.
-        seconds: since this start began.
-        can_export: whether transformers has the architecture.
-    """
+    """Say how long a start took up to its last step, the lowest losses of the run, and the commands that may follow."""
     rows: list[dict[str, Any]] = []
     with suppress(OSError, RunError):  # a damaged file is reported elsewhere, or at the next start
         rows = read_metrics(folder.metrics)
