@@ -60,23 +60,11 @@ _EXPERTS = ("fullest", "emptiest", "entropy", "balance_loss", "z_loss", "bias_ra
 _METRICS = (
     Metric("loss", "train/loss", "Loss", "training loss", _NATS, console="loss {:7.4f}".format, loss_of="train loss"),
     Metric("z_loss", "train/z_loss", "Loss", "mean square of the logits' log-sum-exp"),  # before its coefficient
-    Metric("validation_loss", "val/loss", "Loss", "validation loss", _NATS, loss_of="validation loss"),
     # Separators count among the tokens, and have no bytes: the end of a document costs bits, too.
-    Metric("validation_bits_per_byte", "val/bits_per_byte", "Loss", "validation loss", "bits per byte"),
-    Metric(
-        "validation_loss_ema",
-        "val/loss_ema",
-        "Loss",
-        "validation loss of averaged weights",
-        _NATS,
-        loss_of="validation loss of the average",
-    ),
-    Metric(
-        "validation_bits_per_byte_ema",
-        "val/bits_per_byte_ema",
-        "Loss",
-        "validation loss of averaged weights",
-        "bits per byte",
+    *(
+        Metric(f"validation_{what}{end}", f"val/{what}{end}", "Loss", f"validation loss{of}", unit, loss_of=lowest)
+        for end, of, average in (("", "", ""), ("_ema", " of averaged weights", " of the average"))
+        for what, unit, lowest in (("loss", _NATS, f"validation loss{average}"), ("bits_per_byte", "bits per byte", ""))
     ),
     Metric(
         "grad_norm",

@@ -89,7 +89,7 @@ class StallReport:
 
 
 def answer_of(ask: Callable[[], T], wait_s: float) -> T | None:
-    """Return what a store answers; None if its host has ended, or is stopped, so that it never does."""
+    """Return what a thread of its own is told in this time; None if the store's host, or the disk, does not answer."""
     found: list[T] = []
 
     def listen() -> None:

@@ -22,12 +22,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from titanlite.durable import append_plain
 from titanlite.observe.guard import Guard
-from titanlite.observe.stall_report import StallReport, innermost_line
+from titanlite.observe.stall_report import StallReport, answer_of, innermost_line
 from titanlite.observe.status import Status
 from titanlite.redact import redact
 
@@ -162,7 +163,5 @@ class Watchdog:
         text = f"rank {self._rank} made no progress for {idle:.0f} s at step {step}, in {phase}"
         self._write(f"{text}; stacks of all threads follow", stacks=True)
         if self._status:
-            last = threading.Thread(target=self._status.failed, args=(TimeoutError(text),), daemon=True)
-            last.start()
-            last.join(_LAST_WORDS_S)
+            answer_of(partial(self._status.failed, TimeoutError(text)), _LAST_WORDS_S)
         os._exit(1)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from titanlite.observe.stall_report import answer_of
 from titanlite.preflight.launcher import Launcher
 
 _ONE_REQUEST_S = 1.0  # launchers send a signal twice
@@ -127,9 +128,7 @@ class StopSignals:
             first = time.monotonic() if first is None else first
             if is_again or not (self.is_in_steps or self._taken_up.wait(_TAKEN_UP_S)):
                 self.received = self._name(number)
-                last_words = threading.Thread(target=self._last_words, daemon=True)
-                last_words.start()
-                last_words.join(_TAKEN_UP_S)  # the disk may be what the main thread waits for
+                answer_of(self._last_words, _TAKEN_UP_S)  # the disk may be what the main thread waits for
                 os._exit(128 + number)
 
     def _next(self) -> int:
