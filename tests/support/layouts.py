@@ -2,9 +2,8 @@
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 # Widths that no world size here divides, shards that are empty on some rank, each dtype that a state has.
@@ -49,30 +48,3 @@ def check(state: dict[str, Tensor]) -> None:
     for name, tensor in state.items():
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(full, truth(name)), f"{name}: {full} is not {truth(name)}"
-
-
-class Net(nn.Module):
-    """Weights split by rows and by columns, a norm, and widths that leave uneven and empty shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.column = nn.Linear(6, 10, bias=False)
-        self.row = nn.Linear(10, 6, bias=False)
-        self.narrow = nn.Linear(4, 6, bias=False)
-        self.norm = nn.LayerNorm(3)
-        with torch.no_grad():
-            for i, p in enumerate(self.parameters()):
-                p.copy_(100 * i + torch.arange(p.numel()).reshape(p.shape))
-
-
-def net(fsdp: int, tp: int) -> Net:
-    """The net under FSDP2, on top of tensor-parallel DTensors if tp > 1; on one mesh axis otherwise."""
-    model = Net()
-    mesh = init_device_mesh("cpu", (fsdp, tp), mesh_dim_names=("dp", "tp"))
-    if tp > 1:
-        for module, dim in ((model.column, 0), (model.row, 1), (model.narrow, 0)):
-            module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh["tp"], [Shard(dim)]))
-        for name in ("weight", "bias"):
-            p = getattr(model.norm, name)
-            setattr(model.norm, name, nn.Parameter(distribute_tensor(p.detach(), mesh["tp"], [Replicate()])))
-    return fully_shard(model, mesh=mesh["dp"])

@@ -15,9 +15,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.layouts import Net, check, net, sharded
 from tests.support.ranks import run_ranks
 from titanlite.checkpoint import store
 from titanlite.checkpoint.publish import begin, commit, verify
@@ -45,40 +44,6 @@ def write(root: Path, state: Sharded, step: int = 1) -> Path:
 def read(folder: Path, state: Sharded) -> Sharded:
     assert store.read(folder, state) == set(state)
     return state
-
-
-def test_two_mesh_axes_to_two_ranks_to_one(tmp_path: Path) -> None:
-    four = tmp_path / "step-00000001"
-
-    def two() -> None:
-        check(read(four, sharded(False)))
-        write(tmp_path, sharded(True), step=2)
-
-    run_ranks(lambda: write(tmp_path, sharded(True, mesh_shape=(2, 2))), tmp_path, world=4)
-    run_ranks(two, tmp_path, world=2)
-    run_ranks(lambda: check(read(tmp_path / "step-00000002", sharded(False))), tmp_path, world=1)
-
-
-def test_fsdp_and_tensor_parallel_to_one_and_back(tmp_path: Path) -> None:
-    saved = tmp_path / "step-00000001"
-    run_ranks(lambda: write(tmp_path, dict(net(2, 2).state_dict())), tmp_path, world=4)
-    model, expected = Net(), dict(Net().state_dict())
-    for p in model.parameters():
-        p.data.zero_()
-    read(saved, dict(model.state_dict()))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, expected[name]), name
-
-    def back() -> None:
-        model = net(2, 2)
-        for p in model.parameters():
-            assert isinstance(p, DTensor)
-            p.to_local().data.zero_()
-        read(saved, dict(model.state_dict()))
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor.full_tensor(), expected[name]), name
-
-    run_ranks(back, tmp_path, world=4)
 
 
 def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:

@@ -2,24 +2,20 @@
 
 import hashlib
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.launched import Desk
 from tests.support.needs import slow
 from tests.support.own_rule import lion
 from tests.support.ranks import run_ranks
-from tests.support.short_run import assemble, batches_of, checked, require_loads, take_steps, whole
-from titanlite.checkpoint import store
+from tests.support.short_run import assemble, checked, take_steps, whole
 from titanlite.commands import main
 from titanlite.training.build import Run
 from titanlite.training.state import tensors_of
-from titanlite.training.step import train_step
 
 TP_2 = ["--parallelism.tensor_parallel_degree", "2"]
 BF16 = ["--optimizer.state_dtype", "bfloat16"]
@@ -90,31 +86,6 @@ def test_state_has_the_bytes_of_its_dtype_and_a_step_left_out_leaves_every_bit(t
     run_ranks(body, tmp_path, 1)
 
 
-def test_goes_on_bit_for_bit_and_loads_under_another_layout(tmp_path: Path) -> None:
-    fsdp, tp = (checked(tmp_path, 2, [*SMALL, *lion(tmp_path), *layout]) for layout in ([], TP_2))
-
-    def body() -> None:
-        straight, first, second = (assemble(fsdp) for _ in range(3))
-        with closing(batches_of(straight)) as batches:
-            taken = [batches.next() for _ in range(4)]
-        for run, steps in ((straight, taken), (first, taken[:2])):
-            for batch in steps:
-                train_step(run, batch, 1e-3, False)
-        folder = tmp_path / "checkpoint"
-        folder.mkdir(exist_ok=True)
-        store.write(folder, tensors_of(first))
-        store.read(folder, tensors_of(second))
-        for batch in taken[2:]:
-            train_step(second, batch, 1e-3, False)
-        theirs, ours = tensors_of(straight), tensors_of(second)
-        different = [name for name in theirs if not torch.equal(whole(theirs[name]), whole(ours[name]))]
-        assert not different, different
-        dist.barrier()
-        require_loads(fsdp, tp, tmp_path / "another")
-
-    run_ranks(body, tmp_path)
-
-
 def test_what_it_raises_in_a_step_ends_the_run_by_its_line(desk: Desk, tmp_path: Path) -> None:
     late = "        return direction / (1 if len(gradient) < 100 else self.nothing)"
     flags = lion(tmp_path, ("        return direction", late))
@@ -122,16 +93,6 @@ def test_what_it_raises_in_a_step_ends_the_run_by_its_line(desk: Desk, tmp_path:
     said = run.output.partition(f"{tmp_path}/lion.py: 1 problem\n")[2]
     assert said.startswith(f"  line 18  in update: {late.strip()} = AttributeError: "), run.output
     assert "Traceback" not in run.output
-
-
-def test_a_rule_that_keeps_something_else_begins_afresh_when_told_to(desk: Desk, tmp_path: Path) -> None:
-    desk.run("more", 1, *lion(tmp_path), "--job.stop_after=1")
-    more = lion(tmp_path, ('    state = ("momentum",)', '    state = ("momentum", "last")'))
-    refused = desk.run("more", 1, *more, "--job.stop_after=2", ends=2)
-    assert "optimizer.file = class Lion with state momentum, last\n" in refused.output
-    told = desk.run("more", 1, *more, "--job.stop_after=2", "--optimizer.fresh_state=true")
-    assert [row["step"] for row in told.steps] == [1, 2]
-    assert any(name.startswith("optimizer/last/") for name in told.content(2))
 
 
 def test_a_file_that_has_changed_is_told(desk: Desk, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
