@@ -23,7 +23,7 @@ from titanlite.forecast.activation_cost import block_costs
 from titanlite.forecast.choose_save_list import RecomputeTimes, choose
 from titanlite.forecast.memory import GIB, MemoryModel, usable
 from titanlite.forecast.search import LEAST
-from titanlite.preflight.checked_run import checked_run
+from titanlite.preflight.checked_run import CheckedRun, checked_run
 from titanlite.training import out_of_memory
 from titanlite.training.out_of_memory import Measured, explanation, foreseen, measure
 
@@ -113,14 +113,6 @@ def test_more_than_the_budget_ends_the_run_before_step_2(desk: Desk) -> None:
     assert lenient.receipt["memory"]["skipped"]
 
 
-def test_a_budget_for_nothing_ends_before_the_folder_is_claimed(desk: Desk) -> None:
-    job = desk.start("nothing", 1, AUTO, budget(0.1))
-    assert job.wait() == [2]
-    assert "activation_checkpoint.budget_gib = 0.1" in job.output()
-    assert "want: at least 0.5: 0.4 are predicted" in job.output()
-    assert not (desk.folder / "runs" / "nothing").exists()
-
-
 def full_in_a_step() -> None:
     def fail(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError(FULL)
@@ -157,12 +149,15 @@ def test_out_of_memory_is_explained(plant, flags: tuple[str, ...], desk: Desk) -
     assert run.steps == []
 
 
+def of_8b(*flags: str) -> tuple[CheckedRun, MemoryModel]:
+    """The shipped run of 8B on four ranks."""
+    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml"), *flags], world_size=4)
+    return run, MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
+
+
 def explained(flags: tuple[str, ...], room_gib: float, name: str = "none") -> str:
-    config = str(shipped_folder("configs") / "llama3_8b.toml")
-    run = checked_run(["--config", config, *flags], world_size=4)
     chosen = recipes.load("activation_checkpoint", name)
-    measured = Measured(78.0, 75.0, 79.0, 77.0, room_gib)
-    return explanation(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4), chosen, measured)
+    return explanation(of_8b(*flags)[1], chosen, Measured(78.0, 75.0, 79.0, 77.0, room_gib))
 
 
 def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
@@ -182,10 +177,8 @@ def test_the_message_has_what_was_measured_predicted_and_would_fit() -> None:
 
 
 def said_before(room_gib: float, *flags: str) -> str | None:
-    config = str(shipped_folder("configs") / "llama3_8b.toml")
-    run = checked_run(["--config", config, *flags], world_size=4)
-    empty = Measured(0.0, 0.0, 0.0, 0.0, room_gib)
-    return foreseen(MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4), run.save_list, empty)
+    run, model = of_8b(*flags)
+    return foreseen(model, run.save_list, Measured(0.0, 0.0, 0.0, 0.0, room_gib))
 
 
 def test_what_is_predicted_not_to_fit_is_said_before_the_first_step() -> None:
@@ -218,8 +211,7 @@ def test_memory_that_is_not_of_the_allocator_is_explained_too(
     text: str, is_of_this_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    run = checked_run(["--config", str(shipped_folder("configs") / "llama3_8b.toml")], world_size=4)
-    model = MemoryModel(run.config, run.dims, run.float8, run.optimizer, 4)
+    run, model = of_8b()
     assert run.save_list is not None
     with (
         pytest.raises(OutOfMemoryError if is_of_this_device else RuntimeError) as caught,

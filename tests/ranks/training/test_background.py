@@ -16,6 +16,8 @@ import titanlite.data.background
 import titanlite.data.corpus
 import titanlite.training.data_wait
 from tests.support.launched import Ended
+from titanlite.checkpoint.publish import step_folder
+from titanlite.checkpoint.saved_state import read_state
 
 if TYPE_CHECKING:
     from tests.support.launched import Desk
@@ -34,7 +36,7 @@ def publish(self, read):
 ShardWriter.publish = publish
 """
 SIZE = ["--training.global_batch_size=16", "--training.local_batch_size=8", "--training.steps=26"]
-SIZE += ["--validation.enable=false"]
+SIZE += ["--validation.enable=false", "--data.max_bad_records=1"]
 WINDOW = ["--data.shuffle_window=1024", "--data.prepare_lead=3000"]  # 16 samples, a step
 
 
@@ -55,11 +57,12 @@ def flags(desk: "Desk", request: pytest.FixtureRequest) -> list[str]:
 
 
 def of_records(desk: "Desk", name: str) -> list[str]:
-    """A source of 40 records, a bit more than an epoch of the run, and a cache of its own."""
+    """A source of 40 records and a bad one, a bit more than an epoch of the run, and a cache of its own."""
     path = desk.folder / f"{name}.jsonl"
     with path.open("w") as file:
         for i in range(40):
             file.write(json.dumps({"text": f"record {i} of this test, " * 22}) + "\n")
+        file.write("no JSON\n")
     cache = desk.folder / f"cache of {name}"
     shutil.rmtree(cache, ignore_errors=True)
     return [f"--data.source={path}", f"--data.cache_dir={cache}", *SIZE, *WINDOW]
@@ -98,6 +101,8 @@ def test_a_run_in_the_background_is_the_run_of_a_prepared_source(
     assert "shuffled within windows of 16 samples: 1,024 tokens, what 1 steps take" in back.output
     told, of_prepared = back.receipt["data.source"], first.receipt["data.source"]
     assert told == of_prepared | {"applied": {"prepare": "background"} | of_prepared["applied"]}
+    assert told["applied"]["bad_records"] == len(told["skipped"]) == 1
+    assert "1 bad record skipped (data.max_bad_records)" in back.output
     assert back.losses("epoch")[0] is None
     assert back.losses("epoch")[-1] == first.losses("epoch")[-1]
     assert sum(back.losses("data_wait_seconds")) > sum(first.losses("data_wait_seconds"))
@@ -135,23 +140,6 @@ def test_a_signal_to_one_rank_is_answered_while_all_wait_for_data(
 
 
 @pytest.mark.slow
-def test_a_run_stopped_in_the_middle_goes_on_as_if_it_had_not_been(desk: "Desk", flags: list[str]) -> None:
-    first = desk.run("whole", 1, *flags)
-    shutil.rmtree(cache_of(flags))
-    flags.append("--data.prepare=background")
-    desk.run("stopped", 1, *flags, "--job.stop_after=5", plant=plan())
-    assert list(cache_of(flags).glob("*.unfinished"))
-    ended = desk.run("stopped", 2, *flags, plant=plan())
-    assert "tokens are there already" in ended.output
-    assert "holds different text" not in ended.output
-    assert [row[0] for row in ended.trained()] == list(range(1, 27))
-    assert ended.trained()[:5] == first.trained()[:5]
-    assert ended.losses() == pytest.approx(first.losses(), rel=1e-4)
-    state = json.loads((ended.folder / "checkpoints" / "step-00000005" / "state.json").read_text())
-    assert (state["corpora"], len(state["inputs"][""])) == ({"": ""}, 16)
-
-
-@pytest.mark.slow
 def test_a_process_that_is_killed_ends_the_run_and_the_next_goes_on(desk: "Desk", flags: list[str]) -> None:
     first = desk.run("unharmed", 2, *flags)
     shutil.rmtree(cache_of(flags))
@@ -163,28 +151,14 @@ def test_a_process_that_is_killed_ends_the_run_and_the_next_goes_on(desk: "Desk"
     assert killed.status["state"] == "failed"
     assert killed.checkpoints() == [killed.status["step"]]
     assert killed.status["step"] > 0
+    assert list(cache_of(flags).glob("*.unfinished"))
+    saved = read_state(step_folder(killed.folder / "checkpoints", last := killed.status["step"]), last)
+    assert (saved.corpora, len(saved.inputs[""])) == ({"": ""}, 16)
     ended = desk.run("killed", 2, *flags, plant=plan())
+    assert "tokens are there already" in ended.output
+    assert "holds different text" not in ended.output
     assert ended.trained() == first.trained()
     assert ended.content(26) == first.content(26)
-
-
-@pytest.mark.slow
-def test_what_fails_there_is_said_by_all_ranks(desk: "Desk", flags: list[str]) -> None:
-    source = Path(flags[0].partition("=")[2])
-    with source.open("a") as file:
-        file.write("no JSON\n")
-    flags += ["--data.prepare=background", "--data.prepare_lead=0"]
-    ended = desk.run("bad", 2, *flags, plant=plan(), ends=2)
-    for of_rank in ended.output.split("--- rank ")[1:]:
-        assert f"{source}:41: not JSON" in of_rank
-        assert "data.max_bad_records" in of_rank
-    ended = desk.run("bad", 2, *flags, "--data.max_bad_records=1", plant=plan())
-    assert "1 bad record skipped (data.max_bad_records)" in ended.output
-    told = ended.receipt["data.source"]
-    assert told["applied"]["bad_records"] == 1
-    assert told["skipped"] == [{"what": told["skipped"][0]["what"], "why": "a bad record"}]
-    assert told["skipped"][0]["what"].startswith(f"{source}:41: not JSON")
-    assert len(ended.trained()) == 26
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import pytest
 
 from tests.support.launched import Desk, Ended
 from tests.support.questions import write_questions
-from titanlite.evaluation.score import Evaluator
-from titanlite.training import evaluation, loop
+from titanlite.training import evaluation
 
 FLAGS = ("--training.seq_len=256", "--training.steps=10")
 
@@ -59,31 +58,6 @@ def test_training_goes_on_as_if_it_had_not_been(desk: Desk, evaluated: Ended) ->
     assert plain.content(10) == evaluated.content(10)
 
 
-@pytest.mark.slow
-def test_a_stop_postpones_it_to_the_next_start(desk: Desk, task: Path) -> None:
-    flags = (*FLAGS, f"--evaluation.tasks={task}", "--evaluation.freq=4")
-
-    def plant() -> None:
-        step = loop.train_step
-
-        def asked_to_stop(run: Any, batches: Any, lr: float, stop: bool, *others: Any, **more: Any) -> Any:
-            return step(run, batches, lr, stop or asked_to_stop.calls == 3, *others, **more)
-
-        def counted(*args: Any, **more: Any) -> Any:
-            result = asked_to_stop(*args, **more)
-            asked_to_stop.calls += 1
-            return result
-
-        asked_to_stop.calls = 0
-        loop.train_step = counted
-
-    stopped = desk.run("stopped", 1, *flags, plant=plant)
-    assert stopped.status["state"] == "stopped"
-    assert evaluations(stopped) == {}
-    resumed = desk.run("stopped", 1, *flags)
-    assert list(evaluations(resumed)) == [4, 8, 10]
-
-
 def test_ranks_that_read_other_questions_do_not_start(desk: Desk, task: Path) -> None:
     (desk.folder / "other").mkdir()
     other = write_questions(desk.folder / "other/lines.jsonl", 12, seed=1)
@@ -95,20 +69,3 @@ def test_ranks_that_read_other_questions_do_not_start(desk: Desk, task: Path) ->
 
     run = desk.run("other questions", 2, *FLAGS, f"--evaluation.tasks={task}", plant=plant, ends=2)
     assert "evaluation.tasks = other questions on rank 1 than on rank 0" in run.output
-
-
-def test_the_watchdog_is_told_of_each_batch(desk: Desk, task: Path) -> None:
-    def plant() -> None:
-        score = Evaluator.score
-
-        def counted(self: Evaluator, model: Any, mesh: Any, progress: Any) -> Any:
-            calls: list[None] = []
-            found = score(self, model, mesh, lambda: (calls.append(None), progress()))
-            print(f"{len(calls)} reports of {len(self.batches)} batches")
-            return found
-
-        Evaluator.score = counted
-
-    run = desk.run("watched", 1, *FLAGS, f"--evaluation.tasks={task}", "--training.steps=1", plant=plant)
-    ((reports, batches),) = re.findall(r"(\d+) reports of (\d+) batches", run.output)
-    assert int(reports) == int(batches) > 1

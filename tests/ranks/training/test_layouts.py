@@ -216,8 +216,7 @@ def test_tied_embeddings_and_uneven_shards(layouts, tmp_path):
         assert_same_losses(got, truth)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_seed_decides_the_weights(seed, one_process, tmp_path):
-    got = train(tmp_path, 1, [BATCH, "4", "--training.seed", str(seed)], steps=1)
+def test_another_seed_makes_other_weights(one_process, tmp_path):
+    got = train(tmp_path, 1, [BATCH, "4", "--training.seed", "1"], steps=1)
     for name, weight in one_process.weights.items():
-        assert torch.equal(got.weights[name], weight) == (seed == 0 or name.endswith("norm.weight")), name
+        assert torch.equal(got.weights[name], weight) == name.endswith("norm.weight"), name

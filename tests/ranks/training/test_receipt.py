@@ -5,7 +5,6 @@ import os
 import platform
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -35,11 +34,11 @@ from titanlite.data.prepare import data_warnings
 from titanlite.data.shards import Meta
 from titanlite.device import CPU, Device
 from titanlite.errors import RecipeError, StrictError
-from titanlite.kernels.lowering import Lowered, lowered
+from titanlite.kernels.lowering import Lowered
 from titanlite.models.layers import CausalAttention
 from titanlite.parallel import tensor
-from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from titanlite.receipt import Entry, Receipt, Skipped
+from titanlite.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from titanlite.receipt import Receipt, Skipped
 from titanlite.training.build import Run
 from titanlite.training.data import data_entry
 
@@ -383,27 +382,26 @@ def test_a_compiler_that_is_off_ends_the_run(desk: Desk) -> None:
     assert run.receipt["compile"]["applied"] == {"blocks": 2, "graphs": 0}
 
 
-def test_fused_operators_are_counted_where_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_and_operators_are_counted_and_what_was_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Lowered("all_gather_matmul", "8×6, 6×3", "no peer access between the GPUs of rank 0")
-    fused = Lowered("matmul_reduce_scatter", "8×6, 6×3")
+    fused, slower = Lowered("matmul_reduce_scatter", "8×6, 6×3"), plain._replace(reason="slower", expected=True)
     model = torch.nn.ModuleList([kind(6, {"w": 3}, std=1.0) for kind in (ColumnParallelLinear, RowParallelLinear)])
-    for layer in model:
-        layer.asynchronous = True
-    for ran, applied, problem in (
-        ({fused: 4}, {"layers": 2, "fused": 4, "plain": 0}, None),
-        ({fused: 4, plain: 2}, {"layers": 2, "fused": 4, "plain": 2}, "all 2 eligible cases; it missed 1"),
-        ({plain: 2}, {"layers": 2, "fused": 0, "plain": 2}, "it was never applied"),
+    for ran, asynchronous, applied, problem in (
+        ({fused: 4}, True, {"layers": 2, "fused": 4, "plain": 0}, None),
+        ({fused: 4, slower: 2}, True, {"layers": 2, "fused": 4, "plain": 2}, None),  # for a declared reason
+        ({fused: 4, plain: 2}, True, {"layers": 2, "fused": 4, "plain": 2}, "all 2 eligible cases; it missed 1"),
+        ({plain: 2}, True, {"layers": 2, "fused": 0, "plain": 2}, "it was never applied"),
+        ({fused: 4}, False, {"layers": 1, "fused": 4, "plain": 0}, "1: its collectives were not fused with its matmul"),
     ):
+        model[0].asynchronous, model[1].asynchronous = True, asynchronous
         monkeypatch.setattr(tensor, "lowered", Counter(ran))
         receipt = Receipt()
         receipt.add(tensor.fused_layers_entry(model, H100))
         each = {"matmul_reduce_scatter 8×6, 6×3": 4} if fused in ran else {}
         assert receipt.entries[0].applied == applied | {"lowering": "fused kernels", "each": each}
-        if problem is None:
+        assert [case.why for case in receipt.entries[0].skipped] == ["slower"] * (slower in ran)
+        with pytest.raises(StrictError, match=problem) if problem else nullcontext():
             receipt.enforce(True, print)
-        else:
-            with pytest.raises(StrictError, match=problem):
-                receipt.enforce(True, print)
 
 
 ASYNC = ["--parallelism.tensor_parallel_degree=2", "--parallelism.async_tensor_parallel=true"]
@@ -449,15 +447,6 @@ def test_copy_engines_that_are_not_there_end_the_run(desk: Desk) -> None:
 
 
 @pytest.mark.slow
-def test_float8_layers_are_fused(desk: Desk) -> None:
-    entry = desk.run("fused float8", 2, *ASYNC, "--float8.recipe=rowwise", "--job.stop_after=2").receipt
-    assert entry["async_tensor_parallel"]["applied"]["layers"] == 9
-    assert entry["async_tensor_parallel"]["skipped"] == [LOOKED_UP]
-    assert entry["float8"]["applied"]["layers"] == len(LINEARS)
-    assert entry["float8"]["applied"]["one operator with their collectives"] == len(LINEARS)
-
-
-@pytest.mark.slow
 def test_float8_is_looked_at_every_so_many_steps(desk: Desk) -> None:
     flags = ["--float8.recipe=rowwise", "--training.steps=5", "--lr_scheduler.warmup_steps=1"]
     plain, looked = (desk.run(f"looked {freq}", 2, *flags, f"--metrics.float8_numerics_freq={freq}") for freq in (0, 2))
@@ -495,47 +484,3 @@ def test_nothing_fused_ends_the_run(desk: Desk) -> None:
     run = desk.run("none fused", 2, *ASYNC, "--float8.recipe=rowwise_with_gw_hp", plant=plant, ends=2)
     said = run.output.replace("\n  ", "\n")
     assert "parallelism.async_tensor_parallel = true\n    want: false where all linear layers are in float8" in said
-
-
-def leave_a_layer_plain() -> None:
-    apply = split.apply_tensor_parallel
-
-    def apply_but_for_one(model, *args) -> Entry:
-        entry, layer = apply(model, *args), model.layers[1].attention.wo
-        assert isinstance(layer, ParallelLinear)
-        layer.asynchronous = False
-        return entry
-
-    split.apply_tensor_parallel = apply_but_for_one
-
-
-def lower_one_plain() -> None:
-    lowered[Lowered("all_gather_matmul", "128×128, 128×96", "no peer access between the GPUs of rank 1")] += 1
-
-
-@pytest.mark.parametrize(
-    ("plant", "said"),
-    [
-        *slow((leave_a_layer_plain, "layers.1.attention.wo: its collectives were not fused with its matmuls")),
-        (lower_one_plain, "all_gather_matmul 128×128, 128×96: no peer access between the GPUs of rank 1"),
-    ],
-    ids=["layer", "shape"],
-)
-def test_an_eligible_pair_that_was_missed_ends_the_run(plant: Callable[[], None], said: str, desk: Desk) -> None:
-    name = plant.__name__
-    run = desk.run(name, 2, *ASYNC, plant=plant, ends=2)
-    assert "parallelism.async_tensor_parallel = true" in run.output
-    assert said in run.output
-    assert len(run.steps) == 1
-    what, _, why = said.partition(": ")
-    assert run.receipt["async_tensor_parallel"]["skipped"] == [LOOKED_UP, {"what": what, "why": why}]
-    lenient = desk.run(f"{name} lenient", 2, *ASYNC, "--job.strict=false", "--job.stop_after=2", plant=plant)
-    assert len(lenient.steps) == 2
-    assert said in lenient.output
-
-
-def test_a_declared_reason_ends_no_run(desk: Desk) -> None:
-    how = Lowered("matmul_reduce_scatter", "128×128, 128×96", "slower than plain", expected=True)
-    run = desk.run("declared", 2, *ASYNC, "--job.stop_after=2", plant=lambda: lowered.update([how]))
-    declared = {"what": f"{how.op} {how.shapes}", "why": how.reason}
-    assert run.receipt["async_tensor_parallel"]["skipped"] == [LOOKED_UP, declared]

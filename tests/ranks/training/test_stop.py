@@ -206,33 +206,22 @@ def test_ranks_whose_torchrun_is_killed_save_and_stop(desk: Desk, tmp_path: Path
     assert f"stopped by {by} after step {last}" in (folder / "logs" / "rank0.log").read_text()
 
 
-def test_a_rank_that_another_stops_for_their_launcher_says_why(desk: Desk) -> None:
-    """It has not looked itself yet."""
-
-    def plant() -> None:
-        stop._LOOK_S = 0.01 if os.environ["RANK"] == "1" else 1000
-        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=0)()
-        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank=1)()
-        take = loop.train_step
-        loop.train_step = lambda *args, **more: (time.sleep(0.1), take(*args, **more))[1]
-
-    run = desk.run("launcher of both", 2, plant=plant)
-    assert (run.status["state"], run.status["by"]) == ("stopped", stop._LAUNCHER_GONE)
-
-
 @pytest.mark.parametrize(
-    ("key", "world", "by"), [("true", 2, "launcher"), *slow(("false", 2, None)), ("true", 1, None)]
+    ("key", "world", "is_ended"), [("true", 2, True), *slow(("false", 2, False)), ("true", 1, False)]
 )
-def test_a_process_without_a_rank_or_told_to_outlives_who_started_it(
-    desk: Desk, key: str, world: int, by: str | None
+def test_ranks_end_with_their_launcher_and_a_process_alone_or_told_to_outlives_it(
+    desk: Desk, key: str, world: int, is_ended: bool
 ) -> None:
+    """Rank 0, which another stops, says why though it has not looked itself yet."""
+
     def plant() -> None:
-        at_step(3, lambda: setattr(os, "getppid", lambda: 1))()
-        stop._LOOK_S = 0.01
+        rank = int(os.environ.get("RANK", "0"))
+        at_step(3, lambda: setattr(os, "getppid", lambda: 1), rank)()
+        stop._LOOK_S = 1000 if is_ended and rank == 0 else 0.01
         take = loop.train_step
         loop.train_step = lambda *args, **more: (time.sleep(0.1), take(*args, **more))[1]
 
-    flags = (f"--job.stop_with_launcher={key}", f"--training.steps={100_000 if by else 8}")
+    flags = (f"--job.stop_with_launcher={key}", f"--training.steps={100_000 if is_ended else 8}")
     run = desk.run(f"left behind {key} {world}", world, *flags, plant=plant)
-    assert run.status["state"] == ("stopped" if by else "finished")
-    assert (by or "") in run.status.get("by", "")
+    assert run.status["state"] == ("stopped" if is_ended else "finished")
+    assert run.status.get("by") == (stop._LAUNCHER_GONE if is_ended else None)

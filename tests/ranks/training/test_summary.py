@@ -5,11 +5,13 @@ import shlex
 from pathlib import Path
 
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.support.launched import Desk, Ended
 from tests.support.ranks import run_ranks
 from tests.support.short_run import assemble, checked
 from titanlite.commands import main
+from titanlite.data.order import epochs
 from titanlite.models.find import build_model
 from titanlite.parallel.mesh import mesh_entry
 from titanlite.training.summary import _mesh_in_words
@@ -28,15 +30,21 @@ def lowest(run: Ended, key: str) -> str:
 
 def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -> None:
     flags = ("--validation.enable=true", "--validation.freq=3", "--validation.steps=1", "--training.steps=6")
-    split = ("--parallelism.tensor_parallel_degree=2", "--metrics.wandb=offline")
+    split = ("--parallelism.tensor_parallel_degree=2", "--metrics.wandb=offline", "--metrics.tensorboard=true")
     warmup = ("--lr_scheduler.warmup_steps=2",)
     run = desk.run("sum mary", 2, *flags, *split, "--job.stop_after=4", "--checkpoint.resume=never", *warmup)
     folder = shlex.quote(str(run.folder))
     begins, ends = said(run.output, "model", "wandb"), said(run.output, "took", "export")
+    assert "\ndata.source: 1 file taken\n" in run.output
     assert begins["layout"] == "2 × CPU processes: tensor parallel 2"
-    assert begins["tokens"].startswith("1,536 in 6 steps of 256; data.source has ")
+    n_tokens = (desk.folder / "train.txt").stat().st_size + 1  # of bytes, and a separator
+    share = epochs(6 * 4 / ((n_tokens - 1) // 64))
+    assert begins["tokens"] == f"1,536 in 6 steps of 256; data.source has {n_tokens:,}: {share}"
     assert begins["folder"] == str(run.folder)
     assert begins["wandb"] == f"offline, in {run.folder}/wandb"
+    shown = {"folder": str(run.folder / "tensorboard")}
+    assert run.output.count(f"\ntensorboard  in {shown['folder']}\n") == 1
+    assert run.receipt["metrics.tensorboard"]["applied"] == shown
     assert all(len(f"{word}{text}") < 100 for word, text in begins.items() if str(run.folder) not in text)
     assert re.fullmatch(r"0:0\d:\d\d to step 4 of 6", ends["took"])
     assert ends["lowest"] == f"train loss {lowest(run, 'loss')}, validation loss {lowest(run, 'validation_loss')}"
@@ -53,6 +61,10 @@ def test_a_run_says_what_it_is_and_what_comes_next(desk: Desk, tmp_path: Path) -
     whole = Ended(run.folder, (run.folder / "logs" / "rank0.log").read_text())
     assert whole.status["state"] == "finished"
     assert [row["step"] for row in whole.steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert "wandb: " not in whole.output
+    assert len(list((run.folder / "wandb").glob("offline-run-*"))) == 1  # the last start's, which has all rows
+    scalars = EventAccumulator(shown["folder"]).Reload().Scalars("train/loss")
+    assert [event.step for event in scalars] == [1, 2, 3, 4, 5, 6, 7, 8]
     logged = re.sub(r"^\S+Z ", "", whole.output, flags=re.MULTILINE)
     was, now = whole.steps[3]["lr"], whole.steps[4]["lr"]
     assert logged.count(f"by a schedule of 8 steps the learning rate goes from {was:.3g} to {now:.3g}\n") == 1

@@ -2,9 +2,6 @@
 
 import array
 import math
-import re
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,9 +9,9 @@ from torch import Tensor
 
 from tests.support.launched import Desk, Ended
 from tests.support.needs import slow
-from titanlite.data.batches import Batch
+from tests.support.questions import write_questions
 from titanlite.observe.watchdog import Watchdog
-from titanlite.training import feed, loop
+from titanlite.training import loop
 from titanlite.training.build import Run
 
 # 37 samples: one rank has a batch that others fill with padding.
@@ -103,23 +100,12 @@ def test_a_checkpoint_right_after_it_holds_the_masters(desk: Desk, world: int) -
     assert resumed.trained() == whole.trained()
 
 
-def test_the_watchdog_sees_each_batch(desk: Desk) -> None:
+def test_the_watchdog_is_told_of_each_batch_of_validation_and_evaluation(desk: Desk) -> None:
     def plant() -> None:
-        read, progress, seen = feed.ValidationBatches.__iter__, Watchdog.progress, [0]
+        progress = Watchdog.progress
+        Watchdog.progress = lambda self, *now: (print("told", *now), progress(self, *now))[1]  # type: ignore[method-assign]
 
-        def counted(self: Watchdog, step: int, phase: str) -> None:
-            seen[0] += 1
-            progress(self, step, phase)
-
-        def asked(self: feed.ValidationBatches) -> Iterator[Batch]:
-            for n, batch in enumerate(read(self)):
-                print(f"{n} batches, {seen[0]} reports")
-                yield batch
-
-        Watchdog.progress, feed.ValidationBatches.__iter__ = counted, asked
-
-    run = desk.run("watched", 1, *FLAGS, "--job.stop_after=4", plant=plant)
-    assert list(validations(run)) == [4]
-    reports = [int(n) for n in re.findall(r"\d+ batches, (\d+) reports", run.output)]
-    assert len(reports) == 37
-    assert all(after > before for before, after in pairwise(reports))
+    tasks = f"--evaluation.tasks={write_questions(desk.folder / 'lines.jsonl', 12)}"
+    run = desk.run("watched", 1, *FLAGS, "--training.seq_len=256", tasks, "--evaluation.freq=4", plant=plant)
+    batches = {"validation": 37 // 4, "evaluation": run.receipt["evaluation.tasks"]["applied"]["batches"]}
+    assert {phase: run.output.count(f"told 4 {phase}\n") - 1 for phase in batches} == batches  # each begins with one

@@ -19,14 +19,6 @@ from titanlite.observe.peak_flops import (
     windows_of,
 )
 
-TINY = ModelDims(
-    help="", n_layers=3, dim=64, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=256, rope_theta=1e4, norm_eps=1e-5
-)
-LLAMA_8B = ModelDims(
-    help="", n_layers=32, dim=4096, n_heads=32, n_kv_heads=8, ffn_dim=14336, vocab_size=128256, rope_theta=5e5,
-    norm_eps=1e-5,
-)  # fmt: skip
-
 
 @pytest.mark.parametrize(
     ("name", "tflops"),
@@ -71,33 +63,6 @@ def test_an_unknown_device_is_measured_within_a_moment(dtype):
     assert str(dtype).removeprefix("torch.") in how
 
 
-def test_matmul_flops_agree_with_counting_the_operations():
-    """Held against torch's own counter on a model of the same matmuls, attention over the full square and no mask."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    B, S, D, H, K, E, F, V = 2, 32, 64, 4, 2, 16, 128, 256
-    x = torch.randn(B * S, D, requires_grad=True)
-    sizes = [(D, (H + 2 * K) * E), (H * E, D), (D, 2 * F), (F, D)]
-    weights = [[torch.randn(*size, requires_grad=True) for size in sizes] for _ in range(TINY.n_layers)]
-    output = torch.randn(D, V, requires_grad=True)
-    with FlopCounterMode(display=False) as counter:
-        h = x
-        for wqkv, wo, w13, w2 in weights:
-            q, k, v = (h @ wqkv).split([H * E, K * E, K * E], dim=1)
-            q, k, v = (t.view(B, S, -1, E).transpose(1, 2).repeat_interleave(H * E // t.shape[1], 1) for t in (q, k, v))
-            p = (q.reshape(B * H, S, E) @ k.reshape(B * H, S, E).mT).softmax(-1)
-            h = (p @ v.reshape(B * H, S, E)).view(B, H, S, E).transpose(1, 2).reshape(B * S, H * E) @ wo
-            h = (h @ w13)[:, :F] @ w2
-        (h @ output).sum().backward()
-    other_half = TINY.n_layers * 6 * S * H * E  # of the square, which causal attention does not need
-    assert counter.get_total_flops() == B * S * (flops_of_llama(TINY, S) + other_half)
-
-
-def flops_of_llama(dims: ModelDims, seq_len: int) -> float:
-    with torch.device("meta"):
-        return flops_of_samples(Llama3(dims, seq_len), dims, seq_len)
-
-
 def flops_of_samples(model: nn.Module, dims: ModelDims, seq_len: int) -> float:
     """Of a token where each sample is one document."""
     return token_flops_of(model, dims).total(mean_attended(windows_of(model), np.array([seq_len] * 3)))
@@ -128,7 +93,9 @@ def test_documents_count_what_they_see():
 def test_llama_8b_by_hand():
     # 8.03e9 parameters less the embedding (128256·4096) and the norms (65·4096), by Meta's count of 8,030,261,248.
     matmul = 8_030_261_248 - 128_256 * 4096 - 65 * 4096
-    assert flops_of_llama(LLAMA_8B, 8192) == 6 * matmul + 32 * 6 * 8192 * 4096
+    dims = recipes.load("model", "llama3-8B")
+    with torch.device("meta"):
+        assert flops_of_samples(Llama3(dims, 8192), dims, 8192) == 6 * matmul + 32 * 6 * 8192 * 4096
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel's own figures are Linux's")

@@ -24,12 +24,12 @@ from titanlite.observe.metrics import RunError, read_metrics
 from titanlite.observe.wandb_process import _follow, _open_lines
 
 START = """
-import contextlib, os, signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from titanlite.config.schema import Config, Data, Job, Metrics
 from titanlite.observe import wandb as module
 from titanlite.observe.metrics import MetricsFile
-folder, mode, first, last, loss, end, log_freq, altered, *limits, password = sys.argv[1:]
+folder, mode, first, last, loss, end, log_freq, *limits, password = sys.argv[1:]
 folder, first, last = Path(folder), int(first), int(last)
 module._INIT_TIMEOUT_S, module._FINISH_TIMEOUT_S = map(float, limits)
 module._END_S = {"offline": 100.0, "online": 100.0}
@@ -54,7 +54,6 @@ for step in range(first, last + 1):
         write({"step": step, "tokens": 1000 * step, "validation_loss": float(loss) + 0.5})
     if step == first and run:  # what follows is of a run that has started
         until(lambda: run._started and run._taken)
-        exec(altered)
         print("started", flush=True)
         sys.stdin.readline()
 assert "wandb" not in sys.modules
@@ -92,12 +91,11 @@ class History:
         log_freq: int = 1,
         outage: bool = False,
         down: bool = False,
-        altered: str = "",
     ) -> str:
         """Train from a step to a step, in a process of its own; with an outage, from the first row on."""
         self.starts += 1
         self.server.up = not down and self.server.up
-        given = [str(self.folder), mode, str(first), str(last), str(self.starts), end, str(log_freq), altered]
+        given = [str(self.folder), mode, str(first), str(last), str(self.starts), end, str(log_freq)]
         given += ["100" if self.server.up else "5", "2" if outage else "100"]  # no limit is met but in an outage
         process = subprocess.Popen(
             [sys.executable, "-c", START, *given, "--password=argvsecret"],
@@ -200,19 +198,13 @@ SCENES: dict[str, list[Any]] = {
         ("online", 4, 9),
     ],
     "offline, and each synced": [("offline", 1, 3), SYNC, ("offline", 4, 6), SYNC],
-    "online, and a crash": [("online", 1, 5, {"end": CRASH}), ("online", 4, 8)],
     # What a process sends in its end comes before what the next start sends.
     "a crash whose lost steps are not reached again": [("online", 1, 5, {"end": AT_ONCE}), ("online", 3, 3)],
     "offline, and a crash": [("offline", 1, 5, {"end": AT_ONCE}), WAIT, SYNC, ("offline", 3, 4), SYNC],
-    "online, offline, online": [("online", 1, 3), ("offline", 4, 6), SYNC, ("online", 7, 8)],
-    "an outage at the start": NO_SERVER,
     "no answer at the start": [None, *NO_SERVER],
     "an error at the start": [500, *NO_SERVER],
-    "an outage in mid-run, and a resume": [("online", 1, 5, {"outage": True}), UP, ("online", 6, 7)],
     "no answer in mid-run": [None, ("online", 1, 5, {"outage": True}), UP, ("online", 6, 7)],
-    "an outage in mid-run, and a sync": [("online", 1, 3), ("online", 4, 7, {"outage": True}), UP, SYNC],
     "an error in mid-run": [500, ("online", 1, 3), ("online", 4, 7, {"outage": True}), UP, SYNC],
-    "a fresh start online": [("online", 1, 5), ("online", 1, 3)],
     "a fresh start offline": [("offline", 1, 5), SYNC, ("offline", 1, 3), SYNC, ("online", 4, 4)],
 }  # fmt: skip
 
@@ -251,31 +243,6 @@ def test_a_run_that_is_killed_is_recorded_to_its_last_row_and_has_failed(history
     history.check()
     assert len(history.recorded()) == 53
     assert history.server.exits[history.run] == 1
-
-
-HANGS = """
-def core_of(pid):  # wandb's service
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):
-            fields = dict(line.split(":\\t", 1) for line in status.read_text().splitlines() if ":\\t" in line)
-            if fields["PPid"] == str(pid) and fields["Name"].startswith("wandb-core"):
-                return int(fields["Pid"])
-core = core_of(run._process.pid)
-os.kill(core, signal.SIGSTOP)
-for more in range(5000):
-    write({"step": 10 + more, "loss": 2.0, "tokens": 1000 * more})
-module._END_S["offline"] = 2.0
-run.close(has_failed=True)
-os.kill(core, signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="finds wandb's service in /proc")
-def test_a_service_that_hangs_delays_neither_rows_nor_the_end(history: History) -> None:
-    said, _ = history.start("offline", 1, 1, altered=HANGS).splitlines()
-    assert said.startswith("wandb: cannot finish (no end within 2 s); it took ")
-    assert said.endswith(" of 5001 rows, and may not have sent them all; metrics.jsonl has every row")
 
 
 @pytest.mark.slow
