@@ -1,7 +1,5 @@
 """The learning rate at chosen steps, as numbers worked out by hand."""
 
-import math
-
 import pytest
 
 from titanlite.config.schema import Config, LRScheduler, Optimizer, Training
@@ -18,21 +16,10 @@ TO_ZERO = {"min_lr_factor": 0.0}
     ("keys", "step", "rate"),
     [
         (COSINE, 1, 0.1),
-        (COSINE, 10, 1.0),
         (COSINE, 20, 2.0),
-        (COSINE | TO_ZERO, 21, 2.0),
-        (COSINE | TO_ZERO, 41, 2 * (1 + math.sqrt(0.5)) / 2),
-        (COSINE | TO_ZERO, 61, 1.0),
         (COSINE | FLOOR, 61, 2 * (0.1 + 0.9 * 0.5)),
-        (LINEAR | TO_ZERO, 22, 2 * 79 / 80),
-        (LINEAR | TO_ZERO, 81, 0.5),
-        (LINEAR | TO_ZERO, 100, 2 / 80),
-        (LINEAR | FLOOR, 100, 2 * (0.1 + 0.9 / 80)),
-        (SQRT | TO_ZERO, 41, 1.0),
-        (LINEAR | STABLE | TO_ZERO, 22, 2.0),
         (LINEAR | STABLE | TO_ZERO, 61, 2.0),
         (LINEAR | STABLE | TO_ZERO, 81, 1.0),
-        (LINEAR | STABLE | TO_ZERO, 100, 2 / 40),
         (SQRT | STABLE | FLOOR, 71, 2 * (0.1 + 0.9 * 0.5)),
         ({"warmup_steps": 0, "decay_type": "linear"} | TO_ZERO, 1, 2.0),
         ({"warmup_steps": 0, "decay_type": "linear"} | TO_ZERO, 100, 2 / 100),
@@ -57,15 +44,6 @@ def test_a_schedule_of_more_steps_says_where_the_rate_goes():
     assert change_of_rate(short, 100, was) is None
     text = "by a schedule of 180 steps the learning rate goes from 0.000771 to 1"
     assert change_of_rate(long, 100, was) == text
-
-
-@pytest.mark.parametrize("keys", [COSINE, LINEAR, SQRT, SQRT | STABLE])
-def test_rises_to_the_peak_and_never_again(keys):
-    config = Config(training=Training(steps=STEPS), optimizer=Optimizer(lr=PEAK), lr_scheduler=LRScheduler(**keys))
-    rates = [learning_rate(step, config) for step in range(1, STEPS + 1)]
-    assert rates[:20] == sorted(rates[:20])
-    assert rates[19:] == sorted(rates[19:], reverse=True)
-    assert max(rates) == PEAK
 
 
 @pytest.mark.parametrize(
