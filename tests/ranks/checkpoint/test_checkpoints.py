@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-from tests.support.layouts import check, plain, sharded
 from tests.support.ranks import run_ranks
 from titanlite.checkpoint.background import Background
 from titanlite.checkpoint.collective import on_all_ranks
@@ -28,6 +28,46 @@ from titanlite.errors import CheckpointError, DataError
 
 NO_GPU = not torch.cuda.is_available()
 STATE = SavedState(samples=10**12, learning_rate=0.1, corpora={"ü": "a", "b": ""}, model={"sizes": [1, 2]})
+# Widths that no world size here divides, shards that are empty on some rank, each dtype that a state has.
+SHAPES = {
+    "model/even": ((8, 4), torch.float32),
+    "model/odd": ((5, 3), torch.float32),
+    "optimizer/exp_avg/odd": ((5, 3), torch.bfloat16),
+    "model/short": ((1,), torch.float32),
+    "model/none": ((0, 4), torch.float32),
+    "ids": ((7,), torch.int64),
+    "mask": ((9, 2), torch.uint8),
+}
+PLAIN = {"optimizer/step": ((), torch.float32), "replicated": ((6,), torch.float32)}
+
+
+def truth(name: str) -> Tensor:
+    """The full tensor; values differ by name and position and are exact in bfloat16."""
+    shape, dtype = (SHAPES | PLAIN)[name]
+    start = 10 * sorted(SHAPES | PLAIN).index(name)
+    return (start + torch.arange(torch.Size(shape).numel())).reshape(shape).to(dtype)
+
+
+def sharded(fill: bool, *mesh_shape: int) -> dict[str, Tensor]:
+    """The state, or zeros: sharded on dim 0 of a 1-D mesh, or dims 0 and 1 of a 2-D one, or plain and replicated."""
+    mesh = init_device_mesh("cpu", mesh_shape or (dist.get_world_size(),))
+    state = plain() | ({name: truth(name) for name in PLAIN} if fill else {})
+    for name, (shape, _) in SHAPES.items():
+        placements = [Shard(0), Shard(1) if len(shape) > 1 else Replicate()][: mesh.ndim]
+        state[name] = distribute_tensor(truth(name) if fill else state[name], mesh, placements)
+    return state
+
+
+def plain() -> dict[str, Tensor]:
+    """Zeros, whole on every rank."""
+    return {name: torch.zeros_like(truth(name)) for name in SHAPES | PLAIN}
+
+
+def check(state: dict[str, Tensor]) -> None:
+    """Every tensor, gathered if need be, is bitwise the truth."""
+    for name, tensor in state.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(full, truth(name)), f"{name}: {full} is not {truth(name)}"
 
 
 def save(root: Path, *steps: int) -> None:
@@ -53,7 +93,7 @@ def test_saved_on_two_mesh_axes_loaded_by_four_ranks_two_and_one(tmp_path: Path)
     def first() -> None:
         checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
         assert checkpoints.choose("auto") is None
-        folder = checkpoints.save(7, sharded(True, mesh_shape=(2, 2)) | rng_state(), STATE)
+        folder = checkpoints.save(7, sharded(True, 2, 2) | rng_state(), STATE)
         assert folder == tmp_path / "checkpoints/step-00000007"
 
     def again() -> None:
@@ -69,7 +109,7 @@ def test_saved_on_two_mesh_axes_loaded_by_four_ranks_two_and_one(tmp_path: Path)
     run_ranks(first, tmp_path, world=4)
     for world in (2, 4):
         run_ranks(again, tmp_path, world)
-    target = plain(False)  # no process group
+    target = plain()  # no process group
     state, notices = Checkpoints(tmp_path / "checkpoints", keep=2).load(7, target | rng_state())
     check(target)
     assert state == replace(STATE, step=7, world_size=4, torch=torch.__version__)
@@ -349,7 +389,7 @@ def test_a_kill_of_one_rank_at_a_random_instant(tmp_path: Path, seed: int) -> No
         verify(step_folder(root, step))
     remove_stale(root)
     assert len(list(root.iterdir())) == len(steps)
-    target = plain(False)
+    target = plain()
     run = Checkpoints(root, keep=2)
     assert run.choose("auto") == steps[-1]
     run.load(steps[-1], target)
