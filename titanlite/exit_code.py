@@ -21,14 +21,11 @@ _TORCHRUN_CLOCK_S = 1.0  # it dates failures to the second
 
 
 def exit_code(action: Callable[[], int | None]) -> int:
-    """Run an action, print its error on stderr, and return an exit code.
+    """Run an action that leaves connections to other ranks open, print its error on stderr, and return an exit code.
 
     Ranks mostly fail alike. Rank 0 reports at once; others wait, and the launcher ends them meanwhile if rank 0 failed,
     too. A bug, and an error of one rank alone, goes to torchrun's error file, so that it ends the log although other
     ranks fail because this one is gone.
-
-    Args:
-        action: leaves the connections to other ranks open.
 
     Returns:
         The action's result, 0 for None; 2 for a TitanliteError, 1 for a bug; 128 and the number of the signal that

@@ -98,13 +98,8 @@ def export_checkpoint(
 
 
 def load_weights(path: str, architecture: str, model: nn.Module, parameters: Mapping[str, Tensor]) -> int:
-    """Fill a run's parameters with the weights of a folder. Collective.
-
-    Args:
-        path: the folder, whose config.json is the run's (`config/config_json.py`).
-        architecture: `model.name`.
-        model: the model; its weights are not read.
-        parameters: all of them by name, in any layout; float32.
+    """Fill a run's float32 parameters, in any layout, with the weights of a folder whose config.json is the run's.
+    Collective.
 
     Returns:
         How many weights were read.

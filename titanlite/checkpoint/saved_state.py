@@ -29,11 +29,8 @@ class SavedState:
     """The state of a run at a step, except for its tensors.
 
     Attributes:
-        version: of this file.
         step: the last one done.
         world_size: number of ranks that saved it.
-        torch: version of torch.
-        titanlite: version of titanlite.
         samples: sequences trained on, over all ranks.
         sequences_per_step: of the last step.
         stages: rows of the stage table that training has reached.
@@ -45,7 +42,6 @@ class SavedState:
         tokenizer: fingerprint of what made the tokens; "": not known.
         corpora: fingerprint of the tokens of each source, by its name; "": not known then.
         inputs: hash of what these tokens are made of.
-        model: dimensions of the model.
         training: of the config's `[training]`, what stays as it is.
         data: the same of `[data]`.
         optimizer: the rule of each parameter, dtype of the state, and what rules of the user's own file keep.

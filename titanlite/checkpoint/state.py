@@ -32,12 +32,10 @@ class Checkpoints:
     """All checkpoints of one run."""
 
     def __init__(self, root: Path, keep: int, warn: Callable[[str], object] = lambda text: None) -> None:
-        """Name the folder of the checkpoints, on a file system that all ranks share.
+        """Name the folder of the checkpoints, on a file system that all ranks share; nothing is touched.
 
-        Args:
-            root: the folder; nothing is touched.
-            keep: complete checkpoints to keep; 0 keeps all. The one resumed from is kept, too.
-            warn: called with a text, on every rank, if one could not be written at the first attempt.
+        So many complete checkpoints are kept, 0 for all, and the one resumed from. `warn` is called with a text, on
+        every rank, if one could not be written at the first attempt.
         """
         self.root = root
         self.keep = keep
@@ -53,11 +51,8 @@ class Checkpoints:
     ) -> Path:
         """Publish a checkpoint, at the second attempt if need be; then delete what is older than the newest `keep`.
 
-        Args:
-            step: the last step that is in `tensors`.
-            tensors: flat names to tensors or DTensors; a tensor that differs by rank has the rank in its name.
-            state: everything else; rank 0's is stored, with its step, the number of ranks and versions.
-            group: as in `on_all_ranks`.
+        `tensors` are flat names to tensors or DTensors; one that differs by rank has the rank in its name. Of `state`
+        rank 0's is stored, with the step, the number of ranks and versions; `group` is as in `on_all_ranks`.
 
         Returns:
             The folder of the checkpoint, complete and on disk.

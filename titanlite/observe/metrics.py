@@ -42,10 +42,8 @@ Row = Mapping[str, float]
 class MetricsFile(Observer):
     """Appends rows to `metrics.jsonl`, of which it has dropped what will be trained again. Rank 0 owns it.
 
-    Args:
-        path: the file; created, with its folder, if it does not exist.
-        resume_step: last step whose rows are kept; 0 for a fresh start, which begins a file of its own.
-        validates_again: drop the validation and the evaluation of that step too.
+    The file and its folder are created if need be. Rows up to `resume_step` are kept, without the validation and the
+    evaluation of that step if it validates again; at step 0 a file of its own begins.
 
     Raises:
         RunError: a line before the last one is not a JSON object.

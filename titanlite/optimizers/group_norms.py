@@ -22,12 +22,8 @@ _Sums = dict[tuple[int, bool], list[Tensor]]  # of each place, [k] each
 
 
 class GroupNorms:
-    """The norms of one step.
-
-    Args:
-        groups: names, in order.
-        places: (number of the group, whether all tensor-parallel ranks have it whole) of each parameter on this rank.
-        mesh: the mesh.
+    """The norms of one step, of groups in order; the place of a parameter on this rank is (number of its group, whether
+    all tensor-parallel ranks have it whole).
     """
 
     def __init__(self, groups: Sequence[str], places: Mapping[str, tuple[int, bool]], mesh: Mesh) -> None:
@@ -48,11 +44,8 @@ class GroupNorms:
         self._updates.setdefault(self._places[name], []).append(squares)
 
     def add_updates_of_rows(self, runs: Sequence[tuple[str, int]], squares: Tensor) -> None:
-        """Take sums of squares of each row before the update and of its change, [2, n] float32.
-
-        Args:
-            runs: (parameter, number of rows), in order of the rows.
-            squares: of all rows.
+        """Take sums of squares of each row before the update and of its change, [2, n] float32, of runs of rows, in
+        order: (parameter, number of rows).
         """
         alike = [[*of] for _, of in groupby(runs, lambda run: self._places[run[0]])]  # one sum for each
         for of, rows in zip(alike, squares.split([sum(n for _, n in of) for of in alike], dim=1), strict=True):

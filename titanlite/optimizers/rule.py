@@ -22,8 +22,6 @@ class ParametersOfRule:
         parameters: by name.
         locals: this rank's shard of each; empty where it has no part.
         settings: what each is updated with.
-        config: `[optimizer]`.
-        mesh: the mesh.
         updates: [] float32, updates so far; counted by the optimizer, before `UpdateRule.step`.
         matrices: that the parameters of projections are made of.
     """

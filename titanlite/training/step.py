@@ -106,15 +106,10 @@ def train_step(
 def _forward_backward(
     run: "Run", batches: "list[Batch]", divisor: Tensor, shares: Tensor, n_sources: int
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Fill the gradients.
+    """Fill the gradients of the micro-batches of a step.
 
-    Args:
-        run: the run.
-        batches: of the step.
-        divisor: [] float32, the number of targets of the whole step.
-        shares: [micro-steps] float32, the fraction of these targets in each micro-batch, over all ranks that split its
-            sequences.
-        n_sources: for losses by source.
+    Losses are divided by `divisor`, [] float32, the number of targets of the whole step. `shares`, [micro-steps]
+    float32, are the fractions of these targets in each micro-batch, over all ranks that split its sequences.
 
     Returns:
         This rank's terms of the means `loss` and, if there is one, `z_loss`, [] float32 each; and sums of losses and
