@@ -36,10 +36,9 @@ def budget(gib: float) -> str:
     return f"--activation_checkpoint.budget_gib={gib}"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_choice_is_written_reported_and_can_be_named(world: int, desk: Desk, tmp_path: Path) -> None:
+def test_the_choice_is_written_reported_and_can_be_named(desk: Desk) -> None:
     """A budget for all: blocks are whole, and a run with the written list does the same."""
-    run = desk.run(f"auto {world}", world, AUTO, budget(8), *TWO_STEPS)
+    run = desk.run("auto", 2, AUTO, budget(8), *TWO_STEPS)
     written = run.folder / "activation_checkpoint.toml"
     chosen = recipes.load("activation_checkpoint", str(written))
     assert [rule.op for rule in chosen.rules] == ["block"]
@@ -54,7 +53,7 @@ def test_the_choice_is_written_reported_and_can_be_named(world: int, desk: Desk,
     assert memory["skipped"] == []
     assert 0.4 < memory["applied"]["predicted_gib"] < 0.5  # nothing but slack, for a model so small
     assert memory["applied"]["reserved_gib"] == pytest.approx(run.steps[0]["memory_gib"], abs=0.05)
-    named = desk.run(f"named {world}", world, f"--activation_checkpoint.recipe={written}", *TWO_STEPS)
+    named = desk.run("named", 2, f"--activation_checkpoint.recipe={written}", *TWO_STEPS)
     assert named.trained() == run.trained()
     assert not (named.folder / "activation_checkpoint.toml").exists()
 
