@@ -15,7 +15,7 @@ import torch
 from tests.ranks.training.test_stop import at_step, kill
 from tests.support.launched import Desk, Ended
 from titanlite.observe.metrics import MetricsFile, Row
-from titanlite.training import stop, train
+from titanlite.training import loop, stop, train
 
 
 class End(NamedTuple):
@@ -75,14 +75,19 @@ def once_more_later() -> None:
     kill(signal.SIGINT)()
 
 
-def waits_in_native_code() -> None:
-    stop._TAKEN_UP_S = 0.2
+def in_native_code(of: object, call: str, *kills: Callable[[], None]) -> Callable[[], None]:
+    """Wait in native code in place of a call, and be signalled there once a second."""
 
-    def waits(*_: object) -> None:
-        threading.Timer(0.1, kill(signal.SIGINT)).start()
+    def waits(*_: object, **__: object) -> None:
+        for second, signalled in enumerate(kills, 1):
+            threading.Timer(second, signalled).start()
         torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
 
-    train.build = waits  # type: ignore[assignment]
+    def plant() -> None:
+        stop._TAKEN_UP_S = stop._ONE_REQUEST_S = 0.2
+        setattr(of, call, waits)
+
+    return plant
 
 
 def stops_rank_0_alone() -> None:
@@ -135,14 +140,27 @@ ENDS = {
         at_step(2, once_more_later),
         [130],
         stopped("a second signal, SIGINT", 1),
-        ("stopped at once by a second signal, SIGINT, after step 1; there is no checkpoint\n",),
+        ("stopped at once by a second signal, SIGINT, after step 1; the newest checkpoint is of step 1\n",),
+        (1,),
+        ("--training.steps=6", "--checkpoint.interval=1"),
+    ),
+    "a second request in native code": End(
+        in_native_code(loop.Loop, "train", kill(signal.SIGTERM), kill(signal.SIGTERM)),
+        [143],
+        stopped("a second signal, SIGTERM", 0),
+        ("stopped at once by a second signal, SIGTERM, after step 0; there is no checkpoint\n",),
     ),
     "while data are opened": before_steps("open_data", signal.SIGTERM),
     "while it is built": before_steps("build", signal.SIGINT),
     "before the first step": before_steps("Watchdog", signal.SIGUSR1),
     "two while they are built": before_steps("build", signal.SIGTERM, ranks=2),
     "one of two while they are built": End(stops_rank_0_alone, [143, 1], stopped("SIGTERM", 0)),
-    "in native code": End(waits_in_native_code, [130], stopped("SIGINT", 0), ("stopped by SIGINT before step 1\n",)),
+    "in native code": End(
+        in_native_code(train, "build", kill(signal.SIGINT)),
+        [130],
+        stopped("SIGINT", 0),
+        ("stopped by SIGINT before step 1\n",),
+    ),
     "a bug": End(at_step(3, divides), [1], failed("ZeroDivisionError"), ("\nZeroDivisionError: a bug\n",)),
     "a bug of another rank": End(at_step(3, divides, 1), [1, 1], failed("ZeroDivisionError", 1), (_GONE,)),
     "another rank is killed": End(

@@ -4,10 +4,8 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -155,28 +153,6 @@ def test_a_signal_to_a_forked_process_is_its_own(in_steps: bool, capfd: pytest.C
     assert signals.received is None
     assert not said
     assert "saving and stopping" not in capfd.readouterr().err
-
-
-def test_a_second_signal_ends_a_process_whose_main_thread_is_in_native_code(desk: Desk) -> None:
-    def plant() -> None:
-        stop._ONE_REQUEST_S = 0.2
-
-        def twice() -> None:
-            for _ in range(2):
-                time.sleep(1)
-                kill(signal.SIGTERM)()
-
-        def waits(*_: object, **__: object) -> None:
-            threading.Thread(target=twice).start()
-            torch.distributed.HashStore().wait(["what never comes"], timedelta(seconds=600))
-
-        loop.Loop.train = waits  # type: ignore[method-assign]
-
-    before = desk.run("native twice", 1, "--job.stop_after=2")
-    run = desk.run("native twice", 1, plant=plant, ends=128 + signal.SIGTERM)
-    assert (run.status["state"], run.status["by"]) == ("stopped", "a second signal, SIGTERM")
-    assert run.status["step"] == before.checkpoints()[-1] == 2
-    assert "after step 2; the newest checkpoint is of step 2\n" in run.output
 
 
 SHELL = ("--no-python", "sh", "-c", '"$0" "$@"; true', sys.executable)
