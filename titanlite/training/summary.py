@@ -15,7 +15,6 @@ from titanlite.config.stages import SOLE
 from titanlite.data.corpus import Corpus
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import epochs, order_in_words
-from titanlite.data.stages import StageTable
 from titanlite.observe.console import WIDTH, duration
 from titanlite.observe.metric_table import METRICS
 from titanlite.observe.metrics import RunError, read_metrics
@@ -33,7 +32,8 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
     """Say what is trained, on which data and ranks, from which step on, and where it is recorded."""
     config = run.config
     name = config.model.file or f"{config.model.name} {config.model.flavor}"
-    steps, table = config.training.steps, mixture.table
+    steps, table, window = config.training.steps, mixture.table, config.data.shuffle_window
+    next_step = table.row(min(start + 1, table.steps))
     ahead = [table.row(step) for step in sorted({start + 1, *table.first_steps}) if start < step <= steps]
     each = dict.fromkeys(f"{row.asked.tokens_per_step:,}" for row in ahead or table.rows[-1:])
     has = "more, which are counted as they are tokenized"
@@ -47,7 +47,7 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
         _line("layout", _mesh_in_words(run.mesh, dist.get_world_size())),
         _line("tokens", f"{all_steps}; {has}"),
         *(_line("source", text) for text in _of_mixture(mixture)),
-        *(_line("order", text) for text in _order_in_summary(config, table, start)),
+        *([_line("order", order_in_words(window, table.unit_len, next_step.asked.tokens_per_step))] if window else []),
         _line("folder", str(folder.path)),
         _line("wandb", _where_wandb_records(config, folder)),
     ]
@@ -55,12 +55,6 @@ def first_lines(run: Run, sources: Mapping[str, Corpus], mixture: Mixture, start
         lines.append(_line("tensorboard", f"in {folder.tensorboard}"))
         lines.append(_line("", _pasteable("tensorboard", "--logdir", str(folder.path.parent))))
     return lines
-
-
-def _order_in_summary(config: Config, table: StageTable, start: int) -> list[str]:
-    """Describe the window within which sources are shuffled, if there is one."""
-    window, next_step = config.data.shuffle_window, min(start + 1, table.steps)
-    return [order_in_words(window, table.unit_len, table.row(next_step).asked.tokens_per_step)] if window else []
 
 
 def _of_mixture(mixture: Mixture) -> list[str]:
