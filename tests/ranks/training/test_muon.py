@@ -1,4 +1,4 @@
-"""Muon and NorMuon under every layout against plain ones on whole matrices, by singular values; and against torch's."""
+"""Muon and NorMuon under every layout against plain ones on whole matrices, by singular values; against torch's; its receipt."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -15,15 +15,18 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from tests.support.needs import slow
 from tests.support.ranks import run_ranks
 from tests.support.short_run import whole
-from titanlite.config.schema import Parallelism
+from titanlite.config.parameter_groups import update_settings
+from titanlite.config.recipe_schema import MuonGroup, OptimizerRecipe
+from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.device import CPU
-from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials
+from titanlite.kernels.orthogonalise import ITERATIONS, Polynomials, orthogonalise_flops
 from titanlite.models.experts import GroupedProjection
 from titanlite.models.layers import Linear
 from titanlite.models.matrices import Matrix, matrices_of
 from titanlite.optimizers import muon as module
 from titanlite.optimizers.muon import Muon, MuonRule, Pace
 from titanlite.optimizers.normuon import NorMuon
+from titanlite.optimizers.sharded import ShardedOptimizer
 from titanlite.parallel.initialise import local_slice
 from titanlite.parallel.mesh import Mesh, build_mesh
 
@@ -330,3 +333,37 @@ def test_replicas_have_the_same_bits(tmp_path):
         assert torch.equal(*everyone)
 
     run_ranks(body, tmp_path, 4)
+
+
+def test_the_receipt_says_who_orthogonalises_how_much_and_what_travels(tmp_path: Path) -> None:
+    def body() -> None:
+        mesh = build_mesh(Parallelism(), CPU)
+        model = torch.nn.ModuleDict(
+            {
+                "large": Linear(1024, {"a": 512}, std=1),
+                "small": Linear(256, {"a": 128, "b": 128}, std=1),
+            }
+        )
+        for layer in model.values():
+            fully_shard(layer, mesh=mesh.fsdp)
+        fast, slow = MuonGroup("muon", ("large.*",)), MuonGroup("muon", polynomials=((1.5, -0.5, 0.0),))
+        recipe = OptimizerRecipe("two", {"fast": fast, "slow": slow})
+        config = Optimizer(weight_decay_exclude=())
+        named, matrices = dict(model.named_parameters()), matrices_of(model)
+        settings = update_settings(recipe, config, {name: p.shape for name, p in named.items()}, of_matrices=matrices)
+        ours = ShardedOptimizer(named, config, recipe, settings, mesh, matrices)
+        applied = ours.entry().applied
+        assert isinstance(applied, dict)
+        large, small = orthogonalise_flops(512, 1024, 5), orthogonalise_flops(128, 256, 1)
+        assert applied["of muon"] == {
+            "matrices": 3,
+            "owners": 2,
+            "buckets": 2,  # of one rule each
+            "gflop_of_a_rank_a_step": {"least": round(small / 1e9, 3), "most": round((large + small) / 1e9, 3)},
+            # Half of the large one goes to its owner, and half of its result from there. Each rank holds what it owns
+            # of the small ones.
+            "bytes_sent_by_a_rank_a_step": {"most": 256 * 1024 * 2},
+            "dtype_sent": "bfloat16",
+        }
+
+    run_ranks(body, tmp_path, 2)
