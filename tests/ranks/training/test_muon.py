@@ -1,4 +1,4 @@
-"""Muon and NorMuon under every layout against plain ones on whole matrices, by singular values; against torch's; its receipt."""
+"""Muon and NorMuon under every layout against plain ones on whole matrices, and torch's; what the receipt says."""
 
 import math
 from collections.abc import Callable, Mapping
