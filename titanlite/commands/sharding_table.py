@@ -16,10 +16,10 @@ T = TypeVar("T")
 def weight_rows(planned: PlannedLayers) -> list[list[str]]:
     """Return rows of each weight's name, shape, placement and reason; layers that are alike are one row."""
     held = [t for t in planned.plan.tensors.values() if t.name.endswith((".weight", ".bias"))]
-    rows = ((n, (t.shape, t.placements, t.origins[0].reason), t) for t in held for n in planned.names(t.name))
+    rows = ((n, (t.shape, t.placement, t.origin.reason), t) for t in held for n in planned.names(t.name))
     found = []
     for name, _, t in _joined_rows(rows):
-        how = placement_text(t.placements[0]), t.origins[0].reason
+        how = placement_text(t.placement), t.origin.reason
         found.append([name, "×".join(map(str, t.shape)), *(("-", _APART) if _is_apart(planned, t.name) else how)])
     return found
 
@@ -65,9 +65,9 @@ def _joined_rows(rows: Iterable[tuple[str, object, T]]) -> list[tuple[str, int, 
 
 def sharding_table(planned: PlannedLayers) -> str:
     """Format where each weight is."""
-    axis, degree = next(iter(planned.plan.axes.items()))
     weights = [["weight", "shape", "placed", "why"], *weight_rows(planned)]
-    split = f"tensor parallelism over {degree} ranks: S(d) is split along dim d over {axis}, R whole, P a partial sum"
+    over = f"tensor parallelism over {planned.plan.ranks} ranks"
+    split = f"{over}: S(d) is split along dim d over tp, R whole, P a partial sum"
     return f"{split}\n\n{columns(*weights)}"
 
 
@@ -95,11 +95,11 @@ def why(planned: PlannedLayers, tensor: str) -> str:
         raise ConfigError.of("command line", "--why", tensor, want, " or ".join(f"--why {name}" for name in near))
     at, name = known[asked]
     place = BLOCK_NAME.match(at)
-    axis = next(iter(plan.axes))
     is_apart = name.endswith((".weight", ".bias")) and _is_apart(planned, name)
-    text = "\n  <- ".join([f"{name}: -", _APART] if is_apart else plan.why(name, axis)) + "\n"
-    for c in plan.collectives:
-        if c.direction == "forward" and c.module == at and c.tensor != name:
-            text += f"{c.kind} of " + "\n  <- ".join(plan.why(c.tensor, axis)) + "\n"
+    text = "\n  <- ".join([f"{name}: -", _APART] if is_apart else plan.why(name)) + "\n"
+    for move in plan.moves:
+        ends_at = plan.tensors[move.consumers[0] if move.consumers else move.tensor].module
+        if move.forward and ends_at == at and move.tensor != name:
+            text += f"{move.forward} of " + "\n  <- ".join(plan.why(move.tensor)) + "\n"
     note = "" if at == asked or not place else f"{place[0]} was planned for this block too: they are alike\n"
     return text + note

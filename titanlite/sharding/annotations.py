@@ -1,11 +1,11 @@
-"""Read a model's annotations: which dim of which tensor is split on which mesh axis.
+"""Read a model's annotations: which dim of which tensor is split over the tensor-parallel ranks.
 
     "layers.*.attention.wqkv.weight": "tp:0"     a parameter or buffer, by name
     "@tok_embeddings": "tp:0"                    what a module returns
-    "tokens": "dp:0"                             an input of the model
+    "tokens": "tp:0"                             an input of the model
     "*.router.weight": "replicate"               whole on all ranks; on purpose
 
-Patterns are those of fnmatch. Two axes are "dp:0 tp:1". On an axis that is not named the tensor is whole.
+Patterns are those of fnmatch.
 """
 
 import difflib
@@ -16,28 +16,24 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 from torch.fx import Node
 
 from titanlite.errors import Problem, ShardingError, describe
 from titanlite.sharding.graph import Graph, value
-from titanlite.sharding.plan import REPLICATE, Placements
+from titanlite.sharding.plan import REPLICATE
 
 
 class Pinned(NamedTuple):
     """The annotation of a tensor."""
 
-    placements: Placements
+    placement: Placement
     text: str  # as it was written
     is_activation: bool  # of a module's result or an input; else of a parameter or buffer
 
 
-def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -> dict[Node, Pinned]:
+def pin(graph: Graph, annotations: Mapping[str, str], ranks: int) -> dict[Node, Pinned]:
     """Return the annotated tensors.
-
-    Args:
-        graph: the model.
-        annotations: pattern → placement.
-        axes: size of each mesh axis, by name.
 
     Raises:
         ShardingError: an annotation is malformed, names nothing or contradicts another, or a dim is not divisible; all
@@ -60,13 +56,13 @@ def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -
             problems.append(Problem(pattern, text, want, f"did you mean {near[0]}?" if near else "remove it"))
         for name in found:
             node = names[name]
-            placements = _placements(name, pattern, text, tuple(value(node).shape), axes, problems)
-            if placements is None:
+            read = _read(name, pattern, text, tuple(value(node).shape), ranks)
+            if not isinstance(read, Placement):
+                problems.append(Problem(pattern, text, *read))
                 continue
-            is_activation = node.op != "placeholder" or node in graph.inputs
-            new = Pinned(placements, f"{pattern} = {text}", is_activation)
+            new = Pinned(read, f"{pattern} = {text}", node.op != "placeholder" or node in graph.inputs)
             old = pinned.setdefault(node, new)
-            if old.placements != placements:
+            if old.placement != read:
                 want = f"one placement of {name}; {old.text} gives another"
                 problems.append(Problem(pattern, text, want, "remove one of the two"))
     if problems:
@@ -74,33 +70,22 @@ def pin(graph: Graph, annotations: Mapping[str, str], axes: Mapping[str, int]) -
     return pinned
 
 
-def _placements(
-    name: str, pattern: str, text: str, shape: tuple[int, ...], axes: Mapping[str, int], problems: list[Problem]
-) -> Placements | None:
-    """Read one annotation for one tensor; None, with problems, if it is impossible."""
-    count = len(problems)
-    parts = [] if text == "replicate" else [part.partition(":") for part in text.split()]
-    numbers = {axis: int(n) for axis, _, n in parts if axis in axes and re.fullmatch(r"-?\d+", n)}
-    dims = {axis: n % len(shape) for axis, n in numbers.items() if -len(shape) <= n < len(shape)}
-    if not (text == "replicate" or parts) or len({*dims.values()}) < len(parts):
-        example = f"{next(iter(axes))}:0"
-        want = f'"replicate", or an axis of {", ".join(axes)} with one of the {len(shape)} dims of {name}, each once'
-        want, fix = f'{want}, as "{example}"', f'"{pattern}" = "{example}"'
-        if not shape:
-            want, fix = f'"replicate": {name} has no dims', "remove it"
-        problems.append(Problem(pattern, text, want, fix))
-    for axis, dim in dims.items():
-        if (size := shape[dim]) % axes[axis]:
-            want = f"dim {dim} of {name}, of size {size}, to be divisible by the {axes[axis]} ranks of {axis}"
-            problems.append(Problem(pattern, text, want, f"{axis} = {_largest_divisor(size, axes[axis])}"))
-    if len(problems) > count:
-        return None
-    return tuple(Shard(dims[axis]) if axis in dims else REPLICATE for axis in axes)
-
-
-def _largest_divisor(size: int, at_most: int) -> int:
-    """Return the largest divisor of a dim's size up to a limit."""
-    return next(n for n in range(at_most, 0, -1) if size % n == 0)
+def _read(name: str, pattern: str, text: str, shape: tuple[int, ...], ranks: int) -> Placement | tuple[str, str]:
+    """Read one annotation for one tensor; return what is wanted and a fix if it is impossible."""
+    if text == "replicate":
+        return REPLICATE
+    if not shape:
+        return f'"replicate": {name} has no dims', "remove it"
+    written = re.fullmatch(r"tp:(-?\d+)", text.strip())
+    dim = int(written[1]) if written else len(shape)
+    if not -len(shape) <= dim < len(shape):
+        want = f'"replicate", or tp with one of the {len(shape)} dims of {name}, as "tp:0"'
+        return want, f'"{pattern}" = "tp:0"'
+    if (size := shape[dim]) % ranks:
+        fitting = next(n for n in range(ranks, 0, -1) if size % n == 0)
+        want = f"dim {dim % len(shape)} of {name}, of size {size}, to be divisible by the {ranks} ranks of tp"
+        return want, f"tp = {fitting}"
+    return Shard(dim % len(shape))
 
 
 def annotations_of(model: nn.Module) -> Mapping[str, str]:

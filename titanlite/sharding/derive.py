@@ -1,21 +1,37 @@
-"""Derive a sharding plan from a model, its annotations and a mesh."""
+"""Derive a sharding plan: placements, the rule of each operator, and the collectives between them.
 
+An operator takes the rule that moves the fewest bytes of its inputs and output; a sharded parameter is never moved. A
+tensor that has to be moved has one `Move` for all consumers that need the same.
+
+The gradient of a tensor is placed as the tensor is, with one exception: an operator that computes parts from a whole
+input gives it a partial gradient. It is summed where the tensor enters such operators, once for all of them (the f of
+Megatron-LM, Shoeybi et al. 2019, section 3); for tensors computed from weights alone, at the weight, so that all such
+gradients are summed together, once a step.
+"""
+
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.fx import Node
 
 from titanlite.sharding.annotations import pin
 from titanlite.sharding.check import refuse_unasked
-from titanlite.sharding.collectives import Selection
-from titanlite.sharding.graph import Graph, export, value
-from titanlite.sharding.plan import PlacedTensor, PlacementOrigin, Plan
+from titanlite.sharding.graph import Graph, export, is_item, tensor_inputs, value
+from titanlite.sharding.op_rules import Rule
+from titanlite.sharding.plan import Kind, Move, PlacedTensor, PlacementOrigin, Plan, Step
 from titanlite.sharding.propagate import Propagation
+from titanlite.sharding.sent_bytes import sent_bytes
+
+_LATENCY = 2_000_000  # of a collective, in bytes: 10 µs at 200 GB/s; without it two cheap moves would beat one
 
 
 def plan_model(
     model: nn.Module,
     inputs: Sequence[Tensor],
-    axes: Mapping[str, int],
+    ranks: int,
     annotations: Mapping[str, str],
     sizes: Mapping[str, int] | None = None,
 ) -> Plan:
@@ -23,13 +39,10 @@ def plan_model(
 
     Args:
         model: parameters on the meta device, in the dtypes that the step computes in.
-        inputs: on the meta device; their shapes are those of one micro-step, over all ranks of `axes`.
-        axes: size of each mesh axis, by name, as {"tp": 8}.
-        annotations: which dim of which tensor is split on which axis; see `annotations`.
+        inputs: on the meta device; their shapes are those of one micro-step, over all ranks.
+        ranks: tensor-parallel ranks.
+        annotations: which dim of which tensor is split; see `annotations`.
         sizes: the model's dimensions by name, for messages: {"n_kv_heads": 8}.
-
-    Returns:
-        The plan.
 
     Raises:
         ShardingError: an annotation is impossible; a matmul weight is sharded nowhere and annotated nowhere; a partial
@@ -37,34 +50,131 @@ def plan_model(
             annotation asks for. All problems are in the message.
     """
     graph = export(model, inputs)
-    plan, selection = derive(graph, axes, annotations)
-    refuse_unasked(graph, plan, selection, sizes or {})
+    plan = derive(graph, ranks, annotations)
+    refuse_unasked(graph, plan, sizes or {})
     return plan
 
 
-def derive(graph: Graph, axes: Mapping[str, int], annotations: Mapping[str, str]) -> tuple[Plan, Selection]:
+def derive(graph: Graph, ranks: int, annotations: Mapping[str, str]) -> Plan:
     """Derive the plan of a graph, whatever it needs.
-
-    Args:
-        graph: the model.
-        axes: size of each mesh axis, by name.
-        annotations: which dim of which tensor is split on which axis.
-
-    Returns:
-        The plan, and how its rules were selected.
 
     Raises:
         ShardingError: an annotation is impossible, or nothing is known of an operator.
     """
-    pinned = pin(graph, annotations, axes)
-    propagation = Propagation(graph, pinned, axes)
-    propagation.run()
-    selection = Selection(propagation)
+    known = Propagation(graph, pin(graph, annotations, ranks), ranks)
+    known.run()
+    rules = {node: _choose(node, known) for node in graph.operators}
+    arriving, leaving, gradients = _moves(known, rules)
     tensors: dict[str, PlacedTensor] = {}
+    moves: list[Move] = []
+    steps: dict[str, Step] = {}
     for node, name in graph.names.items():
-        known = propagation.decided[node]
-        origins = tuple(known[a].origin if a in known else PlacementOrigin("default") for a in axes)
-        shape, dtype = tuple(value(node).shape), str(value(node).dtype).removeprefix("torch.")
-        tensors[name] = PlacedTensor(name, graph.home(node), shape, dtype, selection.placements(node), origins)
-    collectives = tuple(selection.collectives())
-    return Plan(dict(axes), tensors, collectives, selection.steps, selection.gradients), selection
+        decided, tensor = known.decided.get(node), value(node)
+        origin = decided.origin if decided else PlacementOrigin("default")
+        shape, dtype, placement = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), known.placement(node)
+        tensors[name] = PlacedTensor(name, graph.home(node), shape, dtype, placement, origin)
+        moves += [gradients[name]] if name in gradients else []
+        if node in rules:
+            output = _move(graph, node, rules[node].output, placement, partial=False)
+            steps[name] = Step(tuple(arriving[node, i] for i in range(len(tensor_inputs(node)))), output)
+            moves.append(output)
+        moves += leaving[node]
+    return Plan(ranks, tensors, tuple(moves), steps, gradients)
+
+
+def _choose(node: Node, known: Propagation) -> Rule:
+    """Choose the rule of an operator that costs least, the first of equal ones."""
+    sources, final = tensor_inputs(node), known.placement(node)
+    possible = known.rules[node]
+    if isinstance(node.meta["val"], tuple | list):
+        possible = [rule for rule in possible if rule.output == final]
+    if is_item(node):  # pieces are moved one by one
+        possible = [rule for rule in possible if rule.inputs[0] == known.placement(sources[0])]
+    return min(possible, key=lambda rule: _cost(node, sources, rule, known))
+
+
+def _cost(node: Node, sources: list[Node], rule: Rule, known: Propagation) -> tuple[float, int]:
+    """Return (bytes sent, number of moves) of a rule.
+
+    Sums of partial gradients do not count: for large weights they would make ranks repeat each other's work.
+    """
+    bytes_moved, n_moves, partial = 0.0, 0, _makes_partial_gradients(rule)
+    needs = [(s, known.placement(s), p, partial) for s, p in zip(sources, rule.inputs, strict=True)]
+    for tensor, source, target, gradient in [*needs, (node, rule.output, known.placement(node), False)]:
+        if source == target:
+            continue
+        if tensor in known.graph.parameters and isinstance(source, Shard):
+            return float("inf"), 0
+        n_moves += 1
+        forward, backward = _kinds(source, target, gradient)
+        for kind in (forward, backward if tensor in known.graph.trained else None):
+            if kind:
+                bytes_moved += _LATENCY + sent_bytes(kind, value(tensor).nbytes, known.ranks)
+    return bytes_moved, n_moves
+
+
+def _move(
+    graph: Graph, node: Node, source: Placement, target: Placement, partial: bool, consumers: Sequence[Node] = ()
+) -> Move:
+    forward, backward = _kinds(source, target, partial)
+    names = tuple(graph.names[user] for user in consumers)
+    back = backward if node in graph.trained else None
+    return Move(graph.names[node], source, target, partial, forward, back, names)
+
+
+def _kinds(source: Placement, target: Placement, partial_gradient: bool) -> tuple[Kind | None, Kind | None]:
+    """Return the collectives of a move, forward and backward."""
+    if source == target:
+        return None, "all_reduce" if partial_gradient else None
+    if isinstance(source, Partial):
+        return ("reduce_scatter", "all_gather") if isinstance(target, Shard) else ("all_reduce", None)
+    if isinstance(source, Shard):
+        if isinstance(target, Shard):
+            return "all_to_all", "all_to_all"
+        return "all_gather", "reduce_scatter" if partial_gradient else None
+    return None, "all_gather"
+
+
+def _moves(
+    known: Propagation, rules: Mapping[Node, Rule]
+) -> tuple[dict[tuple[Node, int], Move], dict[Node, list[Move]], dict[str, Move]]:
+    """Make the moves, last operator first, so that the gradients that come back are known.
+
+    Returns:
+        The move of each operator's inputs, by position; each tensor's moves to operators; and by name those of
+        parameters and inputs whose gradient is a partial sum.
+    """
+    graph = known.graph
+    given: dict[Node, list[tuple[Node, int, bool]]] = defaultdict(list)  # with whether the gradient is a partial sum
+    arriving: dict[tuple[Node, int], Move] = {}
+    leaving: dict[Node, list[Move]] = {}
+    gradients: dict[str, Move] = {}
+    for node in [*reversed(graph.operators), *(n for n in graph.names if n.op == "placeholder")]:
+        placed = known.placement(node)
+        # A tensor that is computed from weights alone hands a partial gradient on, if all its gradients are.
+        of_weights = node in graph.of_weights and node in graph.trained
+        all_partial = all(p and rules[user].inputs[i] == placed for user, i, p in given[node])
+        hands_on = of_weights and bool(given[node]) and all_partial
+        alike: dict[tuple[Placement, bool], list[tuple[Node, int]]] = defaultdict(list)
+        for user, i, partial in given[node]:
+            alike[rules[user].inputs[i], partial and not hands_on].append((user, i))
+        leaving[node] = []
+        for (target, partial), users in alike.items():
+            move = _move(graph, node, placed, target, partial, [user for user, _ in users])
+            arriving |= dict.fromkeys(users, move)
+            leaving[node].append(move)
+        if node.op == "placeholder":
+            if hands_on:
+                gradients[graph.names[node]] = _move(graph, node, placed, placed, partial=True)
+            continue
+        rule = rules[node]
+        makes_partial = _makes_partial_gradients(rule) or hands_on
+        for i, source in enumerate(tensor_inputs(node)):
+            is_partial = source in graph.trained and rule.inputs[i].is_replicate() and makes_partial
+            given[source].append((node, i, is_partial))
+    return arriving, leaving, gradients
+
+
+def _makes_partial_gradients(rule: Rule) -> bool:
+    """Return whether a whole input gets a partial gradient: the operator has another tensor that is not whole."""
+    return any(not p.is_replicate() for p in (*rule.inputs, rule.output))

@@ -1,4 +1,4 @@
-"""DTensor's sharding rules of one operator on one mesh axis.
+"""DTensor's sharding rules of one operator over the ranks of one mesh axis.
 
 DTensor's sharding propagator is asked about every combination of whole and sharded inputs, without a process group;
 combinations that it would run without moving an input are rules. Inputs are never partial: a plan resolves partial sums
@@ -39,7 +39,7 @@ def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     Args:
         op: the operator.
         args, kwargs: its arguments; tensors are on the meta device.
-        size: ranks along the axis.
+        size: ranks.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))

@@ -27,7 +27,6 @@ from titanlite.models.mistakes import is_own
 from titanlite.parallel.tensor import LayerPlan
 from titanlite.sharding.annotations import annotations_of
 from titanlite.sharding.check import refuse_unasked
-from titanlite.sharding.collectives import Selection
 from titanlite.sharding.derive import derive
 from titanlite.sharding.graph import Graph, export, tensor_inputs
 from titanlite.sharding.plan import REPLICATE, Plan, placement_text
@@ -56,9 +55,9 @@ def planned_layers(
     Raises:
         ShardingError: there is no plan, or no layer for a move; all problems of the first such kind are in the message.
     """
-    plan, selection = derive(graph, {"tp": ranks}, annotations)
-    refuse_unasked(graph, plan, selection, sizes)
-    return plan, _Layers(graph, plan, selection).found()
+    plan = derive(graph, ranks, annotations)
+    refuse_unasked(graph, plan, sizes)
+    return plan, _Layers(graph, plan).found()
 
 
 def plan_layers(
@@ -129,8 +128,8 @@ def _whole(graph: Graph) -> set[Node]:
 class _Layers:
     """The layers of one plan while its moves are assigned."""
 
-    def __init__(self, graph: Graph, plan: Plan, selection: Selection) -> None:
-        self.graph, self.plan, self.selection = graph, plan, selection
+    def __init__(self, graph: Graph, plan: Plan) -> None:
+        self.graph, self.plan = graph, plan
         self.problems: dict[str, Problem] = {}
         self.layers: dict[str, LayerPlan] = {}
         held = {node: name for node, name in graph.names.items() if node in graph.parameters and node.users}
@@ -138,7 +137,7 @@ class _Layers:
         for name, node in [*((name, node) for node, name in held.items()), *tied.items()]:
             module, _, own = name.rpartition(".")
             layer = self.layers.setdefault(module, LayerPlan({}))
-            placements = {**layer.placements, own: plan.tensors[graph.names[node]].placements[0]}
+            placements = {**layer.placements, own: plan.tensors[graph.names[node]].placement}
             self.layers[module] = replace(layer, placements=placements)
         self.whole = _whole(graph)
 
@@ -161,15 +160,14 @@ class _Layers:
         """Assign the moves of an operator's inputs."""
         step = self.plan.steps[self.graph.names[node]]
         for i, (source, move) in enumerate(zip(tensor_inputs(node), step.inputs, strict=True)):
-            at = REPLICATE if source in self.whole else move.source[0]
-            need, is_partial = move.target[0], move.partial_gradient[0]
+            at = REPLICATE if source in self.whole else move.source
+            need, is_partial = move.target, move.partial_gradient
             if at == need and not is_partial:
                 continue
             layer = self._layer(node)
             if at == _TOKENS and need == REPLICATE and is_partial and layer and node.target is aten.linear.default:
-                users = self.selection.consumers[move]
-                homes = list(dict.fromkeys(self.graph.home(user) for user, _ in reversed(users)))
-                if len(users) == 1:
+                homes = list(dict.fromkeys(self.plan.tensors[user].module for user in reversed(move.consumers)))
+                if len(move.consumers) == 1:
                     self.layers[layer] = replace(self.layers[layer], gathers=True)
                     continue
                 want = "one linear layer that gathers it; each would gather by itself"
@@ -188,9 +186,9 @@ class _Layers:
         """Assign the move of an operator's result."""
         name = self.graph.names[node]
         step = self.plan.steps[name]
-        computed, final = step.computed[0], step.output.target[0]
+        computed, final = step.output.source, step.output.target
         layer = self._layer(node)
-        if any(rule.statistics for rule in self.selection.rules[node]):
+        if node.target is aten.cross_entropy_loss.default and step.inputs[0].target == Shard(1):
             want = "a model that ends with its logits: the loss is the trainer's"
             self._refuse(self._name(node), "a loss", want, "return the logits")
         elif computed == final:
@@ -206,17 +204,17 @@ class _Layers:
         for node, name in self.graph.names.items():
             if node not in self.graph.parameters or node not in self.graph.trained:
                 continue
-            if not node.users and self.plan.tensors[name].placements[0] != REPLICATE:
+            if not node.users and self.plan.tensors[name].placement != REPLICATE:
                 want = "no annotation: nothing that is planned reads it; weights of experts are split by FSDP"
                 self._refuse(name, "split by an annotation", want, "remove that")
-            if node.users and self.plan.tensors[name].placements[0] == REPLICATE and name not in self.plan.gradients:
+            if node.users and self.plan.tensors[name].placement == REPLICATE and name not in self.plan.gradients:
                 want = "a weight that is split, or one that each rank uses for a part of the work"
                 self._refuse(name, "whole, and so is its gradient", want, f'"{name}" = "tp:0"')
 
     def _returned(self) -> None:
         """Refuse logits that are not split by vocabulary, as the loss takes them."""
         for node in self.graph.outputs:
-            placed = self.plan.tensors[self.graph.names[node]].placements[0]
+            placed = self.plan.tensors[self.graph.names[node]].placement
             if placed != Shard(1):
                 want = "logits [M, V] that are split by vocabulary, S(1), as the loss takes them"
                 self._refuse(

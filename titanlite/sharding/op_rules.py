@@ -28,7 +28,6 @@ class Rule(NamedTuple):
 
     inputs: tuple[Placement, ...]  # of each tensor among its arguments
     output: Placement  # of all its results
-    statistics: int = 0  # float32 numbers per row that ranks exchange inside a cross-entropy over a sharded vocabulary
 
 
 _Own = Callable[..., Iterable[Rule]]
@@ -93,7 +92,7 @@ def own_rules(
         inputs: the tensors among its arguments.
         out: its result; of several the first.
         arguments: all of them, by name.
-        size: ranks along the axis.
+        size: ranks.
     """
     if op in SPLITS:
         fitting = [split for split in SPLITS[op] if len(split.inputs) == len(inputs)]
@@ -218,12 +217,12 @@ def _embedding_rules(inputs: list[Tensor], out: Tensor, *_: object) -> Iterable[
 
 @_rules_for(aten.cross_entropy_loss.default)
 def _cross_entropy_rules(inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], _: int) -> Iterable[Rule]:
-    """Split logits [M, V] over V with two statistics per token, or with targets [M] over M unless it is a mean."""
+    """Split logits [M, V] over V, with two statistics per token, or with targets [M] over M unless it is a mean."""
     logits, targets, *weight = inputs
     if weight or targets.is_floating_point() or logits.ndim != 2:
         return
     if not arguments["label_smoothing"]:
-        yield Rule((Shard(1), REPLICATE), REPLICATE, statistics=2)
+        yield Rule((Shard(1), REPLICATE), REPLICATE)
     if arguments["reduction"] != _MEAN:  # a mean would count the targets of one rank
         yield Rule((Shard(0), Shard(0)), Shard(0) if out.ndim else PARTIAL)
 

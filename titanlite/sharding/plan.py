@@ -1,6 +1,6 @@
-"""A sharding plan: the placement of every tensor, where it came from, and every collective.
+"""A sharding plan: the placement of every tensor, where it came from, and what moves between placements.
 
-Placements are those of `torch.distributed.tensor`, one per mesh axis:
+Placements are those of `torch.distributed.tensor` over the tensor-parallel ranks:
 
     R       whole on every rank
     S(d)    dim d in equal parts, rank i has the i-th
@@ -14,10 +14,10 @@ from typing import Any, Literal
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-Placements = tuple[Placement, ...]
-"""One per mesh axis, in the order of the mesh."""
-
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+REPLICATE = Replicate()
+PARTIAL = Partial("sum")
 
 
 def placement_text(placement: Placement) -> str:
@@ -29,7 +29,7 @@ def placement_text(placement: Placement) -> str:
 
 @dataclass(frozen=True)
 class PlacementOrigin:
-    """The reason for a tensor's placement on one axis."""
+    """The reason for a tensor's placement."""
 
     # "inferred": a weight that follows an activation; "default": nothing reached the tensor, which is whole
     reason: Literal["annotation", "forward", "backward", "inferred", "default"]
@@ -44,65 +44,38 @@ class PlacedTensor:
     module: str  # the innermost one that computes or holds it
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str  # as "bfloat16"
-    placements: Placements
-    origins: tuple[PlacementOrigin, ...]  # one per axis
-
-
-def local_shape(shape: tuple[int, ...], placements: Placements, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of one rank's part of a tensor; `sizes` are the ranks along each axis."""
-    local = list(shape)
-    for placement, size in zip(placements, sizes, strict=True):
-        if isinstance(placement, Shard):
-            local[placement.dim] //= size
-    return tuple(local)
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a step."""
-
-    kind: Kind
-    axis: str
-    tensor: str  # that is moved; in backward, its gradient is
-    module: str  # at whose boundary it is
-    shape: tuple[int, ...]  # before it is scattered or after it is gathered, on one rank of the other axes
-    dtype: str  # as "bfloat16"
-    wire_bytes: int  # sent by each rank, in the fewest steps that a ring takes
-    direction: Literal["forward", "backward"]
-    source: Placement  # before
-    target: Placement  # after
-    consumers: tuple[str, ...] = ()  # that need the result; none if the tensor itself has the target placement
-    asked: bool = (
-        True  # by an annotation: a reduction of a partial sum, a gather before a sharded matmul, or backward's
-    )
+    placement: Placement
+    origin: PlacementOrigin
 
 
 @dataclass(frozen=True)
 class Move:
-    """The change of a tensor's placements, one axis after another."""
+    """The change of a tensor's placement, and the collectives that make it."""
 
     tensor: str  # its name
-    source: Placements
-    target: Placements
-    partial_gradient: tuple[bool, ...]  # per axis, whether the gradient of a whole target is a partial sum
+    source: Placement
+    target: Placement
+    partial_gradient: bool  # whether the gradient of a whole target is a partial sum
+    forward: Kind | None
+    backward: Kind | None  # of the gradient
+    consumers: tuple[str, ...] = ()  # tensors whose operators need the target, last first; none if this tensor has it
 
 
 @dataclass(frozen=True)
 class Step:
-    """The placements with which one operator of the graph runs."""
+    """How one operator of the graph runs."""
 
     inputs: tuple[Move, ...]  # one per tensor among its arguments, in order; equal moves of a tensor are one object
-    computed: Placements  # of its result
-    output: Move  # from these to the placements of its tensor
+    output: Move  # from the placement that it computes to the tensor's
 
 
 @dataclass(frozen=True)
 class Plan:
     """A sharding plan."""
 
-    axes: Mapping[str, int]  # size of each mesh axis, by name
+    ranks: int  # tensor-parallel
     tensors: Mapping[str, PlacedTensor]  # by name, in the order in which they are computed
-    collectives: tuple[Collective, ...]  # of one forward and one backward, in order; gradients of parameters once
+    moves: tuple[Move, ...]  # in the order of their tensors, those that need no collective too
     steps: Mapping[str, Step] = field(repr=False)  # by name of the tensor that the operator computes
     gradients: Mapping[str, Move] = field(repr=False)  # of parameters and inputs whose gradient is a partial sum
 
@@ -112,43 +85,29 @@ class Plan:
         named = tensor if "." in tensor or not placed.module else f"{tensor} of {placed.module}"
         return f"{named} [{', '.join(map(str, placed.shape))}]"
 
-    def why(self, tensor: str, axis: str) -> list[str]:
-        """Return the chain from a tensor to the annotation that placed it on an axis, one line per link."""
-        index, lines = list(self.axes).index(axis), []
+    def why(self, tensor: str) -> list[str]:
+        """Return the chain from a tensor to the annotation that placed it, one line per link."""
+        lines = []
         while True:
             placed = self.tensors[tensor]
-            origin = placed.origins[index]
             where = "" if placed.name.startswith(placed.module + ".") else f" of {placed.module or 'the model'}"
-            lines.append(f"{placed.name}{where}: {placement_text(placed.placements[index])}")
-            if origin.reason == "annotation":
-                return [*lines, f'annotation "{origin.source}"']
-            if origin.reason == "default":
+            lines.append(f"{placed.name}{where}: {placement_text(placed.placement)}")
+            if placed.origin.reason == "annotation":
+                return [*lines, f'annotation "{placed.origin.source}"']
+            if placed.origin.reason == "default":
                 return [*lines, "nothing reached it"]
-            tensor = origin.source
+            tensor = placed.origin.source
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan in JSON's types."""
         tensors = [
-            {
-                **vars(t),
-                "shape": list(t.shape),
-                "placements": dict(zip(self.axes, map(placement_text, t.placements), strict=True)),
-                "origins": dict(zip(self.axes, map(vars, t.origins), strict=True)),
-            }
+            {"name": t.name, "module": t.module, "shape": list(t.shape), "dtype": t.dtype}
+            | {"placements": {"tp": placement_text(t.placement)}, "origins": {"tp": vars(t.origin)}}
             for t in self.tensors.values()
         ]
         collectives = [
-            {
-                **vars(c),
-                "shape": list(c.shape),
-                "source": placement_text(c.source),
-                "target": placement_text(c.target),
-                "consumers": list(c.consumers),
-            }
-            for c in self.collectives
+            {**vars(m), "source": placement_text(m.source), "target": placement_text(m.target)}
+            for m in self.moves
+            if m.forward or m.backward
         ]
-        return {"axes": dict(self.axes), "tensors": tensors, "collectives": collectives}
-
-
-REPLICATE = Replicate()
-PARTIAL = Partial("sum")
+        return {"axes": {"tp": self.ranks}, "tensors": tensors, "collectives": collectives}

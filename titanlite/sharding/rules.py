@@ -1,4 +1,4 @@
-"""List the placements with which an operator can run on one mesh axis without communication.
+"""List the placements with which an operator can run without communication.
 
 All operators have the rule that everything is whole. Operators without others in `op_rules.py` have DTensor's. Partial
 sums are never inputs: they are resolved where they arise.

@@ -5,7 +5,6 @@ DTensor finds the collectives as it runs.
 """
 
 from collections import Counter
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.dtensor_llama import Block, Norm, parallel
 from tests.support.fake_ranks import ranks_that_move_nothing
+from tests.support.sharding.execute import planned
 from titanlite.config.recipe_schema import ModelDims
 from titanlite.models.llama3 import Llama3
 from titanlite.sharding.derive import plan_model
@@ -75,7 +75,7 @@ def test_the_plan_is_the_peers() -> None:
     with torch.device("meta"):
         ours = Llama3(SIZES, S)
         tokens = torch.empty(B * S, dtype=torch.long)
-    plan = plan_model(ours, [tokens], {"tp": TP}, Llama3.sharding)
+    plan = plan_model(ours, [tokens], TP, Llama3.sharding)
     with ranks_that_move_nothing(TP):
         peer = by_the_peers_plan(Peer())
         with Moved() as forward:
@@ -90,8 +90,8 @@ def test_the_plan_is_the_peers() -> None:
     for name, parameter in peer.named_parameters():
         *path, layer, own = name.split(".")
         placed.setdefault(".".join([*path, JOINED.get(layer, layer), own]), set()).add(parameter.placements[0])
-    assert placed == {n: {t.placements[0]} for n, t in plan.tensors.items() if n.endswith(".weight")}
+    assert placed == {n: {t.placement} for n, t in plan.tensors.items() if n.endswith(".weight")}
     for seen, direction in ((forward, "forward"), (backward, "backward")):
-        planned = Counter((c.kind, prod(c.shape)) for c in plan.collectives if c.direction == direction)
-        assert seen.counts == planned, direction
+        wanted = {(kind, numel): n for (kind, of, numel), n in planned(plan).items() if of == direction}
+        assert seen.counts == wanted, direction
     assert len(partial) == 2 * SIZES.n_layers + 1

@@ -15,7 +15,6 @@ from tests.support.sharding.cases import Function
 from titanlite.kernels.attention import attention
 from titanlite.sharding.graph import export, is_item, tensor_inputs, value
 from titanlite.sharding.op_rules import RESHAPES, Rule
-from titanlite.sharding.plan import local_shape
 from titanlite.sharding.reshape import moved_shards
 from titanlite.sharding.rules import rules_of
 
@@ -111,7 +110,7 @@ def run(node: fx.Node, tensors: list[object], rule: Rule | None) -> object:
     given = iter(tensors)
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda _: next(given))
     if rule and (node.target in RESHAPES or node.target is aten.expand.default):
-        shape = local_shape(tuple(value(node).shape), (rule.output,), (RANKS,))
+        shape = part(value(node), rule.output, 0).shape
         return args[0].expand(shape) if node.target is aten.expand.default else args[0].reshape(shape)
     return node.target(*args, **kwargs)
 
