@@ -56,7 +56,7 @@ def pin(graph: Graph, annotations: Mapping[str, str], ranks: int) -> dict[Node, 
             problems.append(Problem(pattern, text, want, f"did you mean {near[0]}?" if near else "remove it"))
         for name in found:
             node = names[name]
-            read = _read(name, pattern, text, tuple(value(node).shape), ranks)
+            read = _placement_of(name, pattern, text, tuple(value(node).shape), ranks)
             if not isinstance(read, Placement):
                 problems.append(Problem(pattern, text, *read))
                 continue
@@ -70,7 +70,9 @@ def pin(graph: Graph, annotations: Mapping[str, str], ranks: int) -> dict[Node, 
     return pinned
 
 
-def _read(name: str, pattern: str, text: str, shape: tuple[int, ...], ranks: int) -> Placement | tuple[str, str]:
+def _placement_of(
+    name: str, pattern: str, text: str, shape: tuple[int, ...], ranks: int
+) -> Placement | tuple[str, str]:
     """Read one annotation for one tensor; return what is wanted and a fix if it is impossible."""
     if text == "replicate":
         return REPLICATE

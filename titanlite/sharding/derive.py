@@ -75,7 +75,7 @@ def derive(graph: Graph, ranks: int, annotations: Mapping[str, str]) -> Plan:
         tensors[name] = PlacedTensor(name, graph.home(node), shape, dtype, placement, origin)
         moves += [gradients[name]] if name in gradients else []
         if node in rules:
-            output = _move(graph, node, rules[node].output, placement, partial=False)
+            output = _move_of(graph, node, rules[node].output, placement, partial=False)
             steps[name] = Step(tuple(arriving[node, i] for i in range(len(tensor_inputs(node)))), output)
             moves.append(output)
         moves += leaving[node]
@@ -90,10 +90,10 @@ def _choose(node: Node, known: Propagation) -> Rule:
         possible = [rule for rule in possible if rule.output == final]
     if is_item(node):  # pieces are moved one by one
         possible = [rule for rule in possible if rule.inputs[0] == known.placement(sources[0])]
-    return min(possible, key=lambda rule: _cost(node, sources, rule, known))
+    return min(possible, key=lambda rule: _cost_of_rule(node, sources, rule, known))
 
 
-def _cost(node: Node, sources: list[Node], rule: Rule, known: Propagation) -> tuple[float, int]:
+def _cost_of_rule(node: Node, sources: list[Node], rule: Rule, known: Propagation) -> tuple[float, int]:
     """Return (bytes sent, number of moves) of a rule.
 
     Sums of partial gradients do not count: for large weights they would make ranks repeat each other's work.
@@ -113,7 +113,7 @@ def _cost(node: Node, sources: list[Node], rule: Rule, known: Propagation) -> tu
     return bytes_moved, n_moves
 
 
-def _move(
+def _move_of(
     graph: Graph, node: Node, source: Placement, target: Placement, partial: bool, consumers: Sequence[Node] = ()
 ) -> Move:
     forward, backward = _kinds(source, target, partial)
@@ -160,12 +160,12 @@ def _moves(
             alike[rules[user].inputs[i], partial and not hands_on].append((user, i))
         leaving[node] = []
         for (target, partial), users in alike.items():
-            move = _move(graph, node, placed, target, partial, [user for user, _ in users])
+            move = _move_of(graph, node, placed, target, partial, [user for user, _ in users])
             arriving |= dict.fromkeys(users, move)
             leaving[node].append(move)
         if node.op == "placeholder":
             if hands_on:
-                gradients[graph.names[node]] = _move(graph, node, placed, placed, partial=True)
+                gradients[graph.names[node]] = _move_of(graph, node, placed, placed, partial=True)
             continue
         rule = rules[node]
         makes_partial = _makes_partial_gradients(rule) or hands_on
