@@ -23,13 +23,10 @@ from titanlite.activation_checkpoint.rules import BLOCK, BlockRules, add_mistake
 from titanlite.config.problems import Problems
 from titanlite.config.recipe_schema import SaveList, SaveRule
 from titanlite.errors import RecipeError, nearest
-from titanlite.float8.blocks import BlockScaledFloat8
-from titanlite.float8.matmul import Float8Matmul
 from titanlite.kernels.products import FLOAT8
-from titanlite.models.experts import GroupedProjection, product_names
-from titanlite.models.layers import CausalAttention, Linear
+from titanlite.models.experts import product_names
+from titanlite.models.layers import CausalAttention
 from titanlite.parallel.calls import draws
-from titanlite.parallel.tensor import ColumnParallelLinear, ParallelLinear
 
 _MOVES = ("aten._to_copy.default", "aten.copy.default")  # elementwise, without torch's tag
 
@@ -79,9 +76,6 @@ def apply_activation_checkpoint(
 
     Returns:
         Counts that grow as the model runs.
-
-    Raises:
-        RecipeError: attention is kept without the matmuls of its q, k and v.
     """
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
@@ -95,7 +89,6 @@ def apply_activation_checkpoint(
             kinds[key] = KindUse(rules, passes=1, matches=whole), None
         elif key not in kinds:
             kind = KindUse(rules)
-            _check_attention(BlockRules(save_list, rules, layers), block)
             # Also if nothing is kept: without contexts torch 2.11 keeps the results of autograd functions.
             contexts = partial(_contexts, save_list, kind, layers, use)
             options = {"use_reentrant": False, "context_fn": contexts}
@@ -209,30 +202,6 @@ def check_names(save_list: SaveList, layers: Sequence[str], n_layers: int | None
             want = f"some of the model's {n_layers} blocks"
             problems.add(f"rules[{i}].layers", f'"{rule.layers}"', want, "remove the rule, or set optional = true")
     problems.raise_all(RecipeError)
-
-
-def _check_attention(rules: BlockRules, block: nn.Module) -> None:
-    """Raise RecipeError if attention is kept without its q, k and v: the compiler would wrap an error of `_policy`."""
-    for module in block.modules():  # in the order in which they run
-        if isinstance(module, Linear):
-            rules.decide(_matmul_of(module))
-        elif isinstance(module, GroupedProjection):
-            rules.decide(ops.GROUPED_MATMUL)
-        elif isinstance(module, CausalAttention):
-            rules.decide(ops.ATTENTION)
-
-
-def _matmul_of(layer: Linear) -> str:
-    """Return the operation that multiplies in a layer, as in a trace."""
-    if isinstance(layer, ParallelLinear) and layer.fused is not None:
-        gathers = isinstance(layer, ColumnParallelLinear)
-        return ops.GATHER_MATMUL if gathers else ops.MATMUL_SCATTER
-    if isinstance(layer.matmul, Float8Matmul):
-        if layer.matmul.lowering.why is None:
-            return ops.SCALED_MATMUL
-        if isinstance(layer.matmul.function, BlockScaledFloat8) and layer.matmul.recipe.input.output != "none":
-            return ops.BLOCK_SCALED_MATMUL
-    return ops.MATMUL
 
 
 def _is_pointwise(op: str) -> bool:

@@ -6,7 +6,7 @@ It is the trainer's own model where there is one; else it is split as the traine
 import copy
 import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from titanlite.forecast.traced_block import ExpertRanks, TracedBlock
 from titanlite.kernels.attention import Bounds
 from titanlite.kernels.context_attention import KeyChunks
 from titanlite.kernels.products import MAX_RANKS
-from titanlite.models.block_kinds import kind_of
+from titanlite.models.block_kinds import kind_of, with_blocks
 from titanlite.models.experts import GroupedProjection, has_experts
 from titanlite.models.find import build_model
 from titanlite.models.layers import Linear, Sequences
@@ -53,16 +53,25 @@ class UnitSize:
     gathered: int
     scales: int
 
+    @classmethod
+    def of(cls, parts: Iterable["RankParameter"]) -> "UnitSize":
+        """Add up the parameters of a unit."""
+        found = [*parts]
+        return cls(sum(p.elements for p in found), sum(p.gathered for p in found), sum(p.scales for p in found))
+
 
 class RankParameter(NamedTuple):
     """The part of a parameter on a rank before FSDP splits it.
 
     Attributes:
         apart: whether it is of experts that FSDP splits over other ranks than the rest.
+        gathered: bytes of the elements as FSDP gathers them; `scales` those of row scales.
     """
 
     shape: tuple[int, ...]
     apart: bool
+    gathered: int
+    scales: int
 
     @property
     def elements(self) -> int:
@@ -206,12 +215,14 @@ def _traced(
     dtype, tokens = getattr(torch, training.mixed_precision_param), tokens_of_rank(config)
     own, blocks = {model.norm, model.output}, list(model.layers)  # type: ignore[arg-type]
     is_tied = model.output.weight is model.tok_embeddings.weight  # type: ignore[union-attr]
-    of_head = [p for module in own for p in module.parameters()]  # type: ignore[union-attr,operator]
-    in_blocks = {p for block in blocks for p in block.parameters()}
-    others = [p for p in model.parameters() if p not in in_blocks and (is_tied or all(p is not q for q in of_head))]
+    of_head = set[Tensor]() if is_tied else {p for module in own for p in module.parameters()}  # type: ignore[union-attr]
     kinds = [kind_of(block) for block in blocks]
     apart = max(experts.count, config.parallelism.tensor_parallel_degree) > 1
-    units = {kind: _units_of(block, apart, dtype) for kind, block in zip(kinds, blocks, strict=True)}
+    layers = [part for block in blocks for part in block.modules() if isinstance(part, GroupedProjection) and apart]
+    of_experts = {weight for layer in layers for weight in layer.parameters()}
+    parts: dict[Tensor, RankParameter] = {p: _part(p, dtype, p in of_experts) for p in model.parameters()}
+    of_blocks = [[parts[p] for p in block.parameters()] for block in blocks]
+    others = {*parts} - of_head - {p for block in blocks for p in block.parameters()}
     traces, why = dict[str, TracedBlock](), None
     try:
         traces, logits = _traces(model, kinds, _sequences(config, model), tokens, dtype, experts)
@@ -238,11 +249,11 @@ def _traced(
         float8=float8,
         blocks=tuple(traces[kind] for kind in kinds if traces),
         head=traces.get(HEAD),
-        block_units=tuple(units[kind][0] for kind in kinds),
-        expert_units=tuple(units[kind][1] for kind in kinds),
-        embedding=_unit_size(others, dtype),
-        output=_unit_size([] if is_tied else of_head, dtype),
-        parameters=_parameters(model, blocks if apart else []),
+        block_units=tuple(UnitSize.of(part for part in own if not part.apart) for own in of_blocks),
+        expert_units=tuple(UnitSize.of(part for part in own if part.apart) for own in of_blocks),
+        embedding=UnitSize.of(parts[p] for p in others),
+        output=UnitSize.of(parts[p] for p in of_head),
+        parameters={name: parts[p] for name, p in model.named_parameters()},
         no_trace_reason=why,
     )
 
@@ -265,32 +276,12 @@ def _sequences(config: Config, model: nn.Module) -> Sequences:
     return Sequences(seq_len, of_tokens(), bounds_of, of_tokens(), exchanges, "cp")
 
 
-def _units_of(block: nn.Module, apart: bool, dtype: torch.dtype) -> tuple[UnitSize, UnitSize]:
-    """Return the size of a block's weights, and of its experts' if these are split over other ranks."""
-    layers = [part for part in block.modules() if isinstance(part, GroupedProjection) and apart]
-    shared_out = [weight for layer in layers for weight in layer.parameters()]
-    others = [weight for weight in block.parameters() if all(weight is not own for own in shared_out)]
-    return _unit_size(others, dtype), _unit_size(shared_out, dtype)
-
-
-def _parameters(model: nn.Module, apart: list[nn.Module]) -> dict[str, RankParameter]:
-    """Return the part of each parameter; `apart` are the blocks whose experts are split over other ranks."""
-    layers = [part for block in apart for part in block.modules() if isinstance(part, GroupedProjection)]
-    of_experts = {id(weight) for layer in layers for weight in layer.parameters()}
-    return {
-        name: RankParameter(tuple(_part_of_rank(p).shape), id(p) in of_experts) for name, p in model.named_parameters()
-    }
-
-
-def _unit_size(parameters: list[nn.Parameter], dtype: torch.dtype) -> UnitSize:
-    elements = gathered = scales = 0
-    for weight in map(_part_of_rank, parameters):
-        is_narrow = isinstance(weight, WeightShard)
-        elements += weight.numel()
-        gathered += weight.numel() * (1 if is_narrow else dtype.itemsize)
-        if is_narrow and weight.how.by_row:
-            scales += 4 * len(weight)
-    return UnitSize(elements, gathered, scales)
+def _part(parameter: Tensor, dtype: torch.dtype, apart: bool) -> RankParameter:
+    """Return what a rank has of a parameter, and how FSDP gathers it for compute in a dtype."""
+    local = _part_of_rank(parameter)
+    is_narrow = isinstance(local, WeightShard)
+    scales = 4 * len(local) if is_narrow and local.how.by_row else 0
+    return RankParameter(tuple(local.shape), apart, local.numel() * (1 if is_narrow else dtype.itemsize), scales)
 
 
 def _part_of_rank(parameter: Tensor) -> Tensor:
@@ -315,8 +306,7 @@ def _traces(
     first: dict[str, nn.Module] = {}
     for kind, block in zip(kinds, model.layers, strict=True):  # type: ignore[arg-type]
         first.setdefault(kind, block)
-    fewer = copy.copy(model)
-    fewer._modules = {**model._modules, "layers": nn.ModuleList(first[kind] for kind in kinds)}
+    fewer = with_blocks(model, (first[kind] for kind in kinds))
     plain: dict[int, object] = {}
     for module in fewer.modules():
         for parameter in module._parameters.values():
