@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.support.held_for_backward import held_eager, stream
 from titanlite import recipes
 from titanlite.config.recipe_schema import ModelDims
-from titanlite.config.schema import Compile, Config, Data, Float8, Model, Parallelism, Training
+from titanlite.config.schema import Compile, Config, Data, Float8, Model, Training
 from titanlite.forecast.activation_cost import activations, held_without_checkpointing
 from titanlite.forecast.choose_save_list import expensive
 from titanlite.forecast.memory import MemoryModel
@@ -112,10 +112,3 @@ def test_float8_of_some_blocks_makes_two_kinds(config: Config) -> None:
     plain, converted = traced_run(half, DIMS, recipes.load("float8", "rowwise")).blocks
     assert "titanlite.scaled_matmul.default" not in {a.op for a in activations(plain)}
     assert "titanlite.scaled_matmul.default" in {a.op for a in activations(converted)}
-
-
-def test_one_rank_of_a_shipped_model_has_its_part() -> None:
-    whole, split = (traced_run(Config(parallelism=Parallelism(tensor_parallel_degree=t)), DIMS, None) for t in (1, 2))
-    norms = 2 * DIMS.dim
-    assert split.block_units[0].elements - norms == (whole.block_units[0].elements - norms) // 2
-    assert {a.op.split(".")[1] for a in activations(split.blocks[0])} > {"all_gather_into_tensor"}
