@@ -43,8 +43,6 @@ class Recording:
     """The work of one rank in a step."""
 
     collectives: Counter[Recorded]  # calls of each
-    flops: Counter[str]  # by direction
-    kept: int  # bytes that the forward pass of a micro-step leaves for backward
     pairs: Counter[CollectiveMatmul]  # calls of collectives with a matmul, and whether these are one kernel
     entries: list[Entry]  # of the receipt, without compiling and memory; for the blocks that were recorded
 
@@ -69,8 +67,6 @@ class _Step(Recording):
             self,
             update=update,
             collectives=summed(self.collectives, one.collectives, none.collectives),
-            flops=summed(self.flops, one.flops, none.flops),
-            kept=self.kept + n * (one.kept - none.kept),
             pairs=summed(self.pairs, one.pairs, none.pairs),
         )
 
@@ -111,7 +107,7 @@ def record(
         if others := [n for n in numbers if n not in chosen]:
             found = found.plus(len(others), step({*chosen, others[0]}), none)
     collectives = +(found.collectives + Counter(found.update))
-    return Recording(collectives, +found.flops, found.kept, +found.pairs, found.entries)
+    return Recording(collectives, +found.pairs, found.entries)
 
 
 def _blocks_alike(checked: CheckedRun) -> list[list[int]]:
@@ -152,15 +148,13 @@ def _step(
             train_step(run, [*islice(cycle(batches), taken)], 1e-3, stop_requested=False)
         with named.tensors():
             add_entries(run, config.data.document_mask)
-    calls, flops, pairs = Counter[Recorded](), Counter[str](), Counter[CollectiveMatmul]()
+    calls, pairs = Counter[Recorded](), Counter[CollectiveMatmul]()
     for n, work in enumerate(recorder.work):
         # The second micro-step stands for all between the first and the last.
         times = micro_steps - taken + 1 if n == 2 else 1
         for each in work.collectives:
             calls[each] += times
-        for direction, n_flops in work.flops.items():
-            flops[direction] += times * n_flops
         for pair, n_calls in work.pairs.items():
             pairs[pair] += times * n_calls
     update = [each for work in recorder.work for each in work.collectives if each.direction == "update"]
-    return _Step(calls - Counter(update), flops, max(recorder.kept), pairs, run.receipt.entries, update)
+    return _Step(calls - Counter(update), pairs, run.receipt.entries, update)

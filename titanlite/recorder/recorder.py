@@ -1,4 +1,4 @@
-"""Watch a step: every collective that it calls, what it computes, and what forward leaves for backward.
+"""Watch a step: every collective that it calls.
 
 Operators of titanlite that have a group say themselves what they send (`kernels/operators.py`), or are watched as their
 definition runs; whatever they call inside counts as one.
@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._tools.mod_tracker import ModTracker
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from titanlite.device import Device
@@ -67,12 +65,11 @@ class MicroStep(NamedTuple):
     """The work from the beginning of a micro-step's forward pass to the beginning of the next, or the step's end."""
 
     collectives: list[Recorded]  # in order
-    flops: Counter[str]  # by direction
     pairs: Counter[CollectiveMatmul]  # calls
 
 
 class Recorder(TorchDispatchMode):
-    """Note every collective, FLOP and byte of a step, as the innermost mode.
+    """Note every collective of a step, as the innermost mode.
 
     Args:
         device: that the model was built for.
@@ -81,35 +78,25 @@ class Recorder(TorchDispatchMode):
     Attributes:
         modules: knows which module is running; to be entered beside this mode.
         work: what is done before any micro-step, then the work of each micro-step; the last one includes the update.
-        kept: bytes that the forward pass of each micro-step left when backward began.
     """
 
     def __init__(self, device: Device, model: nn.Module) -> None:
         super().__init__()
-        self.work, self.kept, self.modules = [MicroStep([], Counter(), Counter())], list[int](), _RunningModule(model)
+        self.work, self.modules = [MicroStep([], Counter())], _RunningModule(model)
         self._device, self._inside, self._sent = device, "", Counter[tuple[str, int]]()
-        self._phase, self._made = "update", dict[int, tuple[StorageWeakRef, int]]()
+        self._phase = "update"
         model.register_forward_pre_hook(self._begin, prepend=True)  # before FSDP gathers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note what a call sends, computes and makes."""
+        """Note what a call sends."""
         kwargs = kwargs or {}
         if self._phase == "forward" and _is_backward():
             self._phase = "backward"
-            self.kept.append(self._alive())
         if func.namespace == "titanlite" and (group := _named_in(func, args)):
-            out = self._of_operator(func, group, args, kwargs)
-        else:
-            out = func(*args, **kwargs)
-            if func.namespace in ("c10d", "_c10d_functional"):
-                self._note(func, args, out)
-        if formula := flop_registry.get(func._overloadpacket):
-            self.work[-1].flops[self._direction()] += formula(*args, **kwargs, out_val=out)
-        if self._phase == "forward":
-            for x in tree_leaves(out):
-                if isinstance(x, Tensor):
-                    storage = x.untyped_storage()
-                    self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            return self._of_operator(func, group, args, kwargs)
+        out = func(*args, **kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._note(func, args, out)
         return out
 
     def _of_operator(self, func: Any, group: str, args: Any, kwargs: Any) -> Any:
@@ -173,11 +160,7 @@ class Recorder(TorchDispatchMode):
     def _begin(self, *_: Any) -> None:
         if not _is_backward():
             self._phase = "forward"
-            self.work.append(MicroStep([], Counter(), Counter()))
-            self._made.clear()
-
-    def _alive(self) -> int:
-        return sum(n_bytes for storage, n_bytes in self._made.values() if not storage.expired())
+            self.work.append(MicroStep([], Counter()))
 
 
 class _RunningModule:
