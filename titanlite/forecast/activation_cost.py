@@ -231,10 +231,7 @@ def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
     """Return what each rule of a save-list that `block_costs` takes keeps and costs."""
     rules = save_list.rules
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    kinds = Counter(zip(save_list.active(len(run.blocks)), map(id, run.blocks), strict=True))
-    by_id = {id(block): block for block in run.blocks}
-    for (active, each), n in kinds.items():
-        block = by_id[each]
+    for active, block, n in _kinds(run, save_list):
         if is_whole(save_list, active) and rules:
             first = min(i for i in active if rules[i].op == BLOCK)
             matches[first] += n
@@ -273,14 +270,17 @@ def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
 def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
     """Return the rules that match something, whichever kernel of attention runs."""
     found = set[int]()
-    kinds = {
-        (id(block), active): block for block, active in zip(run.blocks, save_list.active(len(run.blocks)), strict=True)
-    }
-    for (_, active), block in kinds.items():
+    for active, block, _ in _kinds(run, save_list):
         if is_whole(save_list, active):
             found |= {i for i in active if save_list.rules[i].op == BLOCK}
             continue
         for kernel in kernels(save_list):
-            for cost in costs(block, save_list, active, run.compiled, kernel):
-                found |= {*cost.decision.rules}
+            found.update(*(cost.decision.rules for cost in costs(block, save_list, active, run.compiled, kernel)))
     return found
+
+
+def _kinds(run: TracedRun, save_list: SaveList) -> list[tuple[frozenset[int], TracedBlock, int]]:
+    """Return the rules of blocks, their trace, and the number of blocks that have both."""
+    by_id = {id(block): block for block in run.blocks}
+    kinds = Counter(zip(save_list.active(len(run.blocks)), map(id, run.blocks), strict=True))
+    return [(active, by_id[each], n) for (active, each), n in kinds.items()]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tomli
 
@@ -91,11 +91,14 @@ def measured_rates(device: str = DEFAULT_DEVICE) -> Rates:
     read = tomli.loads((_FOLDER / f"{device}.toml").read_text(encoding="utf-8"))
     if basis := read.pop("extends", None):
         read = tomli.loads((_FOLDER / f"{basis}.toml").read_text(encoding="utf-8")) | read
-    read |= {name: tuple(read[name]) for name in ("attention_window", "attention_long", "exchange")}
-    for name in ("attention", "attention_documents", "grouped", "grouped_fast", "grouped_split"):
-        read[name] = {int(by): tuple(rates) for by, rates in read[name].items()}
-    read["orthogonalise"] = {int(by): rate for by, rate in read["orthogonalise"].items()}
-    return Rates(**read)
+    return Rates(**{name: _typed(value) for name, value in read.items()})
+
+
+def _typed(value: Any) -> Any:
+    """Make tuples of lists, and numbers of the keys of tables."""
+    if isinstance(value, dict):
+        return {int(by): _typed(rates) for by, rates in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def no_rates_reason(memory: "MemoryModel") -> Problem | None:

@@ -41,16 +41,9 @@ _TOKENS = Shard(0)
 def planned_layers(
     graph: Graph, annotations: Mapping[str, str], ranks: int, sizes: Mapping[str, int]
 ) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan a graph, and assign its moves to layers.
+    """Plan a graph from token ids to logits; return also the plans of modules that hold a parameter in use, by name.
 
-    Args:
-        graph: the model, from token ids to logits.
-        annotations: see `annotations.py`.
-        ranks: tensor-parallel ranks.
-        sizes: the model's dimensions by name, for messages.
-
-    Returns:
-        The plan; and the plans of modules that hold a parameter in use, by name.
+    `sizes` are the model's dimensions by name, for messages.
 
     Raises:
         ShardingError: there is no plan, or no layer for a move; all problems of the first such kind are in the message.
@@ -79,34 +72,29 @@ def plan_layers(
     Raises:
         ShardingError: as `planned_layers`, with changes of annotations that would help.
     """
-    fewer, stand_for = representative_blocks(model)
+    annotations, (fewer, stand_for) = annotations_of(model), representative_blocks(model)
+    graphs: list[Graph] = []
+
+    def planned(blocks: nn.Module, suggests: bool) -> tuple[Plan, dict[str, LayerPlan]]:
+        graphs.append(_exported(blocks, tokens, dtype))
+        try:
+            return planned_layers(graphs[-1], annotations, ranks, sizes or {})
+        except ShardingError as error:
+            if not suggests:
+                raise
+            fixes = suggest_annotation(graphs, annotations, lambda graph, new: planned_layers(graph, new, ranks, {}))
+            raise ShardingError(f"{error}{fixes}") from error
+
     if fewer is not model:
         try:
-            planned = for_all(fewer, *_planned(fewer, tokens, ranks, dtype, sizes or {}), stand_for)
+            found = for_all(fewer, *planned(fewer, suggests=not is_own(model)), stand_for)
         except ShardingError:
             if not is_own(model):
                 raise
-            planned = None  # a user's code may name blocks by their numbers
-        if planned:
-            return planned
-    plan, layers = _planned(model, tokens, ranks, dtype, sizes or {})
-    return PlannedLayers(plan, [[n] for n in range(len(model.layers))], layers)  # type: ignore[arg-type]
-
-
-def _planned(
-    model: nn.Module, tokens: int, ranks: int, dtype: torch.dtype | None, sizes: Mapping[str, int]
-) -> tuple[Plan, dict[str, LayerPlan]]:
-    """Plan all blocks of a model; if there is no plan, add to the error which annotation would make one."""
-    annotations, graph = annotations_of(model), _exported(model, tokens, dtype)
-    try:
-        return planned_layers(graph, annotations, ranks, sizes)
-    except ShardingError as error:
-        fewer, _ = representative_blocks(model)
-        graphs = [graph] if fewer is model else [_exported(fewer, tokens, dtype), graph]
-        fixes = suggest_annotation(
-            graphs, annotations, lambda graph, changed: planned_layers(graph, changed, ranks, {})
-        )
-        raise ShardingError(f"{error}{fixes}") from error
+            found = None  # a user's code may name blocks by their numbers
+        if found:
+            return found
+    return PlannedLayers(*planned(model, suggests=True), [[n] for n in range(len(model.layers))])  # type: ignore[arg-type]
 
 
 def _exported(model: nn.Module, tokens: int, dtype: torch.dtype | None) -> Graph:

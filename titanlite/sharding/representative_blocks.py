@@ -23,8 +23,8 @@ class PlannedLayers:
     """The plan of a model, some of whose blocks stand for others."""
 
     plan: Plan  # of one micro-step
-    stand_for: list[list[int]]  # for each block of the plan, the numbers of the blocks that it stands for
     layers: dict[str, LayerPlan]  # of each module of the whole model that holds a parameter in use, by name
+    stand_for: list[list[int]]  # for each block of the plan, the numbers of the blocks that it stands for
 
     def names(self, name: str) -> list[str]:
         """Return all names in the model that a name in the plan stands for."""
@@ -55,28 +55,13 @@ def representative_blocks(model: nn.Module) -> tuple[nn.Module, list[list[int]]]
 def for_all(
     fewer: nn.Module, plan: Plan, layers: Mapping[str, LayerPlan], stand_for: list[list[int]]
 ) -> PlannedLayers | None:
-    """Return the plan of all layers; None if two blocks of a kind have different plans.
-
-    Args:
-        fewer: the model of `representative_blocks`.
-        plan: of it.
-        layers: of it, by name.
-        stand_for: from `representative_blocks`.
-    """
+    """Return the plan of all layers by the plan of fewer; None if two blocks of a kind have different plans."""
     kinds = [kind_of(block) for block in fewer.layers]  # type: ignore[union-attr]
     prefixes = [f"layers.{place}." for place in range(len(kinds))]
     of_blocks = [{n.removeprefix(p): layer for n, layer in layers.items() if n.startswith(p)} for p in prefixes]
     if any(planned != of_blocks[kinds.index(kind)] for planned, kind in zip(of_blocks, kinds, strict=True)):
         return None
-    others = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
-    return PlannedLayers(
-        plan,
-        stand_for,
-        others
-        | {
-            f"layers.{n}.{name}": layer
-            for numbers, planned in zip(stand_for, of_blocks, strict=True)
-            for n in numbers
-            for name, layer in planned.items()
-        },
-    )
+    found = {name: layer for name, layer in layers.items() if not name.startswith("layers.")}
+    for numbers, planned in zip(stand_for, of_blocks, strict=True):
+        found |= {f"layers.{n}.{name}": layer for n in numbers for name, layer in planned.items()}
+    return PlannedLayers(plan, found, stand_for)
