@@ -231,7 +231,7 @@ def rule_costs(run: TracedRun, save_list: SaveList) -> list[RuleCost]:
     """Return what each rule of a save-list that `block_costs` takes keeps and costs."""
     rules = save_list.rules
     matches, held, flops, moved = (Counter[int]() for _ in range(4))
-    for active, block, n in _kinds(run, save_list):
+    for active, block, n in _kinds_of_blocks(run, save_list):
         if is_whole(save_list, active) and rules:
             first = min(i for i in active if rules[i].op == BLOCK)
             matches[first] += n
@@ -270,7 +270,7 @@ def check_matches(save_list: SaveList, run: TracedRun, strict: bool) -> None:
 def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
     """Return the rules that match something, whichever kernel of attention runs."""
     found = set[int]()
-    for active, block, _ in _kinds(run, save_list):
+    for active, block, _ in _kinds_of_blocks(run, save_list):
         if is_whole(save_list, active):
             found |= {i for i in active if save_list.rules[i].op == BLOCK}
             continue
@@ -279,7 +279,7 @@ def _matched(save_list: SaveList, run: TracedRun) -> set[int]:
     return found
 
 
-def _kinds(run: TracedRun, save_list: SaveList) -> list[tuple[frozenset[int], TracedBlock, int]]:
+def _kinds_of_blocks(run: TracedRun, save_list: SaveList) -> list[tuple[frozenset[int], TracedBlock, int]]:
     """Return the rules of blocks, their trace, and the number of blocks that have both."""
     by_id = {id(block): block for block in run.blocks}
     kinds = Counter(zip(save_list.active(len(run.blocks)), map(id, run.blocks), strict=True))
