@@ -69,13 +69,8 @@ def apply_activation_checkpoint(
 ) -> SaveListUse:
     """Put each block of a model under checkpointing, in place, except blocks that the list keeps whole.
 
-    Args:
-        model: has `layers`.
-        save_list: the rules.
-        of_blocks: numbers of the rules for each block; None: as of `SaveList.active`.
-
-    Returns:
-        Counts that grow as the model runs.
+    Return counts that grow as the model runs. `of_blocks` are numbers of the rules for each block; None: as of
+    `SaveList.active`.
     """
     use = SaveListUse(save_list.rules)
     blocks: list[nn.Module] = list(model.layers)  # type: ignore[arg-type]
@@ -173,10 +168,7 @@ def _policy(
 def check_names(save_list: SaveList, layers: Sequence[str], n_layers: int | None = None) -> None:
     """Raise RecipeError for rules that name no operation, layer or block, or keep an elementwise operation.
 
-    Args:
-        save_list: the list.
-        layers: dotted names of the linear layers of blocks.
-        n_layers: blocks of the model; None: rules for no block pass.
+    `layers` are the dotted names of the linear layers of blocks; without `n_layers` rules for no block pass.
     """
     spelled = (op.replace("::", ".") for op in torch._C._dispatch_get_all_op_names())
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}

@@ -90,14 +90,10 @@ def activations(block: TracedBlock) -> list[Activation]:
 def costs(
     block: TracedBlock, save_list: SaveList, active: frozenset[int], compiled: bool, kernel: str | None = None
 ) -> list[Cost]:
-    """Apply a save-list to one block.
+    """Apply a save-list that recomputes by default to one block; without rules see `held_without_checkpointing`.
 
-    Args:
-        block: the block.
-        save_list: recomputes by default; of a block without rules see `held_without_checkpointing`.
-        active: numbers of the rules that are for this block.
-        compiled: whether it is.
-        kernel: that attends to whole samples on the device; None: the one that the list names.
+    `active` are numbers of the rules for this block; `kernel` attends to whole samples on the device; None: the one
+    that the list names.
 
     Raises:
         RecipeError: attention is kept without the matmuls that its q, k and v come from.

@@ -30,7 +30,7 @@ from titanlite.config.recipe_schema import Float8Recipe, ModelDims, OptimizerRec
 from titanlite.config.schema import Config
 from titanlite.forecast.activation_cost import BlockCost, block_costs, held_without_checkpointing
 from titanlite.forecast.traced_run import traced_run
-from titanlite.forecast.update_work import SplitOver, UpdateWork
+from titanlite.forecast.update_work import UpdateWork
 from titanlite.kernels.cross_entropy import ROWS
 from titanlite.parallel.fsdp import frees_after_forward
 
@@ -112,10 +112,7 @@ class MemoryModel:
     """Predicts the peak of one run under any save-list.
 
     Args:
-        config: checked.
-        dims: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
-        rules: how each parameter is updated.
+        config, dims, float8, rules: of the run.
         world: number of processes.
         model: the trainer's; None: `traced_run` makes one.
         host: GPUs of one host; None: `GPUS_OF_A_HOST`.
@@ -176,8 +173,7 @@ class MemoryModel:
         others, of_experts = (sum(u.elements for u in us) for us in ((*of_blocks, first, last), self.run.expert_units))
         self.parameters = others + of_experts
         self.shard = others // self.shards + of_experts // self.expert_shards
-        layout = SplitOver(world, self.replicas, self.shards, self.expert_shards)
-        self.optimizer = UpdateWork(config, rules, self.run, layout)
+        self.optimizer = UpdateWork(self)
 
     @property
     def symmetric_memory(self) -> int:

@@ -286,11 +286,8 @@ def changes_that_fit(
     what is trained; of each, the fastest comes first, or else the one that keeps most. Where rates are known, the three
     are sorted by speed, changes of what is trained last.
 
-    Args:
-        model: of the run.
-        save_list: of the run; it has a price.
-        limit: bytes of the peak and of symmetric memory.
-        of_device: as of `Setting`, with `rates` and `attended`.
+    The save-list is the run's, and has a price; `limit` is bytes of the peak and of symmetric memory; the rest is as of
+    `Setting`.
     """
     setting = Setting(model.dims, model.float8, model.rules, rates, attended, model.host, of_device)
     run = Candidate(setting, model.world, model.config, save_list)
@@ -323,11 +320,8 @@ def changes_that_fit(
 def processes_that_fit(model: MemoryModel, save_list: SaveList, limit: float, and_changes: bool = False) -> str | None:
     """Double the processes until the run fits; return the flags, or None if a thousand times as many are not enough.
 
-    Args:
-        model: of the run.
-        save_list: of the run.
-        limit: bytes of the peak and of symmetric memory.
-        and_changes: with each number, also try to keep less, then one sequence at a time, then both and other layouts.
+    `limit` is bytes of the peak and of symmetric memory. With `and_changes` each number of processes is also tried with
+    less kept, then with one sequence at a time, then with both and in other layouts.
     """
     setting = Setting(model.dims, model.float8, model.rules, host=model.host)
     run = Candidate(setting, model.world, model.config, save_list)

@@ -125,10 +125,7 @@ def _uneven_split(run: TracedRun, attended: AttendedShare | None) -> tuple[float
 class StepTimeModel:
     """Predicts the time of a step under any save-list, of a run that `no_rates_reason` has nothing against.
 
-    Args:
-        memory: of the run.
-        rates: of the device.
-        attended: the share of causal attention within documents; None: all of it.
+    `attended` is the share of causal attention within documents; None: all of it.
     """
 
     def __init__(self, memory: MemoryModel, rates: Rates, attended: AttendedShare | None = None) -> None:

@@ -35,13 +35,8 @@ _REPEATS = 5
 def time_block(block: nn.Module, run: TracedRun, context: ContextGroup | None, device: torch.device) -> RecomputeTimes:
     """Time the expensive operations of all kinds of blocks, and the rest of one block, each the median of five runs.
 
-    Every rank calls it: collectives are among its parts.
-
-    Args:
-        block: the first, on the meta device, split and in its arithmetic; it is not changed.
-        run: of this rank.
-        context: the ranks that share its tokens out, if they are several.
-        device: where to run.
+    Every rank calls it: collectives are among its parts. `block` is the first, on the meta device, split and in its
+    arithmetic; it is not changed. `context` are the ranks that share its tokens out, if they are several.
     """
     sequences = context and sequences_of_samples(run.tokens * context.size, run.seq_len, context, device)
     listed = [activation for of_rule in expensive(run).values() for activation in of_rule]
@@ -81,11 +76,7 @@ def operands(
 ) -> tuple[list[Any], dict[str, Any]]:
     """Make what an operation is given: random numbers, and indices as training has them in the mean.
 
-    Args:
-        activation: the operation.
-        expert_ranks: P: of P rows one is a token's.
-        device: of the tensors.
-        sequences: of a context-parallel rank.
+    Of P = `expert_ranks` rows one is a token's; `sequences` are a context-parallel rank's.
     """
     _, args, kwargs = activation.call
     args, kwargs = _random((args, kwargs), device)

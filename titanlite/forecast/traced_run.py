@@ -140,12 +140,7 @@ def traced_run(
 ) -> TracedRun:
     """Trace one block of each kind of a run; once in a process for each layout.
 
-    Args:
-        config: checked.
-        dims: the model's dimensions.
-        float8: arithmetic of the linear layers, or None.
-        model: the trainer's, split and converted, before checkpointing; None: one is made.
-        experts_across_hosts: whether expert-parallel ranks are on several hosts.
+    `model` is the trainer's, split and converted, before checkpointing; None: one is made.
     """
     experts, mesh = _experts_of(config, experts_across_hosts), config.parallelism
     if model is None:

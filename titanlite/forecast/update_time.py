@@ -63,7 +63,7 @@ def computed_flops(rows: int, columns: int, steps: int) -> int:
 
 def _exposed(shared: SharedMatrices, work: UpdateWork, rates: Rates, computing: float) -> float:
     """Return the milliseconds of exchanges that so many of orthogonalisation do not hide."""
-    world, replicas = work.layout.world, work.layout.replicas
+    world, replicas = work.memory.world, work.memory.replicas
 
     def collect(bucket: BucketWork) -> float:
         return bucket.collected * (1 - replicas / world)

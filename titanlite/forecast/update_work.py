@@ -10,14 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
-from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims, OptimizerRecipe
-from titanlite.config.schema import Config, Model
-from titanlite.forecast.traced_run import TracedRun
+from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims
+from titanlite.config.schema import Model
 from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
@@ -25,6 +24,9 @@ from titanlite.optimizers import weight_average
 from titanlite.optimizers.rule import UpdateCost
 from titanlite.optimizers.sharded import update_cost
 from titanlite.parallel.share_matrices import BUCKET, share_matrices
+
+if TYPE_CHECKING:
+    from titanlite.forecast.memory import MemoryModel
 
 AVERAGE = "average of weights"
 """Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
@@ -34,15 +36,6 @@ ITEMSIZE = 2
 
 ITEMSIZE_OF_ROW = 4
 """Bytes of the new number of a row, in float32, which ranks add up."""
-
-
-class SplitOver(NamedTuple):
-    """The ranks that a model is split over: all, groups with the same weights, and FSDP's of weights and of experts."""
-
-    world: int
-    replicas: int
-    shards: int
-    expert_shards: int
 
 
 class WholeParameter(NamedTuple):
@@ -131,7 +124,7 @@ class GroupWork:
 
 
 class UpdateWork:
-    """The update of one run.
+    """The update of a run, by what its memory model knows of the layout.
 
     Attributes:
         settings: how each parameter is updated.
@@ -141,9 +134,9 @@ class UpdateWork:
         buffers: bytes of the update itself.
     """
 
-    def __init__(self, config: Config, rules: OptimizerRecipe, run: TracedRun, layout: SplitOver) -> None:
-        self.config, self.run, self.layout = config, run, layout
-        shapes = {name: part.shape for name, part in run.parameters.items()}
+    def __init__(self, memory: "MemoryModel") -> None:
+        self.memory, self.run, config, rules = memory, memory.run, memory.config, memory.rules
+        shapes = {name: part.shape for name, part in self.run.parameters.items()}
         self.settings = update_settings(rules, config.optimizer, shapes)
         names: dict[str, list[str]] = {}
         for name, own in self.settings.items():
@@ -158,9 +151,8 @@ class UpdateWork:
             (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
             for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
-        self.buffers = max(
-            (shared.buffers(layout.world, self.rows[rule] > 0) for rule, shared in self.shared), default=0
-        )
+        buffers = (shared.buffers(memory.world, self.rows[rule] > 0) for rule, shared in self.shared)
+        self.buffers = max(buffers, default=0)
         self.buffers += ITEMSIZE_OF_ROW * sum(self.rows.values())
 
     def moved(self) -> dict[str, int]:
@@ -191,13 +183,13 @@ class UpdateWork:
         return found
 
     def _whole(self) -> Mapping[str, WholeParameter]:
-        return whole_parameters(self.config.model, self.run.dims, self.run.seq_len)
+        return whole_parameters(self.memory.config.model, self.run.dims, self.run.seq_len)
 
     def _elements(self, names: list[str]) -> int:
         """Return the elements of some parameters in this rank's shard."""
         parts = [self.run.parameters[name] for name in names]
         others, experts = (sum(p.elements for p in parts if p.apart == apart) for apart in (False, True))
-        return others // self.layout.shards + experts // self.layout.expert_shards
+        return others // self.memory.shards + experts // self.memory.expert_shards
 
     def _state(self, rule: str, names: list[str]) -> int:
         """Return the bytes that a rule keeps of some parameters."""
@@ -210,16 +202,16 @@ class UpdateWork:
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
     def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:
-        whole, layout = self._whole(), self.layout
-        of_replica, parts = layout.world // layout.replicas, [self.run.parameters[name] for name in names]
-        shards = [layout.expert_shards if part.apart else layout.shards for part in parts]
+        whole, memory = self._whole(), self.memory
+        of_replica, parts = memory.world // memory.replicas, [self.run.parameters[name] for name in names]
+        shards = [memory.expert_shards if part.apart else memory.shards for part in parts]
         # Ranks that have each element: one of a replica, or those of tensor parallelism that have it whole.
         copies = [
-            layout.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
+            memory.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
             for name, part, n in zip(names, parts, shards, strict=True)
         ]
         matrices = tuple(whole[name].matrices for name in names)
-        return share(matrices, tuple(copies), layout.world, steps)
+        return share(matrices, tuple(copies), memory.world, steps)
 
 
 @functools.lru_cache(maxsize=64)
@@ -230,14 +222,9 @@ def share(
     steps: int,
     most: int = BUCKET,
 ) -> SharedMatrices:
-    """Share out the matrices of some parameters.
+    """Share out the matrices of some parameters, R and C of each, over `world` ranks.
 
-    Args:
-        matrices: R and C of each, by parameter.
-        copies: ranks that have each element, by parameter.
-        world: ranks that may own some.
-        steps: polynomials.
-        most: elements that a rank collects at a time.
+    `copies` are the ranks that have each element, by parameter; a rank collects at `most` so many elements at a time.
     """
     flat = [(parameter, rc) for parameter, found in enumerate(matrices) for rc in found]
     owned: dict[int, Counter[tuple[int, int]]] = {}

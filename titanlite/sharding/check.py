@@ -24,10 +24,7 @@ from titanlite.sharding.sent_bytes import sent_bytes
 def refuse_unasked(graph: Graph, plan: Plan, sizes: Mapping[str, int]) -> None:
     """Raise ShardingError, with every problem, if a plan does what no annotation asks for.
 
-    Args:
-        graph: the model.
-        plan: of the model.
-        sizes: the model's dimensions by name, for messages.
+    `sizes` are the model's dimensions by name, for messages.
     """
     nodes = {name: node for node, name in graph.names.items()}
     unasked = [move for move in plan.moves if move.forward and not _is_asked(move, nodes, plan)]

@@ -34,12 +34,9 @@ Rule = tuple[tuple[Placement, ...], tuple[Placement, ...]]
 
 
 def rules(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: dict[str, Any], size: int) -> list[Rule]:
-    """Return the rules with a sharded input by which DTensor runs an operator without communication.
+    """Return the rules with a sharded input by which DTensor runs an operator on `size` ranks without communication.
 
-    Args:
-        op: the operator.
-        args, kwargs: its arguments; tensors are on the meta device.
-        size: ranks.
+    Tensors among its arguments are on the meta device.
     """
     propagator = DTensor._op_dispatcher.sharding_propagator
     tables = (propagator.op_to_schema_info, getattr(propagator, "op_to_schema_info_for_single_dim_strategy", {}))

@@ -85,14 +85,9 @@ _FACTORIES = {
 def own_rules(
     op: torch._ops.OpOverload, inputs: list[Tensor], out: Tensor, arguments: dict[str, Any], size: int
 ) -> Iterable[Rule] | None:
-    """Return the rules of an operator except that all is whole; None if there are none here.
+    """Return the rules of an operator on `size` ranks except that all is whole; None if there are none here.
 
-    Args:
-        op: the operator.
-        inputs: the tensors among its arguments.
-        out: its result; of several the first.
-        arguments: all of them, by name.
-        size: ranks.
+    `inputs` are the tensors among its arguments, `out` its result or the first of several.
     """
     if op in SPLITS:
         fitting = [split for split in SPLITS[op] if len(split.inputs) == len(inputs)]

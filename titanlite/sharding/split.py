@@ -57,15 +57,9 @@ def split_model(
     plan: Mapping[str, LayerPlan],
     receipt: Receipt,
 ) -> Conversion | None:
-    """Reduce each layer of a model to this rank's part, in place, and convert it to float8.
+    """Reduce each layer of a whole model on the meta device to this rank's part, in place, and convert it to float8.
 
-    Args:
-        model: on the meta device, whole.
-        config: of the largest stage.
-        float8: the recipe, or None.
-        mesh: of the run.
-        plan: of each layer under tensor parallelism.
-        receipt: gets entries.
+    `config` is the largest stage's, `plan` of each layer under tensor parallelism. The receipt gets entries.
 
     Returns:
         The outcome of float8.
