@@ -173,7 +173,7 @@ class MemoryModel:
         others, of_experts = (sum(u.elements for u in us) for us in ((*of_blocks, first, last), self.run.expert_units))
         self.parameters = others + of_experts
         self.shard = others // self.shards + of_experts // self.expert_shards
-        self.optimizer = UpdateWork(self)
+        self.optimizer = UpdateWork(config, rules, self.run, world, self.replicas, self.shards, self.expert_shards)
 
     @property
     def symmetric_memory(self) -> int:

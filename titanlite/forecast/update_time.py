@@ -63,10 +63,10 @@ def computed_flops(rows: int, columns: int, steps: int) -> int:
 
 def _exposed(shared: SharedMatrices, work: UpdateWork, rates: Rates, computing: float) -> float:
     """Return the milliseconds of exchanges that so many of orthogonalisation do not hide."""
-    world, replicas = work.memory.world, work.memory.replicas
+    world = work.world
 
     def collect(bucket: BucketWork) -> float:
-        return bucket.collected * (1 - replicas / world)
+        return bucket.collected * (1 - work.replicas / world)
 
     def hand_back(bucket: BucketWork) -> float:
         return max(bucket.returned, bucket.handed / world) * (1 - 1 / world)

@@ -10,13 +10,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
 from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims
 from titanlite.config.schema import Model
+from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
 from titanlite.models.find import build_model
 from titanlite.models.matrices import matrices_of
@@ -24,9 +25,6 @@ from titanlite.optimizers import weight_average
 from titanlite.optimizers.rule import UpdateCost
 from titanlite.optimizers.sharded import update_cost
 from titanlite.parallel.share_matrices import BUCKET, share_matrices
-
-if TYPE_CHECKING:
-    from titanlite.forecast.memory import MemoryModel
 
 AVERAGE = "average of weights"
 """Stands beside rules and groups for what `optimizer.ema_decay` asks for."""
@@ -124,7 +122,7 @@ class GroupWork:
 
 
 class UpdateWork:
-    """The update of a run, by what its memory model knows of the layout.
+    """The update of a run.
 
     Attributes:
         settings: how each parameter is updated.
@@ -134,9 +132,19 @@ class UpdateWork:
         buffers: bytes of the update itself.
     """
 
-    def __init__(self, memory: "MemoryModel") -> None:
-        self.memory, self.run, config, rules = memory, memory.run, memory.config, memory.rules
-        shapes = {name: part.shape for name, part in self.run.parameters.items()}
+    def __init__(
+        self,
+        config: Config,
+        rules: OptimizerRecipe,
+        run: TracedRun,
+        world: int,
+        replicas: int,
+        shards: int,
+        expert_shards: int,
+    ) -> None:
+        self.config, self.run, self.world, self.replicas = config, run, world, replicas
+        self._shards, self._expert_shards = shards, expert_shards
+        shapes = {name: part.shape for name, part in run.parameters.items()}
         self.settings = update_settings(rules, config.optimizer, shapes)
         names: dict[str, list[str]] = {}
         for name, own in self.settings.items():
@@ -151,7 +159,7 @@ class UpdateWork:
             (self.settings[own[0]].rule, self._shared(steps, tuple(own)))
             for (_, steps), own in _orthogonalised_alike(self.settings).items()
         ]
-        buffers = (shared.buffers(memory.world, self.rows[rule] > 0) for rule, shared in self.shared)
+        buffers = (shared.buffers(world, self.rows[rule] > 0) for rule, shared in self.shared)
         self.buffers = max(buffers, default=0)
         self.buffers += ITEMSIZE_OF_ROW * sum(self.rows.values())
 
@@ -183,13 +191,13 @@ class UpdateWork:
         return found
 
     def _whole(self) -> Mapping[str, WholeParameter]:
-        return whole_parameters(self.memory.config.model, self.run.dims, self.run.seq_len)
+        return whole_parameters(self.config.model, self.run.dims, self.run.seq_len)
 
     def _elements(self, names: list[str]) -> int:
         """Return the elements of some parameters in this rank's shard."""
         parts = [self.run.parameters[name] for name in names]
         others, experts = (sum(p.elements for p in parts if p.apart == apart) for apart in (False, True))
-        return others // self.memory.shards + experts // self.memory.expert_shards
+        return others // self._shards + experts // self._expert_shards
 
     def _state(self, rule: str, names: list[str]) -> int:
         """Return the bytes that a rule keeps of some parameters."""
@@ -202,16 +210,16 @@ class UpdateWork:
         return sum(self._whole()[name].shape[0] for name in names) if has_some else 0
 
     def _shared(self, steps: int, names: tuple[str, ...]) -> SharedMatrices:
-        whole, memory = self._whole(), self.memory
-        of_replica, parts = memory.world // memory.replicas, [self.run.parameters[name] for name in names]
-        shards = [memory.expert_shards if part.apart else memory.shards for part in parts]
+        whole, of_replica = self._whole(), self.world // self.replicas
+        parts = [self.run.parameters[name] for name in names]
+        shards = [self._expert_shards if part.apart else self._shards for part in parts]
         # Ranks that have each element: one of a replica, or those of tensor parallelism that have it whole.
         copies = [
-            memory.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
+            self.replicas * max(1, part.elements * of_replica // n // whole[name].elements)
             for name, part, n in zip(names, parts, shards, strict=True)
         ]
         matrices = tuple(whole[name].matrices for name in names)
-        return share(matrices, tuple(copies), memory.world, steps)
+        return share(matrices, tuple(copies), self.world, steps)
 
 
 @functools.lru_cache(maxsize=64)
