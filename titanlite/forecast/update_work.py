@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from titanlite.config.parameter_groups import UpdateSettings, update_settings
-from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims
-from titanlite.config.schema import Model
+from titanlite.config.recipe_schema import MATRIX_RULES, ModelDims, OptimizerRecipe
+from titanlite.config.schema import Config, Model
 from titanlite.forecast.traced_run import TracedRun
 from titanlite.kernels.orthogonalise import ITERATIONS, orthogonalise_flops
 from titanlite.models.find import build_model
