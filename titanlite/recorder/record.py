@@ -24,8 +24,8 @@ import torch
 
 from titanlite.config.recipe_schema import MATRIX_RULES
 from titanlite.data.batches import padding_of
+from titanlite.models.block_kinds import kind_of
 from titanlite.models.find import build_model
-from titanlite.models.layers import CausalAttention
 from titanlite.observe.peak_flops import windows_of
 from titanlite.parallel.context import token_group
 from titanlite.parallel.fake_world import fake_world
@@ -116,11 +116,9 @@ def _blocks_alike(checked: CheckedRun) -> list[list[int]]:
     assert checked.save_list is not None  # noqa: S101
     rules, kinds = checked.save_list.active(dims.n_layers), defaultdict[object, list[int]](list)
     for n, block in enumerate(build_model(config.model, dims, config.training.seq_len).layers):  # type: ignore[arg-type]
-        parts = [(name, type(part)) for name, part in block.named_modules()]
-        shapes = [(name, p.shape) for name, p in block.named_parameters()]
-        windows = [part.window for part in block.modules() if isinstance(part, CausalAttention)]
-        left = [name for name, _ in parts if any(f in f"layers.{n}.{name}" for f in config.float8.filter_fqns)]
-        kinds[repr((parts, shapes, windows, left)), rules[n]].append(n)
+        names = [name for name, _ in block.named_modules()]
+        left = tuple(name for name in names if any(f in f"layers.{n}.{name}" for f in config.float8.filter_fqns))
+        kinds[kind_of(block), left, rules[n]].append(n)
     return [*kinds.values()]
 
 

@@ -149,12 +149,13 @@ def _moves(
     arriving: dict[tuple[Node, int], Move] = {}
     leaving: dict[Node, list[Move]] = {}
     gradients: dict[str, Move] = {}
-    for node in [*reversed(graph.operators), *(n for n in graph.names if n.op == "placeholder")]:
+    held = [node for node in graph.names if node.op == "placeholder"]
+    of_weights = graph.made_of(node for node in held if node not in graph.inputs) & graph.trained
+    for node in [*reversed(graph.operators), *held]:
         placed = known.placement(node)
         # A tensor that is computed from weights alone hands a partial gradient on, if all its gradients are.
-        of_weights = node in graph.of_weights and node in graph.trained
         all_partial = all(p and rules[user].inputs[i] == placed for user, i, p in given[node])
-        hands_on = of_weights and bool(given[node]) and all_partial
+        hands_on = node in of_weights and bool(given[node]) and all_partial
         alike: dict[tuple[Placement, bool], list[tuple[Node, int]]] = defaultdict(list)
         for user, i, partial in given[node]:
             alike[rules[user].inputs[i], partial and not hands_on].append((user, i))

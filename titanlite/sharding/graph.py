@@ -11,7 +11,7 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,14 +39,12 @@ _NO_RESULT = {
 class Graph:
     """The operators of a model and its tensors."""
 
-    fx: fx.Graph  # every node that is a tensor has `meta["val"]` on the meta device
-    names: dict[Node, str]  # of tensors; parameters and buffers have their names in the model
+    names: dict[Node, str]  # of tensors, all on the meta device; parameters and buffers have their names in the model
     parameters: set[Node]
     inputs: list[Node]  # of the model, in order
     operators: list[Node]  # nodes that compute tensors, in order
     outputs: list[Node]  # that the model returns
     trained: set[Node]  # that a gradient reaches
-    of_weights: set[Node]  # computed from parameters and constants alone
     aliases: dict[str, Node]  # other names of tied parameters
     calls: dict[str, Node]  # the last node of each module call, by the module's name
 
@@ -55,6 +53,14 @@ class Graph:
         if node.op == "placeholder":
             return self.names[node].rpartition(".")[0]
         return (modules_of(node) or [""])[-1]
+
+    def made_of(self, sources: Iterable[Node]) -> set[Node]:
+        """Return some tensors, and what is computed from these alone."""
+        found = {*sources}
+        for node in self.operators:
+            if all(source in found for source in tensor_inputs(node)):
+                found.add(node)
+        return found
 
 
 def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = False) -> Graph:
@@ -108,7 +114,6 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
     _split_biases(graph)
     operators = [n for n in graph.nodes if n.op == "call_function" and n.target not in _NO_RESULT]
     (returned,) = graph.find_nodes(op="output")
-    of_weights = {n for n in names if n not in given}
     calls: dict[str, Node] = {}
     for node in operators:
         if not _is_fixed(node):
@@ -123,13 +128,9 @@ def export(model: nn.Module, inputs: Sequence[Tensor], stack_traces: bool = Fals
             and any(s in trained for s in sources)
         ):
             trained.add(node)
-        if all(s in of_weights for s in sources):
-            of_weights.add(node)
         for module in modules_of(node):
             calls[module] = node
-    return Graph(
-        graph, names, parameters, given, operators, returned.all_input_nodes, trained, of_weights, aliases, calls
-    )
+    return Graph(names, parameters, given, operators, returned.all_input_nodes, trained, aliases, calls)
 
 
 def _is_fixed(node: Node) -> bool:

@@ -104,15 +104,6 @@ def _exported(model: nn.Module, tokens: int, dtype: torch.dtype | None) -> Graph
     return export(copied, [torch.empty(tokens, dtype=torch.long, device="meta")])
 
 
-def _whole(graph: Graph) -> set[Node]:
-    """Return inputs, buffers and constants, and nodes computed from these alone: all are whole on every rank."""
-    whole = {node for node in graph.names if node.op == "placeholder" and node not in graph.parameters}
-    for node in graph.operators:
-        if all(source in whole for source in tensor_inputs(node)):
-            whole.add(node)
-    return whole
-
-
 class _Layers:
     """The layers of one plan while its moves are assigned."""
 
@@ -127,7 +118,8 @@ class _Layers:
             layer = self.layers.setdefault(module, LayerPlan({}))
             placements = {**layer.placements, own: plan.tensors[graph.names[node]].placement}
             self.layers[module] = replace(layer, placements=placements)
-        self.whole = _whole(graph)
+        given = (node for node in graph.names if node.op == "placeholder" and node not in graph.parameters)
+        self.whole = graph.made_of(given)  # of inputs, buffers and constants alone: on every rank
 
     def found(self) -> dict[str, LayerPlan]:
         for node in self.graph.operators:
