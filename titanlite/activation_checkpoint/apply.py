@@ -174,19 +174,16 @@ def check_names(save_list: SaveList, layers: Sequence[str], n_layers: int | None
     known = {op if op.count(".") > 1 else f"{op}.default" for op in spelled}
     problems = Problems(save_list.origin)
     add_mistakes(save_list, layers, problems)
+    own = [op for op in ops.OPERATIONS if op.startswith("titanlite.")]
     for i, rule in enumerate(save_list.rules):
-        if rule.op.startswith("titanlite.") and rule.op not in ops.OPERATIONS:
-            own = [op for op in ops.OPERATIONS if op.startswith("titanlite.")]
-            near = nearest(rule.op, own)
-            fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
-            problems.add(f"rules[{i}].op", f'"{rule.op}"', f"an operation of forward: {', '.join(own)}", fix)
-        elif rule.op not in (BLOCK, *CLASSES) and rule.op not in known:
+        is_own = rule.op.startswith("titanlite.")
+        if rule.op not in (BLOCK, *CLASSES) and rule.op not in (names := own if is_own else known):
             default = f"{rule.op}.default"
-            near = default if default in known else nearest(rule.op, known)
+            near = default if default in names else nearest(rule.op, names)
             fix = f'did you mean "{near}"?' if near else f"name a class: {', '.join(CLASSES)}"
-            problems.add(
-                f"rules[{i}].op", f'"{rule.op}"', "an operation of torch with its overload, as aten.mm.default", fix
-            )
+            of_torch = "an operation of torch with its overload, as aten.mm.default"
+            want = f"an operation of forward: {', '.join(own)}" if is_own else of_torch
+            problems.add(f"rules[{i}].op", f'"{rule.op}"', want, fix)
         elif rule.op in known and rule.action == "save" and _is_pointwise(rule.op):
             want = "no elementwise operation: it costs less to recompute than to store and load"
             problems.add(f"rules[{i}].op", f'"{rule.op}"', want, "remove the rule")

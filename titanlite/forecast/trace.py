@@ -43,9 +43,14 @@ def trace(
 
     Args:
         block: its parameters are plain tensors of the dtype that a step computes in.
-        args: what it is given; tensors that have a gradient require one; likewise `kwargs`.
+        args: what it is given; tensors that have a gradient require one, and are cut off it; likewise `kwargs`.
         experts: whose rows have room for the worst router: of P places of a product one in the mean is a token's.
     """
+
+    def apart(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, apart, (tuple(args), dict(kwargs)))
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     stream = [t for t in given if t.requires_grad]
     itemsize = stream[0].itemsize if stream else 2
@@ -83,7 +88,7 @@ def trace(
         sizes=recorder.sizes,
         seldom=recorder.seldom,
         given=frozenset(weights | others),
-        given_to=pytree.tree_map_only(Tensor, Shape.of, (tuple(args), dict(kwargs))),
+        given_to=pytree.tree_map_only(Tensor, Shape.of, (args, kwargs)),
         stream=frozenset(recorder.known(*stream)),
         returned=of_outs,
         saved=sum(recorder.sizes[value] for value in alive),

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from titanlite.config.check_mesh import tokens_of_rank
 from titanlite.config.recipe_schema import Float8Recipe, ModelDims
@@ -328,9 +327,9 @@ def _traces(
     found: dict[str, TracedBlock] = {}
     for kind, block in zip(kinds, fewer.layers, strict=True):  # type: ignore[arg-type]
         if kind not in found:
-            found[kind] = _trace(block, *calls[block][:2], experts)
+            found[kind] = trace(block, *calls[block][:2], experts)
     head = [module for module in (fewer.norm, fewer.output) if module in calls]  # a norm may be forked
-    found[HEAD] = _trace(nn.Sequential(*head), *calls[head[0]][:2], experts)  # type: ignore[arg-type,index]
+    found[HEAD] = trace(nn.Sequential(*head), *calls[head[0]][:2], experts)  # type: ignore[arg-type,index]
     return found, tuple(logits.shape)
 
 
@@ -341,11 +340,3 @@ def _run_once(
     if module not in calls:
         calls[module] = args, kwargs, forward(*args, **kwargs)
     return calls[module][2]
-
-
-def _trace(module: nn.Module, args: Any, kwargs: Any, experts: ExpertRanks) -> TracedBlock:
-    def apart(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_(tensor.requires_grad)
-
-    args, kwargs = pytree.tree_map_only(Tensor, apart, (args, kwargs))
-    return trace(module, args, kwargs, experts)
