@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -99,7 +100,18 @@ class Scores(nn.Module):
         return self.attend(q, k, v, sequences) * torch.arange(1, q.shape[1] + 1, device=q.device)[:, None]
 
 
+class WithLoss(Llama3):
+    """Returns its loss."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(tokens), tokens)
+
+
 REFUSED = {
+    "its loss": (
+        lambda model: setattr(model, "__class__", WithLoss),
+        r"cross_entropy_loss \[\] = a loss\n +want: a model that ends with its logits",
+    ),
     "whole tokens between layers": (
         lambda model: setattr(model, "sharding", {**Llama3.sharding, "@tok_embeddings": "replicate"}),
         r"embedding of tok_embeddings \[16, 64\] = computed as P, needed as R\n +want: what a layer can do",
