@@ -161,7 +161,7 @@ def _() -> Iterator[str]:
     names = [f"{i}.py" for i in range(20_000)]
     yield f"one in {WORDS[round(len(names) / sum(map(of('data.sources:_is_held_out'), names)))]} of these files"
     yield f"looks at {of('forecast.attended:_SAMPLES')} samples of prepared data"
-    span, offset = (of(f"data.packing:_{name}").itemsize for name in ("SPAN", "OFFSET"))
+    span, offset = (of(f"data.{name}").itemsize for name in ("best_fit:SPAN", "packing:_OFFSET"))
     yield f"the plan lies beside the shards, {span} bytes a document and {offset} a sample"
     yield f"name the first {WORDS[of('data.tally:_LISTED')]}"
     yield f"more than {2 * of('data.encode:_PIECE_CHARACTERS') // 10_000},0000 characters".replace(",0000", "0,000")
