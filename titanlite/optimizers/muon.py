@@ -117,8 +117,7 @@ class Muon:
             collected = coming.wait()
             if following is not None:  # its rows travel while this bucket is computed
                 coming = self._collect(following, shards, divisor, skip)
-            results = self._orthogonalise(tables, collected)
-            returning = self._hand_back(tables, results)
+            returning = self._hand_back(tables, self._orthogonalise(tables, collected))
             if previous is not None:  # its results have travelled while this bucket was computed
                 self._apply(*previous, lr, skip, norms, decay_factor)
             previous = tables, returning

@@ -93,8 +93,7 @@ class Loop:
             # Read results: one step late, or at once where something relies on them. All ranks read the same numbers.
             due = self._due(step, last)
             pauses = any(due) or is_new
-            late = 0 if pauses or stopping or step == last else 1
-            while len(in_flight) > late:
+            while in_flight and (len(in_flight) > 1 or pauses or stopping or step == last):
                 outcome = in_flight.popleft().read()
                 if outcome.stop_asked:
                     stopping = True
