@@ -1,10 +1,10 @@
-"""List what is known of each shipped architecture before its file is imported: its class, the keys of its recipes, and
-Hugging Face's names and layout of its weights and dimensions.
+"""Describe each shipped architecture without importing its model file: its class, the keys of its recipes, and Hugging
+Face's names and layout of its weights and dimensions.
 
-A layer of ours that fuses several weights is several layers there. Only GPT-2's queries, keys and values are one matrix
-there too, in another order. Keys of config.json are those that the model code of transformers 5.24 reads, and those
-that older releases wrote: a `Field` that is a dimension is used, any other must say what stands here, and an unknown
-key is refused, because it may change the model.
+A layer of titanlite that fuses several weights corresponds to several layers of Hugging Face's model. Only GPT-2 fuses
+queries, keys and values in both, in another order. The keys of config.json are those that the model code of
+transformers 5.24 reads, and those that older releases wrote. A `Field` with a dimension gives the recipe its value. Any
+other `Field` must have the value listed here. An unknown key is refused, because it may change the model.
 """
 
 from collections.abc import Mapping
@@ -63,18 +63,18 @@ _GPT2 = {
 
 @dataclass(frozen=True)
 class Field:
-    """A key of config.json."""
+    """A key of config.json. A key that gives no dimension must have the value `left_out`."""
 
-    left_out: Any = None  # what leaving it out means; of a key that is no dimension, all that it may say
-    ours: str = ""  # the dimension that it is, as a dotted attribute of a recipe; without a `left_out` it must be there
-    is_written: bool = False  # an export has it, though it is no dimension
+    left_out: Any = None  # value of a missing key; None for a dimension: required, or derived from other keys
+    ours: str = ""  # the dimension that the key gives, as a dotted attribute of a recipe; "": none
+    is_written: bool = False  # whether an export writes the key although it gives no dimension
 
 
 _ANY = {
     "vocab_size": Field(ours="vocab_size"),
     "tie_word_embeddings": Field(False, "tied_embeddings"),
     "quantization_config": Field(),
-    "auto_map": Field(),  # code of the folder's own
+    "auto_map": Field(),  # Python code in the folder
     "per_layer_config": Field(),
     "pruned_heads": Field(),
     "is_encoder_decoder": Field(False),
@@ -98,11 +98,11 @@ _LLAMA3_FIELDS = {
     **_SILU,
     "mlp_bias": Field(False, is_written=True),
     "rope_scaling": Field(is_written=True),
-    "rope_interleaved": Field(False),  # of SmolLM2
+    "rope_interleaved": Field(False),  # in the config.json of SmolLM2
 }
 _NO_WINDOW = {"use_sliding_window": Field(False, is_written=True)}
 _QWEN3_FIELDS = _ROTARY_FIELDS | _SILU | _NO_WINDOW | {"head_dim": Field(128, "head_width"), "layer_types": Field()}
-CAP = "final_logit_softcapping"  # null is no cap; 0 would be a division by it
+CAP = "final_logit_softcapping"  # null: no cap; transformers would divide by 0
 _GEMMA3_FIELDS = _ROTARY_FIELDS | {
     "head_dim": Field(256, "head_width"),
     "rope_theta": Field(1_000_000.0, "rope_theta"),
@@ -128,7 +128,7 @@ _GPT2_FIELDS = _ANY | {
     "tie_word_embeddings": Field(True, "tied_embeddings"),
     "scale_attn_weights": Field(True),
     "scale_attn_by_inverse_layer_idx": Field(False),
-    # Noise of training, which is not looked at where a folder says it: transformers would have some.
+    # Dropout. It is ignored when a folder is read, and exported as 0, since the defaults of transformers are not 0.
     "attn_pdrop": Field(0.0, is_written=True),
     "embd_pdrop": Field(0.0, is_written=True),
     "resid_pdrop": Field(0.0, is_written=True),
@@ -165,7 +165,7 @@ _MIXTRAL_FIELDS = _EXPERTS_FIELDS | {
     "sliding_window": Field(is_written=True),
 }
 
-# What no logit of a causal model depends on, by why.
+# Keys on which no logit of a causal model depends, by reason.
 _EVERYWHERE = {
     "notes": "architectures transformers_version _name_or_path name_or_path _commit_hash task_specific_params \
         unsloth_fixed unsloth_version is_llama_config transformers.js_config",
@@ -178,7 +178,7 @@ _EVERYWHERE = {
         use_cache cache_implementation torchscript tf_legacy_loss",
     "how the same is computed": "attn_implementation _attn_implementation _attn_implementation_autoset \
         _attn_implementation_internal _flash_attn_2_enabled experts_implementation chunk_size_feed_forward \
-        gradient_checkpointing pretraining_tp xla_device",  # slices of a matmul, one for each of tp, are added up
+        gradient_checkpointing pretraining_tp xla_device",  # pretraining_tp: computes matmuls in slices
     "of encoder-decoders": "is_decoder tie_encoder_decoder cross_attention_hidden_size",
     "of classifiers, whose heads are tensors that no run has": "id2label label2id num_labels _num_labels problem_type \
         finetuning_task classifier_dropout",
@@ -199,40 +199,40 @@ _OF_SOME = ("ffn_dim", "rope_theta", "window", "local_rope_theta", "global_every
 
 @dataclass(frozen=True)
 class Architecture:
-    """One architecture, and the layout that Hugging Face has of it."""
+    """One shipped architecture, and how Hugging Face stores its weights and dimensions."""
 
-    class_name: str  # in `titanlite/models/<name>.py`, or in `module` there
-    hub_class: str  # of transformers
-    model_type: str  # in config.json
-    names: Mapping[str, str]  # of our layers, weights taken apart, to theirs; what shares a name is joined by rows
+    class_name: str  # class of the model in `titanlite/models/<name>.py`, or in `<module>.py` there
+    hub_class: str  # class of transformers that computes the same
+    model_type: str  # value of `model_type` in config.json
+    names: Mapping[str, str]  # our layer, unfused → Hugging Face's layer; layers of one name are joined by rows
     fields: Mapping[str, Field]  # by key of config.json
-    without_effect: str  # further keys that no logit depends on; tables of positions are as long as sequences
-    may_have: tuple[str, ...] = ()  # keys of its recipes that only some architectures have
-    module: str = ""  # the file, if several architectures share it
-    splits: bool = True  # by tensor parallelism: what it computes of a head is of that head alone
-    aliases: Mapping[str, str] = field(default_factory=dict[str, str])  # other names of keys, as transformers has them
-    is_transposed: bool = False  # linear layers of blocks have their matrices as [K, N]
-    norm_offset: float = 0.0  # what norms add to their weight
-    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # attributes of every recipe that no key has
+    without_effect: str  # further keys of config.json on which no logit depends, separated by blanks
+    may_have: tuple[str, ...] = ()  # optional keys of its recipes that not every architecture has
+    module: str = ""  # name of the file, without .py, if several architectures share it
+    splits: bool = True  # whether tensor parallelism can split it; not if a norm spans several heads
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])  # other name of a key → name in `fields`
+    is_transposed: bool = False  # whether Hugging Face stores the matrices of linear layers in blocks as [in, out]
+    norm_offset: float = 0.0  # number that Hugging Face's norms add to their weight
+    fixed: Mapping[str, Any] = field(default_factory=dict[str, Any])  # attributes of every recipe, not in config.json
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Keys of only some architectures that its recipes must give."""
+        """Keys that its recipes must give, of those that not every architecture has."""
         has = {of.ours.partition(".")[0] for of in self.fields.values()}
         return tuple(key for key in _OF_SOME if key in has)
 
     @property
     def ignored(self) -> set[str]:
-        """Keys of config.json that no logit depends on."""
+        """Keys of config.json on which no logit depends."""
         return {*" ".join(_EVERYWHERE.values()).split(), *self.without_effect.split()}
 
 
-_LENGTH = "max_position_embeddings"
+_LENGTH = "max_position_embeddings"  # without effect: tables of rotary angles are as long as the sequences of a run
 ARCHITECTURES = {
     "llama3": Architecture("Llama3", "LlamaForCausalLM", "llama", _ROTARY, _LLAMA3_FIELDS, _LENGTH, ("rope_scaling",)),
     "qwen3": Architecture(
         *("Qwen3", "Qwen3ForCausalLM", "qwen3", _ROTARY, _QWEN3_FIELDS),
-        f"{_LENGTH} sliding_window max_window_layers",  # as `use_sliding_window` is false
+        f"{_LENGTH} sliding_window max_window_layers",  # no effect, as `use_sliding_window` must be false
         ("head_dim",),
     ),
     "gemma3": Architecture(
@@ -243,7 +243,7 @@ ARCHITECTURES = {
     ),
     "gpt2": Architecture(
         *("GPT2", "GPT2LMHeadModel", "gpt2", _GPT2, _GPT2_FIELDS),
-        # `reorder_and_upcast_attn` is about the order and dtype of the same sums.
+        # `reorder_and_upcast_attn` changes only the order and dtype of sums.
         "reorder_and_upcast_attn n_ctx output_past predict_special_tokens summary_type \
             summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout",
         aliases={
@@ -256,7 +256,7 @@ ARCHITECTURES = {
     ),
     "qwen3_moe": Architecture(
         *("Qwen3MoE", "Qwen3MoeForCausalLM", "qwen3_moe", _MOE, _QWEN3_MOE_FIELDS),
-        # No layer is dense, so that nothing has the width of `intermediate_size`.
+        # No layer is dense, so that nothing has the width `intermediate_size`.
         f"{_LENGTH} sliding_window max_window_layers intermediate_size output_router_logits",
         ("head_dim",),
         module="moe",

@@ -1,7 +1,7 @@
-"""Build a frozen dataclass from a TOML table: the one reader behind configs and recipes.
+"""Build a frozen dataclass from a TOML table. Configs and recipes are both read in this way.
 
-Every key must be a field, and every value must have the field's type: `true` is not 1, `"5"` is not 5. Whole numbers
-become floats, and lists tuples, where the field is one.
+Every key must be a field, and every value must have the field's type: `true` is not 1, `"5"` is not 5. A whole number
+is converted for a float field, and a list for a tuple field.
 """
 
 import dataclasses
@@ -24,15 +24,15 @@ def from_table(
     where: str = "",
     suggest: Callable[[str, object], str | None] = lambda path, value: None,
 ) -> T | None:
-    """Build `schema` from what is right in a file's table; return None if a key without a default is missing.
+    """Build `schema` from the valid keys of a table; return None if a key without a default is missing or wrong.
 
     Args:
-        schema: a frozen dataclass. Fields may be bool, int, float, str, `Literal`, other dataclasses, tuples of one of
-            these, tables of one by name, and unions of these with each other or None.
-        table: what the file says.
-        problems: gets what is wrong.
+        schema: a frozen dataclass. Types of fields are bool, int, float, str, `Literal`, dataclasses, tuples of one of
+            these, dicts from names to one of these, and unions of these with each other or None.
+        table: keys and values of the file.
+        problems: errors are added to it.
         where: dotted key of this table; "" at the top.
-        suggest: from an unknown dotted key and its value to what the user should do; None: the nearest field.
+        suggest: returns the advice for an unknown dotted key and its value; None: name the nearest field.
     """
     hints, values, is_complete = get_type_hints(schema), dict[str, Any](), True
     prefix = f"{where}." if where else ""
@@ -41,7 +41,7 @@ def from_table(
         path = f"{prefix}{key}"
         if key in known:
             converted = _convert(hints[key], value, path, problems, suggest, known[key].default)
-            if converted is not None:  # which TOML cannot say
+            if converted is not None:  # None is an error, as TOML has no null
                 values[key] = converted
         else:
             meant = SYNONYMS.get(key, "").rpartition(".")[2]
@@ -51,7 +51,7 @@ def from_table(
     for name, f in known.items():
         is_complete &= name in values or not is_required(f)
         if is_required(f) and name not in table:
-            at = problems.origin.of(where)  # the header of the table that it should be in
+            at = problems.origin.of(where)  # the line of the table that lacks the key
             want = f"{describe_type(hints[name])}; it is missing"
             problems.add(f"{prefix}{name}", "", want, f"add {name} = …", at=at)
     return schema(**values) if is_complete else None
@@ -70,7 +70,7 @@ def _convert(
     suggest: Callable[[str, object], str | None],
     default: object,
 ) -> object:
-    """Return `value` as the type `hint` says, or add a problem and return None, or a table of what is right in it."""
+    """Convert `value` to the type `hint`. On an error add a problem and return None, or the valid part of a table."""
     options = options_of(hint)
     nested = [o for o in options if dataclasses.is_dataclass(o)]
     if nested and isinstance(value, dict):
@@ -94,13 +94,13 @@ def _convert(
 
 
 def _lacks_lists(hint: Any, value: object) -> bool:
-    """Return whether what should be a list of lists is a list of other things, as [1, 2] for [[1, 2]]."""
+    """Return whether `hint` is a tuple of tuples but `value` a list without lists, such as [1, 2] for [[1, 2]]."""
     items = cast("list[object]", value) if isinstance(value, list) else []
     return get_origin(get_args(hint)[0]) is tuple and bool(items) and not any(isinstance(v, list) for v in items)
 
 
 def options_of(hint: Any) -> list[Any]:
-    """Return the members of a union without None, which TOML cannot say; any other type is its own only option."""
+    """Return the members of a union without None, which TOML lacks. For any other type return a list of it alone."""
     if get_origin(hint) in (Union, types.UnionType):
         return [o for o in get_args(hint) if o is not type(None)]
     return [hint]
@@ -111,7 +111,7 @@ def _fits(option: Any, value: object) -> bool:
         return any(type(value) is type(choice) and value == choice for choice in get_args(option))
     if option is float:
         return type(value) in (int, float)
-    return type(value) is option  # `is`: a bool is an int to isinstance
+    return type(value) is option  # not isinstance, for which a bool is an int
 
 
 def describe_type(hint: Any) -> str:
@@ -138,7 +138,7 @@ def _plural(item: Any) -> str:
 
 
 def repair(hint: Any, value: object, path: str, default: object) -> str:
-    """Say which one change makes `value` legal: what was probably meant, the nearest choice, or the default."""
+    """Return advice that makes `value` legal: the value that was probably meant, the nearest choice, or the default."""
     key, options, choices = path.rpartition(".")[2], options_of(hint), list[str]()
     meant = _TRUTH.get(str(value).strip().lower()) if bool in options else _meant(value)
     if meant != "" and any(_fits(o, meant) for o in options):
@@ -168,7 +168,7 @@ _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no"
 
 
 def _meant(value: object) -> object:
-    """Return what was probably meant by a number in quotes, or by a whole number written as 1e4."""
+    """Convert a number in quotes, or a whole number written as 1e4, to the number that was probably meant."""
     if isinstance(value, str):
         for reading in (int, float):
             try:

@@ -1,7 +1,8 @@
-"""Cross-checks: is what the config asks for possible, on this many processes and with this model?
+"""Check whether a run with this config is possible with its model and on the given number of processes.
 
-Types were checked when values were read. Here values are held against their range (`ranges.py`), each other, the
-model's dimensions and the number of processes. What needs no number of processes is checked without.
+Types were checked when values were read. Here values are compared with their ranges (`ranges.py`), with each other,
+with the model's dimensions and with the number of processes. If that number is unknown, checks that need it are left
+out.
 """
 
 import importlib.util
@@ -26,7 +27,7 @@ from titanlite.config.schema import Config
 from titanlite.config.stages import data_ranks, longest_seq_len, stage_configs
 from titanlite.durable import require_reachable
 
-_FROM_HOME = (  # keys of paths in which ~ stands for a home
+_FROM_HOME = (  # keys of paths that may begin with ~, a home folder
     "job.dump_folder",
     "job.recipe_dirs",
     "data.source",
@@ -36,7 +37,7 @@ _FROM_HOME = (  # keys of paths in which ~ stands for a home
     "evaluation.tasks",
     "checkpoint.initial_load_path",
 )
-_MOST_PEERS = 8  # `titanlite.kernels.products.MAX_RANKS`, which needs torch
+_MOST_PEERS = 8  # equals `titanlite.kernels.products.MAX_RANKS`, whose module imports torch
 
 
 def check_config(config: Config, model: ModelDims | None, world: int | None, origin: Origin | None = None) -> None:
@@ -55,10 +56,10 @@ def config_problems(
 
     Args:
         config: the resolved config.
-        model: its dimensions, with the overrides of `[model]`; None: what depends on them is not checked.
-        world_size: number of processes; None: what depends on it is not checked.
-        origin: the place of each key.
-        unread: sections with keys that could not be read, against which nothing is held.
+        model: dimensions of the model, with the overrides of `[model]`; None: checks that need them are left out.
+        world_size: number of processes; None: checks that need it are left out.
+        origin: file and line of each key.
+        unread: sections with keys that could not be read; cross-checks with these sections are left out.
     """
     problems = Problems(origin or Origin("config"))
 
@@ -77,19 +78,19 @@ def config_problems(
             key = "training.seq_len" if seq_len == config.training.seq_len else "data.stage"
             problems.add(key, str(seq_len), want, f"seq_len = {longest}")
         counts = (model.n_heads, model.n_kv_heads, model.ffn_dim or 1, model.vocab_size)
-    is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # else it is reported
+    is_in_range = _can_divide(config) and min(counts, default=1) >= 1  # False: a range was reported
     if are_read("training", "data"):
         check_data(config, problems)
     if is_in_range and are_read("training", "parallelism"):
         check_mesh(config, model, world_size, problems)
         check_expert_parallel(config, model, world_size, problems)
         check_context_parallel(config, world_size, problems)
-        if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # the ranks follow from them
+        if not any(key.startswith("parallelism.") for key in problems.wrong_keys()):  # ranks follow from these keys
             check_batch(config, world_size, problems)
             _check_batches(config, world_size, problems)
         if config.parallelism.fsdp_copy_engines == "always":
             _check_copy_engines(config, world_size, problems)
-    if are_read("training", "job", "profiling") and not config.training.tokens:  # else the steps are not known yet
+    if are_read("training", "job", "profiling") and not config.training.tokens:  # with tokens, steps are not known yet
         check_steps(config, problems)
     if are_read("model", "parallelism", "activation_checkpoint", "checkpoint", "float8", "metrics"):
         _check_features(config, problems)
@@ -97,14 +98,14 @@ def config_problems(
 
 
 def check_homes(config: Config, origin: Origin) -> None:
-    """Refuse a path that begins with the home of a user who has none, as a container's user without an entry."""
+    """Refuse paths whose ~ cannot be expanded, as for the user of a container who is not in /etc/passwd."""
     problems = Problems(origin)
     for key in _FROM_HOME:
         value: str | tuple[str, ...] = attrgetter(key)(config)
         for path in (value,) if isinstance(value, str) else value:
             whose = path.partition("/")[0]
             is_own = whose == "~"
-            # As it is where it cannot be expanded; and a folder may be called that.
+            # expanduser returns a path unchanged if it cannot expand ~. A folder may also have such a name.
             if whose.startswith("~") and os.path.expanduser(path) == path and not os.path.lexists(whose):
                 want = "a path that leads somewhere; "
                 want += f"HOME is not set, and user {os.geteuid()} has none" if is_own else f"no user is {whose[1:]}"
@@ -113,12 +114,12 @@ def check_homes(config: Config, origin: Origin) -> None:
 
 
 def last_step(config: Config) -> int:
-    """Return the step after which a run ends without a signal."""
+    """Return the last step of a run that no signal stops earlier."""
     return min(config.training.steps, config.job.stop_after or config.training.steps)
 
 
 def sequences_per_step(config: Config, world_size: int | None) -> int | None:
-    """Return the sequences of a step over all ranks, or the fewest; None if a factor is out of range."""
+    """Return the sequences of a step over all ranks, None if out of range. Without `world_size`: the fewest possible."""
     if not _can_divide(config):
         return None
     asked = config.training.global_batch_size
@@ -133,7 +134,7 @@ def _can_divide(config: Config) -> bool:
 
 
 def _check_batches(config: Config, world_size: int | None, problems: Problems) -> None:
-    """Check each stage's batch as the one of `[training]`."""
+    """Check the batch of each stage in the same way as the batch of `[training]`."""
     for n, _, now in stage_configs(config):
         if n is None or now.training == config.training or not _can_divide(now):
             continue
@@ -149,17 +150,17 @@ def _check_batches(config: Config, world_size: int | None, problems: Problems) -
 
 
 def check_last_steps(config: Config, origin: Origin) -> None:
-    """Raise what `check_steps` finds, now that the steps which `training.tokens` takes are known."""
+    """Raise the problems of `check_steps`, once `training.steps` has been computed from `training.tokens`."""
     problems = Problems(origin)
     check_steps(config, problems)
     problems.raise_all()
 
 
 def check_steps(config: Config, problems: Problems) -> None:
-    """Check that all that happens at a given step happens within the run."""
+    """Check that `job.stop_after` and the steps of the profile are within `training.steps`."""
     steps, profiling, refuse = config.training.steps, config.profiling, problems.about(config)
     if steps < 1:
-        return  # out of range, and reported
+        return  # reported as out of range
     if config.job.stop_after > steps:
         fix = "stop_after = 0 (do not stop early)"
         refuse("job.stop_after", f"at most training.steps = {steps}", fix, "training.steps")
@@ -173,7 +174,7 @@ def check_steps(config: Config, problems: Problems) -> None:
 
 
 def _check_names(config: Config, problems: Problems) -> None:
-    """Check that paths can be files or folders, and that required names are given."""
+    """Check the names, folders and files that the config gives, and that the tensorboard package is installed."""
     name, refuse = config.job.name, problems.about(config)
     if name in ("", ".", "..") or any(mark in name for mark in "/\\\0") or len(name.encode()) > 255:
         refuse("job.name", "the name of a folder, of at most 255 bytes", f'name = "{Config().job.name}" (the default)')
@@ -192,7 +193,7 @@ def _check_names(config: Config, problems: Problems) -> None:
 
 
 def check_file(key: str, file: str, problems: Problems) -> None:
-    """Check that a file of a user's own is Python and exists; "" is none."""
+    """Check that a user's Python file ends in .py and exists; "": no file is given."""
     require_reachable(file)
     if file and not file.endswith(".py"):
         problems.add(key, show(file), "a Python file", 'file = "mine.py"')
@@ -201,7 +202,7 @@ def check_file(key: str, file: str, problems: Problems) -> None:
 
 
 def _check_features(config: Config, problems: Problems) -> None:
-    """Refuse features that another key turns off, or that lack one."""
+    """Refuse a feature that another key turns off, or that needs a key which is not given."""
     chosen, refuse = config.activation_checkpoint, problems.about(config)
     if config.parallelism.async_tensor_parallel and config.parallelism.tensor_parallel_degree == 1:
         want = "false where parallelism.tensor_parallel_degree is 1: there are no collectives to fuse"
@@ -220,7 +221,7 @@ def _check_features(config: Config, problems: Problems) -> None:
 
 
 def _check_copy_engines(config: Config, world: int | None, problems: Problems) -> None:
-    """Check that 2 to 8 ranks of a host share parameters, and that gradients are added in float32."""
+    """Check what copy engines need: 2 to 8 ranks that shard each parameter, and gradients that are added in float32."""
     shards, refuse = ranks_of_shards(config, world), problems.about(config)
     if shards != -1 and not 2 <= shards <= _MOST_PEERS:
         want = f'"default" unless 2 to {_MOST_PEERS} ranks shard each parameter; here {shards}'
@@ -231,8 +232,8 @@ def _check_copy_engines(config: Config, world: int | None, problems: Problems) -
 
 
 def uses_copy_engines(config: Config, shards: int) -> bool:
-    """Return whether copy engines gather and reduce blocks that `shards` ranks split, if GPUs share their memory."""
-    on_a_host = shards * config.parallelism.tensor_parallel_degree <= _MOST_PEERS  # of eight GPUs
+    """Return whether copy engines gather and reduce blocks that `shards` ranks shard, if GPUs can share memory."""
+    on_a_host = shards * config.parallelism.tensor_parallel_degree <= _MOST_PEERS  # a host has eight GPUs
     possible = shards >= 2 and on_a_host and config.training.mixed_precision_reduce == "float32"
     asked = config.parallelism.fsdp_copy_engines
     return asked == "always" or (asked == "default" and possible)

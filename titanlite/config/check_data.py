@@ -1,4 +1,4 @@
-"""Check the keys of data, its mixture and stages, and of validation, against each other: no file is looked at."""
+"""Check keys of data, mixture, stages and validation against each other, without reading a file of the data."""
 
 import re
 
@@ -10,7 +10,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def check_data(config: Config, problems: Problems) -> None:
-    """Refuse what no data can be, mixtures and stages among it."""
+    """Refuse keys of data, mixture, stages and learning-rate schedule that contradict each other."""
     data, tokens, refuse = config.data, config.training.tokens, problems.about(config)
     if data.prepare == "background" and not data.shuffle_window:
         want = '"first" without data.shuffle_window: an order of the whole source begins anywhere in it'
@@ -31,7 +31,7 @@ def check_data(config: Config, problems: Problems) -> None:
     _check_mixture(config, problems)
     for key, by in replaced_keys(config).items():
         place, other = problems.origin.places.get(key), problems.origin.of(by)
-        # A file that is extended may have the key: there it is replaced.
+        # A key of an extended file is not refused: the extending file replaces it.
         if place is not None and place.source in (other.source, problems.origin.source, COMMAND_LINE.source):
             shown = {"data.mixture": "[[data.mixture]]", "data.stage": "lr_decay_to in [[data.stage]]"}.get(by, by)
             fix = f"remove it, or {'make it a source of the mixture' if by == 'data.mixture' else shown}"
@@ -46,7 +46,7 @@ def check_data(config: Config, problems: Problems) -> None:
     begins = [stage.from_tokens for stage in data.stage]
     for n, begin in enumerate(begins):
         before = max([-1, *begins[:n]])
-        if 0 <= begin <= before:  # below, its range says so
+        if 0 <= begin <= before:  # a negative number is reported by its range
             want = f"more than {before:,}, where the stage before it begins"
             refuse(f"data.stage[{n}].from_tokens", want, "write stages in the order of training")
         if tokens and begin >= tokens:
@@ -57,7 +57,7 @@ def check_data(config: Config, problems: Problems) -> None:
 
 
 def _check_lengths(config: Config, problems: Problems) -> None:
-    """Refuse sequence lengths that do not all divide the longest, at the key that fits the others least."""
+    """Refuse sequence lengths that do not divide the longest. The problem names the one that fits fewest others."""
     given = {"training.seq_len": config.training.seq_len}
     given |= {f"data.stage[{n}].seq_len": stage.seq_len for n, stage in enumerate(config.data.stage) if stage.seq_len}
     lengths = [length for length in given.values() if length]
@@ -67,14 +67,14 @@ def _check_lengths(config: Config, problems: Problems) -> None:
     def fit(key: str) -> int:
         return sum(max(given[key], other) % min(given[key], other) == 0 for other in lengths)
 
-    odd = min(reversed(given), key=fit)  # of equals the last, which was written to be another
+    odd = min(reversed(given), key=fit)  # of several, the last one in the file
     others = ", ".join(f"{given[key]} ({key})" for key in given if given[key] != given[odd])
     want = f"lengths that divide the longest, as samples are cut into pieces of it; the others are {others}"
     problems.add(odd, str(given[odd]), want, "powers of 2 divide each other")
 
 
 def _check_mixture(config: Config, problems: Problems) -> None:
-    """Check names and weights of the sources."""
+    """Check names and weights of the sources of a mixture."""
     mixture, refuse = config.data.mixture, problems.about(config)
     for n, source in enumerate(mixture):
         key = f"data.mixture[{n}].name"
@@ -108,7 +108,7 @@ def _check_weights(config: Config, n: int, problems: Problems) -> None:
 
 
 def check_held_out(config: Config, problems: Problems) -> None:
-    """Refuse further sources without a name, of one name, or where validation is off; and an average without one."""
+    """Refuse `validation.sources` and `validation.weights` that are malformed, or that need a feature which is off."""
     validation, refuse, names = config.validation, problems.about(config), set[str]()
     for text in validation.sources:
         name, _, source = text.partition("=")

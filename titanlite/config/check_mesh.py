@@ -1,4 +1,4 @@
-"""Check whether the mesh, the model and the batch of a run divide each other, and name the nearest that do."""
+"""Check that the model and the batch of a run can be split over the mesh, and name the nearest legal values."""
 
 import math
 
@@ -9,14 +9,14 @@ from titanlite.config.schema import FROM_CHECKPOINT, Config, Model
 from titanlite.config.stages import data_ranks
 
 RUN = 128
-"""Tokens that one context-parallel rank has in a row, at least: the rows of a tile of queries of the kernels."""
+"""Least number of consecutive tokens on a context-parallel rank: the queries in a tile of the attention kernels."""
 
 
 def check_dims(dims: ModelDims, model: Model, problems: Problems) -> None:
-    """Check that heads divide the width, and that widths suit the kernels; a user's own model file sets its own."""
+    """Check that heads divide the width and that widths fit the kernels. A user's model file may have any `ffn_dim`."""
     dim, heads, kv_heads = dims.dim, dims.n_heads, dims.n_kv_heads
     if min(dim, heads, kv_heads) < 1:
-        return  # already out of range
+        return  # reported as out of range
     refuse = problems.about(dims, "model.")
 
     def add(key: str, want: str, fix: str) -> None:
@@ -24,33 +24,33 @@ def check_dims(dims: ModelDims, model: Model, problems: Problems) -> None:
         refuse(key, want, "name another folder: its weights have these dimensions" if is_folder else fix)
 
     even = [h for h in _divisors(dim) if dim // h % 2 == 0]
-    if not dims.head_dim and dim % heads:  # that is no key of a config: its recipe was checked
+    if not dims.head_dim and dim % heads:  # a head_dim was checked with its recipe
         add("n_heads", f"a divisor of model.dim = {dim}", _pick("n_heads", heads, _divisors(dim)))
-    elif not dims.head_dim and dim // heads % 2:  # if dim is odd, so is whatever divides it
+    elif not dims.head_dim and dim // heads % 2:  # an odd dim has only odd divisors
         want = f"heads of even width, for rotary pairs; {dim} / {heads} = {dim // heads}"
         add(*(("n_heads", want, _pick("n_heads", heads, even)) if even else ("dim", want, f"dim = {dim + heads}")))
-    elif heads % kv_heads:  # of heads that are wrong themselves, what divides them cannot be said
+    elif heads % kv_heads:  # checked only if n_heads is right
         add("n_kv_heads", f"a divisor of model.n_heads = {heads}", _pick("n_kv_heads", kv_heads, _divisors(heads)))
     if dims.ffn_dim % 128 and not model.file:
         add("ffn_dim", "a multiple of 128", f"ffn_dim = {-(-dims.ffn_dim // 128) * 128}")
 
 
 def check_mesh(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
-    """Check that the degrees multiply to the number of processes, and that every sharded width can be split."""
+    """Check that the product of the degrees is the number of processes, and that each width can be split evenly."""
     p, refuse = config.parallelism, problems.about(config)
     replicate, shard, tensor = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.tensor_parallel_degree
     context, key, ranks = p.context_parallel_degree, "parallelism.tensor_parallel_degree", f"processes, {world}"
-    left = None if world is None or world % replicate else world // replicate  # ranks of a replica, if that is known
+    left = None if world is None or world % replicate else world // replicate  # ranks of a replica; None: unknown
     if world is not None and left is None:
         fix = _pick("data_parallel_replicate_degree", replicate, _divisors(world))
         refuse("parallelism.data_parallel_replicate_degree", f"a divisor of the number of {ranks}", fix)
     tokens = config.training.seq_len * config.training.local_batch_size
     of_tokens = f"seq_len × local_batch_size = {tokens}"
-    if context > 1 and tokens % context == 0:  # else `check_context_parallel` says so
+    if context > 1 and tokens % context == 0:  # if not divisible, `check_context_parallel` reports it
         tokens //= context
         of_tokens += f" / {context}"
     split: dict[str, int] = {}
-    if model is not None and not config.model.file:  # of one's own the sharding plan says what divides
+    if model is not None and not config.model.file:  # a user's model file is checked by its sharding plan
         split = {
             f"model.n_heads = {model.n_heads}": model.n_heads,
             f"model.n_kv_heads = {model.n_kv_heads}": model.n_kv_heads,
@@ -87,7 +87,7 @@ def check_mesh(config: Config, model: ModelDims | None, world: int | None, probl
 
 
 def check_context_parallel(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
-    """Check that the tokens of a micro-step, shaped by `stage`, can be split over ranks, in runs of `RUN`."""
+    """Check that ranks can share a micro-batch in runs of `RUN` tokens. `stage`: key of its table, for messages."""
     context, training = config.parallelism.context_parallel_degree, config.training
     if context == 1:
         return
@@ -105,7 +105,7 @@ def check_context_parallel(config: Config, world: int | None, problems: Problems
 
 
 def check_expert_parallel(config: Config, model: ModelDims | None, world: int | None, problems: Problems) -> None:
-    """Check that experts can be shared out over some of the ranks of a replica."""
+    """Check that `expert_parallel_degree` divides the number of experts and the ranks of a replica."""
     p, name = config.parallelism, "expert_parallel_degree"
     ep, shards, tensor = p.expert_parallel_degree, ranks_of_shards(config, world), p.tensor_parallel_degree
     experts, ranks = model and model.experts, max(shards, 0) * tensor
@@ -129,10 +129,10 @@ def check_expert_parallel(config: Config, model: ModelDims | None, world: int | 
 
 
 def check_batch(config: Config, world: int | None, problems: Problems, stage: str = "training") -> None:
-    """Check that the global batch of a stage is a whole number of micro-steps of every data-parallel rank."""
+    """Check that the global batch is a multiple of a micro-step over all ranks. `stage`: its table, for messages."""
     asked, local = config.training.global_batch_size, config.training.local_batch_size
     if asked is None or asked < 1:
-        return  # one micro-step, or out of range
+        return  # None: one micro-step; below 1: reported as out of range
     n_data = data_ranks(config, world)
     unit = local * n_data
     if asked % unit:
@@ -143,7 +143,7 @@ def check_batch(config: Config, world: int | None, problems: Problems, stage: st
 
 
 def runs_of_micro_batch(config: Config) -> int:
-    """Return the runs of `RUN` tokens in a micro-batch, over the ranks that share it out."""
+    """Return the number of runs of `RUN` tokens in a micro-batch, over all context-parallel ranks."""
     return config.training.seq_len * config.training.local_batch_size // RUN
 
 
@@ -154,7 +154,7 @@ def tokens_of_rank(config: Config) -> int:
 
 
 def ranks_of_shards(config: Config, world: int | None) -> int:
-    """Return the ranks that shard each parameter, context-parallel ones included; -1: unknown."""
+    """Return the number of ranks that shard each parameter, context-parallel ranks included; -1: unknown."""
     p = config.parallelism
     if p.data_parallel_shard_degree != -1:
         return p.data_parallel_shard_degree * p.context_parallel_degree
@@ -162,17 +162,17 @@ def ranks_of_shards(config: Config, world: int | None) -> int:
 
 
 def _ranks_left(config: Config, world: int | None) -> int | None:
-    """Return the ranks that replicas and tensor parallelism leave to others; None: unknown."""
+    """Return the processes over replicas × tensor-parallel degree; None: unknown or not a whole number."""
     others = config.parallelism.data_parallel_replicate_degree * config.parallelism.tensor_parallel_degree
-    return None if world is None or world % others else world // others  # `check_mesh` says so of the latter
+    return None if world is None or world % others else world // others  # `check_mesh` reports a remainder
 
 
 def _divisors(n: int) -> list[int]:
-    """Return the divisors that a fix may name; of huge numbers not all, which would take years."""
+    """Return the divisors of `n` in order; for n > 10¹², only those up to 10⁶ and their complements, to save time."""
     return sorted({d for i in range(1, min(math.isqrt(n), 10**6) + 1) if n % i == 0 for d in (i, n // i)})
 
 
 def _pick(name: str, asked: int, legal: list[int]) -> str:
-    """Say which legal values are nearest to the asked one: the first as the fix, the next beside it."""
+    """Return a fix with the legal value that is nearest to `asked`, and the second nearest in parentheses."""
     first, *others = sorted(legal, key=lambda n: (abs(n - asked), n))[:2]
     return f"{name} = {first}" + (f" (or {others[0]})" if others else "")

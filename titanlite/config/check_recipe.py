@@ -1,4 +1,4 @@
-"""Check what the schemas of recipes (`recipe_schema.py`) cannot say: that values fit each other and the hardware."""
+"""Check what the schemas in `recipe_schema.py` cannot express: that values fit each other and the hardware."""
 
 import dataclasses
 import re
@@ -25,12 +25,12 @@ _OF_LAYERS = tuple(name for name in OP_CLASSES if name not in ("attention", "rou
 
 
 def check_model(recipe: ModelDims, problems: Problems) -> None:
-    """Check that dimensions are positive, heads even; `config/check.py` compares them, after the overrides."""
+    """Check ranges, head width and experts. `config/check.py` compares dimensions, after the overrides of `[model]`."""
     experts, refuse = recipe.experts, problems.about(recipe)
     check_ranges(recipe, problems, fix="{} = the published size")
     if not recipe.ffn_dim and experts is None:
         problems.add("ffn_dim", "", "a whole number; it is missing", "add ffn_dim = …, or a table [experts]")
-    if recipe.head_dim % 2:  # no key of a config overrides it
+    if recipe.head_dim % 2:  # checked here, as no key of a config overrides it
         refuse("head_dim", "an even width, for rotary pairs", "head_dim = the published size")
     if experts is not None and 0 < experts.n_experts < experts.top_k:
         refuse("experts.top_k", f"at most experts.n_experts = {experts.n_experts}", f"top_k = {experts.n_experts}")
@@ -41,17 +41,17 @@ def check_model(recipe: ModelDims, problems: Problems) -> None:
         refuse("experts.normalised", want, "leave normalised out")
 
 
-_PAIRS = {  # of granularities in one matmul that exist, in either order
+_PAIRS = {  # granularities of the two operands that one matmul can combine
     frozenset({"tensor"}),
     frozenset({"row"}),
-    frozenset({"tensor", "row"}),  # the one scale is repeated
+    frozenset({"tensor", "row"}),  # the tensor's one scale is repeated for each row
     frozenset({"1x128"}),
     frozenset({"1x128", "128x128"}),
 }
 
 
 def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
-    """Check that each matmul is one that the hardware, or its definition, can carry out."""
+    """Check that the formats and scales of the operands fit in each matmul, and that the other keys fit them."""
     for matmul, (left, right) in MATMULS.items():
         a, b = getattr(recipe, left), getattr(recipe, right)
         grain_a, grain_b = recipe.operands(matmul)
@@ -66,7 +66,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
             problems.add(f"{right}.dtype", '"e5m2"', want, f'{right}.dtype = "e4m3"')
         elif frozenset({grain_a, grain_b}) not in _PAIRS:
             kept, wrong = (f"{left}.{matmul}", grain_a), (f"{right}.{matmul}", grain_b)
-            if problems.is_own(kept[0]) and not problems.is_own(wrong[0]):  # what a base says was right there
+            if problems.is_own(kept[0]) and not problems.is_own(wrong[0]):  # name the key of this file, not of a base
                 kept, wrong = wrong, kept
             fitting = [show(g) for g in get_args(Granularity) if frozenset({kept[1], g}) in _PAIRS]
             want = f"one of {', '.join(fitting)} beside {kept[0]} = {show(kept[1])}"
@@ -86,7 +86,7 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         elif weight.output == "row" and recipe.scale_rounding != "pow2_floor":
             given.append("scale_rounding")
             want = 'scale_rounding = "pow2_floor": backward casts rows again, by column'
-        if want:  # what a base says was right there
+        if want:  # name the key of this file, not of a base
             key = next(filter(problems.is_own, given), "fsdp_all_gather")
             refuse(key, f'beside fsdp_all_gather = "float8", {want}', 'fsdp_all_gather = "high_precision"')
     if recipe.reduce_amax and (others := sorted(set(recipe.granularities) - {"tensor"})):
@@ -96,15 +96,15 @@ def check_float8(recipe: Float8Recipe, problems: Problems) -> None:
         want = '"float8" beside reduce_amax = true: maxima of all weights are then reduced at once'
         refuse("fsdp_all_gather", want, 'fsdp_all_gather = "float8"')
     check_ranges(recipe, problems)
-    # In float8, a row is whole words of 16 bytes.
+    # In float8, a row must be a multiple of 16 bytes.
     unit, why = (128, "blocks are whole") if recipe.has_blocks else (16, "tensor cores multiply no other widths")
     if recipe.dim_multiple < 1 or recipe.dim_multiple % unit:
         refuse("dim_multiple", f"a multiple of {unit}: {why}", f"dim_multiple = {unit}")
 
 
 def check_save_rules(recipe: SaveList, problems: Problems) -> None:
-    """Check that each rule names an op and can match something."""
-    decided: set[str] = set()  # ops that an earlier rule matches without exception
+    """Check that each rule of a save-list names an operation, and that earlier rules leave it something to match."""
+    decided: set[str] = set()  # operations that an earlier rule matches in all layers
     for n, rule in enumerate(recipe.rules):
         refuse, is_class, is_block = problems.about(rule, f"rules[{n}]."), rule.op in OP_CLASSES, rule.op == "block"
         is_known = is_class or is_block or "." in rule.op
@@ -138,12 +138,12 @@ def check_save_rules(recipe: SaveList, problems: Problems) -> None:
 
 
 def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
-    """Check that there is a group, and that the numbers of each are in their ranges."""
+    """Check that the recipe has a group, and that names and numbers of each group are legal."""
     if not recipe.groups:
         problems.add("groups", "", "at least one group", 'add [groups.all] with rule = "adamw"')
     check_ranges(recipe, problems, unsaid=": [optimizer] says it")
     for name, group in recipe.groups.items():
-        if not re.fullmatch(r"[\w-]+", name):  # it is a part of metrics' names
+        if not re.fullmatch(r"[\w-]+", name):  # the name becomes a part of metric names
             plain = re.sub(r"[^\w-]+", "_", name) or "all"
             problems.add(f"groups.{name}", "", "a name of letters, digits, _ and -", f"[groups.{plain}]")
         if isinstance(group, MuonGroup) and isinstance(group.polynomials, tuple):
@@ -151,7 +151,7 @@ def check_optimizer(recipe: OptimizerRecipe, problems: Problems) -> None:
 
 
 def _check_polynomials(key: str, polynomials: tuple[tuple[float, ...], ...], problems: Problems) -> None:
-    """Check that there are coefficients, three at a time, and that what they are applied to stays finite."""
+    """Check that each polynomial has three coefficients, and that singular values stay in (0, 3] under all in turn."""
     if not polynomials or any(len(each) != 3 for each in polynomials):
         want = "at least one list of three numbers: the factors of x, x³ and x⁵"
         problems.add(key, show(polynomials), want, 'polynomials = "polar_express" (the default)')
@@ -159,14 +159,14 @@ def _check_polynomials(key: str, polynomials: tuple[tuple[float, ...], ...], pro
     values = [n / 100 for n in range(1, 101)]
     for n, (a, b, c) in enumerate(polynomials):
         values = [a * x + b * x**3 + c * x**5 for x in values]
-        if not all(0 < x <= 3 for x in values):  # NaN neither; of 0 nothing would move, below it the loss would rise
+        if not all(0 < x <= 3 for x in values):  # false for NaN; 0 gives no update, and below 0 the loss rises
             want = f"polynomials that leave singular values of (0, 1] in (0, 3]; after step {n + 1} one is not"
             problems.add(key, show(polynomials), want, "those of a source, with their signs, and each in its place")
             return
 
 
 def check_keys(model: Model, recipe: ModelDims, problems: Problems) -> None:
-    """Refuse a key that `[model]`'s architecture makes nothing of, and the lack of one that it needs."""
+    """Refuse keys of a recipe that the architecture of `[model]` does not use, and report keys that it lacks."""
     if model.file:
         return
     known = ARCHITECTURES[model.name]
